@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception that vllm_omni raises on purpose.
+
+    OmniError
+    ├── VllmRequirementError        vLLM is missing, or is another version          not recoverable
+    ├── StageConfigError            a stage configuration cannot be used            not recoverable
+    ├── StageStartError             a stage did not come up; nothing was left over  not recoverable
+    ├── PipelineClosedError         used after close()                              not recoverable
+    └── RequestError                one request failed; the pipeline goes on        recoverable
+        ├── InvalidRequestError     refused before any engine saw it
+        ├── StageExecutionError     failed inside a stage
+        ├── StageDeadError          the stage that held it died
+        └── RequestAbortedError     aborted by the caller or by close()
+
+A recoverable error leaves the pipeline serving: the same object can take the next request.
+"""
+
+
+class OmniError(Exception):
+    """Base of all errors raised by vllm_omni."""
+
+    recoverable = False
+
+
+class VllmRequirementError(OmniError, ImportError):
+    """vLLM is missing or is not a version that this package was tested with."""
+
+
+class StageConfigError(OmniError, ValueError):
+    """A stage configuration is wrong. The message names the file, the key and the remedy."""
+
+
+class StageStartError(OmniError, RuntimeError):
+    """A stage failed to start, or took longer than its start-up limit."""
+
+    def __init__(self, message: str, stage_id: int) -> None:
+        super().__init__(message)
+        self.stage_id = stage_id
+
+
+class PipelineClosedError(OmniError, RuntimeError):
+    """The pipeline was closed, or failed to start."""
+
+
+class RequestError(OmniError):
+    """One request failed.
+
+    Attributes:
+        request_id: The request, as its caller knows it.
+        stage_id: The stage it failed in; None if it never reached one.
+    """
+
+    recoverable = True
+
+    def __init__(self, message: str, request_id: str, stage_id: int | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        self.stage_id = stage_id
+
+
+class InvalidRequestError(RequestError, ValueError):
+    """The request itself is wrong, and was refused before an engine saw it."""
+
+
+class StageExecutionError(RequestError, RuntimeError):
+    """Processing the request failed inside a stage."""
+
+
+class StageDeadError(RequestError, RuntimeError):
+    """The process of the stage that held the request died."""
+
+
+class RequestAbortedError(RequestError, RuntimeError):
+    """The request was aborted before it completed."""

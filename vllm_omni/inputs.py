@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What callers send to a pipeline, and what one stage of it receives.
+
+Everything here crosses a process as msgspec; none of it knows how a stage is run.
+"""
+
+from typing import Any, TypedDict
+
+import msgspec
+import torch
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni.engine.payloads import OmniEngineCoreRequest
+
+
+class OmniPrompt(TypedDict, total=False):
+    """One prompt of `OmniLLM.generate`: vLLM's text, token or embedding prompt, and three keys more.
+
+    `modalities` names the outputs wanted (default: all that the pipeline has).
+    `additional_information` holds tensors for the first stage's model, and plain values that every stage
+    input processor can read as `StageRequest.options` (e.g. `{"speaker": "ethan"}`).
+    """
+
+    prompt: str
+    prompt_token_ids: list[int]
+    prompt_embeds: torch.Tensor
+    multi_modal_data: dict[str, Any]
+    mm_processor_kwargs: dict[str, Any]
+    modalities: list[str] | None
+    additional_information: dict[str, Any]
+
+
+class StageRequest(msgspec.Struct, kw_only=True):
+    """One request as one stage sees it, before the outputs of its sources.
+
+    Attributes:
+        request_id: The pipeline's id, unique in the pipeline's life.
+        modalities: Outputs that this request wants; never empty.
+        prompt: The prompt's text, if it was given as text.
+        prompt_token_ids: The first stage's prompt, multimodal placeholders expanded.
+        mm_metadata: Small multimodal fields declared by stage input processors, all items of the request
+            stacked in prompt order, e.g. `image_grid_thw` int64 `[num_images, 3]`.
+        options: Plain values of the prompt's `additional_information`.
+        sampling_params: This stage's sampling parameters; None for stages that do not sample.
+        engine_request: The first stage's preprocessed request; None for every other stage.
+    """
+
+    request_id: str
+    modalities: list[str] = []
+    prompt: str | None = None
+    prompt_token_ids: list[int] = []
+    mm_metadata: dict[str, torch.Tensor] = {}
+    options: dict[str, Any] = {}
+    sampling_params: SamplingParams | None = None
+    engine_request: OmniEngineCoreRequest | None = None
+
+
+class StageInput(msgspec.Struct, kw_only=True):
+    """What a stage input processor makes of a request: the prompt of this stage's engine.
+
+    Attributes:
+        prompt_token_ids: Token ids, or as many placeholders as the model has input rows.
+        prompt_embeds: `[len, hidden]`, instead of ids.
+        additional_information: Tensors and plain values for the model's hooks.
+        stop_token_ids: Added to the stage's stop tokens, so that no token id stands in a configuration file.
+        max_tokens: Upper bound on the stage's `max_tokens`.
+    """
+
+    prompt_token_ids: list[int] = []
+    prompt_embeds: torch.Tensor | None = None
+    additional_information: dict[str, Any] = {}
+    stop_token_ids: list[int] = []
+    max_tokens: int | None = None

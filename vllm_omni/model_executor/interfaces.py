@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model may offer to the omni runners, beyond vLLM's own model interface.
+
+Every hook is optional. The runner looks for each of them once, when the model is loaded, and calls
+those it finds in this order, once a step, outside any CUDA graph:
+
+1. `preprocess`       before the forward: replaces input embeddings, may emit outputs of its own
+2. `forward`          vLLM's; receives `runtime_additional_information` if its signature names it
+3. `make_omni_output` after the forward: which rows this stage hands to the next one
+4. `postprocess`      after sampling: what the request must remember for its next step
+
+This file knows no model and no runner.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+from vllm.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class RequestSpan:
+    """The rows of one request in the flat batch of one step.
+
+    Attributes:
+        req_id: vLLM's internal request id.
+        start, stop: Rows `[start, stop)` of the step's flat batch.
+        position: Absolute position of the first row (tokens computed before this step). It goes back
+            to 0 when the request was preempted: a hook must then reproduce the rows it made before.
+        num_prompt_tokens: Rows at positions below this belong to the prompt.
+        num_tokens: Tokens known so far, prompt and generated. The step samples for this request
+            only if its last row is the last known token.
+        sampling_params: The request's sampling parameters.
+        additional_information: The request's own state: what the caller sent with the request,
+            decoded to tensors, and what `postprocess` returned. Hooks may write to it.
+    """
+
+    req_id: str
+    start: int
+    stop: int
+    position: int
+    num_prompt_tokens: int
+    num_tokens: int
+    sampling_params: SamplingParams
+    additional_information: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step samples a token for the request (false inside a chunked prefill)."""
+        return self.position + self.num_rows >= self.num_tokens
+
+
+@runtime_checkable
+class SupportsPreprocess(Protocol):
+    """Replaces the input embeddings of a step, e.g. by those of the last frame of codes."""
+
+    def preprocess(
+        self,
+        input_ids: torch.Tensor,
+        inputs_embeds: torch.Tensor | None,
+        spans: list[RequestSpan],
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """
+        Args:
+            input_ids: `[num_tokens]` int, the step's flat batch.
+            inputs_embeds: `[num_tokens, hidden]` in the model's dtype, or None for a model that embeds ids itself.
+                May be written in place.
+            spans: One for each request, in batch order; together they cover all rows.
+
+        Returns:
+            The embeddings to run with (or None, to run with `input_ids`), and outputs by row:
+            `[num_tokens, ...]` tensors that are passed on to `make_omni_output`, or, where the
+            model has none, handed to the caller as they are.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsOmniOutput(Protocol):
+    """Chooses the rows that a stage emits. A model without this hook emits `{"hidden": hidden_states}`."""
+
+    omni_output_rows: ClassVar[Literal["all", "generated"]]
+    """`generated`: rows of the prompt are not emitted."""
+
+    def make_omni_output(
+        self,
+        hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        preprocessed: dict[str, torch.Tensor],
+        spans: list[RequestSpan],
+    ) -> dict[str, torch.Tensor]:
+        """
+        Args:
+            hidden_states: `[num_tokens, hidden]`, after the final norm.
+            aux_hidden_states: One `[num_tokens, hidden]` for each layer of `omni_aux_hidden_state_layers`.
+            preprocessed: What `preprocess` returned for this step.
+            spans: As for `preprocess`.
+
+        Returns:
+            Outputs by name, each `[num_tokens, ...]`, aligned with the rows of the step.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsAuxHiddenStates(Protocol):
+    """Declares which decoder layers' inputs are captured, in vLLM's numbering (0 is the embeddings)."""
+
+    omni_aux_hidden_state_layers: tuple[int, ...]
+
+
+@runtime_checkable
+class SupportsPostprocess(Protocol):
+    """Says what a request must remember for its next step."""
+
+    def postprocess(
+        self, hidden_states: torch.Tensor, spans: list[RequestSpan]
+    ) -> list[dict[str, Any]]:
+        """
+        Args:
+            hidden_states: `[num_tokens, hidden]`, after the final norm. Clone what is kept.
+            spans: As for `preprocess`.
+
+        Returns:
+            One dict for each span; merged into its `additional_information`.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsOneStepGeneration(Protocol):
+    """A model without KV cache that turns a whole request into its output in one forward.
+
+    `forward(input_ids, positions, *, runtime_additional_information, ...)` returns one dict of
+    tensors for each request, in the order of `runtime_additional_information`.
+    """
+
+    is_attention_free: ClassVar[Literal[True]]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        runtime_additional_information: list[dict[str, Any]],
+        **kwargs: Any,
+    ) -> list[dict[str, torch.Tensor]]: ...

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class that a model derives from to say how one stage's outputs become the next stage's input."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+from transformers import PretrainedConfig
+
+from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.outputs import StageOutput
+
+
+class StageInputProcessor(ABC):
+    """Builds a stage's engine input from the outputs of its sources and the original request.
+
+    One instance serves all requests of a stage, on the stage's IO thread; it keeps no state of a request
+    and has no access to weights (what needs weights belongs in the model's `preprocess`).
+    """
+
+    mm_metadata_keys: ClassVar[tuple[str, ...]] = ()
+    """Multimodal fields of the first stage's prompt that `StageRequest.mm_metadata` must carry."""
+
+    def __init__(self, hf_config: PretrainedConfig) -> None:
+        """
+        Args:
+            hf_config: The checkpoint's full configuration.
+        """
+        self.hf_config = hf_config
+
+    @abstractmethod
+    def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
+        """
+        Args:
+            request: The original request as this stage sees it.
+            sources: The complete outputs of this stage's sources, by stage id.
+
+        Returns:
+            The engine input, or None where there is nothing to do for this request: its result
+            at this stage is then empty and valid.
+
+        Raises:
+            Exception: Fails this request alone, with this stage's name.
+        """

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and checks a stage configuration file. Every complaint names the file, the key and the remedy."""
+
+import difflib
+import importlib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.errors import StageConfigError
+
+
+def load_pipeline_config(path: str | Path) -> PipelineConfig:
+    """Loads a stage configuration.
+
+    Raises:
+        StageConfigError: The file is missing, is not YAML, has an unknown or mistyped key, names a stage that is not
+            there, has a cycle, or a dotted path that cannot be imported.
+    """
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StageConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
+    except yaml.YAMLError as error:
+        raise StageConfigError(f"{path}: is not YAML: {error}") from error
+    return parse_pipeline_config(raw, str(path))
+
+
+def parse_pipeline_config(raw: Any, source: str) -> PipelineConfig:
+    """Checks a configuration that was read from `source` (used in messages). Raises as `load_pipeline_config`."""
+    if not isinstance(raw, Mapping):
+        raise StageConfigError(f"{source}: must be a mapping with the key 'stage_args'")
+    try:
+        config = msgspec.convert(raw, PipelineConfig)
+    except msgspec.ValidationError as error:
+        raise StageConfigError(f"{source}: {_explain(str(error), raw)}") from error
+    config = config.with_stage_args(sorted(config.stage_args, key=lambda stage: stage.stage_id))
+    try:
+        _check_stages(config)
+        _check_graph(config)
+        _check_runtime(config)
+    except StageConfigError as error:
+        raise StageConfigError(f"{source}: {error}") from error
+    return config
+
+
+def resolve_dotted_path(path: str, key: str) -> Any:
+    """The object at `package.module.name`.
+
+    Raises:
+        StageConfigError: Names the part that is not there, and near names.
+    """
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise StageConfigError(f"{key}: {path!r} is not a dotted path; write package.module.name")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise StageConfigError(
+            f"{key}: {path!r} cannot be imported: {error}; check the spelling, and that the package is installed"
+        ) from error
+    if not hasattr(module, name):
+        raise StageConfigError(f"{key}: {module_name!r} has no {name!r}{nearest(name, dir(module))}")
+    return getattr(module, name)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or nothing where no known name is near."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def _explain(message: str, raw: Any) -> str:
+    """Turns msgspec's complaint into one that names key and remedy."""
+    where = re.search(r" - at `\$(.*)`", message)
+    location = where.group(1).lstrip(".") if where else ""
+    problem = message.split(" - at ")[0]
+    unknown = re.search(r"unknown field `(.+?)`", problem)
+    if unknown is None:
+        return f"{location or 'top level'}: {problem}"
+    known = _known_keys(location)
+    key = f"{location}.{unknown.group(1)}" if location else unknown.group(1)
+    return f"unknown key {key!r}{nearest(unknown.group(1), known)} (known here: {', '.join(known)})"
+
+
+def _known_keys(location: str) -> list[str]:
+    node: Any = msgspec.inspect.type_info(PipelineConfig)
+    for part in filter(None, re.split(r"[.\[\]]+", location)):
+        node = _descend(node, part)
+    return [field.encode_name for field in node.fields]
+
+
+def _descend(node: Any, part: str) -> Any:
+    if isinstance(node, msgspec.inspect.StructType):
+        return next(field.type for field in node.fields if field.encode_name == part)
+    if isinstance(node, msgspec.inspect.ListType):
+        return node.item_type
+    return node.value_type
+
+
+def _check_stages(config: PipelineConfig) -> None:
+    if not config.stage_args:
+        raise StageConfigError("stage_args: is empty; a pipeline needs at least one stage")
+    seen: dict[Any, int] = {}
+    for index, stage in enumerate(config.stage_args):
+        for value, what in ((stage.stage_id, "stage_id"), (stage.name, "engine_args.model_stage")):
+            if value in seen:
+                raise StageConfigError(f"stage_args: {what} {value!r} is given twice; every stage needs its own")
+            seen[value] = index
+        _check_stage(stage)
+    if not any(stage.final_output for stage in config.stage_args):
+        raise StageConfigError("stage_args: no stage has final_output: true; the caller would receive nothing")
+
+
+def _check_stage(stage: OmniStageConfig) -> None:
+    where = f"stage {stage.stage_id} ({stage.name})"
+    by_type = {"llm": ("AR", "generation"), "diffusion": ("DiT",), "function": ("function",)}
+    if stage.stage_type and stage.kind not in by_type[stage.stage_type]:
+        raise StageConfigError(f"{where}: stage_type {stage.stage_type!r} contradicts engine_type; keep one of them")
+    if stage.final_output and not stage.final_output_type:
+        raise StageConfigError(f"{where}: final_output needs final_output_type, e.g. text or audio")
+    if not stage.runtime.process:
+        raise StageConfigError(f"{where}: runtime.process: false is not supported; every stage has its own process")
+    if stage.engine_input_source and stage.runs_vllm and not stage.custom_process_input_func:
+        raise StageConfigError(f"{where}: custom_process_input_func is missing; it turns the sources' outputs into input")
+    if stage.kind == "function" and not stage.function:
+        raise StageConfigError(f"{where}: function is missing; give the dotted path of a callable")
+    if stage.custom_process_input_func:
+        resolve_dotted_path(stage.custom_process_input_func, f"{where}: custom_process_input_func")
+    if stage.function:
+        resolve_dotted_path(stage.function, f"{where}: function")
+
+
+def _check_graph(config: PipelineConfig) -> None:
+    for stage in config.stage_args:
+        for source in stage.engine_input_source:
+            if source not in config.stages:
+                known = ", ".join(map(str, config.stages))
+                raise StageConfigError(
+                    f"stage {stage.stage_id} ({stage.name}): engine_input_source names stage {source}, which is not "
+                    f"there; stages are {known}"
+                )
+    done: set[int] = set()
+    while len(done) < len(config.stages):
+        ready = {i for i, s in config.stages.items() if i not in done and set(s.engine_input_source) <= done}
+        if not ready:
+            cycle = sorted(set(config.stages) - done)
+            raise StageConfigError(f"engine_input_source: stages {cycle} wait for each other; remove one of the edges")
+        done |= ready
+
+
+def _check_runtime(config: PipelineConfig) -> None:
+    runtime = config.runtime
+    windows = [("runtime.defaults", runtime.defaults.window_size)]
+    for edge in runtime.edges:
+        where = f"runtime.edges {edge.source} -> {edge.to}"
+        if edge.to not in config.stages or edge.source not in config.stages[edge.to].engine_input_source:
+            raise StageConfigError(f"{where}: stage {edge.to} does not list {edge.source} in engine_input_source")
+        windows.append((where, edge.window_size))
+    for where, window_size in windows:
+        if window_size != -1:
+            raise StageConfigError(f"{where}: window_size {window_size} is not supported; use -1 (the whole result)")
+    for stage in config.stage_args:
+        for name in (*stage.input_connectors.values(), *stage.output_connectors.values()):
+            if name not in runtime.connectors:
+                raise StageConfigError(
+                    f"stage {stage.stage_id} ({stage.name}): connector {name!r} is not defined under "
+                    f"runtime.connectors{nearest(name, runtime.connectors)}"
+                )

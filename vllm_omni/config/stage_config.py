@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage configuration of a pipeline: typed, frozen, checked.
+
+`load_pipeline_config` reads the YAML file; `PipelineConfig` answers what the graph looks like. Nothing here knows how
+a stage is run, and no model is named.
+"""
+
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+
+from vllm_omni.errors import StageConfigError
+
+EngineType = Literal["AR", "generation", "DiT", "function", "fake"]
+
+
+class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`stage_args[].runtime`: where a stage runs.
+
+    Attributes:
+        process: The stage has a process of its own.
+        devices: Accelerators that the stage may see: a comma list (`"2,5"`) or a number.
+        max_batch_size: Requests that the engine works on at once (its `max_num_seqs`).
+        requires_multimodal_data: The stage reads the prompt's multimodal data itself.
+    """
+
+    process: bool = True
+    devices: str | int | None = None
+    max_batch_size: int | None = None
+    requires_multimodal_data: bool = False
+
+
+class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`stage_args[]`: one stage of a pipeline.
+
+    Attributes:
+        stage_id: Unique number; stages are listed, and their sampling parameters given, in this order.
+        engine_type: `AR` (tokens one by one), `generation` (one forward for each request), `DiT` (a diffusers
+            pipeline), `function` (a plain Python function), `fake` (for tests).
+        stage_type: Older name of the same choice: `llm`, `diffusion` or `function`.
+        runtime: Where the stage runs.
+        engine_args: Any argument of vLLM's `EngineArgs`, and `model_stage` (the stage's name), `model_arch`,
+            `hf_config_name`, `worker_cls`, `scheduler_cls`, `engine_output_type`.
+        engine_input_source: Stages whose outputs this stage reads; none for the first stage.
+        custom_process_input_func: Dotted path of the stage's `StageInputProcessor`.
+        function: Dotted path of the callable of a `function` stage.
+        is_comprehension: The stage that OpenAI's sampling fields apply to.
+        final_output: Whether the caller receives the stage's output.
+        final_output_type: What that output is: `text`, `audio`, `image`, ...
+        default_sampling_params: Fields of vLLM's `SamplingParams`.
+        input_connectors, output_connectors: For each edge (`from_stage_0: name`, `to_stage_1: name`) a connector
+            defined under `runtime.connectors`.
+    """
+
+    stage_id: int
+    engine_type: EngineType | None = None
+    stage_type: Literal["llm", "diffusion", "function"] | None = None
+    runtime: StageRuntimeConfig = StageRuntimeConfig()
+    engine_args: dict[str, Any] = {}
+    engine_input_source: list[int] = []
+    custom_process_input_func: str | None = None
+    function: str | None = None
+    is_comprehension: bool = False
+    final_output: bool = False
+    final_output_type: str | None = None
+    default_sampling_params: dict[str, Any] = {}
+    input_connectors: dict[str, str] = {}
+    output_connectors: dict[str, str] = {}
+
+    @property
+    def name(self) -> str:
+        """The stage's name in messages, metrics and `stage_overrides`."""
+        return self.engine_args.get("model_stage") or f"stage{self.stage_id}"
+
+    @property
+    def kind(self) -> EngineType:
+        """What runs the stage, whichever of the two keys said so."""
+        if self.engine_type is not None:
+            return self.engine_type
+        if self.stage_type == "diffusion":
+            return "DiT"
+        if self.stage_type == "function":
+            return "function"
+        return "generation" if "Generation" in str(self.engine_args.get("scheduler_cls", "")) else "AR"
+
+    @property
+    def runs_vllm(self) -> bool:
+        return self.kind in ("AR", "generation")
+
+
+class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"source": "from"}):
+    """`runtime.edges[]`: how one stage's output reaches another. -1 hands the whole result over at the end."""
+
+    source: int
+    to: int
+    window_size: int = -1
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`runtime.connectors`: a named way to move payloads.
+
+    Attributes:
+        name: `SharedMemoryConnector` or `InlineConnector`.
+        extra: `shm_threshold_bytes` for the former: smaller payloads travel inline.
+    """
+
+    name: Literal["SharedMemoryConnector", "InlineConnector"]
+    extra: dict[str, int] = {}
+
+
+class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`runtime.defaults`: for edges and stages that say nothing else."""
+
+    window_size: int = -1
+    max_inflight: int | None = None
+
+
+class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`runtime`: what holds for the whole pipeline."""
+
+    enabled: bool = True
+    defaults: RuntimeDefaults = RuntimeDefaults()
+    connectors: dict[str, ConnectorConfig] = {}
+    edges: list[EdgeConfig] = []
+
+
+class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """A stage configuration file. `stage_args` is sorted by stage id."""
+
+    stage_args: list[OmniStageConfig]
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @cached_property
+    def stages(self) -> dict[int, OmniStageConfig]:
+        return {stage.stage_id: stage for stage in self.stage_args}
+
+    @cached_property
+    def targets(self) -> dict[int, list[int]]:
+        """The stages that read each stage's output."""
+        return {
+            stage_id: [s.stage_id for s in self.stage_args if stage_id in s.engine_input_source]
+            for stage_id in self.stages
+        }
+
+    @property
+    def output_types(self) -> list[str]:
+        """The modalities that a request may ask for, in stage order."""
+        return [s.final_output_type for s in self.stage_args if s.final_output and s.final_output_type]
+
+    def stages_for(self, modalities: list[str]) -> list[int]:
+        """The stages that a request with these output modalities runs through, in stage order."""
+        needed: set[int] = set()
+        todo = [s.stage_id for s in self.stage_args if s.final_output and s.final_output_type in modalities]
+        while todo:
+            stage_id = todo.pop()
+            if stage_id not in needed:
+                needed.add(stage_id)
+                todo += self.stages[stage_id].engine_input_source
+        return sorted(needed)
+
+    def shm_threshold_bytes(self, stage: OmniStageConfig, target: int, default: int) -> int:
+        """From which size on the payloads from `stage` to `target` go through shared memory."""
+        name = stage.output_connectors.get(f"to_stage_{target}") or self.stages[target].input_connectors.get(
+            f"from_stage_{stage.stage_id}"
+        )
+        if name is None:
+            return default
+        connector = self.runtime.connectors[name]
+        if connector.name == "InlineConnector":
+            return 1 << 62
+        return connector.extra.get("shm_threshold_bytes", default)
+
+    def with_stage_args(self, stage_args: list[OmniStageConfig]) -> "PipelineConfig":
+        return PipelineConfig(stage_args=stage_args, runtime=self.runtime)
+
+
+def find_stage(config: PipelineConfig, key: str | int) -> OmniStageConfig:
+    """The stage with this name or id.
+
+    Raises:
+        StageConfigError: There is none; names those that there are.
+    """
+    for stage in config.stage_args:
+        if key in (stage.name, stage.stage_id, str(stage.stage_id)):
+            return stage
+    names = ", ".join(f"{s.name!r} ({s.stage_id})" for s in config.stage_args)
+    raise StageConfigError(f"there is no stage {key!r}; this pipeline has {names}")

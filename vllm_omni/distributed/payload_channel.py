@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the structs that stages exchange into buffers and back, without pickle.
+
+vLLM's msgpack coders carry tensors, arrays and multimodal features beside the message; this file only binds them to a
+connector. A channel belongs to one thread.
+"""
+
+from typing import Any, TypeVar
+
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_omni.distributed.connectors import Connector
+from vllm_omni.orchestrator.messages import Frames, PayloadRef
+
+T = TypeVar("T")
+
+
+class PayloadChannel:
+    """Sends and receives typed payloads over a connector."""
+
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+        self._encoder = MsgpackEncoder()
+        self._decoders: dict[type, MsgpackDecoder] = {}
+
+    def put(self, value: Any) -> tuple[PayloadRef, Frames]:
+        return self._connector.put(self._encoder.encode(value))
+
+    def get(self, payload_type: type[T], ref: PayloadRef, frames: list[memoryview]) -> T:
+        """
+        Raises:
+            msgspec.MsgspecError: The payload is not a `payload_type`.
+            OSError: The payload is gone.
+        """
+        decoder = self._decoders.get(payload_type)
+        if decoder is None:
+            decoder = self._decoders[payload_type] = MsgpackDecoder(payload_type)
+        return decoder.decode(self._connector.get(ref, frames))
+
+    def discard(self, ref: PayloadRef) -> None:
+        self._connector.discard(ref)

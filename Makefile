@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# Each target makes the environment it needs first; that takes minutes once and nothing afterwards.
+#   PYTHON      the Python to make it with (default: python3, or a newer one on PATH if that is too old)
+#   OMNI_EXTRA  which vLLM: cpu (default) or cuda
+#   PYTEST_ARGS what pytest gets besides the settings in pyproject.toml
+
+PYTHON ?= python3
+VENV ?= .venv
+OMNI_EXTRA ?= cpu
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready-$(OMNI_EXTRA)
+
+# With more threads than one, OpenMP's waiting threads slow tiny models down several times.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:  ## Say what there is
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
+
+demo: $(STAMP)  ## Ask a tiny pipeline about a picture and a spoken clip; writes demo_output/
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)  ## Run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## Check style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:  ## Remove the environment and everything that was made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache demo_output
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml setup.cfg $(wildcard scripts/*.py scripts/*.txt)
+	$(PYTHON) scripts/set_up.py $(VENV) $(STAMP) $(OMNI_EXTRA)

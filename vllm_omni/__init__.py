@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vllm_omni: any-to-any models as a pipeline of stages, each a real vLLM engine in its own process.
+
+Importing this package imports no torch and no vLLM, patches nothing and touches no device: the names
+below are looked up on first use. It knows where they live and nothing else.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_omni.config import OmniStageConfig
+    from vllm_omni.entrypoints.omni_llm import OmniLLM
+    from vllm_omni.outputs import OmniRequestOutput
+
+    Omni = OmniLLM
+
+__version__ = "0.1.0"
+__all__ = ["Omni", "OmniLLM", "OmniRequestOutput", "OmniStageConfig", "__version__"]
+
+_HOMES = {
+    "Omni": ("vllm_omni.entrypoints.omni_llm", "OmniLLM"),
+    "OmniLLM": ("vllm_omni.entrypoints.omni_llm", "OmniLLM"),
+    "OmniRequestOutput": ("vllm_omni.outputs", "OmniRequestOutput"),
+    "OmniStageConfig": ("vllm_omni.config", "OmniStageConfig"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Looks a public name up on first use (PEP 562).
+
+    Raises:
+        VllmRequirementError: vLLM is missing or is another version.
+    """
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm_omni.vllm_requirement import require_vllm
+
+    require_vllm()
+    module, attribute = _HOMES[name]
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The architectures that this package adds to vLLM's, as `module:class` to be imported when first used.
+
+It imports no model. An architecture that vLLM has itself never stands here.
+"""
+
+_QWEN3_OMNI_MOE = "vllm_omni.model_executor.models.qwen3_omni_moe"
+
+OMNI_MODELS: dict[str, str] = {
+    "Qwen3OmniMoeThinkerForConditionalGeneration": f"{_QWEN3_OMNI_MOE}.thinker:OmniQwen3OmniMoeThinker",
+    "Qwen3OmniMoeTalkerForConditionalGeneration": f"{_QWEN3_OMNI_MOE}.talker:OmniQwen3OmniMoeTalker",
+    "Qwen3OmniMoeCode2Wav": f"{_QWEN3_OMNI_MOE}.code2wav:OmniQwen3OmniMoeCode2Wav",
+}

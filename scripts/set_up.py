@@ -54,9 +54,9 @@ def find_python() -> str:
         if version is not None and OLDEST <= version <= NEWEST:
             return candidate
     sys.exit(
-        f"vLLM 0.32 installs on Python {dotted(OLDEST)} to {dotted(NEWEST)} only. This is {dotted(sys.version_info[:2])} "
-        f"({sys.executable}), and no other with the modules venv and ensurepip was found on PATH.\n"
-        "Install one (Debian, Ubuntu: apt install python3-venv) and, if it is not on PATH: make PYTHON=/path/to/python3 ..."
+        f"vLLM 0.32 installs on Python {dotted(OLDEST)} to {dotted(NEWEST)} only. {sys.executable} is "
+        f"{dotted(sys.version_info[:2])}, and PATH has no other that comes with the modules venv and ensurepip.\n"
+        "Install one (Debian, Ubuntu: apt install python3-venv), or say where it is: make PYTHON=/path/to/python3 ..."
     )
 
 

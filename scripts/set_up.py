@@ -19,6 +19,8 @@ CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 """PyTorch's own public index of CPU builds: asked only where pip finds no such build by itself."""
 
+PIP_FLAGS = ["--disable-pip-version-check", "--progress-bar=off", "--no-compile"]  # most modules are never imported
+
 OLDEST, NEWEST = (3, 11), (3, 14)  # what vLLM 0.32 installs on
 PROBE = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
 
@@ -101,7 +103,7 @@ def install_project(python: str, extra: str, pins: list[str]) -> None:
 
 def pip_install(python: str, *arguments: str) -> str | None:
     """Runs pip and shows what it says as it says it; returns that if pip failed, None if it did not."""
-    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *arguments]
+    command = [python, "-m", "pip", "install", *PIP_FLAGS, *arguments]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None

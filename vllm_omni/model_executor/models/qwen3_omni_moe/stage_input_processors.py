@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How Qwen3-Omni's stages feed each other: thinker to talker, talker to vocoder.
+
+They select rows and compute positions; everything that needs weights happens in the consumer's model.
+Reference: `Qwen3OmniMoeForConditionalGeneration.generate` of HF transformers.
+"""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import ClassVar
+
+import torch
+from transformers import PretrainedConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoePreTrainedModelForConditionalGeneration as HFRopeIndex,
+)
+
+from vllm_omni.errors import InvalidRequestError
+from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import (
+    NUM_HEADER_ROWS,
+    NUM_TAIL_ROWS,
+    TALKER_INPUT,
+    ThinkerRows,
+)
+from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.input_processor import StageInputProcessor
+
+DEFAULT_SPEAKER = "ethan"
+
+
+def find_user_positions(prompt_ids: torch.Tensor, im_start_id: int, user_id: int) -> torch.Tensor:
+    """`[len]` prompt ids -> `[users]` int64, the positions of all user turns, their headers included.
+
+    A position belongs to the turn of the last `<|im_start|>` at or before it (before the first one: to
+    that of position 0), and the id after that `<|im_start|>` says whose turn it is.
+    """
+    positions = torch.arange(prompt_ids.shape[0])
+    starts = torch.where(prompt_ids == im_start_id, positions, 0).cummax(0).values
+    roles = prompt_ids[(starts + 1).clamp_max(prompt_ids.shape[0] - 1)]
+    return torch.nonzero(roles == user_id).flatten()
+
+
+def find_reply_start(prompt_ids: torch.Tensor, im_start_id: int, assistant_id: int) -> int | None:
+    """Position of the last `<|im_start|>assistant` of a prompt; None if there is none."""
+    headers = (prompt_ids[:-1] == im_start_id) & (prompt_ids[1:] == assistant_id)
+    found = torch.nonzero(headers).flatten()
+    return int(found[-1]) if found.numel() else None
+
+
+class ThinkerToTalker(StageInputProcessor):
+    """The user's turns and the reply, as the thinker saw them, become the talker's prompt."""
+
+    mm_metadata_keys: ClassVar[tuple[str, ...]] = (
+        "image_grid_thw",
+        "video_grid_thw",
+        "second_per_grid_ts",
+        "audio_feature_lengths",
+    )
+
+    def __init__(self, hf_config: PretrainedConfig) -> None:
+        super().__init__(hf_config)
+        talker = hf_config.talker_config
+        self.talker_config = talker
+        self.placeholder_ids = torch.tensor([talker.audio_token_id, talker.image_token_id, talker.video_token_id])
+        # The reference calls this method on its talker; it reads nothing but these fields.
+        rope_config = SimpleNamespace(
+            image_token_id=talker.image_token_id,
+            video_token_id=talker.video_token_id,
+            audio_token_id=talker.audio_token_id,
+            vision_start_token_id=talker.vision_start_token_id,
+            audio_start_token_id=talker.audio_start_token_id,
+            position_id_per_seconds=talker.position_id_per_seconds,
+            # The reference looks for it in the talker's configuration, which has none, and fails.
+            audio_config=hf_config.thinker_config.audio_config,
+        )
+        self._rope_caller = SimpleNamespace(
+            config=rope_config,
+            spatial_merge_size=hf_config.thinker_config.vision_config.spatial_merge_size,
+            get_llm_pos_ids_for_vision=lambda *args: HFRopeIndex.get_llm_pos_ids_for_vision(None, *args),
+        )
+
+    def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
+        """
+        Returns:
+            None for a reply of one token: it holds no text that could be spoken.
+
+        Raises:
+            InvalidRequestError: The speaker is unknown, or the prompt does not end in an assistant's turn.
+        """
+        (thinker,) = sources.values()
+        speaker_id = self._find_speaker(request)
+        prompt_ids = torch.tensor(thinker.prompt_token_ids)
+        reply_start = find_reply_start(prompt_ids, self.hf_config.im_start_token_id, self.hf_config.assistant_token_id)
+        if reply_start is None:
+            raise InvalidRequestError("the prompt has no assistant turn that could be spoken", request.request_id)
+        rows = thinker.tensors[TALKER_INPUT]
+        if rows.shape[0] - reply_start <= NUM_HEADER_ROWS:
+            return None
+        user = find_user_positions(prompt_ids, self.hf_config.im_start_token_id, self.hf_config.user_token_id)
+        user_ids = prompt_ids[user]
+        thinker_rows = ThinkerRows(
+            user_rows=rows[user],
+            user_is_placeholder=torch.isin(user_ids, self.placeholder_ids),
+            reply_rows=rows[reply_start:],
+            speaker_id=speaker_id,
+        )
+        # A prompt id that is never sampled, so that the repetition penalty sees generated codes only.
+        placeholders = [self.talker_config.codec_pad_id] * (user.shape[0] + NUM_TAIL_ROWS)
+        information = thinker_rows.to_information()
+        information["mrope_positions"] = self._mrope_positions(user_ids, request.mm_metadata)
+        return StageInput(
+            prompt_token_ids=placeholders,
+            additional_information=information,
+            stop_token_ids=[self.talker_config.codec_eos_token_id],
+        )
+
+    def empty_output(self) -> dict[str, torch.Tensor]:
+        return {"codes": torch.empty(0, self.talker_config.num_code_groups, dtype=torch.int64)}
+
+    def _find_speaker(self, request: StageRequest) -> int:
+        speakers = self.talker_config.speaker_id
+        name = request.options.get("speaker", DEFAULT_SPEAKER)
+        if not isinstance(name, str) or name.lower() not in speakers:
+            raise InvalidRequestError(
+                f"unknown speaker {name!r}; this checkpoint has {', '.join(sorted(speakers))}", request.request_id
+            )
+        return speakers[name.lower()]
+
+    def _mrope_positions(self, user_ids: torch.Tensor, mm_metadata: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """`[3, users + NUM_TAIL_ROWS]` int64, computed as the thinker's but over the talker's own prompt."""
+        tail = user_ids.new_full((NUM_TAIL_ROWS,), self.hf_config.tts_pad_token_id)
+        ids = torch.cat((user_ids, tail))[None]
+        positions, _ = HFRopeIndex.get_rope_index(
+            self._rope_caller,
+            ids,
+            mm_metadata.get("image_grid_thw"),
+            mm_metadata.get("video_grid_thw"),
+            torch.ones_like(ids),
+            use_audio_in_video=False,  # the reference does not tell its talker either
+            audio_seqlens=mm_metadata.get("audio_feature_lengths"),
+            second_per_grids=mm_metadata.get("second_per_grid_ts"),
+        )
+        return positions[:, 0].long()
+
+
+class TalkerToCode2Wav(StageInputProcessor):
+    """The talker's frames become the vocoder's input: one placeholder id for each frame."""
+
+    def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
+        """
+        Returns:
+            None where the talker said nothing.
+        """
+        (talker,) = sources.values()
+        codes = talker.tensors["codes"]
+        if codes.shape[0] == 0:
+            return None
+        return StageInput(prompt_token_ids=[0] * codes.shape[0], additional_information={"codes": codes})
+
+    def empty_output(self) -> dict[str, torch.Tensor]:
+        return {"audio": torch.empty(0)}

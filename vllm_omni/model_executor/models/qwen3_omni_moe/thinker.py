@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thinker: vLLM's own model, which also hands each token to the talker.
+
+The talker reads one vector for each token of the conversation: at tokens that stand for audio, images or
+video the state entering layer `accept_hidden_layer`, everywhere else the input embedding. Only that one
+is emitted, under the name `talker_input`.
+
+Indices: HF's `hidden_states[k]` is the output of decoder layer `k - 1` before deepstack features are added;
+vLLM's auxiliary state `k` is taken after they were. They are equal for every `k` above the number of
+deepstack levels, which this file requires.
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
+
+from vllm_omni.model_executor.interfaces import RequestSpan
+from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
+
+
+class OmniQwen3OmniMoeThinker(Qwen3OmniMoeThinkerForConditionalGeneration):
+    """Understands text, audio, images and video, answers in text, and emits what the talker reads."""
+
+    omni_output_rows: ClassVar[Literal["all", "generated"]] = "all"
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        layer = vllm_config.model_config.hf_config.talker_config.accept_hidden_layer
+        if not self.deepstack_num_level < layer < self.config.text_config.num_hidden_layers:
+            raise ValueError(
+                f"accept_hidden_layer={layer} must lie above the {self.deepstack_num_level} deepstack levels "
+                f"and below the thinker's {self.config.text_config.num_hidden_layers} layers"
+            )
+        self.omni_aux_hidden_state_layers = (layer,)
+        placeholders = [self.config.audio_token_id, self.config.image_token_id, self.config.video_token_id]
+        self.placeholder_ids: torch.Tensor
+        self.register_buffer("placeholder_ids", torch.tensor(placeholders), persistent=False)
+
+    def preprocess(
+        self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None, spans: list[RequestSpan]
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Keeps the input embeddings: the first layer's norm writes over them."""
+        rows = {"embeds": self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()}
+        if any(span.position < span.num_prompt_tokens for span in spans):
+            rows["is_placeholder"] = self._find_placeholders(input_ids, spans)
+        return inputs_embeds, rows
+
+    def _find_placeholders(self, input_ids: torch.Tensor, spans: list[RequestSpan]) -> torch.Tensor:
+        """`[num_tokens]` bool: media placeholders of prompts (a generated id means nothing of the kind)."""
+        is_placeholder = torch.isin(input_ids, self.placeholder_ids)
+        for span in spans:
+            prompt_rows = max(0, span.num_prompt_tokens - span.position)
+            is_placeholder[span.start + prompt_rows : span.stop] = False
+        return is_placeholder
+
+    def make_omni_output(
+        self,
+        hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        preprocessed: dict[str, torch.Tensor],
+        spans: list[RequestSpan],
+    ) -> dict[str, torch.Tensor]:
+        rows = preprocessed["embeds"]
+        if "is_placeholder" in preprocessed:
+            assert aux_hidden_states is not None
+            rows = torch.where(preprocessed["is_placeholder"][:, None], aux_hidden_states[0], rows)
+        return {TALKER_INPUT: rows}

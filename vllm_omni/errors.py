@@ -15,6 +15,8 @@
 A recoverable error leaves the pipeline serving: the same object can take the next request.
 """
 
+from typing import Any
+
 
 class OmniError(Exception):
     """Base of all errors raised by vllm_omni."""
@@ -48,6 +50,8 @@ class RequestError(OmniError):
     Attributes:
         request_id: The request, as its caller knows it.
         stage_id: The stage it failed in; None if it never reached one.
+        stage_traceback: Where in the stage's process it failed; empty if nowhere.
+        results: Outputs of the other prompts of the same `generate` call, which went on.
     """
 
     recoverable = True
@@ -56,6 +60,8 @@ class RequestError(OmniError):
         super().__init__(message)
         self.request_id = request_id
         self.stage_id = stage_id
+        self.stage_traceback = ""
+        self.results: list[Any] = []
 
 
 class InvalidRequestError(RequestError, ValueError):

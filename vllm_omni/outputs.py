@@ -29,7 +29,6 @@ class StageMetrics(msgspec.Struct, kw_only=True):
 
     Attributes:
         arrival: All inputs of the request had reached the stage.
-        first_output: The engine made its first token or its only output.
         finished: The engine was done with the request.
         num_input_tokens, num_output_tokens: Rows read and tokens written (0 where a stage has none).
     """
@@ -37,7 +36,6 @@ class StageMetrics(msgspec.Struct, kw_only=True):
     stage_id: int
     name: str
     arrival: float = 0.0
-    first_output: float = 0.0
     finished: float = 0.0
     num_input_tokens: int = 0
     num_output_tokens: int = 0

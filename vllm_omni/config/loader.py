@@ -39,11 +39,13 @@ def parse_pipeline_config(raw: Any, source: str) -> PipelineConfig:
     try:
         config = msgspec.convert(raw, PipelineConfig)
     except msgspec.ValidationError as error:
-        raise StageConfigError(f"{source}: {_explain(str(error), raw)}") from error
+        raise StageConfigError(f"{source}: {_explain(str(error))}") from error
     config = config.with_stage_args(sorted(config.stage_args, key=lambda stage: stage.stage_id))
     try:
-        _check_stages(config)
+        _check_ids(config)
         _check_graph(config)
+        for stage in config.stage_args:
+            _check_stage(stage)
         _check_runtime(config)
     except StageConfigError as error:
         raise StageConfigError(f"{source}: {error}") from error
@@ -76,7 +78,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def _explain(message: str, raw: Any) -> str:
+def _explain(message: str) -> str:
     """Turns msgspec's complaint into one that names key and remedy."""
     where = re.search(r" - at `\$(.*)`", message)
     location = where.group(1).lstrip(".") if where else ""
@@ -91,7 +93,7 @@ def _explain(message: str, raw: Any) -> str:
 
 def _known_keys(location: str) -> list[str]:
     node: Any = msgspec.inspect.type_info(PipelineConfig)
-    for part in filter(None, re.split(r"[.\[\]]+", location)):
+    for part in re.findall(r"\w+|\[[^]]*\]", location):
         node = _descend(node, part)
     return [field.encode_name for field in node.fields]
 
@@ -104,16 +106,15 @@ def _descend(node: Any, part: str) -> Any:
     return node.value_type
 
 
-def _check_stages(config: PipelineConfig) -> None:
+def _check_ids(config: PipelineConfig) -> None:
     if not config.stage_args:
         raise StageConfigError("stage_args: is empty; a pipeline needs at least one stage")
-    seen: dict[Any, int] = {}
-    for index, stage in enumerate(config.stage_args):
+    seen: set[int | str] = set()
+    for stage in config.stage_args:
         for value, what in ((stage.stage_id, "stage_id"), (stage.name, "engine_args.model_stage")):
             if value in seen:
                 raise StageConfigError(f"stage_args: {what} {value!r} is given twice; every stage needs its own")
-            seen[value] = index
-        _check_stage(stage)
+            seen.add(value)
     if not any(stage.final_output for stage in config.stage_args):
         raise StageConfigError("stage_args: no stage has final_output: true; the caller would receive nothing")
 

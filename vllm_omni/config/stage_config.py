@@ -85,6 +85,12 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return "generation" if "Generation" in str(self.engine_args.get("scheduler_cls", "")) else "AR"
 
     @property
+    def vllm_engine_args(self) -> dict[str, Any]:
+        """`engine_args`, with what `runtime` says of the engine unless they say it themselves."""
+        batch = {} if self.runtime.max_batch_size is None else {"max_num_seqs": self.runtime.max_batch_size}
+        return batch | self.engine_args
+
+    @property
     def runs_vllm(self) -> bool:
         return self.kind in ("AR", "generation")
 

@@ -3,7 +3,7 @@
 
     orchestrator -> stage         SubmitMessage, AbortMessage, ShutdownMessage
     stage -> next stage           DataMessage
-    stage -> orchestrator         ReadyMessage, StartFailedMessage, ResultMessage, ErrorMessage
+    stage -> orchestrator         ReadyMessage, ResultMessage, ErrorMessage
 
 A message is one small msgpack frame. A payload that is carried inline follows it in further frames of
 the same multipart message; a larger one is described by its `PayloadRef` and read through a connector.
@@ -73,14 +73,6 @@ class ReadyMessage(Message):
     protocol_version: int = PROTOCOL_VERSION
 
 
-class StartFailedMessage(Message):
-    """The stage could not start and exits."""
-
-    stage_id: int
-    error: str
-    traceback: str
-
-
 class ResultMessage(Message):
     """The stage is done with a request. A final stage's payload is its `StageOutput`."""
 
@@ -101,7 +93,7 @@ class ErrorMessage(Message):
 
 
 StageInbound = SubmitMessage | DataMessage | AbortMessage | ShutdownMessage
-OrchestratorInbound = ReadyMessage | StartFailedMessage | ResultMessage | ErrorMessage
+OrchestratorInbound = ReadyMessage | ResultMessage | ErrorMessage
 
 _encoder = msgspec.msgpack.Encoder()
 _stage_decoder = msgspec.msgpack.Decoder(StageInbound)

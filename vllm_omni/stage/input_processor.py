@@ -5,8 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
+import torch
 from transformers import PretrainedConfig
+from vllm.transformers_utils.config import get_config
 
+from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import StageOutput
 
@@ -42,3 +45,14 @@ class StageInputProcessor(ABC):
         Raises:
             Exception: Fails this request alone, with this stage's name.
         """
+
+    def empty_output(self) -> dict[str, torch.Tensor]:
+        """The stage's output tensors for a request with nothing to do."""
+        return {}
+
+
+def load_stage_input_processor(path: str | None, model: str, trust_remote_code: bool) -> StageInputProcessor | None:
+    """The processor at a dotted path, for the checkpoint `model`; None where a stage has none."""
+    if path is None:
+        return None
+    return resolve_dotted_path(path, "custom_process_input_func")(get_config(model, trust_remote_code))

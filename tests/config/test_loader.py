@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage configuration is read completely, or refused with the file, the key and the remedy."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vllm_omni.config import load_pipeline_config
+from vllm_omni.config.loader import parse_pipeline_config
+from vllm_omni.config.paths import stage_configs_dir
+from vllm_omni.config.stage_config import find_stage
+from vllm_omni.errors import StageConfigError
+
+PROCESSOR = "vllm_omni.stage.input_processor.StageInputProcessor"
+
+
+def valid() -> dict[str, Any]:
+    """Every key that a stage configuration may have."""
+    return {
+        "stage_args": [
+            {
+                "stage_id": 0,
+                "stage_type": "llm",
+                "runtime": {"process": True, "devices": "0", "max_batch_size": 4, "requires_multimodal_data": True},
+                "engine_args": {
+                    "model_stage": "thinker",
+                    "model_arch": "A",
+                    "worker_cls": "w.W",
+                    "scheduler_cls": "s.S",
+                    "engine_output_type": "latent",
+                    "hf_config_name": "thinker_config",
+                    "max_model_len": 64,
+                },
+                "is_comprehension": True,
+                "final_output": True,
+                "final_output_type": "text",
+                "default_sampling_params": {"temperature": 0.5},
+                "output_connectors": {"to_stage_1": "big"},
+            },
+            {
+                "stage_id": 1,
+                "engine_type": "generation",
+                "engine_args": {"model_stage": "vocoder"},
+                "engine_input_source": [0],
+                "custom_process_input_func": PROCESSOR,
+                "final_output": True,
+                "final_output_type": "audio",
+                "input_connectors": {"from_stage_0": "big"},
+            },
+        ],
+        "runtime": {
+            "enabled": True,
+            "defaults": {"window_size": -1, "max_inflight": 8},
+            "connectors": {"big": {"name": "SharedMemoryConnector", "extra": {"shm_threshold_bytes": 1024}}},
+            "edges": [{"from": 0, "to": 1, "window_size": -1}],
+        },
+    }
+
+
+def test_every_key_is_accepted_and_means_what_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(valid()))
+    config = load_pipeline_config(path)
+    thinker, vocoder = config.stage_args
+    assert (thinker.name, thinker.kind, vocoder.kind) == ("thinker", "AR", "generation")
+    assert thinker.vllm_engine_args["max_num_seqs"] == 4
+    assert config.targets == {0: [1], 1: []}
+    assert config.stages_for(["text"]) == [0]
+    assert config.stages_for(["audio"]) == [0, 1]
+    assert config.output_types == ["text", "audio"]
+    assert config.shm_threshold_bytes(thinker, 1, default=5) == 1024
+    assert find_stage(config, "vocoder") is find_stage(config, 1) is vocoder
+
+
+def test_engine_type_may_be_implied_by_the_scheduler() -> None:
+    raw = valid()
+    raw["stage_args"][0]["engine_args"]["scheduler_cls"] = "x.OmniGenerationScheduler"
+    assert parse_pipeline_config(raw, "f").stage_args[0].kind == "generation"
+
+
+def test_an_inline_connector_never_uses_shared_memory() -> None:
+    raw = valid()
+    raw["runtime"]["connectors"]["big"] = {"name": "InlineConnector"}
+    config = parse_pipeline_config(raw, "f")
+    assert config.shm_threshold_bytes(config.stages[0], 1, default=5) > 1 << 40
+
+
+@pytest.mark.parametrize("path", sorted(stage_configs_dir().glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_load(path: Path) -> None:
+    assert load_pipeline_config(path).stage_args
+
+
+def change(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    raw = copy.deepcopy(raw)
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    node: Any = raw
+    for part in parents:
+        node = node[part]
+    node[last] = value
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("stage_arg", [], ["'stage_arg'", "did you mean 'stage_args'"]),
+        ("stage_args.1.engine_arg", {}, ["stage_args[1].engine_arg'", "did you mean 'engine_args'"]),
+        ("stage_args.0.runtime.device", "0", ["runtime.device'", "did you mean 'devices'"]),
+        ("runtime.default", {}, ["'runtime.default'", "did you mean 'defaults'"]),
+        ("runtime.edges.0.form", 1, ["runtime.edges[0].form'", "did you mean 'from'"]),
+        ("runtime.connectors.big.extras", {}, ["extras'", "did you mean 'extra'"]),
+        ("stage_args.0.stage_id", "zero", ["stage_args[0].stage_id", "int"]),
+        ("stage_args.0.engine_type", "ar", ["stage_args[0].engine_type", "'ar'"]),
+        ("stage_args.0.engine_type", "DiT", ["stage_type 'llm' contradicts"]),
+        ("stage_args.1.engine_input_source", [7], ["stage 1 (vocoder)", "stage 7", "stages are 0, 1"]),
+        ("stage_args.0.engine_input_source", [1], ["[0, 1] wait for each other"]),
+        ("stage_args.1.stage_id", 0, ["stage_id 0 is given twice"]),
+        ("stage_args.1.engine_args.model_stage", "thinker", ["'thinker' is given twice"]),
+        ("stage_args.1.custom_process_input_func", None, ["custom_process_input_func is missing"]),
+        ("stage_args.1.custom_process_input_func", "plain", ["'plain' is not a dotted path"]),
+        ("stage_args.1.custom_process_input_func", "no.such.module", ["'no.such.module' cannot be imported"]),
+        ("stage_args.1.custom_process_input_func", PROCESSOR + "s", ["did you mean 'StageInputProcessor'"]),
+        ("stage_args.1.final_output_type", None, ["final_output needs final_output_type"]),
+        ("stage_args.0.runtime.process", False, ["runtime.process"]),
+        ("stage_args.0.output_connectors", {"to_stage_1": "bog"}, ["connector 'bog'", "did you mean 'big'"]),
+        ("runtime.edges.0.window_size", 8, ["window_size 8 is not supported", "-1"]),
+        ("runtime.edges.0.from", 1, ["runtime.edges 1 -> 1"]),
+        ("stage_args", [], ["stage_args: is empty"]),
+    ],
+)
+def test_mistakes_are_named_with_their_remedy(path: str, value: Any, says: list[str]) -> None:
+    with pytest.raises(StageConfigError) as error:
+        parse_pipeline_config(change(valid(), path, value), "my.yaml")
+    assert str(error.value).startswith("my.yaml: ")
+    for part in says:
+        assert part in str(error.value)
+
+
+def test_a_pipeline_without_output_is_refused() -> None:
+    raw = valid()
+    for stage in raw["stage_args"]:
+        stage["final_output"] = False
+    with pytest.raises(StageConfigError, match="no stage has final_output: true"):
+        parse_pipeline_config(raw, "f")
+
+
+@pytest.mark.parametrize(("text", "says"), [("a: [", "is not YAML"), ("- 1", "must be a mapping")])
+def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(StageConfigError, match=says):
+        load_pipeline_config(path)
+    with pytest.raises(StageConfigError, match="cannot be read"):
+        load_pipeline_config(tmp_path / "absent.yaml")
+
+
+def test_an_unknown_stage_names_those_that_there_are() -> None:
+    with pytest.raises(StageConfigError, match=r"no stage 'talker'.*'thinker' \(0\), 'vocoder' \(1\)"):
+        find_stage(parse_pipeline_config(valid(), "f"), "talker")

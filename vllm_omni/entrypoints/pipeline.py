@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens a pipeline for a checkpoint: finds its configuration, applies arguments, starts the stages.
+
+Shared by the offline and the asynchronous face.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from vllm.platforms import current_platform
+from vllm.transformers_utils.config import get_config
+
+from vllm_omni.config.loader import load_pipeline_config
+from vllm_omni.config.paths import stage_configs_dir
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, find_stage
+from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.entrypoints.request_builder import RequestBuilder
+from vllm_omni.errors import StageConfigError
+from vllm_omni.model_executor.registry import OMNI_MODELS
+from vllm_omni.orchestrator.orchestrator import Orchestrator
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A running pipeline and what builds its requests."""
+
+    config: PipelineConfig
+    orchestrator: Orchestrator
+    builder: RequestBuilder
+
+
+def open_pipeline(
+    model: str,
+    stage_configs_path: str | None,
+    *,
+    stage_overrides: Mapping[str | int, Mapping[str, Any]],
+    init_timeout: float,
+    shm_threshold_bytes: int,
+    engine_args: Mapping[str, Any],
+) -> Pipeline:
+    """Starts a pipeline and waits until it takes requests. Arguments and errors are those of `OmniLLM`."""
+    config = _load_config(model, stage_configs_path, engine_args)
+    config = _apply_arguments(config, engine_args, stage_overrides)
+    _check_engine_args(config, model)
+    orchestrator = Orchestrator(
+        config,
+        model,
+        shm_threshold_bytes=shm_threshold_bytes,
+        init_timeout=init_timeout,
+        preload=_modules_to_preload(config),
+        env=_stage_environment(config),
+    )
+    try:
+        # While the stages start: this process needs a tokenizer and a preprocessor of its own.
+        builder = RequestBuilder(config, model)
+        orchestrator.wait_until_started()
+    except BaseException:
+        orchestrator.close()
+        raise
+    return Pipeline(config, orchestrator, builder)
+
+
+def _load_config(model: str, path: str | None, engine_args: Mapping[str, Any]) -> PipelineConfig:
+    if path is not None:
+        return load_pipeline_config(path)
+    hf_config = get_config(model, trust_remote_code=engine_args.get("trust_remote_code", False))
+    shipped = stage_configs_dir() / f"{hf_config.model_type}.yaml"
+    # A model without a pipeline of its own is one that vLLM serves alone.
+    return load_pipeline_config(shipped if shipped.exists() else stage_configs_dir() / "text.yaml")
+
+
+def _apply_arguments(
+    config: PipelineConfig, engine_args: Mapping[str, Any], overrides: Mapping[str | int, Mapping[str, Any]]
+) -> PipelineConfig:
+    by_stage: dict[int, dict[str, Any]] = {}
+    for key, values in overrides.items():
+        by_stage.setdefault(find_stage(config, key).stage_id, {}).update(values)
+    stages = []
+    for stage in config.stage_args:
+        added = {**(engine_args if stage.runs_vllm else {}), **by_stage.get(stage.stage_id, {})}
+        stages.append(msgspec.structs.replace(stage, engine_args={**stage.engine_args, **added}))
+    return config.with_stage_args(stages)
+
+
+def _check_engine_args(config: PipelineConfig, model: str) -> None:
+    """Refuses unknown engine arguments before any process is started."""
+    for stage in config.stage_args:
+        if stage.runs_vllm:
+            try:
+                create_engine_args(model, engine_type=stage.kind.lower(), **stage.vllm_engine_args)
+            except (ValueError, TypeError) as error:
+                raise StageConfigError(f"stage {stage.stage_id} ({stage.name}): engine_args: {error}") from error
+
+
+def _modules_to_preload(config: PipelineConfig) -> list[str]:
+    modules = [_module_of(stage.custom_process_input_func) for stage in config.stage_args]
+    modules += [_model_module(stage) for stage in config.stage_args]
+    if any(stage.runs_vllm for stage in config.stage_args):
+        modules.append("vllm_omni.stage.engines.llm")
+    return sorted({module for module in modules if module is not None})
+
+
+def _module_of(dotted_path: str | None) -> str | None:
+    return None if dotted_path is None else dotted_path.rpartition(".")[0]
+
+
+def _model_module(stage: OmniStageConfig) -> str | None:
+    path = OMNI_MODELS.get(stage.engine_args.get("model_arch", ""))
+    return None if path is None else path.partition(":")[0]
+
+
+def _stage_environment(config: PipelineConfig) -> dict[str, str]:
+    env = dict(os.environ)
+    if current_platform.is_cpu():
+        # Stages work at the same time: together they should have one thread for each core, not each of them.
+        cores = len(os.sched_getaffinity(0))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // len(config.stage_args))))
+    return env

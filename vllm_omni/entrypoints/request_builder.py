@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a prompt into what each stage of a pipeline is told.
+
+Rendering, tokenizing and multimodal preprocessing happen here, in the caller's process, with vLLM's own input
+processor; the first stage receives a request that is ready for its engine. Wrong input is refused here.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni.config.loader import nearest, resolve_dotted_path
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.engine.input_processor import OmniInputProcessor
+from vllm_omni.engine.payloads import OmniEngineCoreRequest
+from vllm_omni.errors import InvalidRequestError
+from vllm_omni.inputs import OmniPrompt, StageRequest
+from vllm_omni.orchestrator.orchestrator import PipelineRequest, TerminalEvent
+
+StageSamplingParams = SamplingParams | Mapping[str, Any] | None
+
+
+class RequestBuilder:
+    """Builds the requests of one pipeline."""
+
+    def __init__(self, config: PipelineConfig, model: str) -> None:
+        self._config = config
+        self._ids = itertools.count()
+        self._input_processors = {
+            stage.stage_id: _make_input_processor(stage, model)
+            for stage in config.stage_args
+            if stage.runs_vllm and not stage.engine_input_source
+        }
+        self._mm_metadata_keys = _declared_mm_metadata_keys(config)
+        self._default_params = {
+            stage.stage_id: self._make_default_params(stage) for stage in config.stage_args if stage.runs_vllm
+        }
+
+    def build(
+        self,
+        prompt: str | OmniPrompt,
+        sampling_params_list: Sequence[StageSamplingParams] | None,
+        on_done: Callable[[TerminalEvent], None],
+    ) -> PipelineRequest:
+        """
+        Args:
+            sampling_params_list: One for each stage, in stage order; None, or a None in it, means the defaults.
+
+        Raises:
+            InvalidRequestError: The prompt or the parameters are wrong; says what, and what would be right.
+        """
+        request_id = str(next(self._ids))
+        try:
+            return self._build(request_id, _as_prompt(prompt), sampling_params_list, on_done)
+        except InvalidRequestError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise InvalidRequestError(str(error), request_id) from error
+
+    def _build(
+        self,
+        request_id: str,
+        prompt: OmniPrompt,
+        sampling_params_list: Sequence[StageSamplingParams] | None,
+        on_done: Callable[[TerminalEvent], None],
+    ) -> PipelineRequest:
+        modalities = self._check_modalities(prompt.get("modalities"))
+        params = self._sampling_params(sampling_params_list)
+        stage_ids = self._config.stages_for(modalities)
+        engine_requests = {
+            stage_id: processor.process_inputs(
+                request_id, _engine_prompt(prompt), params[stage_id], supported_tasks=("generate",)
+            )
+            for stage_id, processor in self._input_processors.items()
+            if stage_id in stage_ids
+        }
+        first = next(iter(engine_requests.values()), None)
+        common = {
+            "request_id": request_id,
+            "modalities": modalities,
+            "prompt": prompt.get("prompt"),
+            "prompt_token_ids": [] if first is None else first.prompt_token_ids or [],
+            "mm_metadata": {} if first is None else _mm_metadata(first, self._mm_metadata_keys),
+            "options": _plain_values(prompt.get("additional_information") or {}),
+        }
+        stages = {
+            stage_id: StageRequest(
+                **common, sampling_params=params.get(stage_id), engine_request=engine_requests.get(stage_id)
+            )
+            for stage_id in stage_ids
+        }
+        final_stages = [
+            i for i in stage_ids
+            if self._config.stages[i].final_output and self._config.stages[i].final_output_type in modalities
+        ]  # fmt: skip
+        return PipelineRequest(request_id, stages, final_stages, on_done)
+
+    def _check_modalities(self, modalities: list[str] | None) -> list[str]:
+        known = self._config.output_types
+        if modalities is None:
+            return known
+        if not isinstance(modalities, (list, tuple)) or not modalities:
+            raise ValueError(f"modalities must be a list of some of {known}, not {modalities!r}")
+        for modality in modalities:
+            if modality not in known:
+                raise ValueError(f"this pipeline cannot output {modality!r}{nearest(modality, known)} (it has {known})")
+        return list(modalities)
+
+    def _sampling_params(self, given: Sequence[StageSamplingParams] | None) -> dict[int, SamplingParams]:
+        if given is None:
+            return self._default_params
+        stages = self._config.stage_args
+        if isinstance(given, (SamplingParams, Mapping)) or len(given) != len(stages):
+            names = ", ".join(stage.name for stage in stages)
+            raise ValueError(
+                f"sampling_params_list must have one entry for each of the {len(stages)} stages ({names}), "
+                "with None for a stage's defaults"
+            )
+        params = dict(self._default_params)
+        for stage, entry in zip(stages, given, strict=True):
+            if entry is not None and stage.stage_id in params:
+                params[stage.stage_id] = _as_sampling_params(entry, stage)
+        return params
+
+    def _make_default_params(self, stage: OmniStageConfig) -> SamplingParams:
+        if not stage.default_sampling_params and stage.stage_id in self._input_processors:
+            model_config = self._input_processors[stage.stage_id].model_config
+            return _as_sampling_params(model_config.get_diff_sampling_param(), stage)
+        return _as_sampling_params(stage.default_sampling_params, stage)
+
+
+def _make_input_processor(stage: OmniStageConfig, model: str) -> OmniInputProcessor:
+    # The cache's other half would live in the stage's process, and disagree with this one after a refused request.
+    engine_args = stage.vllm_engine_args | {"mm_processor_cache_gb": 0}
+    args = create_engine_args(model, engine_type=stage.kind.lower(), **engine_args)
+    return OmniInputProcessor(args.create_engine_config())
+
+
+def _declared_mm_metadata_keys(config: PipelineConfig) -> set[str]:
+    paths = [stage.custom_process_input_func for stage in config.stage_args if stage.custom_process_input_func]
+    classes = [resolve_dotted_path(path, "custom_process_input_func") for path in paths]
+    return {key for cls in classes for key in cls.mm_metadata_keys}
+
+
+def _mm_metadata(request: OmniEngineCoreRequest, keys: set[str]) -> dict[str, torch.Tensor]:
+    """The declared multimodal fields of a request, its items stacked in prompt order."""
+    items: dict[str, list[torch.Tensor]] = {}
+    for feature in request.mm_features or ():
+        for key, element in (feature.data or {}).items():
+            if key in keys and isinstance(element.data, torch.Tensor):
+                items.setdefault(key, []).append(element.data)
+    return {key: torch.stack(tensors) for key, tensors in items.items()}
+
+
+def _as_prompt(prompt: str | OmniPrompt) -> OmniPrompt:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if not isinstance(prompt, Mapping):
+        raise TypeError(f"a prompt is a string or a dict with the key 'prompt', not {type(prompt).__name__}")
+    known = OmniPrompt.__annotations__
+    for key in prompt:
+        if key not in known:
+            raise ValueError(f"unknown key {key!r} in a prompt{nearest(key, known)} (known: {', '.join(known)})")
+    return prompt
+
+
+def _engine_prompt(prompt: OmniPrompt) -> dict[str, Any]:
+    return {key: value for key, value in prompt.items() if key != "modalities" and value is not None}
+
+
+def _plain_values(information: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in information.items() if not isinstance(value, torch.Tensor)}
+
+
+def _as_sampling_params(value: SamplingParams | Mapping[str, Any], stage: OmniStageConfig) -> SamplingParams:
+    if isinstance(value, SamplingParams):
+        return value
+    known = SamplingParams.__struct_fields__
+    for key in value:
+        if key not in known:
+            raise ValueError(f"unknown sampling parameter {key!r} for stage {stage.name!r}{nearest(key, known)}")
+    return SamplingParams(**value)

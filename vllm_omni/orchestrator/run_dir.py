@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory that holds all that a pipeline has in the file system: its sockets and its payloads in flight.
+
+It lies on a memory file system where there is one, and is removed as a whole, so that nothing can be forgotten.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_PREFIX = "vllm_omni-"
+_MEMORY_FILE_SYSTEM = Path("/dev/shm")
+
+
+class RunDir:
+    """Creates the directory, and removes those that killed pipelines left behind."""
+
+    def __init__(self) -> None:
+        on_memory = _MEMORY_FILE_SYSTEM.is_dir() and os.access(_MEMORY_FILE_SYSTEM, os.W_OK)
+        parent = _MEMORY_FILE_SYSTEM if on_memory else Path(tempfile.gettempdir())
+        remove_leftovers(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+
+    @property
+    def orchestrator_address(self) -> str:
+        return orchestrator_address(self.path)
+
+    def stage_address(self, stage_id: int) -> str:
+        return stage_address(self.path, stage_id)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def orchestrator_address(path: Path) -> str:
+    return f"ipc://{path}/orchestrator.sock"
+
+
+def stage_address(path: Path, stage_id: int) -> str:
+    return f"ipc://{path}/stage-{stage_id}.sock"
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Removes the directories under `parent` whose process is gone."""
+    for path in parent.glob(f"{_PREFIX}*-*"):
+        pid = path.name.removeprefix(_PREFIX).split("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc/self").exists():
+            shutil.rmtree(path, ignore_errors=True)

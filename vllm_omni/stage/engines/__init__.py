@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines that a stage can run, and the one place that chooses among them."""
+
+from vllm_omni.config.stage_config import OmniStageConfig
+from vllm_omni.errors import StageConfigError
+from vllm_omni.stage.engines.base import Outbox, StageEngine
+
+
+def make_stage_engine(stage: OmniStageConfig, model: str, outbox: Outbox) -> StageEngine:
+    """The engine of a stage, not yet started."""
+    if stage.runs_vllm:
+        # Imported here: a stage without a vLLM engine need not load one.
+        from vllm_omni.stage.engines.llm import LLMStageEngine
+
+        return LLMStageEngine(outbox, stage.stage_id, model, stage.kind.lower(), stage.vllm_engine_args)
+    if stage.kind == "function":
+        from vllm_omni.stage.engines.function import FunctionStageEngine
+
+        assert stage.function is not None
+        return FunctionStageEngine(outbox, stage.stage_id, stage.function)
+    if stage.kind == "fake":
+        from vllm_omni.stage.engines.fake import FakeStageEngine
+
+        return FakeStageEngine(outbox, stage.stage_id, stage.name)
+    raise StageConfigError(f"stage {stage.stage_id} ({stage.name}): engine_type {stage.kind!r} is not supported yet")

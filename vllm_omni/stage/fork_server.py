@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage processes, forked from a server that has already imported vLLM.
+
+Importing vLLM takes seconds; a fork takes milliseconds. Unlike `multiprocessing`'s fork server this one belongs to one
+pipeline, ends with it, and does not run the user's main module again in every child.
+
+Parent and server talk over a `SOCK_SEQPACKET` socket, one request and one reply at a time. Each child has a *lifeline*,
+a socket pair with the parent. Its end-of-file tells either side that the other is gone, however that came about; all
+that is ever sent on it is the last words of a stage that fails.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+
+_MAX_MESSAGE = 1 << 20
+_WORKER = "vllm_omni.stage.worker"
+
+
+class StageProcess:
+    """A forked stage as its parent sees it. Readable (see `fileno`) when the process has ended or is about to."""
+
+    def __init__(self, pid: int, lifeline: socket.socket, server: "ForkServer") -> None:
+        self.pid = pid
+        self._lifeline = lifeline
+        self._server = server
+
+    def fileno(self) -> int:
+        return self._lifeline.fileno()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether the process ended within `timeout` seconds."""
+        return bool(select.select([self._lifeline], [], [], max(0.0, timeout))[0])
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def reap(self) -> str:
+        """Waits for the end of the process; says how it ended. Call once."""
+        with self._lifeline as lifeline:
+            last_words = b"".join(iter(lambda: lifeline.recv(65536), b"")).decode(errors="replace")
+        status = self._server.wait_for(self.pid)
+        if last_words:
+            return last_words
+        if status is None:
+            return "it ended"
+        if os.WIFSIGNALED(status):
+            return f"it was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"it exited with status {os.WEXITSTATUS(status)}"
+
+
+class ForkServer:
+    """Starts the server, and forks stages from it. Used by one thread at a time."""
+
+    def __init__(self, preload: Sequence[str], env: Mapping[str, str], timeout: float) -> None:
+        """
+        Args:
+            preload: Modules that the server imports before it forks, beside the stage shell itself.
+            env: Environment of the server and so of all stages.
+            timeout: Seconds that the server may take for its imports.
+        """
+        self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(server_end.fileno()), *preload],
+                pass_fds=[server_end.fileno()],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+            )
+        self._control.settimeout(timeout)
+
+    def fork(self, spec: bytes) -> StageProcess:
+        """Forks a stage that runs `vllm_omni.stage.worker.main(spec, lifeline)`.
+
+        Waits until the server has finished its imports.
+
+        Raises:
+            EOFError: The server died; what it wrote on stderr says why.
+            TimeoutError: It did not finish its imports in time.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"fork" + spec], [theirs.fileno()])
+            return StageProcess(json.loads(self._reply()), ours, self)
+
+    def wait_for(self, pid: int) -> int | None:
+        """The wait status of an ended stage, or None if the server is gone too."""
+        try:
+            self._control.send(b"wait" + str(pid).encode())
+            return json.loads(self._reply())
+        except (EOFError, OSError):
+            return None
+
+    def close(self) -> None:
+        """Ends the server. Stages that still run are not touched."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _reply(self) -> bytes:
+        reply = self._control.recv(_MAX_MESSAGE)
+        if not reply:
+            raise EOFError("the server that starts stage processes died")
+        return reply
+
+
+def serve(control: socket.socket) -> None:
+    """The server's loop; returns when the parent has closed its end, or died."""
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
+        verb, body = message[:4], message[4:]
+        if verb == b"fork":
+            control.send(json.dumps(_fork_stage(control, body, fds[0])).encode())
+        elif verb == b"wait":
+            control.send(json.dumps(os.waitpid(int(body), 0)[1]).encode())
+        else:
+            return
+
+
+def _fork_stage(control: socket.socket, spec: bytes, lifeline_fd: int) -> int:
+    pid = os.fork()
+    if pid:
+        os.close(lifeline_fd)
+        return pid
+    control.close()
+    lifeline = socket.socket(fileno=lifeline_fd)
+    status = 1
+    try:
+        importlib.import_module(_WORKER).main(spec, lifeline)
+        status = 0
+    except BaseException as error:
+        traceback.print_exc()
+        lifeline.sendall(f"{type(error).__name__}: {error}".encode())
+    finally:
+        # The child must never return into the server's loop.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for module in (_WORKER, *sys.argv[2:]):
+        importlib.import_module(module)
+    # Keeps the collector from touching, and so copying, the pages that children share.
+    gc.collect()
+    gc.freeze()
+    serve(control)
+
+
+if __name__ == "__main__":
+    main()

@@ -82,15 +82,14 @@ def install_torch(python: str) -> list[str]:
     """
     requirement = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
     say(f"installing {requirement} from where pip is configured to look")
-    pins = ["-c", str(CONSTRAINTS)]
-    output = pip_install(python, requirement, *pins)
+    output = pip_install(python, "--no-deps", requirement)
     if output is None:
         return []
     if f"No matching distribution found for {requirement}" not in output:
         sys.exit("pip failed, see above")
     index = ["--extra-index-url", CPU_WHEELS]
     say(f"not found there; trying again with {CPU_WHEELS}")
-    if pip_install(python, requirement, *pins, *index) is not None:
+    if pip_install(python, "--no-deps", requirement, *index) is not None:
         sys.exit(f"{requirement} was found neither where pip is configured to look nor at {CPU_WHEELS}")
     return index
 

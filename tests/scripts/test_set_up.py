@@ -31,8 +31,7 @@ def set_up():
 def test_pip_alone_is_asked_when_it_finds_torch(set_up):
     set_up.answers.append(None)
     assert set_up.install_torch("python") == []
-    ((requirement, *flags),) = set_up.calls
-    assert requirement == TORCH and "--extra-index-url" not in flags
+    assert set_up.calls == [("--no-deps", TORCH)]
 
 
 def test_pytorchs_index_is_added_only_when_torch_is_not_found(set_up):

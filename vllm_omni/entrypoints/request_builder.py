@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_omni.config.loader import nearest, resolve_dotted_path
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.engine.payloads import OmniEngineCoreRequest
-from vllm_omni.errors import InvalidRequestError
+from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.inputs import OmniPrompt, StageRequest
 from vllm_omni.orchestrator.orchestrator import PipelineRequest, TerminalEvent
 
@@ -127,10 +127,13 @@ class RequestBuilder:
         return params
 
     def _make_default_params(self, stage: OmniStageConfig) -> SamplingParams:
-        if not stage.default_sampling_params and stage.stage_id in self._input_processors:
-            model_config = self._input_processors[stage.stage_id].model_config
-            return _as_sampling_params(model_config.get_diff_sampling_param(), stage)
-        return _as_sampling_params(stage.default_sampling_params, stage)
+        values = stage.default_sampling_params
+        if not values and stage.stage_id in self._input_processors:
+            values = self._input_processors[stage.stage_id].model_config.get_diff_sampling_param()
+        try:
+            return _as_sampling_params(values, stage)
+        except (ValueError, TypeError) as error:
+            raise StageConfigError(f"default_sampling_params: {error}") from error
 
 
 def _make_input_processor(stage: OmniStageConfig, model: str) -> OmniInputProcessor:
@@ -177,10 +180,11 @@ def _plain_values(information: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_sampling_params(value: SamplingParams | Mapping[str, Any], stage: OmniStageConfig) -> SamplingParams:
-    if isinstance(value, SamplingParams):
-        return value
-    known = SamplingParams.__struct_fields__
-    for key in value:
-        if key not in known:
-            raise ValueError(f"unknown sampling parameter {key!r} for stage {stage.name!r}{nearest(key, known)}")
-    return SamplingParams(**value)
+    if not isinstance(value, SamplingParams):
+        known = SamplingParams.__struct_fields__
+        for key in value:
+            if key not in known:
+                raise ValueError(f"unknown sampling parameter {key!r} for stage {stage.name!r}{nearest(key, known)}")
+    params = value.clone() if isinstance(value, SamplingParams) else SamplingParams(**value)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params

@@ -5,12 +5,11 @@ The loop is vLLM's own: take what has arrived, step, hand out what is complete. 
 engine's continuous batch.
 """
 
-import copy
 from typing import Any
 
 import torch
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
@@ -53,14 +52,13 @@ class LLMStageEngine(StageEngine):
 
     def _add(self, item: NewRequest) -> None:
         request = item.request
-        params = _stage_sampling_params(request.sampling_params, item.stage_input)
-        prompt = request.engine_request or _as_prompt(item.stage_input)
         try:
-            self._engine.add_request(request.request_id, prompt, params)
-        except ValueError as error:
-            self.outbox.put(Error.from_exception(request.request_id, error, invalid=True))
+            if request.engine_request is not None:
+                self._engine.add_request(request.request_id, request.engine_request, request.sampling_params)
+            else:
+                self._engine.add_request(request.request_id, *_as_prompt(item.stage_input, request.sampling_params))
         except Exception as error:
-            self.outbox.put(Error.from_exception(request.request_id, error))
+            self.outbox.put(Error.from_exception(request.request_id, error, invalid=isinstance(error, ValueError)))
         else:
             self._running.add(request.request_id)
 
@@ -98,24 +96,21 @@ class LLMStageEngine(StageEngine):
         )
 
 
-def _as_prompt(stage_input: StageInput | None) -> dict[str, Any]:
-    assert stage_input is not None, "a stage that runs vLLM needs a stage input processor or a preprocessed request"
+def _as_prompt(
+    stage_input: StageInput | None, params: SamplingParams | None
+) -> tuple[dict[str, Any], SamplingParams]:
+    """The engine's prompt, and the request's parameters with what the stage input processor adds to them."""
+    assert stage_input is not None and params is not None, "a vLLM stage with sources has a stage input processor"
     prompt: dict[str, Any] = {"additional_information": stage_input.additional_information}
     if stage_input.prompt_embeds is not None:
         prompt["prompt_embeds"] = stage_input.prompt_embeds
     else:
         prompt["prompt_token_ids"] = stage_input.prompt_token_ids
-    return prompt
-
-
-def _stage_sampling_params(params: SamplingParams | None, stage_input: StageInput | None) -> SamplingParams:
-    params = SamplingParams() if params is None else copy.copy(params)
-    params.output_kind = RequestOutputKind.FINAL_ONLY
-    if stage_input is not None and stage_input.stop_token_ids:
+    if stage_input.stop_token_ids:
         params.stop_token_ids = [*(params.stop_token_ids or ()), *stage_input.stop_token_ids]
-    if stage_input is not None and stage_input.max_tokens is not None:
+    if stage_input.max_tokens is not None:
         params.max_tokens = min(params.max_tokens or stage_input.max_tokens, stage_input.max_tokens)
-    return params
+    return prompt, params
 
 
 def _as_stage_output(output: RequestOutput, stage_id: int) -> StageOutput:

@@ -37,37 +37,32 @@ print(dict(os.environ) == environment, threading.active_count())
     assert run_python(code).splitlines() == ["[]", "True 1"]
 
 
-def test_importing_the_public_names_patches_nothing_in_vllm():
-    """Every attribute of every vLLM module and class is the same object before and after."""
+def test_importing_the_public_names_patches_nothing():
+    """Every attribute of every vLLM, torch and transformers module and class is the same object before and after."""
     code = """
 import sys
 import vllm, vllm.v1.engine.core, vllm.v1.engine.llm_engine, vllm.v1.worker.cpu_worker, vllm.v1.worker.gpu_model_runner
 import vllm.v1.core.sched.scheduler, vllm.v1.engine.output_processor, vllm.entrypoints.llm, vllm.outputs, vllm.plugins
+import torch, transformers
 
-def picture():
-    owners = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "vllm"}
-    owners |= {
-        f"{name}.{key}": value
-        for name, module in owners.items()
-        for key, value in list(vars(module).items())
-        if isinstance(value, type) and value.__module__.startswith("vllm.")
-    }
-    return {name: dict(vars(owner)) for name, owner in owners.items()}
+PACKAGES = ("vllm", "torch", "transformers")
+owners = {name: module for name, module in sys.modules.items() if name.split(".")[0] in PACKAGES}
+for module in list(owners.values()):
+    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__.split(".")[0] in PACKAGES]
+    owners |= {f"{c.__module__}.{c.__qualname__}": c for c in classes}
+before = {name: dict(vars(owner)) for name, owner in owners.items()}
 
-before = picture()
 import vllm_omni
 for name in vllm_omni.__all__:
     getattr(vllm_omni, name)
-after = picture()
-# What Python and ABCs keep on the side: a submodule becomes an attribute of its package when first imported.
-side = ("__annotations_cache__", "__abstractmethods__", "_abc_impl", "__annotations__")
-changed = [
+
+python_s_own = ("__abstractmethods__", "_abc_impl", "__annotations__", "__annotations_cache__")
+print(sorted({
     f"{owner}.{key}"
     for owner, attributes in before.items()
     for key, value in attributes.items()
-    if key not in side and after[owner].get(key) is not value
-]
-print(changed)
+    if key not in python_s_own and vars(owners[owner]).get(key) is not value
+}))
 """
     assert run_python(code) == "[]"
 

@@ -29,14 +29,27 @@ def test_the_wheel_holds_every_module_and_every_stage_configuration(wheel):
     assert not [name for name in names if name.startswith(("tests/", "scripts/", "build/"))]
 
 
-def test_an_installed_wheel_finds_its_stage_configurations(wheel, tmp_path):
-    pip("install", "--no-deps", "--target", tmp_path, wheel)
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from vllm_omni.config.paths import stage_configs_dir;"
-        "d = stage_configs_dir(); print(d, *sorted(p.name for p in d.glob('*.yaml')))"
+def test_an_installed_wheel_finds_its_stage_configurations(installed):
+    said = run_installed(
+        installed,
+        "from vllm_omni.config.paths import stage_configs_dir; d = stage_configs_dir();"
+        "print(d, *sorted(p.name for p in d.glob('*.yaml')))",
     )
-    said = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert said == [str(tmp_path / "vllm_omni" / "stage_configs"), *sorted(CONFIGS)]
+    assert said.split() == [str(installed / "vllm_omni" / "stage_configs"), *sorted(CONFIGS)]
+
+
+def test_where_vllm_is_really_missing_using_it_is_one_clear_error(installed):
+    said = run_installed(
+        installed,
+        "import sys, vllm_omni, vllm_omni.entrypoints.cli.main as cli; sys.argv = ['vllm-omni', '--version'];"
+        "cli.main()\n"
+        "try: vllm_omni.OmniLLM\n"
+        "except ImportError as error: print(type(error).__name__, error)",
+        "-S",  # no site-packages, so no vLLM
+    )
+    version, error = said.split("\n", 1)
+    assert version.endswith("(vLLM is not installed)")
+    assert error.startswith("VllmRequirementError vllm_omni needs vLLM 0.32, and found no vLLM.\nInstall one of")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +63,22 @@ def wheel(tmp_path_factory) -> Path:
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", out, source)
     (built,) = out.glob("vllm_omni-*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """A folder with nothing but the installed wheel in it: no dependency, no vLLM."""
+    target = tmp_path_factory.mktemp("installed")
+    pip("install", "--no-deps", "--target", target, wheel)
+    return target
+
+
+def run_installed(target: Path, code: str, *flags: str) -> str:
+    """Runs code that sees the folder before anything else."""
+    code = f"import sys; sys.path.insert(0, {str(target)!r})\n{code}"
+    result = subprocess.run([sys.executable, "-I", *flags, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def pip(*arguments) -> None:

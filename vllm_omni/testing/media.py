@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures, sound and video of our own making, and prompts that ask about them.
+
+Everything is computed from a seed, so that tests, benchmarks and the demo need no download and no file.
+Knows how a checkpoint's processor wants its chat rendered; knows no model.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+from transformers import AutoTokenizer
+
+SAMPLE_RATE = 16_000
+"""Of audio that models listen to, in Hz."""
+
+PROMPT_KINDS = ("text", "image", "audio", "video")
+
+_QUESTIONS = {
+    "text": "Why is the sea blue?",
+    "image": "What is in this picture?",
+    "audio": "What does the voice say?",
+    "video": "What moves, and where to?",
+}
+
+# Formants of five vowels in Hz, as phonetics textbooks give them for a man's voice.
+_VOWELS = {
+    "a": (730.0, 1090.0, 2440.0),
+    "e": (530.0, 1840.0, 2480.0),
+    "i": (270.0, 2290.0, 3010.0),
+    "o": (570.0, 840.0, 2410.0),
+    "u": (300.0, 870.0, 2240.0),
+}
+
+
+def make_image(seed: int = 0, width: int = 160, height: int = 128) -> Image.Image:
+    """A landscape: sky, ground, sun and three hills; colours and places follow from the seed. RGB."""
+    rng = np.random.default_rng(seed)
+    image = Image.new("RGB", (width, height), _colour(rng, 120, 255))
+    draw = ImageDraw.Draw(image)
+    x, y, radius = rng.integers(0, width), rng.integers(0, height // 2), height // 8
+    draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(255, 220, 80))
+    for _ in range(3):
+        left, top = int(rng.integers(-width // 4, width)), int(rng.integers(height // 3, height - 8))
+        draw.polygon(
+            [(left, height), (left + width // 4, top), (left + width // 2, height)], fill=_colour(rng, 20, 160)
+        )
+    draw.rectangle((0, height - height // 6, width, height), fill=_colour(rng, 20, 120))
+    return image
+
+
+def make_audio(seed: int = 0, seconds: float = 1.5) -> np.ndarray:
+    """A spoken-like clip: vowels sung by a pulse train through formant resonances, with short pauses.
+
+    Returns:
+        float32 `[samples]` at 16 kHz, peak 0.7.
+    """
+    rng = np.random.default_rng(seed)
+    total = int(seconds * SAMPLE_RATE)
+    vowels = rng.choice(list(_VOWELS), size=max(1, round(4 * seconds)))
+    pitches = rng.uniform(90.0, 180.0, size=len(vowels))
+    length = total // len(vowels)
+    syllables = [_vowel(_VOWELS[vowel], pitch, length) for vowel, pitch in zip(vowels, pitches, strict=True)]
+    clip = np.concatenate([*syllables, np.zeros(total - length * len(vowels))])
+    clip += 0.003 * rng.standard_normal(total)  # breath: no stretch is exactly silent
+    return (0.7 * clip / np.abs(clip).max()).astype(np.float32)
+
+
+def make_video(seed: int = 0, frames: int = 8, width: int = 96, height: int = 64) -> np.ndarray:
+    """A ball that crosses a picture.
+
+    Returns:
+        uint8 `[frames, height, width, 3]`.
+    """
+    background = make_image(seed, width, height)
+    rng = np.random.default_rng(seed + 1)
+    start, stop = rng.uniform(0.1, 0.9, size=(2, 2)) * (width, height)
+    colour = _colour(rng, 0, 255)
+    return np.stack([_with_ball(background, start + (stop - start) * i / frames, colour) for i in range(frames)])
+
+
+def make_prompt(checkpoint: str | Path, kind: str, seed: int = 0, question: str | None = None) -> dict[str, Any]:
+    """One conversation of `kind`, rendered through the checkpoint's chat template, as vLLM takes prompts.
+
+    Args:
+        checkpoint: Folder or name of the model.
+        kind: One of `PROMPT_KINDS`.
+        seed: Of the picture, clip or video; a text prompt says it in words, so that each seed differs.
+
+    Returns:
+        `{"prompt": str}`, with `multi_modal_data` and `mm_processor_kwargs` where there is any media.
+    """
+    data, kwargs = _media(kind, seed)
+    text = question or _QUESTIONS[kind] + (f" ({seed})" if kind == "text" else "")
+    content: list[dict[str, str]] = [{"type": name} for name in data]
+    conversation = [
+        {"role": "system", "content": "You are a helpful voice."},
+        {"role": "user", "content": [*content, {"type": "text", "text": text}]},
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    prompt = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    if not data:
+        return {"prompt": prompt}
+    return {"prompt": prompt, "multi_modal_data": data, "mm_processor_kwargs": kwargs}
+
+
+def example_prompts(checkpoint: str | Path, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """One prompt of each kind: `{"text": ..., "image": ..., "audio": ..., "video": ...}`."""
+    return {kind: make_prompt(checkpoint, kind, seed) for kind in PROMPT_KINDS}
+
+
+def mixed_prompts(checkpoint: str | Path, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """`count` different prompts, the kinds in turn."""
+    return [make_prompt(checkpoint, PROMPT_KINDS[i % len(PROMPT_KINDS)], seed + i) for i in range(count)]
+
+
+def _media(kind: str, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`multi_modal_data` and `mm_processor_kwargs`."""
+    if kind == "text":
+        return {}, {}
+    if kind == "image":
+        return {"image": [make_image(seed)]}, {}
+    if kind == "audio":
+        return {"audio": [(make_audio(seed), SAMPLE_RATE)]}, {}
+    if kind == "video":
+        # Qwen's omni processor replaces the size in the video processor's file by one of its own,
+        # 128 tokens and more for each pair of frames: so it is given here.
+        size = {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32}
+        return {"video": [make_video(seed)]}, {"size": size, "fps": 2.0, "do_sample_frames": False}
+    raise ValueError(f"unknown kind of prompt: {kind!r}. Known: {', '.join(PROMPT_KINDS)}")
+
+
+def _colour(rng: np.random.Generator, low: int, high: int) -> tuple[int, int, int]:
+    red, green, blue = rng.integers(low, high, size=3).tolist()
+    return red, green, blue
+
+
+def _vowel(formants: tuple[float, ...], pitch: float, samples: int) -> np.ndarray:
+    """One syllable, float64 `[samples]`: harmonics of `pitch`, each as loud as it lies near a formant."""
+    time = np.arange(samples) / SAMPLE_RATE
+    harmonics = np.arange(1, int(4000 / pitch)) * pitch
+    distance = (harmonics[:, None] - np.array(formants)) / 90.0  # in formant bandwidths
+    loudness = (1.0 / (1.0 + distance**2)).sum(axis=1) / np.sqrt(harmonics)
+    wave = (loudness[:, None] * np.sin(2 * np.pi * harmonics[:, None] * time)).sum(axis=0)
+    envelope = np.sin(np.pi * np.arange(samples) / samples) ** 0.5
+    return wave * envelope
+
+
+def _with_ball(background: Image.Image, centre: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
+    frame = background.copy()
+    x, y = centre.tolist()
+    radius = background.height / 8
+    ImageDraw.Draw(frame).ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
+    return np.asarray(frame)

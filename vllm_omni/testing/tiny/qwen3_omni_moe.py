@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny Qwen3-Omni-MoE: thinker with vision and audio towers, talker with code predictor, vocoder.
+
+The architecture is the real one; only the sizes are small. Fields that transformers does not declare but
+that it or vLLM reads are marked.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    Qwen2Tokenizer,
+    Qwen3OmniMoeConfig,
+    Qwen3OmniMoeForConditionalGeneration,
+    WhisperFeatureExtractor,
+)
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
+
+from vllm_omni.testing.tiny.tokenizer import (
+    answer_token_ids,
+    make_tokenizer,
+    padded_vocab_size,
+    save_tokenizer,
+    token_id,
+)
+from vllm_omni.testing.tiny.weights import fill_random, limit_head
+
+PATCH = 16
+MERGE = 2
+TOKEN_PIXELS = (PATCH * MERGE) ** 2
+"""Pixels of one image or video token."""
+NUM_SPECIAL_CODES = 1024
+"""The last ids of the talker's vocabulary: never spoken, except codec_eos."""
+MAX_POSITIONS = 8192
+THINKER_EOS_FACTOR = 1.1
+TALKER_EOS_FACTOR = 1.2
+WAVE_STD = 0.15
+HEADS = ("lm_head", "codec_head")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Everything in which the sizes of the checkpoint differ.
+
+    `deepstack` are the vision layers whose outputs enter the thinker's first layers; `accept_layer`, the
+    thinker state that the talker sees, must be a later one than those.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    expert_hidden: int
+    tower_hidden: int
+    tower_layers: int
+    deepstack: tuple[int, ...]
+    accept_layer: int
+    talker_hidden: int
+    talker_layers: int
+    talker_heads: int
+    talker_expert_hidden: int
+    predictor_layers: int
+    code_groups: int
+    codebook: int
+    vocoder_hidden: int
+    vocoder_layers: int
+    vocoder_window: int
+    decoder_dim: int
+    layer_gain: float
+
+
+SIZES = {
+    "default": Size(
+        hidden=128,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        expert_hidden=64,
+        tower_hidden=64,
+        tower_layers=2,
+        deepstack=(0,),
+        accept_layer=2,
+        talker_hidden=64,
+        talker_layers=2,
+        talker_heads=2,
+        talker_expert_hidden=32,
+        predictor_layers=2,
+        code_groups=4,
+        codebook=128,
+        vocoder_hidden=64,
+        vocoder_layers=2,
+        vocoder_window=8,
+        decoder_dim=64,
+        layer_gain=2.0,
+    ),
+    "large": Size(
+        hidden=512,
+        layers=8,
+        heads=8,
+        kv_heads=2,
+        head_dim=64,
+        expert_hidden=256,
+        tower_hidden=256,
+        tower_layers=4,
+        deepstack=(1, 2),
+        accept_layer=5,
+        talker_hidden=384,
+        talker_layers=6,
+        talker_heads=6,
+        talker_expert_hidden=128,
+        predictor_layers=3,
+        code_groups=8,
+        codebook=512,
+        vocoder_hidden=256,
+        vocoder_layers=4,
+        vocoder_window=16,
+        decoder_dim=256,
+        layer_gain=1.5,
+    ),
+}
+
+
+def write(path: Path, seed: int, size: str) -> None:
+    """Writes the whole checkpoint into the empty folder `path`."""
+    tokenizer = make_tokenizer()
+    config = make_config(SIZES[size], tokenizer)
+    model = Qwen3OmniMoeForConditionalGeneration(config).to(torch.float32)
+    fill_random(model, seed, SIZES[size].layer_gain, heads=HEADS)
+    _shape_outputs(model, tokenizer)
+    im_end, endoftext = token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")
+    model.generation_config = GenerationConfig(eos_token_id=[im_end, endoftext], pad_token_id=endoftext)
+    model.save_pretrained(path)
+    save_tokenizer(tokenizer, path)
+    _save_processors(path)
+
+
+def make_config(size: Size, tokenizer: Qwen2Tokenizer) -> Qwen3OmniMoeConfig:
+    """The checkpoint's configuration, with the token ids of `tokenizer`."""
+    multimodal_ids = _multimodal_ids(tokenizer)
+    config = Qwen3OmniMoeConfig(
+        thinker_config=_thinker_config(size, padded_vocab_size(tokenizer), multimodal_ids),
+        talker_config=_talker_config(size, multimodal_ids),
+        code2wav_config=_code2wav_config(size),
+        dtype="float32",
+        **_control_ids(tokenizer),
+    )
+    config.architectures = ["Qwen3OmniMoeForConditionalGeneration"]
+    return config
+
+
+def _control_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
+    names = {
+        "im_start_token_id": "<|im_start|>",
+        "im_end_token_id": "<|im_end|>",
+        "tts_pad_token_id": "<tts_pad>",
+        "tts_bos_token_id": "<tts_text_bos>",
+        "tts_eos_token_id": "<tts_text_eod>",
+        "system_token_id": "system",
+        "user_token_id": "user",
+        "assistant_token_id": "assistant",
+    }
+    return {name: token_id(tokenizer, text) for name, text in names.items()}
+
+
+def _multimodal_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
+    names = {
+        "audio_token_id": "<|audio_pad|>",
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "audio_start_token_id": "<|audio_start|>",
+        "audio_end_token_id": "<|audio_end|>",  # undeclared; vLLM reads it
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+        "user_token_id": "user",
+    }
+    return {name: token_id(tokenizer, text) for name, text in names.items()}
+
+
+def _rope(head_dim: int) -> dict[str, Any]:
+    """M-RoPE, interleaved: how many of the head's frequencies each of time, height and width gets."""
+    side = head_dim // 2 // 3
+    return {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "mrope_section": [head_dim // 2 - 2 * side, side, side],
+        "interleaved": True,
+        "mrope_interleaved": True,
+    }
+
+
+def _thinker_config(size: Size, vocab_size: int, multimodal_ids: dict[str, int]) -> dict[str, Any]:
+    text_config = {
+        "vocab_size": vocab_size,
+        "hidden_size": size.hidden,
+        "intermediate_size": 2 * size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": size.expert_hidden,
+        "norm_topk_prob": True,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": _rope(size.head_dim),
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+    }
+    return {
+        "text_config": text_config,
+        "vision_config": _vision_config(size),
+        "audio_config": _audio_config(size),
+        "position_id_per_seconds": 13,
+        "seconds_per_chunk": 2,
+        **multimodal_ids,
+    }
+
+
+def _vision_config(size: Size) -> dict[str, Any]:
+    return {
+        "depth": size.tower_layers,
+        "hidden_size": size.tower_hidden,
+        "intermediate_size": 2 * size.tower_hidden,
+        "num_heads": size.tower_hidden // 32,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "out_hidden_size": size.hidden,
+        "num_position_embeddings": 64,
+        "image_size": 8 * PATCH,  # undeclared; vLLM reads it: the grid of position embeddings times the patch
+        "apply_vit_abs_pos_embed": True,  # undeclared; vLLM reads it
+        "deepstack_visual_indexes": list(size.deepstack),
+    }
+
+
+def _audio_config(size: Size) -> dict[str, Any]:
+    return {
+        "num_mel_bins": 128,
+        "encoder_layers": size.tower_layers,
+        "encoder_attention_heads": size.tower_hidden // 32,
+        "encoder_ffn_dim": 2 * size.tower_hidden,
+        "d_model": size.tower_hidden,
+        "downsample_hidden_size": size.tower_hidden // 4,
+        "output_dim": size.hidden,
+        "n_window": 50,
+        "n_window_infer": 800,
+        "conv_chunksize": 500,
+    }
+
+
+def _talker_config(size: Size, multimodal_ids: dict[str, int]) -> dict[str, Any]:
+    first_special = size.codebook
+    return {
+        "text_config": _talker_text_config(size),
+        "code_predictor_config": _code_predictor_config(size),
+        "num_code_groups": size.code_groups,
+        "thinker_hidden_size": size.hidden,
+        "accept_hidden_layer": size.accept_layer,
+        "spatial_merge_size": MERGE,  # undeclared; transformers reads it
+        "codec_pad_id": first_special,
+        "codec_bos_id": first_special + 1,
+        "codec_eos_token_id": first_special + 2,
+        "codec_nothink_id": first_special + 3,
+        "codec_think_bos_id": first_special + 4,
+        "codec_think_eos_id": first_special + 5,
+        "speaker_id": {"ethan": first_special + 6, "chelsie": first_special + 7, "aiden": first_special + 8},
+        "position_id_per_seconds": 13,
+        **{name: token for name, token in multimodal_ids.items() if name != "user_token_id"},
+    }
+
+
+def _talker_text_config(size: Size) -> dict[str, Any]:
+    head_dim = size.talker_hidden // size.talker_heads
+    return {
+        "vocab_size": size.codebook + NUM_SPECIAL_CODES,
+        "hidden_size": size.talker_hidden,
+        "intermediate_size": 2 * size.talker_hidden,
+        "num_hidden_layers": size.talker_layers,
+        "num_attention_heads": size.talker_heads,
+        "num_key_value_heads": size.talker_heads // 2,
+        "head_dim": head_dim,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": size.talker_expert_hidden,
+        "shared_expert_intermediate_size": size.talker_expert_hidden + 16,  # undeclared; required
+        "norm_topk_prob": False,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": _rope(head_dim),
+    }
+
+
+def _code_predictor_config(size: Size) -> dict[str, Any]:
+    return {
+        "vocab_size": size.codebook,
+        "hidden_size": size.talker_hidden,
+        "intermediate_size": 2 * size.talker_hidden,
+        "num_hidden_layers": size.predictor_layers,
+        "num_attention_heads": size.talker_heads,
+        "num_key_value_heads": size.talker_heads // 2,
+        "head_dim": size.talker_hidden // size.talker_heads,
+        "num_code_groups": size.code_groups,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }
+
+
+def _code2wav_config(size: Size) -> dict[str, Any]:
+    heads = size.vocoder_hidden // 32
+    return {
+        "codebook_size": size.codebook,
+        "num_quantizers": size.code_groups,
+        "hidden_size": size.vocoder_hidden,
+        "intermediate_size": 2 * size.vocoder_hidden,
+        "num_hidden_layers": size.vocoder_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "sliding_window": size.vocoder_window,
+        "decoder_dim": size.decoder_dim,
+        "upsample_rates": [8, 5, 4, 3],
+        "upsampling_ratios": [2, 2],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+
+
+def _shape_outputs(model: Qwen3OmniMoeForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
+    """Lets the thinker say words, the talker codes, both stop now and then, and keeps the wave off its limits."""
+    config = model.config.talker_config
+    im_end, codec_eos = token_id(tokenizer, "<|im_end|>"), config.codec_eos_token_id
+    words = answer_token_ids(tokenizer)
+    codes = list(range(config.code_predictor_config.vocab_size))
+    limit_head(model.thinker.lm_head, [*words, im_end], favoured=im_end, factor=THINKER_EOS_FACTOR)
+    limit_head(model.talker.codec_head, [*codes, codec_eos], favoured=codec_eos, factor=TALKER_EOS_FACTOR)
+    _quieten(model.code2wav)
+
+
+@torch.no_grad()
+def _quieten(vocoder: Qwen3OmniMoeCode2Wav) -> None:
+    """Scales the last convolution so that few samples are cut at +-1: there a wrong wave looks like a right one.
+
+    By a power of two, which changes exponents only: the files stay identical however the sum was rounded.
+    """
+    codes = torch.arange(16) * torch.arange(1, vocoder.config.num_quantizers + 1)[:, None]
+    waves: list[torch.Tensor] = []
+    last_conv = vocoder.decoder[-1].conv
+    hook = last_conv.register_forward_hook(lambda _module, _args, wave: waves.append(wave))
+    vocoder((codes % vocoder.config.codebook_size)[None])
+    hook.remove()
+    last_conv.weight *= 2.0 ** round(math.log2(WAVE_STD / waves[0].std().item()))
+
+
+def _save_processors(path: Path) -> None:
+    """preprocessor_config.json (image and audio in one file, as in the real checkpoint) and the video one."""
+    image = _vision_processor_fields("image_processor_type", "Qwen2VLImageProcessor")
+    audio = WhisperFeatureExtractor(feature_size=128, chunk_length=30).to_dict()
+    audio.pop("mel_filters", None)  # computed when it is loaded
+    common = {**audio, **image, "processor_class": "Qwen3OmniMoeProcessor"}
+    video = _vision_processor_fields("video_processor_type", "Qwen2VLVideoProcessor")
+    _write_json(path / "preprocessor_config.json", common)
+    _write_json(path / "video_preprocessor_config.json", {**video, "processor_class": "Qwen3OmniMoeProcessor"})
+
+
+def _vision_processor_fields(type_key: str, type_name: str) -> dict[str, Any]:
+    return {
+        type_key: type_name,
+        "size": {"shortest_edge": 4 * TOKEN_PIXELS, "longest_edge": 64 * TOKEN_PIXELS},
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

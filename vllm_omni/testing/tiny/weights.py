@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills a module with random weights under which a tiny model behaves like one that was trained.
+
+Under the usual 0.02 initialisation a tiny model repeats one token for ever, and a test that compares
+such outputs proves little. Here every layer keeps the scale of what flows through it, heads are sharp,
+and norms and gains differ from one, so that a norm or a gain that is left out shows.
+"""
+
+import torch
+from torch import nn
+
+HEAD_GAIN = 3.0
+EMBEDDING_STD = 0.5
+SMALL_STD = 0.02
+NORM_STD = 0.1
+BRANCH_SCALE = 0.3
+
+
+def fill_random(module: nn.Module, seed: int, layer_gain: float, heads: tuple[str, ...] = ()) -> None:
+    """Overwrites every parameter, in the order of their names; buffers stay as they are.
+
+    Args:
+        seed: Equal seeds give equal weights, bit for bit.
+        layer_gain: How much louder a layer's output is than its input: at 2 tokens depend on all of the
+            context, at 1 they repeat soon. Deep models take less.
+        heads: Parts of parameter names that mark a layer whose outputs are logits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = {f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding)}
+    with torch.no_grad():
+        for name, parameter in sorted(module.named_parameters()):
+            noise = torch.empty(parameter.shape, dtype=torch.float32).normal_(generator=generator)
+            if name in embeddings:
+                value = EMBEDDING_STD * noise
+            elif parameter.dim() >= 2:
+                gain = HEAD_GAIN if any(head in name for head in heads) else layer_gain
+                value = gain / _fan_in(name, parameter) ** 0.5 * noise
+            else:
+                value = _vector(name, noise)
+            parameter.copy_(value)
+
+
+def limit_head(head: nn.Linear, live: list[int], favoured: int | None = None, factor: float = 1.0) -> None:
+    """Makes a head choose among `live` ids: all other logits are 0, and some live one is always above.
+
+    `favoured` (an end-of-sequence id) gets its logit scaled by `factor`: more of them at larger factors.
+    """
+    with torch.no_grad():
+        dead = torch.ones(head.weight.shape[0], dtype=torch.bool)
+        dead[live] = False
+        head.weight[dead] = 0
+        if favoured is not None:
+            head.weight[favoured] *= factor
+
+
+def _fan_in(name: str, parameter: torch.Tensor) -> int:
+    """Inputs that one output sums over; the last dimension for linear layers and for stacked experts."""
+    if "experts" in name or parameter.dim() == 2:
+        return parameter.shape[-1]
+    return parameter[0].numel()
+
+
+def _vector(name: str, noise: torch.Tensor) -> torch.Tensor:
+    """Norms are about 1, gains of residual branches about 0.3, biases and all else about 0."""
+    if name.endswith("bias"):
+        return SMALL_STD * noise
+    if name.endswith(("scale", "gamma")):
+        return BRANCH_SCALE * (1 + NORM_STD * noise)
+    if name.endswith(("alpha", "beta")):  # logarithms, in the vocoder's activations
+        return NORM_STD * noise
+    return 1 + NORM_STD * noise

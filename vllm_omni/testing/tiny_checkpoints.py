@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Complete checkpoints of real architectures in tiny sizes, written in seconds without any download.
+
+    python -m vllm_omni.testing.tiny_checkpoints qwen3_omni_moe DIR [--seed N] [--size default|large]
+
+Weights are random. Each checkpoint loads in HF transformers and in vLLM like its real counterpart. This
+file knows their names and nothing of what is in them: one module of `vllm_omni.testing.tiny` writes each.
+"""
+
+import argparse
+import difflib
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+TINY_CHECKPOINTS = {
+    "qwen3": "vllm_omni.testing.tiny.qwen3",
+    "qwen3_omni_moe": "vllm_omni.testing.tiny.qwen3_omni_moe",
+}
+"""Name -> module with `SIZES` (names of sizes) and `write(path: Path, seed: int, size: str)`."""
+
+
+def write_tiny_checkpoint(
+    name: str, path: str | Path, *, seed: int = 0, size: str = "default", force: bool = False
+) -> Path:
+    """Writes the checkpoint `name` into the folder `path`, which is made if need be.
+
+    Args:
+        name: A key of `TINY_CHECKPOINTS`.
+        seed: Equal seeds give identical files.
+        size: `default` has hidden sizes about 100, `large` in the hundreds.
+        force: Write into a folder that is not empty; files of the same name are replaced.
+
+    Returns:
+        `path`, as a `Path`.
+
+    Raises:
+        ValueError: Unknown name or size.
+        FileExistsError: `path` holds something and `force` is not set.
+    """
+    if name not in TINY_CHECKPOINTS:
+        raise ValueError(_unknown("tiny checkpoint", name, list(TINY_CHECKPOINTS)))
+    module = importlib.import_module(TINY_CHECKPOINTS[name])
+    if size not in module.SIZES:
+        raise ValueError(_unknown(f"size of {name}", size, list(module.SIZES)))
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is not a folder")
+    if not force and path.is_dir() and any(path.iterdir()):
+        raise FileExistsError(f"{path} is not empty; choose another folder, or force to write into this one")
+    path.mkdir(parents=True, exist_ok=True)
+    with torch.random.fork_rng(devices=[]):  # building a model draws numbers that are then overwritten
+        module.write(path, seed, size)
+    return path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_omni.testing.tiny_checkpoints",
+        description="Write a complete tiny checkpoint with random weights.",
+    )
+    parser.add_argument("name", help=f"one of: {', '.join(TINY_CHECKPOINTS)}")
+    parser.add_argument("path", type=Path, metavar="DIR", help="folder to write, made if need be")
+    parser.add_argument("--seed", type=int, default=0, help="equal seeds give identical files (default 0)")
+    parser.add_argument("--size", default="default", help="default, or large (hidden sizes in the hundreds)")
+    parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
+    args = parser.parse_args(argv)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        path = write_tiny_checkpoint(args.name, args.path, seed=args.seed, size=args.size, force=args.force)
+    except (ValueError, FileExistsError) as error:
+        parser.error(str(error))
+    megabytes = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+    print(f"{args.name} ({args.size}, seed {args.seed}): {megabytes:.1f} MB in {path}")
+    return 0
+
+
+def _unknown(kind: str, given: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(given, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {kind}: {given!r}{hint} Known: {', '.join(known)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

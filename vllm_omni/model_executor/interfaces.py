@@ -73,7 +73,7 @@ class SupportsPreprocess(Protocol):
             spans: One for each request, in batch order; together they cover all rows.
 
         Returns:
-            The embeddings to run with (or None, to run with `input_ids`), and outputs by row:
+            The embeddings to run with (or None, to run with what was given), and outputs by row:
             `[num_tokens, ...]` tensors that are passed on to `make_omni_output`, or, where the
             model has none, handed to the caller as they are.
         """

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM engine arguments for one stage: what the caller gave, and what a stage needs besides.
+
+This is the only place that decides how a stage's engine is set up; it starts nothing.
+"""
+
+import difflib
+import os
+from dataclasses import fields
+from typing import Any, cast, get_args
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from vllm_omni.engine.hf_override import StageConfigOverride
+from vllm_omni.engine.settings import EngineType, OmniEngineSettings
+from vllm_omni.errors import StageConfigError
+from vllm_omni.worker import worker_class_path
+
+_SCHEDULERS = {
+    "ar": "vllm_omni.core.sched.omni_ar_scheduler.OmniARScheduler",
+    "generation": "vllm_omni.core.sched.omni_generation_scheduler.OmniGenerationScheduler",
+}
+# By class path, because vLLM rewrites the name "uni" to "mp" on the CPU.
+_UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+# Without a figure vLLM's CPU worker asks for 92% of the machine's memory, for each stage.
+_CPU_KV_CACHE_BYTES = 512 << 20
+_V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def create_engine_args(
+    model: str,
+    *,
+    engine_type: str = "ar",
+    engine_output_type: str = "text",
+    hf_config_name: str | None = None,
+    model_arch: str | None = None,
+    model_stage: str = "",
+    **vllm_engine_args: Any,
+) -> EngineArgs:
+    """Engine arguments of one stage. Arguments given here win over what a stage sets by default.
+
+    On CUDA this sets `VLLM_USE_V2_MODEL_RUNNER=0` for the process, if it is not set: our runners extend vLLM's first
+    model runner, and vLLM offers no argument to choose it.
+
+    Args:
+        model: Checkpoint directory or Hugging Face id.
+        engine_type: `ar` samples tokens; `generation` makes the whole output in one step.
+        engine_output_type: `text`, or what the model's rows are that leave the engine besides tokens.
+        hf_config_name: The part of the checkpoint's configuration that is this stage's, e.g. `talker_config`. The
+            model finds the whole configuration there as the dict `omni_parent_config`.
+        model_arch: The architecture to run instead of the checkpoint's.
+        model_stage: The stage's name, for messages.
+        vllm_engine_args: Any of vLLM's `EngineArgs`.
+
+    Raises:
+        StageConfigError: An argument is unknown, or cannot be combined with this kind of stage.
+    """
+    _refuse_unknown(vllm_engine_args)
+    settings = OmniEngineSettings(_as_engine_type(engine_type), engine_output_type, model_stage)
+    _refuse_unsupported(vllm_engine_args, settings)
+    _choose_v1_model_runner()
+    override = StageConfigOverride(
+        hf_config_name, model_arch, engine_type == "generation", vllm_engine_args.pop("hf_overrides", None)
+    )
+    arguments = _defaults(settings, whole_checkpoint=hf_config_name is None) | vllm_engine_args
+    if _world_size(arguments) == 1:
+        arguments.setdefault("distributed_executor_backend", _UNIPROC_EXECUTOR)
+    arguments["additional_config"] = vllm_engine_args.get("additional_config", {}) | settings.as_additional_config()
+    return EngineArgs(model=model, hf_overrides=override, **arguments)
+
+
+def _as_engine_type(name: str) -> EngineType:
+    if name not in get_args(EngineType):
+        raise StageConfigError(f"engine_type {name!r} is not one of {', '.join(get_args(EngineType))}")
+    return cast(EngineType, name)
+
+
+def _defaults(settings: OmniEngineSettings, whole_checkpoint: bool) -> dict[str, Any]:
+    is_cpu = current_platform.is_cpu()
+    defaults: dict[str, Any] = {
+        "worker_cls": worker_class_path(settings.engine_type, is_cpu),
+        "scheduler_cls": _SCHEDULERS[settings.engine_type],
+        "async_scheduling": False,
+        "disable_log_stats": True,
+    }
+    if is_cpu:
+        defaults |= {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "enforce_eager": True}
+    if not whole_checkpoint or settings.engine_type == "generation":
+        # Tokenizer and generation defaults of a checkpoint are those of its language model: its end-of-text id would
+        # stop a talker at some codec id.
+        defaults |= {"skip_tokenizer_init": True, "generation_config": "vllm"}
+    if settings.emits_rows:
+        defaults |= {"enable_prefix_caching": False}  # There are no rows for tokens found in the cache.
+    if settings.engine_type == "generation":
+        # Without chunked prefill vLLM makes max_num_batched_tokens at least max_model_len.
+        defaults |= {"enable_prefix_caching": False, "enable_chunked_prefill": False, "enforce_eager": True}
+    return defaults
+
+
+def _world_size(arguments: dict[str, Any]) -> int:
+    return arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
+
+
+def _refuse_unknown(arguments: dict[str, Any]) -> None:
+    known = [field.name for field in fields(EngineArgs)]
+    for name in arguments:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise StageConfigError(f"unknown engine argument {name!r}; did you mean {nearest!r}?")
+
+
+def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:
+    if arguments.get("async_scheduling"):
+        raise StageConfigError("async_scheduling=True is not supported: remove it, stages schedule synchronously")
+    if settings.emits_rows and arguments.get("speculative_config"):
+        raise StageConfigError(
+            f"speculative_config needs engine_output_type 'text', not {settings.engine_output_type!r}: "
+            "rows of rejected tokens would leave the engine"
+        )
+
+
+def _choose_v1_model_runner() -> None:
+    if current_platform.is_cpu():
+        return  # vLLM's own choice there.
+    if os.environ.setdefault(_V2_RUNNER_VARIABLE, "0") not in ("0", "false", "False"):
+        raise StageConfigError(f"stages run on vLLM's first model runner: unset {_V2_RUNNER_VARIABLE}, or set it to 0")

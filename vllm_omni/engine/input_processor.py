@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a prompt to the request that an engine takes: vLLM's input processing, and ours around it.
+
+Whatever could make a model raise is refused here, for this request alone, because an exception inside a step takes
+the whole batch with it. Works without an engine: the pipeline's front end preprocesses prompts with it, and ships the
+request to the stage's process.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict, cast
+
+import torch
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import EngineInput, PromptType
+from vllm.lora.request import LoRARequest
+from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.pooling_params import PoolingParams
+from vllm.renderers import BaseRenderer
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.sampling_params import SamplingParams
+from vllm.tasks import SupportedTask
+from vllm.utils import length_from_prompt_token_ids_or_embeds
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.kv_hints import KvHintsEnvelope
+
+from vllm_omni.engine.payloads import AdditionalInformationPayload, OmniEngineCoreRequest, PromptEmbedsPayload
+from vllm_omni.engine.settings import OmniEngineSettings
+from vllm_omni.errors import InvalidRequestError
+
+
+class PreprocessedPrompt(TypedDict):
+    """A request that another `OmniInputProcessor` has made, in the shape of a prompt.
+
+    `LLMEngine.add_request` deprecates requests but takes any dict; the two other keys are those it reads.
+    """
+
+    engine_core_request: OmniEngineCoreRequest
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+
+
+class OmniInputProcessor(InputProcessor):
+    """vLLM's input processor with additional information, embedding payloads and stricter checks.
+
+    A prompt is any of vLLM's, raw or rendered; as a dict it may hold two keys more:
+
+    - `additional_information`: a dict of tensors and plain values for the model's hooks. Its key `mrope_positions`
+      (int64 `[3, prompt_len]`), where present, sets the request's M-RoPE positions.
+    - `prompt_embeds`: besides a tensor, a `PromptEmbedsPayload`.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        renderer: BaseRenderer | None = None,
+        *,
+        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
+    ) -> None:
+        super().__init__(vllm_config, renderer, mm_registry=mm_registry)
+        self._settings = OmniEngineSettings.from_vllm_config(vllm_config)
+        self._dtype = cast(torch.dtype, self.model_config.dtype)  # vLLM has resolved the name by now.
+        self._vocab_size = self.model_config.get_vocab_size()
+        self._embeds_size = self.model_config.get_inputs_embeds_size()
+
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: PromptType | EngineInput | PreprocessedPrompt | dict[str, Any],
+        params: SamplingParams | PoolingParams,
+        supported_tasks: tuple[SupportedTask, ...] = ("generate",),
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        resumable: bool = False,
+        session_id: str | None = None,
+        kv_hints: KvHintsEnvelope | None = None,
+    ) -> OmniEngineCoreRequest:
+        """
+        Raises:
+            InvalidRequestError: The prompt or its parameters are wrong; the message says what.
+        """
+        if isinstance(prompt, dict) and "engine_core_request" in prompt:
+            return cast(PreprocessedPrompt, prompt)["engine_core_request"]
+        try:
+            information = _take_additional_information(prompt)
+            engine_input = self._render(prompt, tokenization_kwargs)
+            request = super().process_inputs(
+                request_id,
+                engine_input,
+                params,
+                supported_tasks,
+                arrival_time=arrival_time,
+                lora_request=lora_request,
+                trace_headers=trace_headers,
+                priority=priority,
+                data_parallel_rank=data_parallel_rank,
+                resumable=resumable,
+                session_id=session_id,
+                kv_hints=kv_hints,
+            )
+            return self._finish(request, information)
+        except (ValueError, TypeError, VLLMClientError) as error:
+            raise InvalidRequestError(str(error), request_id) from error
+
+    def _render(self, prompt: Any, tokenization_kwargs: dict[str, Any] | None) -> EngineInput:
+        """Tokenizes and preprocesses a raw prompt; a rendered one is returned as it is."""
+        if isinstance(prompt, dict) and "type" in prompt:
+            return cast(EngineInput, prompt)
+        parsed = parse_model_prompt(self.model_config, prompt)
+        if "prompt_embeds" in parsed:
+            parsed = self._with_checked_embeds(parsed)
+        tok_params = self.renderer.default_cmpl_tok_params.with_kwargs(**(tokenization_kwargs or {}))
+        return self.renderer.render_cmpl([parsed], tok_params)[0]
+
+    def _with_checked_embeds(self, prompt: dict[str, Any]) -> dict[str, Any]:
+        embeds = self._check_embeds(prompt["prompt_embeds"])
+        prompt = {**prompt, "prompt_embeds": embeds}
+        if prompt.get("prompt_token_ids") is not None and prompt.get("prompt_is_token_ids") is None:
+            # Without a mask vLLM would look the ids up and ignore the embeddings.
+            prompt["prompt_is_token_ids"] = [False] * len(embeds)
+        return prompt
+
+    def _finish(self, request: EngineCoreRequest, information: dict[str, Any]) -> OmniEngineCoreRequest:
+        num_tokens = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
+        self._check_length(num_tokens)
+        self._check_token_ids(request)
+        _check_mrope_positions(information, num_tokens)
+        payload = AdditionalInformationPayload.from_dict(information) if information else None
+        return OmniEngineCoreRequest.from_engine_core_request(request, payload)
+
+    def _check_embeds(self, embeds: torch.Tensor | PromptEmbedsPayload) -> torch.Tensor:
+        """Prompt embeddings `[len, hidden]` in the model's dtype."""
+        tensor = embeds.to_tensor() if isinstance(embeds, PromptEmbedsPayload) else embeds
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"prompt_embeds must be a tensor, got a {type(tensor).__name__}")
+        if tensor.ndim == 3 and tensor.shape[0] == 1:
+            tensor = tensor[0]
+        if tensor.ndim != 2 or tensor.shape[1] != self._embeds_size:
+            raise ValueError(f"prompt_embeds must be [len, {self._embeds_size}], got {list(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"prompt_embeds must be floating point, got {tensor.dtype}")
+        return tensor.detach().to(device="cpu", dtype=self._dtype)
+
+    def _check_length(self, num_tokens: int) -> None:
+        budget = self.scheduler_config.max_num_batched_tokens
+        if self._settings.engine_type == "generation" and num_tokens > budget:
+            raise ValueError(f"a prompt of {num_tokens} does not fit into one step of at most {budget} tokens")
+
+    def _check_token_ids(self, request: EngineCoreRequest) -> None:
+        """vLLM checks ids only where there is a tokenizer, and against its vocabulary instead of the model's."""
+        token_ids = request.prompt_token_ids
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            return
+        covered = _positions_without_token(request)
+        for position, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self._vocab_size and position not in covered:
+                raise ValueError(f"token id {token_id} at position {position} is not in [0, {self._vocab_size})")
+
+
+def _take_additional_information(prompt: Any) -> dict[str, Any]:
+    if not isinstance(prompt, dict):
+        return {}
+    information = prompt.get("additional_information")
+    if information is None:
+        return {}
+    if not isinstance(information, dict):
+        raise TypeError(f"additional_information must be a dict, got a {type(information).__name__}")
+    return information
+
+
+def _positions_without_token(request: EngineCoreRequest) -> set[int]:
+    """Positions of multimodal items and of given embeddings: the ids there are placeholders and are not looked up."""
+    positions: set[int] = set()
+    for feature in request.mm_features or ():
+        span = feature.mm_position
+        positions.update(range(span.offset, span.offset + span.length))
+    if request.prompt_is_token_ids is not None:
+        positions.update(i for i, is_token in enumerate(request.prompt_is_token_ids) if not is_token)
+    return positions
+
+
+def _check_mrope_positions(information: dict[str, Any], num_tokens: int) -> None:
+    positions = information.get("mrope_positions")
+    if positions is None:
+        return
+    if not isinstance(positions, torch.Tensor) or positions.dtype != torch.int64:
+        raise TypeError("mrope_positions must be an int64 tensor")
+    if list(positions.shape) != [3, num_tokens]:
+        raise ValueError(f"mrope_positions must be [3, {num_tokens}] for this prompt, got {list(positions.shape)}")

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core of a stage: vLLM's, which hands additional information on to the scheduler and can be recovered."""
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_omni.core.sched.output import OmniRequest
+from vllm_omni.engine.payloads import OmniEngineCoreRequest
+
+
+class OmniEngineCore(EngineCore):
+    """In-process only. Holds no state of its own: vLLM builds its own class, and `adopt` turns it into this one."""
+
+    @classmethod
+    def adopt(cls, core: EngineCore) -> "OmniEngineCore":
+        """vLLM names its class inside `InprocClient`; this changes one instance instead of that module."""
+        core.__class__ = cls
+        assert isinstance(core, cls)
+        return core
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
+        scheduled, wave = super().preprocess_add_request(request)
+        if isinstance(request, OmniEngineCoreRequest):
+            scheduled.__class__ = OmniRequest
+            assert isinstance(scheduled, OmniRequest)
+            scheduled.additional_information = request.additional_information
+        return scheduled, wave
+
+    def abandon_all_requests(self) -> None:
+        """Ends every request, in whatever state an exception inside a step has left it.
+
+        Whatever the step was to compute is distrusted: cached blocks and encoder outputs may be marked as filled
+        without having been.
+        """
+        scheduler = self.scheduler
+        assert isinstance(scheduler, Scheduler)
+        scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        # The workers may have missed which requests were finished before: the next step tells them once more.
+        known_to_workers: list[list[str]] = self.collective_rpc("abandon_step")
+        for req_ids in known_to_workers:
+            scheduler.finished_req_ids.update(req_ids)
+        scheduler.reset_prefix_cache()
+        self.reset_encoder_cache()

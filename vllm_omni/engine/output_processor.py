@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what an engine made in a step to what its caller gets: vLLM's output processing, with outputs of the model.
+
+Rows accumulate as lists, step by step, and are concatenated once. This file does not know what the rows mean.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import (
+    OutputProcessor,
+    OutputProcessorOutput,
+    RequestOutputCollector,
+    RequestState,
+)
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import IterationStats
+
+# Set on vLLM's own output objects, which have no such field.
+_ATTRIBUTE = "multimodal_output"
+
+
+class OmniRequestState(RequestState):
+    """vLLM's state of one sequence, and the outputs of the model that have not been handed out yet."""
+
+    multimodal_chunks: dict[str, list[torch.Tensor]]
+
+    @classmethod
+    def adopt(cls, state: RequestState) -> None:
+        """Turns vLLM's state, which its own code builds from some 25 fields, into one of ours."""
+        state.__class__ = cls
+        state.multimodal_chunks = defaultdict(list)
+
+    def add_multimodal_output(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.multimodal_chunks[name].append(tensor)
+
+    def _new_completion_output(
+        self, token_ids: list[int], finish_reason: FinishReason | None, stop_reason: int | str | None
+    ) -> CompletionOutput:
+        output = super()._new_completion_output(token_ids, finish_reason, stop_reason)
+        is_due = finish_reason is not None or self.output_kind == RequestOutputKind.DELTA
+        setattr(output, _ATTRIBUTE, self._take_multimodal_output() if is_due else {})
+        return output
+
+    def _new_request_output(
+        self, external_req_id: str, outputs: list[CompletionOutput] | list[PoolingOutput], *args: Any, **kwargs: Any
+    ) -> RequestOutput | PoolingRequestOutput:
+        output = super()._new_request_output(external_req_id, outputs, *args, **kwargs)
+        if isinstance(output, RequestOutput):
+            setattr(output, _ATTRIBUTE, getattr(output.outputs[0], _ATTRIBUTE))
+        return output
+
+    def _take_multimodal_output(self) -> dict[str, torch.Tensor]:
+        chunks, self.multimodal_chunks = self.multimodal_chunks, defaultdict(list)
+        return {name: _concatenate(tensors) for name, tensors in chunks.items()}
+
+
+class MultimodalOutputProcessor(OutputProcessor):
+    """Attaches `multimodal_output: dict[str, Tensor]` to every `RequestOutput` and to each of its completions.
+
+    Tensors are on the CPU and concatenated along their first dimension. A request that streams deltas gets the
+    increments; any other gets everything with its last output, and an empty dict before that. The `RequestOutput`'s
+    own is that of its first completion.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike | None, *, output_type: str, **kwargs: Any) -> None:
+        """
+        Args:
+            tokenizer: None where nothing is turned into text.
+            output_type: The engine's output type: the name of an output that the model gave none.
+            kwargs: vLLM's own arguments.
+        """
+        super().__init__(tokenizer, **kwargs)
+        self._output_type = output_type
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: ParentRequest | None = None,
+        request_index: int = 0,
+        queue: RequestOutputCollector | None = None,
+    ) -> None:
+        is_new = request.request_id not in self.request_states
+        super().add_request(request, prompt, parent_req, request_index, queue)
+        if is_new:
+            OmniRequestState.adopt(self.request_states[request.request_id])
+
+    def process_outputs(
+        self,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: IterationStats | None = None,
+        weight_version: str | None = None,
+    ) -> OutputProcessorOutput:
+        for output in engine_core_outputs:
+            if output.pooling_output is not None:
+                self._route_and_normalize(output)
+        return super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats, weight_version)
+
+    def _route_and_normalize(self, output: EngineCoreOutput) -> None:
+        """Takes the model's outputs off, since vLLM would not turn the tokens beside them into text."""
+        state = self.request_states.get(output.request_id)
+        if not isinstance(state, OmniRequestState) or state.detokenizer is None:
+            return  # Aborted meanwhile, or a pooling request, whose output this is.
+        payload: Any = output.pooling_output
+        state.add_multimodal_output(payload if isinstance(payload, dict) else {self._output_type: payload})
+        output.pooling_output = None
+
+
+def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors and plain values on their way into an engine, and the request that carries them (design document 003).
+
+Payloads are msgspec structs of bytes and plain values: they cross a process without pickle and keep every dtype, shape
+and stride order that torch can store densely. This file knows no engine.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+import torch
+from vllm.v1.engine import EngineCoreRequest
+
+_PLAIN_TYPES = (str, int, float, bool, bytes, type(None))
+
+
+class TensorPayload(msgspec.Struct, frozen=True):
+    """One dense tensor.
+
+    Attributes:
+        data: The elements in row-major order, native byte order.
+        shape: Empty for a 0-dimensional tensor.
+        dtype: torch's name without the prefix, e.g. `bfloat16`.
+    """
+
+    data: bytes
+    shape: list[int]
+    dtype: str
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> "TensorPayload":
+        """
+        Raises:
+            TypeError: The tensor is sparse, quantized or has no storage of its own.
+        """
+        return cls(data=_tensor_bytes(tensor), shape=list(tensor.shape), dtype=_dtype_name(tensor.dtype))
+
+    def to_tensor(self) -> torch.Tensor:
+        """A writable CPU tensor with memory of its own.
+
+        Raises:
+            ValueError: Data, shape and dtype do not belong together.
+        """
+        dtype = _dtype_from_name(self.dtype)
+        expected = math.prod(self.shape) * dtype.itemsize
+        if len(self.data) != expected:
+            raise ValueError(f"{self.dtype} {self.shape} takes {expected} bytes, got {len(self.data)}")
+        if not expected:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(dtype).reshape(self.shape)
+
+
+class PromptEmbedsPayload(TensorPayload, frozen=True):
+    """Prompt embeddings `[len, hidden]`, floating point."""
+
+
+class AdditionalInformationEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One value of a request's additional information: exactly one field is set, or none for the value None.
+
+    Attributes:
+        tensor: A tensor.
+        value: A plain value: str, int, float, bool, bytes, or a list of plain values.
+        items: A list that holds a tensor or a dict somewhere inside.
+        entries: A dict.
+    """
+
+    tensor: TensorPayload | None = None
+    value: Any = None
+    items: "list[AdditionalInformationEntry] | None" = None
+    entries: "dict[str, AdditionalInformationEntry] | None" = None
+
+    @classmethod
+    def from_value(cls, value: Any, name: str) -> "AdditionalInformationEntry":
+        """
+        Args:
+            value: A tensor, a plain value, or lists and string-keyed dicts of these.
+            name: Where the value stands, for the message of an error.
+
+        Raises:
+            TypeError: The value, or one inside it, is of another type.
+        """
+        if isinstance(value, torch.Tensor):
+            return cls(tensor=TensorPayload.from_tensor(value))
+        if _is_plain(value):
+            return cls(value=value)
+        if isinstance(value, list | tuple):
+            return cls(items=[cls.from_value(item, f"{name}[{i}]") for i, item in enumerate(value)])
+        if isinstance(value, dict):
+            return cls(entries=_entries_from_dict(value, name))
+        raise TypeError(
+            f"{name} is a {type(value).__name__}; only tensors, plain values, lists and dicts travel"
+        )
+
+    def to_value(self) -> Any:
+        if self.tensor is not None:
+            return self.tensor.to_tensor()
+        if self.items is not None:
+            return [item.to_value() for item in self.items]
+        if self.entries is not None:
+            return {key: entry.to_value() for key, entry in self.entries.items()}
+        return self.value
+
+
+class AdditionalInformationPayload(msgspec.Struct, frozen=True):
+    """What travels with a request besides its prompt: inputs of the model's hooks, by name."""
+
+    entries: dict[str, AdditionalInformationEntry]
+
+    @classmethod
+    def from_dict(cls, information: dict[str, Any]) -> "AdditionalInformationPayload":
+        """
+        Raises:
+            TypeError: A key is no string, or a value is of a type that cannot travel; the message names it.
+        """
+        if not isinstance(information, dict):
+            raise TypeError(f"additional_information must be a dict, got a {type(information).__name__}")
+        return cls(entries=_entries_from_dict(information, "additional_information"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values, tensors decoded onto the CPU; tuples come back as lists."""
+        return {key: entry.to_value() for key, entry in self.entries.items()}
+
+
+# vLLM's request is encoded by position, so fields of ours may only be appended.
+class OmniEngineCoreRequest(EngineCoreRequest, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
+    """vLLM's preprocessed request and the additional information of its stage.
+
+    vLLM's `MsgpackEncoder` and `MsgpackDecoder(OmniEngineCoreRequest)` carry it from one process to another.
+    """
+
+    additional_information: AdditionalInformationPayload | None = None
+
+    @classmethod
+    def from_engine_core_request(
+        cls, request: EngineCoreRequest, additional_information: AdditionalInformationPayload | None
+    ) -> "OmniEngineCoreRequest":
+        fields = {name: getattr(request, name) for name in EngineCoreRequest.__struct_fields__}
+        return cls(**fields, additional_information=additional_information)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    return type(value) in _PLAIN_TYPES  # exactly: subclasses, such as numpy scalars, do not survive msgpack
+
+
+def _entries_from_dict(values: dict[Any, Any], name: str) -> dict[str, AdditionalInformationEntry]:
+    for key in values:
+        if not isinstance(key, str):
+            raise TypeError(f"{name} has the key {key!r}; keys are strings")
+    return {key: AdditionalInformationEntry.from_value(value, f"{name}[{key!r}]") for key, value in values.items()}
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise TypeError(f"only dense tensors with data can travel, not {tensor.layout} on {tensor.device}")
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # numpy has no bfloat16 and no float8, bytes it has; an empty tensor cannot be viewed as another dtype.
+    return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_from_name(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no torch dtype")
+    return dtype

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage's engine was built for, readable wherever vLLM's configuration is."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+from vllm.config import VllmConfig
+
+EngineType = Literal["ar", "generation"]
+
+_KEY = "omni"
+
+
+@dataclass(frozen=True)
+class OmniEngineSettings:
+    """Travels in vLLM's `additional_config`, which reaches every worker.
+
+    Attributes:
+        engine_type: `ar` samples tokens; `generation` makes everything in one step, without KV cache.
+        engine_output_type: `text`: nothing but tokens leaves the engine, and nothing is captured. Any other word names
+            what the rows are that the model hands over besides, e.g. `latent`, `codes`, `audio`.
+        model_stage: The stage's name, for messages.
+    """
+
+    engine_type: EngineType = "ar"
+    engine_output_type: str = "text"
+    model_stage: str = ""
+
+    @property
+    def emits_rows(self) -> bool:
+        """Whether outputs of the model leave the engine besides tokens."""
+        return self.engine_type == "ar" and self.engine_output_type != "text"
+
+    def as_additional_config(self) -> dict[str, Any]:
+        return {_KEY: asdict(self)}
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: VllmConfig) -> "OmniEngineSettings":
+        additional = cast(dict[str, Any], vllm_config.additional_config)
+        return cls(**additional.get(_KEY, {}))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner of stages that make a request's whole output in one step: no logits, no sampler, no KV cache."""
+
+from typing import Any
+
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from vllm_omni.core.sched.output import OmniModelRunnerOutput
+from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
+from vllm_omni.worker.host_copy import HostCopy
+
+Outputs = dict[str, torch.Tensor]
+
+
+class GPUGenerationModelRunner(OmniGPUModelRunner):
+    """One phase: `execute_model` runs the model once over all requests of the step and returns their outputs."""
+
+    @torch.inference_mode()
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
+    ) -> ModelRunnerOutput:
+        self._update_states(scheduler_output)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        if not num_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        input_ids, positions = self._make_inputs()
+        with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
+            outputs = self._model_forward(input_ids=input_ids, positions=positions)
+        return self._make_output(outputs)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        if super().get_kv_cache_spec():
+            raise ValueError(f"{type(self.get_model()).__name__} has a KV cache: it needs engine_type 'ar'")
+        return {}
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to profile: there is no KV cache to leave memory for."""
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        """A step of no requests; without them the model has no input of the right kind."""
+        empty = torch.empty(0, device=self.device)
+        return empty, empty
+
+    def _make_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[num_tokens]` placeholder ids and positions, requests one after the other in batch order."""
+        prompts = [self.requests[span.req_id].prompt_token_ids or [] for span in self.spans]
+        ids = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int32)
+        positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
+        return ids.to(self.device), positions.to(self.device)
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> list[Outputs]:
+        # Not vLLM's call, which passes arguments that only a language model takes.
+        information = [span.additional_information for span in self.spans]
+        return self.model(*args, runtime_additional_information=information, **kwargs)
+
+    def _make_output(self, outputs: list[Outputs]) -> OmniModelRunnerOutput:
+        req_ids = [span.req_id for span in self.spans]
+        if len(outputs) != len(req_ids):
+            raise RuntimeError(f"the model made {len(outputs)} outputs for {len(req_ids)} requests")
+        return OmniModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
+            sampled_token_ids=[[] for _ in req_ids],
+            pooler_output=list(_to_host(outputs)),
+        )
+
+
+def _to_host(outputs: list[Outputs]) -> list[Outputs]:
+    copies = iter(HostCopy([tensor for output in outputs for tensor in output.values()]).wait())
+    return [{name: _own_memory(next(copies)) for name in output} for output in outputs]
+
+
+def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, unless it is part of a larger one, which would stay in memory as long as it does."""
+    is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
+    return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)

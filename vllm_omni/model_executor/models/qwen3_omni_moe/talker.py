@@ -260,7 +260,7 @@ class OmniQwen3OmniMoeTalker(nn.Module, SupportsMRoPE):
         """Predicts the residual codes of all new frames as one batch, and writes their rows."""
         rows = torch.tensor([new.row for new in new_frames], device=input_ids.device)
         first_codes = input_ids[rows].long()
-        first_embeds = self.embed_input_ids(first_codes)
+        first_embeds = embeds[rows]  # the ids are embedded already
         frame = self.code_predictor(
             torch.stack([new.last_hidden for new in new_frames]), first_embeds, self._residual_sampling(new_frames)
         )

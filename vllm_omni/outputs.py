@@ -144,7 +144,7 @@ def make_omni_request_output(
         outputs=completions,
         finished=True,
     )
-    request_output.multimodal_output = output.tensors  # older clients read it here
+    vars(request_output)["multimodal_output"] = output.tensors  # older clients read it here
     return OmniRequestOutput(
         request_id=output.request_id,
         stage_id=output.stage_id,

@@ -193,7 +193,7 @@ def test_a_stage_that_cannot_start_ends_the_start_with_its_own_error() -> None:
 
 def test_a_start_that_takes_too_long_is_ended() -> None:
     orchestrator = open_orchestrator(init_timeout=0.2)
-    with pytest.raises(StageStartError, match="init_timeout|timed out"):
+    with pytest.raises(StageStartError, match=r"init_timeout|timed out"):
         orchestrator.wait_until_started()
     assert not orchestrator._run_dir.path.exists()
 

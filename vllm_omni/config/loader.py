@@ -129,7 +129,9 @@ def _check_stage(stage: OmniStageConfig) -> None:
     if not stage.runtime.process:
         raise StageConfigError(f"{where}: runtime.process: false is not supported; every stage has its own process")
     if stage.engine_input_source and stage.runs_vllm and not stage.custom_process_input_func:
-        raise StageConfigError(f"{where}: custom_process_input_func is missing; it turns the sources' outputs into input")
+        raise StageConfigError(
+            f"{where}: custom_process_input_func is missing; it turns the sources' outputs into input"
+        )
     if stage.kind == "function" and not stage.function:
         raise StageConfigError(f"{where}: function is missing; give the dotted path of a callable")
     if stage.custom_process_input_func:

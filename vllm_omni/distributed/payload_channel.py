@@ -5,7 +5,7 @@ vLLM's msgpack coders carry tensors, arrays and multimodal features beside the m
 connector. A channel belongs to one thread.
 """
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -24,7 +24,7 @@ class PayloadChannel:
         self._decoders: dict[type, MsgpackDecoder] = {}
 
     def put(self, value: Any) -> tuple[PayloadRef, Frames]:
-        return self._connector.put(self._encoder.encode(value))
+        return self._connector.put(cast(Frames, self._encoder.encode(value)))
 
     def get(self, payload_type: type[T], ref: PayloadRef, frames: list[memoryview]) -> T:
         """

@@ -6,7 +6,7 @@ import queue
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -43,12 +43,12 @@ class OmniLLM:
         """
         Args:
             model: A checkpoint: a directory, or a name on the Hugging Face hub.
-            stage_configs_path: A stage configuration (YAML). By default the one that ships for the model's architecture.
+            stage_configs_path: A stage configuration (YAML); by default the one that ships for the model.
             stage_overrides: Engine arguments for single stages, by stage name or id, e.g. `{"talker": {...}}`.
             log_stats: Log what each stage did for each request.
             init_timeout: Seconds that the stages may take to become ready.
             shm_threshold_bytes: Data of at least this size passes between stages through shared memory.
-            engine_args: Arguments of vLLM's `EngineArgs` (`dtype`, `max_model_len`, ...) for every stage that runs vLLM.
+            engine_args: Arguments of vLLM's `EngineArgs` (`dtype`, `max_model_len`, ...), for each stage that runs vLLM.
 
         Raises:
             VllmRequirementError: vLLM is missing or has another version.
@@ -90,11 +90,10 @@ class OmniLLM:
             RequestError: A prompt failed inside a stage. The others were completed: see the error's `results`.
             PipelineClosedError: `close()` was called.
         """
-        single = isinstance(prompts, (str, Mapping))
         events: queue.SimpleQueue[TerminalEvent] = queue.SimpleQueue()
         request_ids: list[str] = []
         try:
-            for prompt in [prompts] if single else prompts:
+            for prompt in _as_list(prompts):
                 request = self._pipeline.builder.build(prompt, sampling_params_list, events.put)
                 self._pipeline.orchestrator.submit(request)
                 request_ids.append(request.request_id)
@@ -128,6 +127,12 @@ class OmniLLM:
                 if self._log_stats and isinstance(event, Completed):
                     _log_stage_metrics(event)
         return results
+
+
+def _as_list(prompts: str | OmniPrompt | Sequence[str | OmniPrompt]) -> Sequence[str | OmniPrompt]:
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    return cast(Sequence[str | OmniPrompt], prompts)
 
 
 def _in_order(results: dict[str, TerminalEvent], request_ids: list[str]) -> list[OmniRequestOutput]:

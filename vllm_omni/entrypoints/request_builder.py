@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -79,17 +80,17 @@ class RequestBuilder:
             if stage_id in stage_ids
         }
         first = next(iter(engine_requests.values()), None)
-        common = {
-            "request_id": request_id,
-            "modalities": modalities,
-            "prompt": prompt.get("prompt"),
-            "prompt_token_ids": [] if first is None else first.prompt_token_ids or [],
-            "mm_metadata": {} if first is None else _mm_metadata(first, self._mm_metadata_keys),
-            "options": _plain_values(prompt.get("additional_information") or {}),
-        }
+        original = StageRequest(
+            request_id=request_id,
+            modalities=modalities,
+            prompt=prompt.get("prompt"),
+            prompt_token_ids=[] if first is None else first.prompt_token_ids or [],
+            mm_metadata={} if first is None else _mm_metadata(first, self._mm_metadata_keys),
+            options=_plain_values(prompt.get("additional_information") or {}),
+        )
         stages = {
-            stage_id: StageRequest(
-                **common, sampling_params=params.get(stage_id), engine_request=engine_requests.get(stage_id)
+            stage_id: msgspec.structs.replace(
+                original, sampling_params=params.get(stage_id), engine_request=engine_requests.get(stage_id)
             )
             for stage_id in stage_ids
         }

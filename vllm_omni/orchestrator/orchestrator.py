@@ -9,6 +9,7 @@ not whether its callers wait or await.
 import collections
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -243,14 +244,13 @@ class Orchestrator:
                 raise StageStartError(f"{stage.label} failed to start: {stage.death}", stage.config.stage_id)
             if not stage.ready and time.monotonic() >= deadline:
                 raise StageStartError(
-                    f"{stage.label} was not ready after {self._init_timeout:g} s; "
-                    "give more time with init_timeout=",
+                    f"{stage.label} was not ready after {self._init_timeout:g} s; give more time with init_timeout=",
                     stage.config.stage_id,
                 )
 
     def _poll(self, deadline: float | None) -> None:
         """Sleeps until something happens or the deadline is reached, and takes note of what happened."""
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        timeout = None if deadline is None else math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
         ready = dict(self._poller.poll(timeout))
         if self._wake_reader in ready:
             os.read(self._wake_reader, 65536)

@@ -56,7 +56,9 @@ class OmniStage:
         assert self._process is not None
         return self._process.fileno()
 
-    def submit(self, request: StageRequest, number: int, sources: list[int], targets: list[int], is_final: bool) -> None:
+    def submit(
+        self, request: StageRequest, number: int, sources: list[int], targets: list[int], is_final: bool
+    ) -> None:
         """Gives the stage its part of a request.
 
         Raises:

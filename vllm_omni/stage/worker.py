@@ -7,6 +7,7 @@ stages, runs the stage input processor, and sends results on. It knows no kind o
 
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -19,6 +20,7 @@ from vllm.utils.system_utils import decorate_logs, set_process_title
 
 from vllm_omni.distributed.connectors import ThresholdConnector
 from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.orchestrator.messages import (
     AbortMessage,
@@ -65,6 +67,8 @@ def main(spec_bytes: bytes, lifeline: socket.socket) -> None:
 
 
 def _set_up_process(spec: StageSpec) -> None:
+    # vLLM leaves a rendezvous file in the temporary directory; here it goes with everything else.
+    tempfile.tempdir = spec.run_dir
     set_process_title(spec.stage.name, prefix="vllm_omni")
     decorate_logs(spec.stage.name)
     if spec.stage.runtime.devices is not None:
@@ -209,7 +213,8 @@ class StageShell:
             try:
                 stage_input = self._processor.process(state.request, state.sources)
             except Exception as error:
-                self._on_error(Error.from_exception(state.request.request_id, error))
+                invalid = isinstance(error, InvalidRequestError)
+                self._on_error(Error.from_exception(state.request.request_id, error, invalid))
                 return
             if stage_input is None:
                 self._on_result(self._empty_result(state.request, self._processor))
@@ -245,7 +250,7 @@ class StageShell:
                 request_id=submit.request_id, number=submit.number, source=self._stage.stage_id, payload=ref
             )
             send(sock, message, frames)
-        ref, frames = self._channel.put(result.output) if submit.is_final else (None, ())
+        payload, frames = self._channel.put(self._for_caller(result.output)) if submit.is_final else (None, ())
         metrics = StageMetrics(
             stage_id=self._stage.stage_id,
             name=self._stage.name,
@@ -254,10 +259,16 @@ class StageShell:
             num_input_tokens=result.num_input_tokens,
             num_output_tokens=result.num_output_tokens,
         )
-        message = ResultMessage(
-            request_id=submit.request_id, stage_id=self._stage.stage_id, metrics=metrics, payload=ref
+        done = ResultMessage(
+            request_id=submit.request_id, stage_id=self._stage.stage_id, metrics=metrics, payload=payload
         )
-        send(self._orchestrator, message, frames)
+        send(self._orchestrator, done, frames)
+
+    def _for_caller(self, output: StageOutput) -> StageOutput:
+        """What a caller gets of an output: a text, without the tensors that only other stages read."""
+        if self._stage.final_output_type != "text":
+            return output
+        return msgspec.structs.replace(output, tensors={})
 
     def _on_error(self, error: Error) -> None:
         self._requests.pop(error.request_id, None)

@@ -5,6 +5,7 @@ The shell puts requests into the `inbox` and takes results from the `outbox`; it
 holds. The engine runs on the stage's main thread and sleeps while there is nothing to do.
 """
 
+import contextlib
 import os
 import queue
 import traceback
@@ -92,16 +93,12 @@ class Outbox:
 
     def put(self, item: OutboxItem) -> None:
         self._items.put(item)
-        try:
+        with contextlib.suppress(BlockingIOError):  # The pipe is full of wake-ups already.
             os.write(self._writer, b"\0")
-        except BlockingIOError:
-            pass  # The pipe is full of wake-ups already.
 
     def take_all(self) -> list[OutboxItem]:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.read(self._reader, 65536)
-        except BlockingIOError:
-            pass
         items: list[OutboxItem] = []
         while not self._items.empty():
             items.append(self._items.get_nowait())
@@ -131,7 +128,7 @@ class StageEngine(ABC):
     def run(self) -> None:
         """Works until `stop`."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (not every engine holds something)
         """Releases what `start` took."""
 
 

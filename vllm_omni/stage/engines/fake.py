@@ -4,6 +4,7 @@
 import os
 import signal
 import time
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ class FakeStageEngine(OneAtATimeEngine):
             os.kill(os.getpid(), signal.SIGKILL)
         sources = [output.completions[0].text for _, output in sorted(new_request.sources.items())]
         text = "+".join(sources) or new_request.request.prompt or ""
-        values = {"text": f"{text}>{self._name}"}
+        values: dict[str, Any] = {"text": f"{text}>{self._name}"}
         if num_bytes := options.get("fake_bytes"):
             values["bytes"] = torch.full((num_bytes,), self._stage_id, dtype=torch.uint8)
         return make_stage_output(new_request.request, self._stage_id, values)

@@ -7,13 +7,12 @@ engine's continuous batch.
 
 from typing import Any
 
-import torch
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
-from vllm_omni.inputs import StageInput
+from vllm_omni.engine.payloads import OmniEngineCoreRequest
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Outbox, Result, StageEngine, Stop
 
@@ -21,7 +20,9 @@ from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Outbox
 class LLMStageEngine(StageEngine):
     """Runs an `OmniLLMEngine`."""
 
-    def __init__(self, outbox: Outbox, stage_id: int, model: str, engine_type: str, engine_args: dict[str, Any]) -> None:
+    def __init__(
+        self, outbox: Outbox, stage_id: int, model: str, engine_type: str, engine_args: dict[str, Any]
+    ) -> None:
         super().__init__(outbox)
         self._stage_id = stage_id
         self._engine_args = create_engine_args(model, engine_type=engine_type, **engine_args)
@@ -53,10 +54,7 @@ class LLMStageEngine(StageEngine):
     def _add(self, item: NewRequest) -> None:
         request = item.request
         try:
-            if request.engine_request is not None:
-                self._engine.add_request(request.request_id, request.engine_request, request.sampling_params)
-            else:
-                self._engine.add_request(request.request_id, *_as_prompt(item.stage_input, request.sampling_params))
+            self._engine.add_request(request.request_id, *_as_prompt(item))
         except Exception as error:
             self.outbox.put(Error.from_exception(request.request_id, error, invalid=isinstance(error, ValueError)))
         else:
@@ -84,7 +82,7 @@ class LLMStageEngine(StageEngine):
             self.outbox.put(Error.from_exception(request_id, error))
         self._running.clear()
 
-    def _finish(self, output: RequestOutput) -> None:
+    def _finish(self, output: Any) -> None:
         self._running.remove(output.request_id)
         self.outbox.put(
             Result(
@@ -96,11 +94,13 @@ class LLMStageEngine(StageEngine):
         )
 
 
-def _as_prompt(
-    stage_input: StageInput | None, params: SamplingParams | None
-) -> tuple[dict[str, Any], SamplingParams]:
+def _as_prompt(item: NewRequest) -> tuple[OmniEngineCoreRequest | dict[str, Any], SamplingParams]:
     """The engine's prompt, and the request's parameters with what the stage input processor adds to them."""
-    assert stage_input is not None and params is not None, "a vLLM stage with sources has a stage input processor"
+    stage_input, params = item.stage_input, item.request.sampling_params
+    assert params is not None, "requests of vLLM stages come with sampling parameters"
+    if item.request.engine_request is not None:
+        return item.request.engine_request, params
+    assert stage_input is not None, "a vLLM stage with sources has a stage input processor"
     prompt: dict[str, Any] = {"additional_information": stage_input.additional_information}
     if stage_input.prompt_embeds is not None:
         prompt["prompt_embeds"] = stage_input.prompt_embeds
@@ -113,25 +113,25 @@ def _as_prompt(
     return prompt, params
 
 
-def _as_stage_output(output: RequestOutput, stage_id: int) -> StageOutput:
-    tensors: dict[str, torch.Tensor] = output.multimodal_output
+def _as_stage_output(output: Any, stage_id: int) -> StageOutput:
+    """`output` is vLLM's `RequestOutput` with the `multimodal_output` that our output processor adds."""
     return StageOutput(
         request_id=output.request_id,
         stage_id=stage_id,
         prompt=output.prompt,
         prompt_token_ids=list(output.prompt_token_ids or ()),
         completions=[_as_completion(completion) for completion in output.outputs],
-        tensors=tensors,
+        tensors=output.multimodal_output,
     )
 
 
-def _as_completion(completion: Any) -> Completion:
+def _as_completion(completion: CompletionOutput) -> Completion:
     return Completion(
         index=completion.index,
         text=completion.text,
         token_ids=list(completion.token_ids),
         cumulative_logprob=completion.cumulative_logprob,
-        logprobs=None if completion.logprobs is None else list(completion.logprobs),
+        logprobs=None if completion.logprobs is None else [dict(position) for position in completion.logprobs],
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
     )

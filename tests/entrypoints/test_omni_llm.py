@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole pipeline as users meet it: three vLLM engines in three processes, held against HF transformers."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni import OmniLLM
+from vllm_omni.errors import InvalidRequestError, PipelineClosedError, StageConfigError, StageExecutionError
+from vllm_omni.outputs import OmniRequestOutput, StageMetrics
+from vllm_omni.testing.hf_oracle import HFOracle
+from vllm_omni.testing.media import PROMPT_KINDS, example_prompts, make_prompt, mixed_prompts
+
+THINKER_TOKENS, TALKER_TOKENS = 24, 48
+GREEDY = [
+    SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS),
+    {"temperature": 0.0, "repetition_penalty": 1.05, "max_tokens": TALKER_TOKENS, "detokenize": False},
+    None,
+]
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_qwen3_omni_moe: Path) -> HFOracle:
+    return HFOracle(tiny_qwen3_omni_moe)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLM]:
+    with OmniLLM(
+        str(tiny_qwen3_omni_moe), dtype="float32", max_model_len=1024, max_num_seqs=8, kv_cache_memory_bytes=64 << 20
+    ) as llm:
+        yield llm
+
+
+def check_against_oracle(prompt: dict[str, Any], outputs: list[OmniRequestOutput], oracle: HFOracle) -> None:
+    text, speech = outputs
+    expected = oracle.generate(prompt, thinker_max_tokens=THINKER_TOKENS, talker_max_tokens=TALKER_TOKENS)
+    assert (text.final_output_type, speech.final_output_type) == ("text", "audio")
+    assert text.prompt_token_ids == expected.prompt_token_ids
+    assert text.outputs[0].token_ids == expected.thinker_token_ids
+    audio = speech.multimodal_output["audio"]
+    assert audio.dtype == torch.float32 and audio.shape == expected.audio.shape
+    torch.testing.assert_close(audio, expected.audio, rtol=0, atol=1e-4)
+    frames = speech.stage_metrics[2].num_input_tokens
+    assert frames == expected.codes.shape[1]
+
+
+@pytest.mark.parametrize("kind", PROMPT_KINDS)
+def test_a_prompt_alone_equals_hf(kind: str, llm: OmniLLM, oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:
+    prompt = example_prompts(tiny_qwen3_omni_moe)[kind]
+    check_against_oracle(prompt, llm.generate(prompt, GREEDY, use_tqdm=False), oracle)
+
+
+def test_eight_different_prompts_at_once_equal_hf(llm: OmniLLM, oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:
+    prompts = mixed_prompts(tiny_qwen3_omni_moe, 8, seed=10)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert len(outputs) == 16
+    for i, prompt in enumerate(prompts):
+        check_against_oracle(prompt, outputs[2 * i : 2 * i + 2], oracle)
+
+
+def test_results_can_be_read_in_both_ways(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+    prompt = make_prompt(tiny_qwen3_omni_moe, "text")
+    text, speech = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert text.request_output[0].outputs[0].text == text.outputs[0].text != ""
+    assert text.prompt == prompt["prompt"] and text.finished and text.images == []
+    assert text.multimodal_output == {}  # what only the talker reads does not reach the caller
+    assert speech.request_output[0].multimodal_output["audio"] is speech.multimodal_output["audio"]
+    assert text.request_id == speech.request_id
+    assert [stage.name for stage in text.stage_metrics] == ["thinker", "talker", "code2wav"]
+    assert text.stage_metrics[0].num_output_tokens == len(text.outputs[0].token_ids)
+
+
+def test_modalities_choose_outputs_and_stages_for_each_prompt(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+    prompt = make_prompt(tiny_qwen3_omni_moe, "text")
+    prompts = [prompt | {"modalities": wanted} for wanted in (["text"], ["audio"], ["text", "audio"], None)]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    kinds = [(output.request_id, output.final_output_type) for output in outputs]
+    first = int(outputs[0].request_id)
+    wanted = [(0, "text"), (1, "audio"), (2, "text"), (2, "audio"), (3, "text"), (3, "audio")]
+    assert kinds == [(str(first + i), kind) for i, kind in wanted]
+    assert [stage.name for stage in outputs[0].stage_metrics] == ["thinker"]
+
+
+def test_stages_work_on_different_requests_at_the_same_time(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+    prompts = [make_prompt(tiny_qwen3_omni_moe, "text", seed=i) for i in range(8)]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    thinker, talker = ([output.stage_metrics[i] for output in outputs[::2]] for i in (0, 1))
+
+    def overlap(a: StageMetrics, b: StageMetrics) -> bool:
+        return a.arrival < b.finished and b.arrival < a.finished
+
+    assert any(overlap(a, b) for a, b in itertools.combinations(talker, 2))  # several requests in one stage
+    assert any(overlap(a, b) for i, a in enumerate(talker) for j, b in enumerate(thinker) if i != j)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ({"prompt": "x", "modality": ["text"]}, "unknown key 'modality' in a prompt; did you mean 'modalities'?"),
+        ({"prompt": "x", "modalities": ["audios"]}, "cannot output 'audios'; did you mean 'audio'?"),
+        ({"prompt": "x", "modalities": []}, "modalities must be a list"),
+        ({"prompt_token_ids": []}, "empty"),
+        ({"prompt_token_ids": [5, 99999]}, "99999"),
+        ({"prompt_token_ids": [5] * 2000}, "1024"),
+        (17, "a prompt is a string or a dict"),
+    ],
+)
+def test_a_wrong_prompt_is_refused_by_name(prompt: Any, says: str, llm: OmniLLM) -> None:
+    with pytest.raises(InvalidRequestError, match=says.replace("?", r"\?")):
+        llm.generate([prompt], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ([None], "one entry for each of the 3 stages (thinker, talker, code2wav)"),
+        (SamplingParams(), "one entry for each of the 3 stages"),
+        ([{"temprature": 1}, None, None], "unknown sampling parameter 'temprature' for stage 'thinker'"),
+        ([{"temperature": -1.0}, None, None], "temperature"),
+    ],
+)
+def test_wrong_sampling_parameters_are_refused_by_name(params: Any, says: str, llm: OmniLLM) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        llm.generate("x", params, use_tqdm=False)
+    assert says in str(error.value)
+
+
+def test_a_request_that_fails_in_a_stage_spares_the_others(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+    good = make_prompt(tiny_qwen3_omni_moe, "text")
+    bad = good | {"additional_information": {"speaker": "nobody"}}
+    with pytest.raises((InvalidRequestError, StageExecutionError), match=r"stage 1 \(talker\).*nobody") as error:
+        llm.generate([good, bad, good], GREEDY, use_tqdm=False)
+    assert len(error.value.results) == 4
+    reference = llm.generate(good, GREEDY, use_tqdm=False)
+    for output in error.value.results[1::2]:
+        torch.testing.assert_close(
+            output.multimodal_output["audio"], reference[1].multimodal_output["audio"], rtol=0, atol=1e-5
+        )
+
+
+def test_default_sampling_parameters_come_from_the_configuration(tiny_qwen3_omni_moe: Path, llm: OmniLLM) -> None:
+    prompt = make_prompt(tiny_qwen3_omni_moe, "text") | {"modalities": ["audio"]}
+    capped = [{"temperature": 0.0, "max_tokens": 8}, {"temperature": 0.0, "max_tokens": 5, "detokenize": False}, None]
+    (speech,) = llm.generate(prompt, capped, use_tqdm=False)
+    assert speech.stage_metrics[1].num_output_tokens <= 5
+    seeded = [GREEDY[0], None, None]  # the talker samples, by the configuration's defaults
+    first, second = (llm.generate(prompt, seeded, use_tqdm=False)[0].multimodal_output["audio"] for _ in range(2))
+    assert first.shape != second.shape or not torch.equal(first, second)
+
+
+def test_an_unknown_argument_is_refused_before_anything_starts(tiny_qwen3_omni_moe: Path) -> None:
+    before = len(psutil.Process().children(recursive=True))
+    with pytest.raises(StageConfigError, match=r"max_modle_len.*did you mean 'max_model_len'"):
+        OmniLLM(str(tiny_qwen3_omni_moe), max_modle_len=128)
+    with pytest.raises(StageConfigError, match="there is no stage 'singer'"):
+        OmniLLM(str(tiny_qwen3_omni_moe), stage_overrides={"singer": {"dtype": "float32"}})
+    assert len(psutil.Process().children(recursive=True)) == before
+
+
+def test_arguments_reach_stages_and_close_or_an_exception_leaves_nothing(tiny_qwen3: Path) -> None:
+    """A plain text model, without a configuration of its own, is a pipeline of one stage."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    shared_memory = set(os.listdir("/dev/shm"))
+    with pytest.raises(ZeroDivisionError), OmniLLM(
+        str(tiny_qwen3), dtype="float32", stage_overrides={"text": {"max_model_len": 32}}, kv_cache_memory_bytes=1 << 24
+    ) as llm:  # fmt: skip
+        (output,) = llm.generate("user hello", [{"temperature": 0.0, "max_tokens": 4}], use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 4 and output.final_output_type == "text"
+        with pytest.raises(InvalidRequestError, match="32"):
+            llm.generate({"prompt_token_ids": [5] * 40}, use_tqdm=False)
+        raise ZeroDivisionError  # in user code
+    with pytest.raises(PipelineClosedError):
+        llm.generate("user hello", use_tqdm=False)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert set(os.listdir("/dev/shm")) <= shared_memory

@@ -94,7 +94,7 @@ def make_prompt(checkpoint: str | Path, kind: str, seed: int = 0, question: str 
     data, kwargs = _media(kind, seed)
     text = question or _QUESTIONS[kind] + (f" ({seed})" if kind == "text" else "")
     content: list[dict[str, str]] = [{"type": name} for name in data]
-    conversation = [
+    conversation: Any = [
         {"role": "system", "content": "You are a helpful voice."},
         {"role": "user", "content": [*content, {"type": "text", "text": text}]},
     ]

@@ -2,8 +2,8 @@
 """A tiny `Qwen3ForCausalLM`: text in, text out. What the engine tests and the overhead benchmark run."""
 
 from pathlib import Path
+from typing import Any
 
-import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from vllm_omni.testing.tiny.tokenizer import (
@@ -15,7 +15,7 @@ from vllm_omni.testing.tiny.tokenizer import (
 )
 from vllm_omni.testing.tiny.weights import fill_random, limit_head
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "default": {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -51,7 +51,7 @@ def write(path: Path, seed: int, size: str) -> None:
         dtype="float32",
         **SIZES[size],
     )
-    model = Qwen3ForCausalLM(config).to(torch.float32)
+    model = Qwen3ForCausalLM(config)
     fill_random(model, seed, LAYER_GAIN, heads=("lm_head",))
     limit_head(model.lm_head, [*answer_token_ids(tokenizer), im_end], favoured=im_end, factor=EOS_FACTOR)
     model.generation_config = GenerationConfig(eos_token_id=[im_end, endoftext], pad_token_id=endoftext)

@@ -131,7 +131,7 @@ def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
     tokenizer = make_tokenizer()
     config = make_config(SIZES[size], tokenizer)
-    model = Qwen3OmniMoeForConditionalGeneration(config).to(torch.float32)
+    model = Qwen3OmniMoeForConditionalGeneration(config)
     fill_random(model, seed, SIZES[size].layer_gain, heads=HEADS)
     _shape_outputs(model, tokenizer)
     im_end, endoftext = token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")
@@ -155,7 +155,7 @@ def make_config(size: Size, tokenizer: Qwen2Tokenizer) -> Qwen3OmniMoeConfig:
     return config
 
 
-def _control_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
+def _control_ids(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
     names = {
         "im_start_token_id": "<|im_start|>",
         "im_end_token_id": "<|im_end|>",
@@ -331,7 +331,7 @@ def _code2wav_config(size: Size) -> dict[str, Any]:
 
 def _shape_outputs(model: Qwen3OmniMoeForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
     """Lets the thinker say words, the talker codes, both stop now and then, and keeps the wave off its limits."""
-    config = model.config.talker_config
+    config: Any = model.config.talker_config
     im_end, codec_eos = token_id(tokenizer, "<|im_end|>"), config.codec_eos_token_id
     words = answer_token_ids(tokenizer)
     codes = list(range(config.code_predictor_config.vocab_size))
@@ -348,7 +348,7 @@ def _quieten(vocoder: Qwen3OmniMoeCode2Wav) -> None:
     """
     codes = torch.arange(16) * torch.arange(1, vocoder.config.num_quantizers + 1)[:, None]
     waves: list[torch.Tensor] = []
-    last_conv = vocoder.decoder[-1].conv
+    last_conv: Any = vocoder.decoder[-1].conv
     hook = last_conv.register_forward_hook(lambda _module, _args, wave: waves.append(wave))
     vocoder((codes % vocoder.config.codebook_size)[None])
     hook.remove()

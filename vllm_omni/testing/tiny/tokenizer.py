@@ -8,6 +8,7 @@ an answer one can read. Everything else is spelled byte by byte. Knows nothing o
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
@@ -16,12 +17,13 @@ from transformers import Qwen2Tokenizer
 ROLES = ("system", "user", "assistant")
 """One token each, without a space before them."""
 
-WORDS = (
+_WORD_LIST = (
     "a an and are as at be blue bright but by can cat clear day dog for from good green has have he hear her here "
     "high his home I in is it light like long look low man many more my new night no not of old on one or out over "
     "picture quiet red river round sea see she short slow small so some sound that the there they this time to tree "
     "two up very voice was water we what when white wind with yes you"
-).split()  # noqa: SIM905 (one can read it)
+)
+WORDS = tuple(_WORD_LIST.split())
 """One token each, with a space before them: the words that tiny models answer with."""
 
 PUNCTUATION = (".", ",", "?", "!")
@@ -83,10 +85,11 @@ CHAT_TEMPLATE = """\
 def make_tokenizer() -> Qwen2Tokenizer:
     """The tokenizer all tiny checkpoints share. `<|im_end|>` ends a turn, `<|endoftext|>` pads."""
     vocab, merges = _vocabulary()
+    no_unknown: Any = None  # every byte is known; the constructor's annotation says str
     tokenizer = Qwen2Tokenizer(
         vocab=vocab,
         merges=merges,
-        unk_token=None,
+        unk_token=no_unknown,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         model_max_length=32768,
@@ -123,7 +126,7 @@ def answer_token_ids(tokenizer: Qwen2Tokenizer) -> list[int]:
     return sorted({token_id(tokenizer, text) for text in (*words, *PUNCTUATION, "\n")})
 
 
-def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _vocabulary() -> tuple[dict[str, int], Any]:
     """256 bytes, then one merge for each prefix of each word.
 
     All words begin with a space, so while a word is merged only its first symbol can grow: no merge of

@@ -63,6 +63,9 @@ class OmniInputProcessor(InputProcessor):
         self._dtype = cast(torch.dtype, self.model_config.dtype)  # vLLM has resolved the name by now.
         self._vocab_size = self.model_config.get_vocab_size()
         self._embeds_size = self.model_config.get_inputs_embeds_size()
+        if hasattr(self.model_config.hf_config, "omni_parent_config"):
+            # The checkpoint's end-of-text ids belong to its language model; this part has a vocabulary of its own.
+            self.generation_config_fields = {}
 
     def process_inputs(
         self,

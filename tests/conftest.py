@@ -2,6 +2,9 @@
 """What holds for every test: the environment, set before anything imports torch or vLLM, and shared fixtures."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 # `make test` sets OMP_NUM_THREADS before Python starts; this is for a bare `pytest`.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,3 +12,21 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # A test that would download anything, or report its use, fails instead.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["DO_NOT_TRACK"] = "1"
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text-only checkpoint with random weights."""
+    return _write("qwen3", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_omni_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete Qwen3-Omni checkpoint with random weights."""
+    return _write("qwen3_omni_moe", tmp_path_factory)
+
+
+def _write(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint  # imports torch
+
+    return write_tiny_checkpoint(name, tmp_path_factory.mktemp("checkpoints") / name)

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offline inference with a pipeline of stages."""
 
+from __future__ import annotations
+
 import logging
 import queue
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 
-from vllm_omni.entrypoints.pipeline import open_pipeline
-from vllm_omni.entrypoints.request_builder import StageSamplingParams
-from vllm_omni.errors import RequestError
-from vllm_omni.inputs import OmniPrompt
-from vllm_omni.orchestrator.orchestrator import Completed, TerminalEvent
-from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.entrypoints.launch import launch_pipeline
+
+if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
+    from vllm_omni.entrypoints.request_builder import StageSamplingParams
+    from vllm_omni.inputs import OmniPrompt
+    from vllm_omni.orchestrator.orchestrator import TerminalEvent
+    from vllm_omni.outputs import OmniRequestOutput
 
 logger = logging.getLogger("vllm.omni")
 
@@ -48,7 +51,7 @@ class OmniLLM:
             log_stats: Log what each stage did for each request.
             init_timeout: Seconds that the stages may take to become ready.
             shm_threshold_bytes: Data of at least this size passes between stages through shared memory.
-            engine_args: Arguments of vLLM's `EngineArgs` (`dtype`, `max_model_len`, ...), for each stage that runs vLLM.
+            engine_args: Arguments of vLLM's `EngineArgs` (`dtype`, `max_model_len`, ...), for every vLLM stage.
 
         Raises:
             VllmRequirementError: vLLM is missing or has another version.
@@ -56,7 +59,7 @@ class OmniLLM:
             StageStartError: A stage failed to start, or took too long.
         """
         self._log_stats = log_stats
-        self._pipeline = open_pipeline(
+        self._pipeline = launch_pipeline(
             model,
             stage_configs_path,
             stage_overrides=stage_overrides or {},
@@ -107,7 +110,7 @@ class OmniLLM:
         """Ends all stages. Running requests fail with `RequestAbortedError`. May be called twice."""
         self._finalizer()
 
-    def __enter__(self) -> "OmniLLM":
+    def __enter__(self) -> OmniLLM:
         return self
 
     def __exit__(
@@ -116,7 +119,7 @@ class OmniLLM:
         self.close()
 
     def _collect(
-        self, events: "queue.SimpleQueue[TerminalEvent]", count: int, use_tqdm: bool
+        self, events: queue.SimpleQueue[TerminalEvent], count: int, use_tqdm: bool
     ) -> dict[str, TerminalEvent]:
         results: dict[str, TerminalEvent] = {}
         with tqdm(total=count, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
@@ -124,33 +127,26 @@ class OmniLLM:
                 event = events.get()
                 results[event.request_id] = event
                 bar.update()
-                if self._log_stats and isinstance(event, Completed):
+                if self._log_stats and event.error is None:
                     _log_stage_metrics(event)
         return results
 
 
 def _as_list(prompts: str | OmniPrompt | Sequence[str | OmniPrompt]) -> Sequence[str | OmniPrompt]:
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    return cast(Sequence[str | OmniPrompt], prompts)
+    return [prompts] if isinstance(prompts, (str, dict)) else cast(Sequence[Any], prompts)
 
 
 def _in_order(results: dict[str, TerminalEvent], request_ids: list[str]) -> list[OmniRequestOutput]:
-    outputs: list[OmniRequestOutput] = []
-    first_error: RequestError | None = None
-    for request_id in request_ids:
-        event = results[request_id]
-        if isinstance(event, Completed):
-            outputs += event.outputs
-        else:
-            first_error = first_error or event.error
-    if first_error is not None:
-        first_error.results = outputs
-        raise first_error
+    events = [results[request_id] for request_id in request_ids]
+    outputs = [output for event in events for output in event.outputs]
+    for event in events:
+        if event.error is not None:
+            event.error.results = outputs
+            raise event.error
     return outputs
 
 
-def _log_stage_metrics(event: Completed) -> None:
+def _log_stage_metrics(event: TerminalEvent) -> None:
     for metrics in event.outputs[0].stage_metrics:
         logger.info(
             "request %s, %s: %d in, %d out, %.3f s",

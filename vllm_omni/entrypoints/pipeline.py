@@ -21,6 +21,7 @@ from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_executor.registry import OMNI_MODELS
 from vllm_omni.orchestrator.orchestrator import Orchestrator
+from vllm_omni.stage.fork_server import ForkServer
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Pipeline:
 
 
 def open_pipeline(
+    server: ForkServer,
     model: str,
     stage_configs_path: str | None,
     *,
@@ -41,17 +43,21 @@ def open_pipeline(
     shm_threshold_bytes: int,
     engine_args: Mapping[str, Any],
 ) -> Pipeline:
-    """Starts a pipeline and waits until it takes requests. Arguments and errors are those of `OmniLLM`."""
+    """Starts a pipeline on a fork server, which it takes over, and waits until it takes requests.
+
+    The other arguments, and errors, are those of `OmniLLM`.
+    """
     config = _load_config(model, stage_configs_path, engine_args)
     config = _apply_arguments(config, engine_args, stage_overrides)
     _check_engine_args(config, model)
+    server.preload(_modules_to_preload(config))
     orchestrator = Orchestrator(
         config,
         model,
         shm_threshold_bytes=shm_threshold_bytes,
         init_timeout=init_timeout,
-        preload=_modules_to_preload(config),
-        env=_stage_environment(config),
+        server=server,
+        num_threads=_num_threads(config),
     )
     try:
         # While the stages start: this process needs a tokenizer and a preprocessor of its own.
@@ -98,8 +104,6 @@ def _check_engine_args(config: PipelineConfig, model: str) -> None:
 def _modules_to_preload(config: PipelineConfig) -> list[str]:
     modules = [_module_of(stage.custom_process_input_func) for stage in config.stage_args]
     modules += [_model_module(stage) for stage in config.stage_args]
-    if any(stage.runs_vllm for stage in config.stage_args):
-        modules.append("vllm_omni.stage.engines.llm")
     return sorted({module for module in modules if module is not None})
 
 
@@ -112,10 +116,8 @@ def _model_module(stage: OmniStageConfig) -> str | None:
     return None if path is None else path.partition(":")[0]
 
 
-def _stage_environment(config: PipelineConfig) -> dict[str, str]:
-    env = dict(os.environ)
-    if current_platform.is_cpu():
-        # Stages work at the same time: together they should have one thread for each core, not each of them.
-        cores = len(os.sched_getaffinity(0))
-        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // len(config.stage_args))))
-    return env
+def _num_threads(config: PipelineConfig) -> int | None:
+    """Stages work at the same time: on a CPU they share the cores, unless the user has said how many each may use."""
+    if not current_platform.is_cpu() or "OMP_NUM_THREADS" in os.environ:
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // len(config.stage_args))

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -52,22 +52,12 @@ _SHUTDOWN_GRACE_S = 10.0
 
 
 @dataclass(slots=True)
-class Completed:
-    """Terminal event: the outputs of the request's final stages, in stage order."""
+class TerminalEvent:
+    """How a request ended: with the outputs of its final stages, in stage order, or with an error."""
 
     request_id: str
-    outputs: list[OmniRequestOutput]
-
-
-@dataclass(slots=True)
-class Failed:
-    """Terminal event: why the request has no outputs."""
-
-    request_id: str
-    error: RequestError
-
-
-TerminalEvent = Completed | Failed
+    outputs: list[OmniRequestOutput] = field(default_factory=list)
+    error: RequestError | None = None
 
 
 @dataclass(slots=True)
@@ -106,8 +96,8 @@ class Orchestrator:
         *,
         shm_threshold_bytes: int,
         init_timeout: float,
-        preload: list[str],
-        env: Mapping[str, str],
+        server: ForkServer,
+        num_threads: int | None = None,
     ) -> None:
         """
         Args:
@@ -115,15 +105,15 @@ class Orchestrator:
             model: The checkpoint that all of them load from.
             shm_threshold_bytes: Payloads of at least this size go through shared memory, where an edge says nothing.
             init_timeout: Seconds that the stages may take to become ready.
-            preload: Modules that the stages will need; imported once, before they are forked.
-            env: Environment of the stage processes.
+            server: Stages are forked from it. It is closed with the pipeline.
+            num_threads: Threads for tensor operations in each stage; None leaves it to the libraries.
         """
         self._config = config
         self._model = model
         self._shm_threshold_bytes = shm_threshold_bytes
         self._init_timeout = init_timeout
-        self._preload = preload
-        self._env = env
+        self._server = server
+        self._num_threads = num_threads
         self._started: Future[None] = Future()
         self._closing = False
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -196,6 +186,7 @@ class Orchestrator:
     def _start_stages(self, cleanup: contextlib.ExitStack) -> None:
         """Brings all stages up; `cleanup` takes them down again, in the opposite order."""
         deadline = time.monotonic() + self._init_timeout
+        cleanup.callback(self._server.close)
         self._run_dir = RunDir()
         cleanup.callback(self._run_dir.remove)
         self._context = zmq.Context()
@@ -208,15 +199,13 @@ class Orchestrator:
         self._poller = zmq.Poller()
         self._poller.register(self._inbound, zmq.POLLIN)
         self._poller.register(self._wake_reader, zmq.POLLIN)
-        self._server = ForkServer(self._preload, self._env, self._init_timeout)
-        cleanup.callback(self._server.close)
         cleanup.callback(self._stop_stages)
-        self._spawn_stages()
+        self._spawn_stages(deadline)
         while not all(stage.ready for stage in self._stages.values()):
             self._poll(deadline)
             self._check_start(deadline)
 
-    def _spawn_stages(self) -> None:
+    def _spawn_stages(self, deadline: float) -> None:
         for stage in self._config.stage_args:
             spec = StageSpec(
                 stage=stage,
@@ -227,11 +216,12 @@ class Orchestrator:
                 },
                 shm_threshold_bytes=self._shm_threshold_bytes,
                 run_dir=str(self._run_dir.path),
+                num_threads=self._num_threads,
             )
             handle = OmniStage(spec, self._run_dir, self._context)
             self._stages[stage.stage_id] = handle
             try:
-                handle.spawn(self._server)
+                handle.spawn(self._server, deadline - time.monotonic())
             except (EOFError, TimeoutError) as error:
                 raise StageStartError(f"{handle.label} could not be started: {error}", stage.stage_id) from error
             self._poller.register(handle.fileno(), zmq.POLLIN)
@@ -337,7 +327,7 @@ class Orchestrator:
             make_omni_request_output(output, self._config.stages[stage_id].final_output_type or "", metrics)
             for stage_id, output in sorted(record.outputs.items())
         ]
-        request.on_done(Completed(request.request_id, outputs))
+        request.on_done(TerminalEvent(request.request_id, outputs))
 
     def _on_stage_death(self, stage: OmniStage) -> None:
         self._poller.unregister(stage.fileno())
@@ -355,7 +345,7 @@ class Orchestrator:
             return
         for stage_id in record.request.stages:
             self._stages[stage_id].abort([request_id])
-        record.request.on_done(Failed(request_id, error))
+        record.request.on_done(TerminalEvent(request_id, error=error))
 
     def _end_requests(self) -> None:
         with self._lock:

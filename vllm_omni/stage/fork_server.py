@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 _MAX_MESSAGE = 1 << 20
 _WORKER = "vllm_omni.stage.worker"
@@ -62,27 +62,27 @@ class StageProcess:
 class ForkServer:
     """Starts the server, and forks stages from it. Used by one thread at a time."""
 
-    def __init__(self, preload: Sequence[str], env: Mapping[str, str], timeout: float) -> None:
+    def __init__(self, preload: Sequence[str] = ()) -> None:
         """
         Args:
             preload: Modules that the server imports before it forks, beside the stage shell itself.
-            env: Environment of the server and so of all stages.
-            timeout: Seconds that the server may take for its imports.
         """
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(server_end.fileno()), *preload],
                 pass_fds=[server_end.fileno()],
-                env=dict(env),
                 stdin=subprocess.DEVNULL,
             )
-        self._control.settimeout(timeout)
 
-    def fork(self, spec: bytes) -> StageProcess:
+    def preload(self, modules: Sequence[str]) -> None:
+        """Makes the server import further modules before it forks; does not wait for it."""
+        self._control.send(b"load" + "\n".join(modules).encode())
+
+    def fork(self, spec: bytes, timeout: float) -> StageProcess:
         """Forks a stage that runs `vllm_omni.stage.worker.main(spec, lifeline)`.
 
-        Waits until the server has finished its imports.
+        Waits up to `timeout` seconds for the server to finish its imports.
 
         Raises:
             EOFError: The server died; what it wrote on stderr says why.
@@ -90,6 +90,7 @@ class ForkServer:
         """
         ours, theirs = socket.socketpair()
         with theirs:
+            self._control.settimeout(max(0.0, timeout))
             socket.send_fds(self._control, [b"fork" + spec], [theirs.fileno()])
             return StageProcess(json.loads(self._reply()), ours, self)
 
@@ -102,7 +103,7 @@ class ForkServer:
             return None
 
     def close(self) -> None:
-        """Ends the server. Stages that still run are not touched."""
+        """Ends the server. Stages that still run are not touched. May be called twice."""
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -121,6 +122,10 @@ def serve(control: socket.socket) -> None:
         verb, body = message[:4], message[4:]
         if verb == b"fork":
             control.send(json.dumps(_fork_stage(control, body, fds[0])).encode())
+        elif verb == b"load":
+            for module in body.decode().splitlines():
+                importlib.import_module(module)
+            _freeze()
         elif verb == b"wait":
             control.send(json.dumps(os.waitpid(int(body), 0)[1]).encode())
         else:
@@ -154,10 +159,14 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for module in (_WORKER, *sys.argv[2:]):
         importlib.import_module(module)
-    # Keeps the collector from touching, and so copying, the pages that children share.
+    _freeze()
+    serve(control)
+
+
+def _freeze() -> None:
+    """Keeps the collector from touching, and so copying, the pages that children share."""
     gc.collect()
     gc.freeze()
-    serve(control)
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ class OmniStage:
     def alive(self) -> bool:
         return self._process is not None and self.death is None
 
-    def spawn(self, server: ForkServer) -> None:
+    def spawn(self, server: ForkServer, timeout: float) -> None:
         """Starts the process; `ready` follows later. Raises as `ForkServer.fork`."""
-        self._process = server.fork(msgspec.json.encode(self._spec))
+        self._process = server.fork(msgspec.json.encode(self._spec), timeout)
 
     def fileno(self) -> int:
         """Readable when the process has ended."""

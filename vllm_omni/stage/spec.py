@@ -16,6 +16,7 @@ class StageSpec(msgspec.Struct, kw_only=True):
             go through shared memory.
         shm_threshold_bytes: The same for what goes to the orchestrator.
         run_dir: The pipeline's directory of sockets and payloads.
+        num_threads: Threads for tensor operations; None leaves it to the libraries.
     """
 
     stage: OmniStageConfig
@@ -23,3 +24,4 @@ class StageSpec(msgspec.Struct, kw_only=True):
     targets: dict[int, int]
     shm_threshold_bytes: int
     run_dir: str
+    num_threads: int | None = None

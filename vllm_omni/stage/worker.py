@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import torch
 import zmq
 from vllm.utils.system_utils import decorate_logs, set_process_title
 
@@ -71,6 +72,8 @@ def _set_up_process(spec: StageSpec) -> None:
     tempfile.tempdir = spec.run_dir
     set_process_title(spec.stage.name, prefix="vllm_omni")
     decorate_logs(spec.stage.name)
+    if spec.num_threads is not None:
+        torch.set_num_threads(spec.num_threads)
     if spec.stage.runtime.devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(spec.stage.runtime.devices)
 

@@ -7,6 +7,7 @@ engine's continuous batch.
 
 from typing import Any
 
+import msgspec
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import SamplingParams
 
@@ -107,7 +108,9 @@ def _as_prompt(item: NewRequest) -> tuple[OmniEngineCoreRequest | dict[str, Any]
     else:
         prompt["prompt_token_ids"] = stage_input.prompt_token_ids
     if stage_input.stop_token_ids:
-        params.stop_token_ids = [*(params.stop_token_ids or ()), *stage_input.stop_token_ids]
+        # A copy runs vLLM's own set-up again: min_tokens has to know these ids as well.
+        stop_token_ids = [*(params.stop_token_ids or ()), *stage_input.stop_token_ids]
+        params = msgspec.structs.replace(params, stop_token_ids=stop_token_ids)
     if stage_input.max_tokens is not None:
         params.max_tokens = min(params.max_tokens or stage_input.max_tokens, stage_input.max_tokens)
     return prompt, params

@@ -30,23 +30,3 @@ def _write(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint  # imports torch
 
     return write_tiny_checkpoint(name, tmp_path_factory.mktemp("checkpoints") / name)
-
-from pathlib import Path  # noqa: E402
-
-import pytest  # noqa: E402
-
-
-@pytest.fixture(scope="session")
-def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny text model (seed 0). Read only."""
-    from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
-
-    return write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("checkpoints") / "qwen3")
-
-
-@pytest.fixture(scope="session")
-def tiny_qwen3_omni_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-Omni-MoE (seed 0). Read only."""
-    from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
-
-    return write_tiny_checkpoint("qwen3_omni_moe", tmp_path_factory.mktemp("checkpoints") / "qwen3_omni_moe")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 SAMPLE_RATE = 16_000
 """Of audio that models listen to, in Hz."""
@@ -91,28 +91,32 @@ def make_prompt(checkpoint: str | Path, kind: str, seed: int = 0, question: str 
     Returns:
         `{"prompt": str}`, with `multi_modal_data` and `mm_processor_kwargs` where there is any media.
     """
-    data, kwargs = _media(kind, seed)
-    text = question or _QUESTIONS[kind] + (f" ({seed})" if kind == "text" else "")
-    content: list[dict[str, str]] = [{"type": name} for name in data]
-    conversation: Any = [
-        {"role": "system", "content": "You are a helpful voice."},
-        {"role": "user", "content": [*content, {"type": "text", "text": text}]},
-    ]
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    prompt = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    if not data:
-        return {"prompt": prompt}
-    return {"prompt": prompt, "multi_modal_data": data, "mm_processor_kwargs": kwargs}
+    return _prompt(AutoTokenizer.from_pretrained(checkpoint), kind, seed, question)
 
 
 def example_prompts(checkpoint: str | Path, seed: int = 0) -> dict[str, dict[str, Any]]:
     """One prompt of each kind: `{"text": ..., "image": ..., "audio": ..., "video": ...}`."""
-    return {kind: make_prompt(checkpoint, kind, seed) for kind in PROMPT_KINDS}
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    return {kind: _prompt(tokenizer, kind, seed) for kind in PROMPT_KINDS}
 
 
 def mixed_prompts(checkpoint: str | Path, count: int, seed: int = 0) -> list[dict[str, Any]]:
     """`count` different prompts, the kinds in turn."""
-    return [make_prompt(checkpoint, PROMPT_KINDS[i % len(PROMPT_KINDS)], seed + i) for i in range(count)]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    return [_prompt(tokenizer, PROMPT_KINDS[i % len(PROMPT_KINDS)], seed + i) for i in range(count)]
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase, kind: str, seed: int, question: str | None = None) -> dict[str, Any]:
+    data, kwargs = _media(kind, seed)
+    text = question or _QUESTIONS[kind] + (f" ({seed})" if kind == "text" else "")
+    conversation: Any = [
+        {"role": "system", "content": "You are a helpful voice."},
+        {"role": "user", "content": [*({"type": name} for name in data), {"type": "text", "text": text}]},
+    ]
+    prompt = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    if not data:
+        return {"prompt": prompt}
+    return {"prompt": prompt, "multi_modal_data": data, "mm_processor_kwargs": kwargs}
 
 
 def _media(kind: str, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:

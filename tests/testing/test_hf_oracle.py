@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle: it says something worth comparing with, and agrees with vLLM's own thinker."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+
+from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle, OracleResult
+from vllm_omni.testing.media import PROMPT_KINDS, make_prompt
+
+THINKER_TOKENS, TALKER_TOKENS = 24, 24
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_qwen3_omni_moe: Path) -> HFOracle:
+    return HFOracle(tiny_qwen3_omni_moe, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def answers(oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> dict[str, OracleResult]:
+    return {
+        kind: oracle.generate(
+            make_prompt(tiny_qwen3_omni_moe, kind),
+            thinker_max_tokens=THINKER_TOKENS,
+            talker_max_tokens=TALKER_TOKENS,
+        )
+        for kind in PROMPT_KINDS
+    }
+
+
+@pytest.fixture(scope="module")
+def vllm_thinker(tiny_qwen3_omni_moe: Path) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        set_num_threads = torch.set_num_threads
+        yield LLM(
+            model=str(tiny_qwen3_omni_moe),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_batched_tokens=256,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=1 << 23,
+            limit_mm_per_prompt={"image": 1, "audio": 1, "video": 1},
+            skip_mm_profiling=True,
+            disable_log_stats=True,
+        )
+        torch.set_num_threads = set_num_threads  # which vLLM's CPU worker replaces for the whole process
+
+
+@pytest.mark.parametrize("kind", PROMPT_KINDS)
+def test_answers_are_not_degenerate(kind: str, answers: dict[str, OracleResult]) -> None:
+    answer = answers[kind]
+
+    words, frames = answer.thinker_token_ids, answer.codes.shape[1]
+    assert len(set(words)) >= min(len(words), 8)
+    assert all(len(set(group.tolist())) >= min(frames, 12) for group in answer.codes)
+    assert answer.codes[0].tolist() == answer.talker_token_ids[:frames]
+    assert 0.05 < answer.audio.std() < 0.5
+    assert (answer.audio.abs() < 1).float().mean() > 0.99
+
+
+def test_answers_differ_and_end_in_both_ways(answers: dict[str, OracleResult], oracle: HFOracle) -> None:
+    replies = [answer.thinker_token_ids for answer in answers.values()]
+
+    assert len({tuple(reply) for reply in replies}) == len(replies)
+    ended = [reply[-1] == oracle.model.config.im_end_token_id for reply in replies]
+    assert any(ended) and not all(ended)
+
+
+def test_states_and_talker_inputs_belong_together(answers: dict[str, OracleResult], oracle: HFOracle) -> None:
+    answer = answers["text"]
+    rows = len(answer.prompt_token_ids) + len(answer.thinker_token_ids) - 1
+    thinker = oracle.model.thinker
+
+    ids = torch.tensor(answer.prompt_token_ids + answer.thinker_token_ids[:-1])
+    torch.testing.assert_close(answer.thinker_states(0), thinker.get_input_embeddings()(ids), rtol=0, atol=0)
+    assert answer.thinker_states(2).shape == (rows, thinker.config.text_config.hidden_size)
+    next_ids = thinker.lm_head(answer.thinker_states(-1)).argmax(-1)[len(answer.prompt_token_ids) - 1 :]
+    assert next_ids.tolist() == answer.thinker_token_ids
+    assert answer.talker_inputs["trailing_text_hidden"].shape[1] == len(answer.thinker_token_ids) - 1
+
+
+def test_a_run_is_the_same_again(answers: dict[str, OracleResult], oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:
+    again = oracle.generate(
+        make_prompt(tiny_qwen3_omni_moe, "audio"), thinker_max_tokens=THINKER_TOKENS, talker_max_tokens=TALKER_TOKENS
+    )
+
+    assert again.thinker_token_ids == answers["audio"].thinker_token_ids
+    assert torch.equal(again.codes, answers["audio"].codes)
+    torch.testing.assert_close(again.audio, answers["audio"].audio, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("thinker_tokens, talker_tokens", [(1, 8), (8, 1)])
+def test_nothing_to_say_is_an_empty_wave(
+    thinker_tokens: int, talker_tokens: int, oracle: HFOracle, tiny_qwen3_omni_moe: Path
+) -> None:
+    answer = oracle.generate(
+        make_prompt(tiny_qwen3_omni_moe, "text"), thinker_max_tokens=thinker_tokens, talker_max_tokens=talker_tokens
+    )
+
+    assert len(answer.thinker_token_ids) == thinker_tokens
+    assert answer.audio.shape == (0,) and answer.codes.numel() == 0
+
+
+def test_lengths_can_be_fixed(oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:
+    answer = oracle.generate(
+        make_prompt(tiny_qwen3_omni_moe, "image"),
+        thinker_min_tokens=12,
+        thinker_max_tokens=12,
+        talker_min_tokens=40,
+        talker_max_tokens=40,
+    )
+
+    assert len(answer.thinker_token_ids) == 12
+    assert answer.codes.shape[1] == 39
+
+
+def test_audio_and_picture_in_one_prompt(oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:
+    audio, image = (make_prompt(tiny_qwen3_omni_moe, kind) for kind in ("audio", "image"))
+    both = {
+        "prompt": audio["prompt"].replace(
+            "<|audio_start|>", "<|vision_start|><|image_pad|><|vision_end|><|audio_start|>"
+        ),
+        "multi_modal_data": audio["multi_modal_data"] | image["multi_modal_data"],
+    }
+
+    answer = oracle.generate(both, thinker_max_tokens=8, talker_max_tokens=8)
+    assert answer.codes.shape[1] == 7
+
+
+def test_another_sampling_rate_is_refused(oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:
+    prompt = make_prompt(tiny_qwen3_omni_moe, "audio")
+    prompt["multi_modal_data"] = {"audio": [(np.zeros(800, np.float32), 8000)]}
+    with pytest.raises(ValueError, match="8000 Hz"):
+        oracle.generate(prompt, thinker_max_tokens=2, talker_max_tokens=2)
+
+
+def test_the_text_oracle_gives_tokens_and_normed_states(tiny_qwen3: Path) -> None:
+    oracle = HFTextOracle(tiny_qwen3, num_threads=1)
+    answer = oracle.generate("The sea is", max_tokens=12)
+
+    assert answer.hidden_states.shape == (len(answer.prompt_token_ids) + len(answer.token_ids) - 1, 128)
+    next_ids = oracle.model.lm_head(answer.hidden_states).argmax(-1)[len(answer.prompt_token_ids) - 1 :]
+    assert next_ids.tolist() == answer.token_ids
+    assert oracle.generate(answer.prompt_token_ids, max_tokens=12).token_ids == answer.token_ids
+    assert len(set(answer.token_ids)) > 4
+
+
+def test_vllms_thinker_gives_the_same_tokens(
+    answers: dict[str, OracleResult], vllm_thinker: LLM, tiny_qwen3_omni_moe: Path
+) -> None:
+    prompts = [make_prompt(tiny_qwen3_omni_moe, kind) for kind in PROMPT_KINDS]
+    params = SamplingParams(temperature=0, max_tokens=THINKER_TOKENS)
+    outputs = vllm_thinker.generate(prompts, params, use_tqdm=False)
+
+    for kind, output in zip(PROMPT_KINDS, outputs, strict=True):
+        assert list(output.prompt_token_ids) == answers[kind].prompt_token_ids, kind
+        assert list(output.outputs[0].token_ids) == answers[kind].thinker_token_ids, kind

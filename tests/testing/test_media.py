@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Media of our own: shaped as documented, equal for equal seeds, different for others."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_omni.testing.media import (
+    PROMPT_KINDS,
+    SAMPLE_RATE,
+    example_prompts,
+    make_audio,
+    make_image,
+    make_prompt,
+    make_video,
+    mixed_prompts,
+)
+
+
+@pytest.mark.parametrize("make", [lambda seed: np.asarray(make_image(seed)), make_audio, make_video])
+def test_a_seed_decides_what_is_made(make) -> None:
+    assert np.array_equal(make(3), make(3))
+    assert not np.array_equal(make(3), make(4))
+
+
+def test_shapes_and_ranges() -> None:
+    assert make_image(width=64, height=32).size == (64, 32)
+    video = make_video(frames=5, width=64, height=32)
+    assert video.shape == (5, 32, 64, 3) and video.dtype == np.uint8
+    assert (video[0] != video[-1]).any(), "nothing moves"
+    clip = make_audio(seconds=0.5)
+    assert clip.shape == (SAMPLE_RATE // 2,) and clip.dtype == np.float32
+    assert abs(np.abs(clip).max() - 0.7) < 1e-6
+
+
+def test_the_clip_has_pitch_and_formants_as_a_voice_has() -> None:
+    clip = make_audio(seconds=2.0)
+    power = np.abs(np.fft.rfft(clip)) ** 2
+    frequency = np.fft.rfftfreq(len(clip), 1 / SAMPLE_RATE)
+
+    assert power[frequency < 4000].sum() > 0.95 * power.sum()
+    assert power[frequency < 80].sum() < 0.01 * power.sum()
+
+
+def test_prompts_carry_what_vllm_needs(tiny_qwen3_omni_moe: Path) -> None:
+    prompts = example_prompts(tiny_qwen3_omni_moe)
+
+    assert tuple(prompts) == PROMPT_KINDS
+    assert set(prompts["text"]) == {"prompt"}
+    for kind in ("image", "audio", "video"):
+        assert list(prompts[kind]["multi_modal_data"]) == [kind]
+    assert prompts["video"]["mm_processor_kwargs"]["do_sample_frames"] is False
+
+
+def test_mixed_prompts_are_all_different(tiny_qwen3_omni_moe: Path) -> None:
+    prompts = mixed_prompts(tiny_qwen3_omni_moe, 8)
+
+    assert len({repr(prompt) + str(_sum(prompt)) for prompt in prompts}) == 8
+
+
+def test_an_unknown_kind_is_refused(tiny_qwen3_omni_moe: Path) -> None:
+    with pytest.raises(ValueError, match="unknown kind of prompt: 'smell'"):
+        make_prompt(tiny_qwen3_omni_moe, "smell")
+
+
+def _sum(prompt: dict) -> float:
+    """A fingerprint of the media that `repr` would cut short."""
+    items = [item for data in prompt.get("multi_modal_data", {}).values() for item in data]
+    return sum(float(np.asarray(item[0] if isinstance(item, tuple) else item).sum()) for item in items)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny checkpoints: complete, reproducible, refused where they would do harm."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+from vllm_omni.testing.media import make_prompt
+from vllm_omni.testing.tiny.tokenizer import NAMED_TOKENS, ROLES, SPECIAL_TOKENS, WORDS, make_tokenizer
+from vllm_omni.testing.tiny_checkpoints import TINY_CHECKPOINTS, main, write_tiny_checkpoint
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", TINY_CHECKPOINTS)
+def test_a_seed_decides_every_byte(name: str, tmp_path: Path) -> None:
+    first = contents(write_tiny_checkpoint(name, tmp_path / "first", seed=1))
+    again = contents(write_tiny_checkpoint(name, tmp_path / "again", seed=1))
+    other = contents(write_tiny_checkpoint(name, tmp_path / "other", seed=2))
+
+    assert again == first
+    assert {file for file in first if other[file] != first[file]} == {"model.safetensors"}
+
+
+def test_processors_load_and_know_their_tokens(tiny_qwen3_omni_moe: Path) -> None:
+    processor = AutoProcessor.from_pretrained(tiny_qwen3_omni_moe)
+
+    assert processor.image_processor.patch_size == processor.video_processor.patch_size == 16
+    assert processor.feature_extractor.sampling_rate == 16_000
+    assert {name: getattr(processor, name) for name in NAMED_TOKENS} == NAMED_TOKENS
+
+
+def test_the_configuration_names_the_tokenizers_ids(tiny_qwen3_omni_moe: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny_qwen3_omni_moe)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen3_omni_moe)
+
+    assert tokenizer.convert_ids_to_tokens(config.user_token_id) == "user"
+    assert tokenizer.convert_ids_to_tokens(config.im_end_token_id) == tokenizer.eos_token == "<|im_end|>"
+    for token_config in (config.thinker_config, config.talker_config):
+        assert tokenizer.convert_ids_to_tokens(token_config.image_token_id) == "<|image_pad|>"
+    assert config.thinker_config.text_config.vocab_size > len(tokenizer)
+
+
+def test_the_tokenizer_is_lossless_and_keeps_names_whole() -> None:
+    tokenizer = make_tokenizer()
+    text = "Où est ma 猫? 12 cats\n\tand\x00 more"
+
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    for token in (*ROLES, *SPECIAL_TOKENS, *(" " + word for word in WORDS)):
+        assert len(tokenizer.encode(token)) == 1, token
+
+
+@pytest.mark.parametrize("kind, placeholder", [("image", "image"), ("audio", "audio"), ("video", "video")])
+def test_the_chat_template_renders_media_before_text(kind: str, placeholder: str, tiny_qwen3_omni_moe: Path) -> None:
+    prompt = make_prompt(tiny_qwen3_omni_moe, kind, question="What is it?")["prompt"]
+
+    user_turn = prompt.split("<|im_start|>")[2]
+    assert user_turn.startswith("user\n<|")
+    assert user_turn.endswith("_end|>What is it?<|im_end|>\n") and f"<|{placeholder}_pad|>" in user_turn
+    assert prompt.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("kind", ["name", "size"])
+def test_unknown_words_are_refused_with_the_nearest_one(kind: str, tmp_path: Path) -> None:
+    name, size = ("qwen3_omni_mo", "default") if kind == "name" else ("qwen3", "larg")
+    with pytest.raises(ValueError, match=r"did you mean '(qwen3_omni_moe|large)'\?.*Known: "):
+        write_tiny_checkpoint(name, tmp_path / "new", size=size)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("mine")
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["qwen3", str(tmp_path)])
+    assert "is not empty" in capsys.readouterr().err
+    assert contents(tmp_path) == {"config.json": b"mine"}
+
+    assert main(["qwen3", str(tmp_path), "--force"]) == 0
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    assert "MB in" in capsys.readouterr().out
+
+
+def test_the_large_size_is_large(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint("qwen3_omni_moe", tmp_path, size="large")
+    config = AutoConfig.from_pretrained(path)
+
+    assert config.thinker_config.text_config.hidden_size >= 512
+    assert (path / "model.safetensors").stat().st_size < 300e6

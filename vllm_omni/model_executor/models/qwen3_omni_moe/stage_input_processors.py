@@ -153,8 +153,8 @@ class TalkerToCode2Wav(StageInputProcessor):
             None where the talker said nothing.
         """
         (talker,) = sources.values()
-        codes = talker.tensors["codes"]
-        if codes.shape[0] == 0:
+        codes = talker.tensors.get("codes")  # not there if the first token was the end
+        if codes is None or codes.shape[0] == 0:
             return None
         return StageInput(prompt_token_ids=[0] * codes.shape[0], additional_information={"codes": codes})
 

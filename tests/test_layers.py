@@ -32,6 +32,13 @@ def test_the_runtime_names_no_model():
     assert breaches("orchestrator/**/*.py", "stage/**/*.py", allowed=lambda name: not name.startswith(MODELS)) == {}
 
 
+def test_core_code_names_no_model():
+    for room in ("orchestrator", "stage", "distributed", "config", "engine", "core", "worker", "entrypoints"):
+        for path in (PACKAGE / room).rglob("*.py"):
+            text = path.read_text().lower().replace("qwen/qwen3-omni-30b-a3b-instruct", "")  # an example
+            assert "qwen" not in text, path
+
+
 def test_the_foundation_imports_nothing_else_of_ours():
     foundation = ("vllm_omni.config", "vllm_omni.errors", "vllm_omni.engine.payloads")
     packages = ("vllm_omni", "vllm_omni.engine")  # where these stand

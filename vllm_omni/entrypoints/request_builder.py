@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import torch
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_omni.config.loader import nearest, resolve_dotted_path
@@ -59,7 +60,7 @@ class RequestBuilder:
             return self._build(request_id, _as_prompt(prompt), sampling_params_list, on_done)
         except InvalidRequestError:
             raise
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, VLLMClientError) as error:
             raise InvalidRequestError(str(error), request_id) from error
 
     def _build(
@@ -133,7 +134,7 @@ class RequestBuilder:
             values = self._input_processors[stage.stage_id].model_config.get_diff_sampling_param()
         try:
             return _as_sampling_params(values, stage)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, VLLMClientError) as error:
             raise StageConfigError(f"default_sampling_params: {error}") from error
 
 

@@ -8,6 +8,7 @@ engine's continuous batch.
 from typing import Any
 
 import msgspec
+from vllm.exceptions import VLLMClientError
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import SamplingParams
 
@@ -57,7 +58,9 @@ class LLMStageEngine(StageEngine):
         try:
             self._engine.add_request(request.request_id, *_as_prompt(item))
         except Exception as error:
-            self.outbox.put(Error.from_exception(request.request_id, error, invalid=isinstance(error, ValueError)))
+            self.outbox.put(
+                Error.from_exception(request.request_id, error, isinstance(error, (ValueError, VLLMClientError)))
+            )
         else:
             self._running.add(request.request_id)
 

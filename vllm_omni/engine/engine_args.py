@@ -57,13 +57,18 @@ def create_engine_args(
         StageConfigError: An argument is unknown, or cannot be combined with this kind of stage.
     """
     _refuse_unknown(vllm_engine_args)
-    settings = OmniEngineSettings(_as_engine_type(engine_type), engine_output_type, model_stage)
+    settings = OmniEngineSettings(
+        engine_type=_as_engine_type(engine_type),
+        engine_output_type=engine_output_type,
+        model_stage=model_stage,
+        uses_generation_config=hf_config_name is None and engine_type == "ar",
+    )
     _refuse_unsupported(vllm_engine_args, settings)
     _choose_v1_model_runner()
     override = StageConfigOverride(
         hf_config_name, model_arch, engine_type == "generation", vllm_engine_args.pop("hf_overrides", None)
     )
-    arguments = _defaults(settings, whole_checkpoint=hf_config_name is None) | vllm_engine_args
+    arguments = _defaults(settings) | vllm_engine_args
     if _world_size(arguments) == 1:
         arguments.setdefault("distributed_executor_backend", _UNIPROC_EXECUTOR)
     arguments["additional_config"] = vllm_engine_args.get("additional_config", {}) | settings.as_additional_config()
@@ -76,7 +81,7 @@ def _as_engine_type(name: str) -> EngineType:
     return cast(EngineType, name)
 
 
-def _defaults(settings: OmniEngineSettings, whole_checkpoint: bool) -> dict[str, Any]:
+def _defaults(settings: OmniEngineSettings) -> dict[str, Any]:
     is_cpu = current_platform.is_cpu()
     defaults: dict[str, Any] = {
         "worker_cls": worker_class_path(settings.engine_type, is_cpu),
@@ -86,9 +91,8 @@ def _defaults(settings: OmniEngineSettings, whole_checkpoint: bool) -> dict[str,
     }
     if is_cpu:
         defaults |= {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "enforce_eager": True}
-    if not whole_checkpoint or settings.engine_type == "generation":
-        # Tokenizer and generation defaults of a checkpoint are those of its language model: its end-of-text id would
-        # stop a talker at some codec id.
+    if not settings.uses_generation_config:
+        # Tokenizer and generation defaults of a checkpoint are those of its language model.
         defaults |= {"skip_tokenizer_init": True, "generation_config": "vllm"}
     if settings.emits_rows:
         defaults |= {"enable_prefix_caching": False}  # There are no rows for tokens found in the cache.
@@ -113,11 +117,13 @@ def _refuse_unknown(arguments: dict[str, Any]) -> None:
 def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:
     if arguments.get("async_scheduling"):
         raise StageConfigError("async_scheduling=True is not supported: remove it, stages schedule synchronously")
-    if settings.emits_rows and arguments.get("speculative_config"):
-        raise StageConfigError(
-            f"speculative_config needs engine_output_type 'text', not {settings.engine_output_type!r}: "
-            "rows of rejected tokens would leave the engine"
-        )
+    if not settings.emits_rows:
+        return
+    needs_text = f"needs engine_output_type 'text', not {settings.engine_output_type!r}"
+    if arguments.get("speculative_config"):
+        raise StageConfigError(f"speculative_config {needs_text}: rows of rejected tokens would leave the engine")
+    if arguments.get("enable_prefix_caching"):
+        raise StageConfigError(f"enable_prefix_caching {needs_text}: rows of cached tokens would be missing")
 
 
 def _choose_v1_model_runner() -> None:

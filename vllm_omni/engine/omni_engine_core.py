@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine core of a stage: vLLM's, which hands additional information on to the scheduler and can be recovered."""
 
+import weakref
+from typing import ClassVar
+
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.output import OmniRequest
@@ -13,12 +17,28 @@ from vllm_omni.engine.payloads import OmniEngineCoreRequest
 class OmniEngineCore(EngineCore):
     """In-process only. Holds no state of its own: vLLM builds its own class, and `adopt` turns it into this one."""
 
+    # vLLM's distributed groups belong to the process, so the last engine of the process takes them down.
+    _alive: ClassVar[weakref.WeakSet[EngineCore]] = weakref.WeakSet()
+
     @classmethod
-    def adopt(cls, core: EngineCore) -> "OmniEngineCore":
+    def adopt(cls, client: InprocClient) -> "OmniEngineCore":
         """vLLM names its class inside `InprocClient`; this changes one instance instead of that module."""
+        core: EngineCore = client.engine_core
         core.__class__ = cls
         assert isinstance(core, cls)
+        cls._alive.add(core)
+        client._finalizer.detach()  # It is bound to the shutdown of vLLM's class.
+        client._finalizer = weakref.finalize(client, core.shutdown)
         return core
+
+    def shutdown(self) -> None:
+        self._alive.discard(self)
+        if not self._alive:
+            super().shutdown()
+            return
+        self.structured_output_manager.clear_backend()
+        self.model_executor.shutdown()
+        self.scheduler.shutdown()
 
     def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
         scheduled, wave = super().preprocess_add_request(request)

@@ -31,9 +31,9 @@ from vllm_omni.errors import InvalidRequestError
 class OmniLLMEngine(LLMEngine):
     """Runs one autoregressive or one-step generation stage.
 
-    Not for use from several threads at once. vLLM keeps its distributed groups and its forward context in the
-    process, so several engines in one process must be stepped one at a time, and closing one ends the others: a
-    pipeline gives each its own process.
+    Not for use from several threads at once. vLLM keeps its forward context in the process, so several engines in one
+    process must be stepped one at a time; a pipeline gives each its own process. Close an engine that is not used any
+    more.
 
     After an exception out of `step` nothing but `fail_all` and `close` is allowed; `fail_all` makes it usable again.
     """
@@ -53,7 +53,7 @@ class OmniLLMEngine(LLMEngine):
             tracing_enabled=base.tracing_enabled,
         )
         assert isinstance(self.engine_core, InprocClient)
-        self._core = OmniEngineCore.adopt(self.engine_core.engine_core)
+        self._core = OmniEngineCore.adopt(self.engine_core)
 
     @classmethod
     def from_omni_engine_args(

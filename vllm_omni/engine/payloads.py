@@ -88,9 +88,7 @@ class AdditionalInformationEntry(msgspec.Struct, frozen=True, omit_defaults=True
             return cls(items=[cls.from_value(item, f"{name}[{i}]") for i, item in enumerate(value)])
         if isinstance(value, dict):
             return cls(entries=_entries_from_dict(value, name))
-        raise TypeError(
-            f"{name} is a {type(value).__name__}; only tensors, plain values, lists and dicts travel"
-        )
+        raise TypeError(f"{name} is a {type(value).__name__}; only tensors, plain values, lists and dicts travel")
 
     def to_value(self) -> Any:
         if self.tensor is not None:

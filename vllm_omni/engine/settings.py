@@ -20,11 +20,13 @@ class OmniEngineSettings:
         engine_output_type: `text`: nothing but tokens leaves the engine, and nothing is captured. Any other word names
             what the rows are that the model hands over besides, e.g. `latent`, `codes`, `audio`.
         model_stage: The stage's name, for messages.
+        uses_generation_config: The checkpoint's `generation_config.json` speaks of this stage's tokens.
     """
 
     engine_type: EngineType = "ar"
     engine_output_type: str = "text"
     model_stage: str = ""
+    uses_generation_config: bool = True
 
     @property
     def emits_rows(self) -> bool:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few real engines, each started once and shared by all tests of a session."""
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.hooked_models import register
+from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.testing.hf_oracle import HFTextOracle
+
+BLOCK_SIZE = 32
+"""The smallest that attention on the CPU takes."""
+
+
+@pytest.fixture(scope="session")
+def start_engine() -> Iterator[Callable[..., OmniLLMEngine]]:
+    """Starts an engine that lives until the end of the session."""
+    register()
+    gc.freeze()  # vLLM collects garbage while it starts, which takes a second with everything imported.
+    engines: list[OmniLLMEngine] = []
+
+    def start(model: Path, **arguments: Any) -> OmniLLMEngine:
+        defaults = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 8}
+        engine = OmniLLMEngine.from_omni_engine_args(create_engine_args(str(model), **(defaults | arguments)))
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in reversed(engines):
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_qwen3: Path) -> HFTextOracle:
+    return HFTextOracle(tiny_qwen3)
+
+
+@pytest.fixture(scope="session")
+def latent_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) -> OmniLLMEngine:
+    """Hands out the hidden state of every row; prompts are cut into chunks of at most 32 tokens a step."""
+    return start_engine(
+        tiny_qwen3,
+        engine_output_type="latent",
+        max_num_batched_tokens=32,
+        block_size=BLOCK_SIZE,
+        enable_prompt_embeds=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def text_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) -> OmniLLMEngine:
+    """Emits tokens only."""
+    return start_engine(tiny_qwen3, block_size=BLOCK_SIZE)
+
+
+@pytest.fixture(scope="session")
+def hooked_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) -> OmniLLMEngine:
+    """`HookedQwen3` with room for 10 blocks of 32 tokens, so that requests preempt each other."""
+    return start_engine(
+        tiny_qwen3,
+        engine_output_type="latent",
+        model_arch="HookedQwen3",
+        skip_tokenizer_init=True,
+        enable_prompt_embeds=True,
+        max_model_len=160,
+        max_num_batched_tokens=64,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=11,
+    )
+
+
+@pytest.fixture(scope="session")
+def vocoder_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) -> OmniLLMEngine:
+    """`DoublingVocoder`, at most 64 placeholders a step."""
+    return start_engine(
+        tiny_qwen3,
+        engine_type="generation",
+        engine_output_type="audio",
+        model_arch="DoublingVocoder",
+        max_model_len=64,
+        max_num_batched_tokens=64,
+    )

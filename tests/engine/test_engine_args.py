@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage's engine arguments become, without an engine."""
+
+import pickle
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.engine.input_processor import OmniInputProcessor
+from vllm_omni.engine.settings import OmniEngineSettings
+from vllm_omni.errors import StageConfigError
+from vllm_omni.worker import worker_class_path
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"dtpye": "float32"}, "'dtpye'; did you mean 'dtype'"),
+            ({"max_modellen": 3}, "did you mean 'max_model_len'"),
+            ({"engine_type": "diffusion"}, "'diffusion' is not one of ar, generation"),
+            ({"async_scheduling": True}, "async_scheduling"),
+            ({"engine_output_type": "latent", "enable_prefix_caching": True}, "rows of cached tokens"),
+            ({"engine_output_type": "latent", "speculative_config": {"method": "ngram"}}, "rejected tokens"),
+        ],
+    )
+    def test_arguments(self, arguments, message):
+        with pytest.raises(StageConfigError, match=message):
+            create_engine_args("model", **arguments)
+
+    def test_a_part_that_the_configuration_has_not(self, tiny_qwen3_omni_moe):
+        arguments = create_engine_args(str(tiny_qwen3_omni_moe), hf_config_name="talker")
+        with pytest.raises(ValueError, match=r"Qwen3OmniMoeConfig has no 'talker'; it has .*'talker_config'"):
+            arguments.create_engine_config()
+
+
+class TestPartOfACheckpoint:
+    @pytest.fixture
+    def config(self, tiny_qwen3_omni_moe):
+        return create_engine_args(
+            str(tiny_qwen3_omni_moe),
+            hf_config_name="talker_config",
+            model_arch="Qwen3ForCausalLM",
+            engine_output_type="codes",
+            model_stage="talker",
+            hf_overrides={"own_field": 3, "text_config": {"rms_norm_eps": 0.5}},
+        ).create_engine_config()
+
+    def test_the_part_is_the_models_configuration(self, config):
+        model = config.model_config
+        assert model.architectures == ["Qwen3ForCausalLM"]
+        assert type(model.hf_config).__name__ == "Qwen3OmniMoeTalkerConfig"
+        assert model.hf_config.dtype is torch.float32  # which only the whole configuration says
+
+    def test_the_whole_is_at_hand(self, config):
+        whole = config.model_config.hf_config.omni_parent_config
+        assert whole["model_type"] == "qwen3_omni_moe" and "thinker_config" in whole
+        assert whole["architectures"] == ["Qwen3OmniMoeForConditionalGeneration"]
+
+    def test_users_overrides_go_to_the_part(self, config):
+        hf_config = config.model_config.hf_config
+        assert hf_config.own_field == 3 and hf_config.text_config.rms_norm_eps == 0.5
+
+    def test_the_language_models_tokenizer_and_defaults_stay_out(self, config):
+        assert config.model_config.skip_tokenizer_init
+        assert config.model_config.get_diff_sampling_param() == {}
+        request = OmniInputProcessor(config).process_inputs("0", {"prompt_token_ids": [1]}, SamplingParams())
+        assert request.sampling_params.all_stop_token_ids == set()
+
+    def test_settings_reach_whoever_has_the_configuration(self, config):
+        travelled = pickle.loads(pickle.dumps(config))
+        assert OmniEngineSettings.from_vllm_config(travelled) == OmniEngineSettings("ar", "codes", "talker", False)
+
+    def test_json(self, config):
+        assert '"omni_parent_config"' in config.model_config.hf_config.to_json_string()
+
+
+class TestDefaults:
+    def test_explicit_arguments_win(self, tiny_qwen3):
+        given = {"worker_cls": "my.Worker", "scheduler_cls": "my.Scheduler", "enforce_eager": False}
+        arguments = create_engine_args(str(tiny_qwen3), kv_cache_memory_bytes=5, skip_tokenizer_init=True, **given)
+        assert {name: getattr(arguments, name) for name in given} == given
+        assert (arguments.kv_cache_memory_bytes, arguments.skip_tokenizer_init) == (5, True)
+
+    def test_additional_config_is_added_to(self, tiny_qwen3):
+        arguments = create_engine_args(str(tiny_qwen3), additional_config={"mine": 1})
+        assert arguments.additional_config["mine"] == 1 and "omni" in arguments.additional_config
+
+    def test_rows_need_an_empty_prefix_cache(self, tiny_qwen3):
+        assert create_engine_args(str(tiny_qwen3), engine_output_type="latent").enable_prefix_caching is False
+        assert create_engine_args(str(tiny_qwen3)).enable_prefix_caching is None
+
+    def test_a_callable_override(self, tiny_qwen3):
+        def deeper(config):
+            config.num_hidden_layers = 7
+            return config
+
+        arguments = create_engine_args(str(tiny_qwen3), hf_overrides=deeper)
+        assert arguments.create_engine_config().model_config.hf_config.num_hidden_layers == 7
+
+    def test_several_devices_keep_vllms_executor(self, tiny_qwen3):
+        assert create_engine_args(str(tiny_qwen3), tensor_parallel_size=2).distributed_executor_backend is None
+        assert "UniProc" in create_engine_args(str(tiny_qwen3)).distributed_executor_backend
+
+    @pytest.mark.parametrize("engine_type", ["ar", "generation"])
+    def test_workers_exist_on_both_platforms(self, engine_type):
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+
+        gpu, cpu = (resolve_obj_by_qualname(worker_class_path(engine_type, is_cpu)) for is_cpu in (False, True))
+        assert issubclass(cpu, gpu) and issubclass(cpu.omni_runner_cls, gpu.omni_runner_cls)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hidden states of prompt and generated tokens are those of transformers, whatever happens to the requests."""
+
+import pytest
+import torch
+from vllm.sampling_params import RequestOutputKind
+
+from tests.engine.running import greedy, random_prompts, run, step_until_idle
+from vllm_omni.engine.payloads import PromptEmbedsPayload
+
+TOLERANCE = {"rtol": 0, "atol": 1e-4}
+
+
+@torch.no_grad()
+def assert_rows(hidden, prompt, token_ids, oracle):
+    """One row for each token that was fed, as transformers computes them all at once; returns its greedy tokens."""
+    expected = oracle.model.model(torch.tensor([prompt + list(token_ids[:-1])])).last_hidden_state[0]
+    torch.testing.assert_close(hidden, expected, **TOLERANCE)
+    return oracle.model.lm_head(expected[len(prompt) - 1 :]).argmax(-1).tolist()
+
+
+def assert_like_oracle(output, prompt, oracle):
+    token_ids = output.outputs[0].token_ids
+    assert assert_rows(output.multimodal_output["hidden"], prompt, token_ids, oracle) == list(token_ids)
+
+
+def test_one_request(latent_engine, oracle):
+    (prompt,) = random_prompts(7)
+    (output,) = run(latent_engine, [{"prompt_token_ids": prompt}], greedy(12))
+    assert_like_oracle(output, prompt, oracle)
+
+
+def test_batch_with_chunked_prefill(latent_engine, oracle):
+    """More requests than run at once, prompts longer than a step takes."""
+    prompts = random_prompts(5, 70, 33, 1, 100, 20, 64, 32, 31, 150)
+    outputs = run(latent_engine, [{"prompt_token_ids": prompt} for prompt in prompts], greedy(12))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_like_oracle(output, prompt, oracle)
+
+
+def test_forced_preemption(latent_engine, oracle):
+    """All running requests lose their KV cache again and again, inside their prompts and while they generate."""
+    prompts = random_prompts(45, 70, 3, 40)
+    for index, prompt in enumerate(prompts):
+        latent_engine.add_request(str(index), {"prompt_token_ids": prompt}, greedy(10))
+    outputs, steps = {}, 0
+    while latent_engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in latent_engine.step()}
+        steps += 1
+        if steps in (1, 3, 12, 19):
+            assert latent_engine.reset_prefix_cache(reset_running_requests=True)
+    for index, prompt in enumerate(prompts):
+        assert_like_oracle(outputs[str(index)], prompt, oracle)
+
+
+def test_one_token_has_the_rows_of_its_prompt(latent_engine, oracle):
+    (prompt,) = random_prompts(40)
+    (output,) = run(latent_engine, [{"prompt_token_ids": prompt}], greedy(1))
+    assert_like_oracle(output, prompt, oracle)
+
+
+def test_text_prompts_are_answered_in_text_beside_the_rows(latent_engine, oracle):
+    text = "Tell me something."
+    (output,) = run(latent_engine, [{"prompt": text}], greedy(8))
+    assert output.prompt == text
+    assert output.outputs[0].text == oracle.tokenizer.decode(output.outputs[0].token_ids)
+    assert_like_oracle(output, oracle.tokenizer.encode(text), oracle)
+
+
+def test_several_sequences_of_one_prompt_have_their_own_rows(latent_engine, oracle):
+    (prompt,) = random_prompts(9)
+    params = greedy(10, n=3, temperature=1.0, seed=1)
+    (output,) = run(latent_engine, [{"prompt_token_ids": prompt}], params)
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) > 1
+    for completion in output.outputs:
+        assert_rows(completion.multimodal_output["hidden"], prompt, completion.token_ids, oracle)
+    assert output.multimodal_output is output.outputs[0].multimodal_output
+
+
+@pytest.mark.parametrize("stream_interval", [1, 3])
+def test_streamed_increments_add_up(latent_engine, oracle, stream_interval):
+    prompts = random_prompts(50, 8)
+    params = greedy(7, output_kind=RequestOutputKind.DELTA, stream_interval=stream_interval)
+    for index, prompt in enumerate(prompts):
+        latent_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+    deltas = step_until_idle(latent_engine)
+    for index, prompt in enumerate(prompts):
+        mine = [delta for delta in deltas if delta.request_id == str(index)]
+        rows = [delta.multimodal_output["hidden"] for delta in mine]
+        tokens = [token for delta in mine for token in delta.outputs[0].token_ids]
+        # Every increment brings the rows of its tokens, one step late; the first also those of the prompt.
+        assert [len(r) for r in rows[1:]] == [len(delta.outputs[0].token_ids) for delta in mine[1:]]
+        assert assert_rows(torch.cat(rows), prompt, tokens, oracle) == tokens
+
+
+def test_cumulative_outputs_bring_everything_with_the_last(latent_engine):
+    (prompt,) = random_prompts(8)
+    latent_engine.add_request("0", {"prompt_token_ids": prompt}, greedy(4, output_kind=RequestOutputKind.CUMULATIVE))
+    *early, last = step_until_idle(latent_engine)
+    assert [output.multimodal_output for output in early] == [{}] * 3
+    assert len(last.multimodal_output["hidden"]) == 8 + 4 - 1
+
+
+def test_an_aborted_request_leaves_the_others_as_they_are(latent_engine, oracle):
+    prompts = random_prompts(40, 12, 60)
+    for index, prompt in enumerate(prompts):
+        latent_engine.add_request(str(index), {"prompt_token_ids": prompt}, greedy(8))
+    for _ in range(3):
+        latent_engine.step()
+    latent_engine.abort_request(["1"])
+    outputs = {output.request_id: output for output in step_until_idle(latent_engine)}
+    assert sorted(outputs) == ["0", "2"]
+    for index in (0, 2):
+        assert_like_oracle(outputs[str(index)], prompts[index], oracle)
+
+
+def test_prompt_embeddings_give_what_the_ids_give(latent_engine, oracle):
+    prompts = random_prompts(6, 80, 33)
+    embeds = [oracle.model.get_input_embeddings().weight[prompt].detach() for prompt in prompts]
+    forms = [
+        {"prompt_embeds": embeds[0]},
+        {"prompt_embeds": PromptEmbedsPayload.from_tensor(embeds[1])},
+        {"prompt_embeds": embeds[2][None], "prompt_token_ids": [299] * 33},
+    ]
+    outputs = run(latent_engine, [*forms, {"prompt_token_ids": prompts[0]}], greedy(10))
+    for prompt, output in zip([*prompts, prompts[0]], outputs, strict=True):
+        assert_like_oracle(output, prompt, oracle)
+
+
+def test_prompt_embeddings_survive_preemption(latent_engine, oracle):
+    (prompt,) = random_prompts(50)
+    embeds = oracle.model.get_input_embeddings().weight[prompt].detach()
+    latent_engine.add_request("0", {"prompt_embeds": embeds}, greedy(8))
+    outputs = []
+    for step in range(20):
+        outputs += latent_engine.step()
+        if step in (0, 4):
+            latent_engine.reset_prefix_cache(reset_running_requests=True)
+    (output,) = outputs
+    assert_like_oracle(output, prompt, oracle)

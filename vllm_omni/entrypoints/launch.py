@@ -4,13 +4,19 @@
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.stage.fork_server import ForkServer
+from vllm_omni.vllm_requirement import require_vllm
 
 if TYPE_CHECKING:
     from vllm_omni.entrypoints.pipeline import Pipeline
 
 
 def launch_pipeline(*args: Any, **kwargs: Any) -> "Pipeline":
-    """Calls `open_pipeline` on a new fork server, which imports vLLM while this process does."""
+    """Calls `open_pipeline` on a new fork server, which imports vLLM while this process does.
+
+    Raises:
+        VllmRequirementError: vLLM is missing or is another version.
+    """
+    require_vllm()
     server = ForkServer(preload=["vllm_omni.stage.engines.llm"])
     try:
         from vllm_omni.entrypoints.pipeline import open_pipeline

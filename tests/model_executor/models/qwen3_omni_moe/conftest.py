@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle's answers and one small engine for each stage, shared by the tests of this folder.
+
+The engines are tight on purpose: a batch of eight does not fit into their KV cache and prompts do not fit into one
+step, so that every batch runs through chunked prefills and preemptions. One request alone meets neither.
+"""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PretrainedConfig
+from vllm.distributed import parallel_state
+
+from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.plugin import register
+from vllm_omni.testing.hf_oracle import HFOracle, hf_inputs
+from vllm_omni.testing.media import PROMPT_KINDS, make_prompt
+
+from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
+
+TIGHT = {"block_size": 32, "num_gpu_blocks_override": 12, "max_model_len": 256, "max_num_batched_tokens": 72}
+
+
+@pytest.fixture(scope="session")
+def config(tiny_qwen3_omni_moe: Path) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(tiny_qwen3_omni_moe)
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_qwen3_omni_moe: Path) -> HFOracle:
+    return HFOracle(tiny_qwen3_omni_moe, num_threads=1)
+
+
+@pytest.fixture(scope="session")
+def cases(tiny_qwen3_omni_moe: Path, oracle: HFOracle) -> dict[str, Case]:
+    """One case of each kind of prompt, and a second one of each: `text`, ..., `text2`, ..."""
+    prompts = {kind: make_prompt(tiny_qwen3_omni_moe, kind, seed=0) for kind in PROMPT_KINDS}
+    prompts |= {f"{kind}2": make_prompt(tiny_qwen3_omni_moe, kind, seed=7) for kind in PROMPT_KINDS}
+    return {
+        name: Case(
+            prompt=prompt,
+            inputs=hf_inputs(oracle.processor, prompt),
+            expected=oracle.generate(prompt, thinker_max_tokens=THINKER_TOKENS, talker_max_tokens=TALKER_TOKENS),
+        )
+        for name, prompt in prompts.items()
+    }
+
+
+def start_engine(model: Path, **engine_args: Any) -> OmniLLMEngine:
+    register()
+    make_expert_group()
+    gc.freeze()  # vLLM collects garbage at every start
+    args = create_engine_args(
+        str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=16 << 20, **engine_args
+    )
+    return OmniLLMEngine.from_omni_engine_args(args)
+
+
+def make_expert_group() -> None:
+    """The first engine of a process makes vLLM's groups, and leaves that of the experts out if it has none itself."""
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        parallel_state._EP = parallel_state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
+
+
+@pytest.fixture(scope="session")
+def thinker_engine(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLMEngine]:
+    engine = start_engine(
+        tiny_qwen3_omni_moe,
+        model_arch="Qwen3OmniMoeThinkerForConditionalGeneration",
+        engine_output_type="latent",
+        limit_mm_per_prompt={"image": 1, "audio": 1, "video": 1},
+        skip_mm_profiling=True,
+        **TIGHT,
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def talker_engine(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLMEngine]:
+    engine = start_engine(
+        tiny_qwen3_omni_moe,
+        model_arch="Qwen3OmniMoeTalkerForConditionalGeneration",
+        hf_config_name="talker_config",
+        engine_output_type="codes",
+        enable_prompt_embeds=True,
+        **TIGHT,
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def code2wav_engine(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLMEngine]:
+    engine = start_engine(
+        tiny_qwen3_omni_moe,
+        engine_type="generation",
+        model_arch="Qwen3OmniMoeCode2Wav",
+        hf_config_name="code2wav_config",
+        engine_output_type="audio",
+        max_model_len=512,
+    )
+    yield engine
+    engine.close()

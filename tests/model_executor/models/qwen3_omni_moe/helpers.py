@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of this folder share beside fixtures."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.model_executor.models.qwen3_omni_moe.stage_input_processors import ThinkerToTalker
+from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
+from vllm_omni.outputs import StageOutput
+from vllm_omni.testing.hf_oracle import OracleResult
+
+THINKER_TOKENS, TALKER_TOKENS = 20, 40
+
+
+@dataclass
+class Case:
+    """One prompt and what HF makes of it.
+
+    Attributes:
+        prompt: As vLLM takes it.
+        inputs: As HF takes it.
+    """
+
+    prompt: dict[str, Any]
+    inputs: dict[str, Any]
+    expected: OracleResult
+
+    def thinker_rows(self, config: PretrainedConfig) -> torch.Tensor:
+        """The rows that the talker reads, by the definition: `[prompt + reply - 1, hidden]`."""
+        prompt_ids = torch.tensor(self.expected.prompt_token_ids)
+        thinker = config.thinker_config
+        placeholders = torch.tensor([thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id])
+        rows = self.expected.thinker_states(0).clone()
+        media = torch.isin(prompt_ids, placeholders).nonzero().flatten()
+        rows[media] = self.expected.thinker_states(config.talker_config.accept_hidden_layer)[media]
+        return rows
+
+    def stage_request(self, request_id: str = "0", **options: Any) -> StageRequest:
+        names = {
+            "image_grid_thw": "image_grid_thw",
+            "video_grid_thw": "video_grid_thw",
+            "video_second_per_grid": "second_per_grid_ts",
+        }
+        metadata = {ours: self.inputs[hf] for hf, ours in names.items() if hf in self.inputs}
+        if "feature_attention_mask" in self.inputs:
+            metadata["audio_feature_lengths"] = self.inputs["feature_attention_mask"].sum(1)
+        return StageRequest(request_id=request_id, mm_metadata=metadata, options=options)
+
+    def thinker_output(self, config: PretrainedConfig) -> StageOutput:
+        return StageOutput(
+            request_id="0",
+            stage_id=0,
+            prompt_token_ids=self.expected.prompt_token_ids,
+            tensors={TALKER_INPUT: self.thinker_rows(config)},
+        )
+
+    def talker_input(self, config: PretrainedConfig) -> StageInput:
+        made = ThinkerToTalker(config).process(self.stage_request(), {0: self.thinker_output(config)})
+        assert made is not None
+        return made
+
+
+def run_engine(
+    engine: OmniLLMEngine, prompts: dict[str, Any], params: SamplingParams | dict[str, SamplingParams]
+) -> dict[str, RequestOutput]:
+    """Runs all prompts as one batch; the last output of each request."""
+    for request_id, prompt in prompts.items():
+        engine.add_request(request_id, prompt, params[request_id] if isinstance(params, dict) else params)
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}  # type: ignore[misc]
+    assert set(outputs) == set(prompts)
+    return outputs
+
+
+class PreemptionCounter:
+    """Counts how often a scheduler takes a running request's memory away."""
+
+    def __init__(self, engine: OmniLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        scheduler = engine._core.scheduler
+        preempt = scheduler._preempt_request
+        self.count = 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return preempt(*args, **kwargs)
+
+        monkeypatch.setattr(scheduler, "_preempt_request", counted)

@@ -10,7 +10,7 @@ from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 
 
 class CPUARModelRunner(GPUARModelRunner, CPUModelRunner):
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
         """Keeps the generators of requests that do not sample yet out of this step.
 
         vLLM draws for them too, and then winds their generators back, which a CPU generator cannot do: a request with

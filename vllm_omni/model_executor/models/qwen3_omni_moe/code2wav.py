@@ -10,7 +10,7 @@ This file knows no talker and no engine.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import nn
@@ -85,7 +85,7 @@ class OmniQwen3OmniMoeCode2Wav(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config: Qwen3OmniMoeCode2WavConfig = vllm_config.model_config.hf_config
+        config = cast(Qwen3OmniMoeCode2WavConfig, vllm_config.model_config.hf_config)
         self.config = config
         self.code2wav = Qwen3OmniMoeCode2Wav._from_config(config, dtype=torch.get_default_dtype()).eval()
         self.max_batch_frames = MAX_BATCH_FRAMES_CPU if current_platform.is_cpu() else MAX_BATCH_FRAMES

@@ -11,7 +11,7 @@ This file knows no request, no talker and no engine.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -154,6 +154,12 @@ class CodePredictorLayer(nn.Module):
         return attended.transpose(1, 2).reshape(batch_size * num_rows, -1)
 
 
+def _refuse_unknown_attention(config: Qwen3OmniMoeTalkerCodePredictorConfig) -> None:
+    rope: Any = config.rope_parameters
+    if config.attention_bias or "sliding_attention" in (config.layer_types or ()) or rope["rope_type"] != "default":
+        raise ValueError("the code predictor supports no attention biases, no sliding windows and no scaled rotations")
+
+
 class CodePredictor(nn.Module):
     """Predicts the residual codes of one frame for a batch of requests."""
 
@@ -167,8 +173,7 @@ class CodePredictor(nn.Module):
             ValueError: The configuration asks for attention that no published checkpoint uses.
         """
         super().__init__()
-        if config.attention_bias or "sliding_attention" in config.layer_types:
-            raise ValueError("the code predictor supports neither attention biases nor sliding windows")
+        _refuse_unknown_attention(config)
         self.config = config
         self.num_steps = config.num_code_groups - 1
         self.layers = nn.ModuleList(CodePredictorLayer(config, max_batch_size) for _ in range(config.num_hidden_layers))
@@ -230,7 +235,7 @@ class CodePredictor(nn.Module):
             loaded.add(target)
         self.cos_sin = self._rotation_table()
         for layer in self.layers:
-            layer.fuse_qk_norm()
+            cast(CodePredictorLayer, layer).fuse_qk_norm()
         return loaded
 
     def _locate(self, name: str) -> tuple[str, torch.Tensor]:
@@ -239,7 +244,7 @@ class CodePredictor(nn.Module):
         if path[0] != "layers":  # norm, codec_embedding.{step}, lm_head.{step}
             whole = getattr(self, path[0])
             return path[0], whole[int(path[1])] if len(path) > 1 else whole
-        layer = self.layers[int(path[1])]
+        layer = cast(CodePredictorLayer, self.layers[int(path[1])])
         target, rows = self._locate_in_layer(layer, path[-1])
         return f"layers.{path[1]}.{target}", getattr(layer, target)[rows]
 
@@ -260,6 +265,7 @@ class CodePredictor(nn.Module):
         """`[num_code_groups, head_dim]`: cosines, then sines, in the weights' dtype."""
         config, device = self.config, self.norm.device
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-        inv_freq = 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
+        rope: Any = config.rope_parameters
+        inv_freq = 1.0 / (rope["rope_theta"] ** exponents)
         angles = torch.arange(config.num_code_groups, dtype=torch.float32, device=device)[:, None] * inv_freq
         return torch.cat((angles.cos(), angles.sin()), -1).to(self.norm.dtype)

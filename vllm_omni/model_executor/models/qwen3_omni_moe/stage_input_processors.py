@@ -7,12 +7,12 @@ Reference: `Qwen3OmniMoeForConditionalGeneration.generate` of HF transformers.
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import PretrainedConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
-    Qwen3OmniMoePreTrainedModelForConditionalGeneration as HFRopeIndex,
+    Qwen3OmniMoePreTrainedModelForConditionalGeneration,
 )
 
 from vllm_omni.errors import InvalidRequestError
@@ -27,6 +27,9 @@ from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.input_processor import StageInputProcessor
 
 DEFAULT_SPEAKER = "ethan"
+
+# The reference's position ids: methods that are called here on an object with the few fields that they read.
+HFRopeIndex: Any = Qwen3OmniMoePreTrainedModelForConditionalGeneration
 
 
 def find_user_positions(prompt_ids: torch.Tensor, im_start_id: int, user_id: int) -> torch.Tensor:

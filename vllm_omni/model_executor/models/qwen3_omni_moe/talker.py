@@ -96,7 +96,7 @@ class OmniQwen3OmniMoeTalker(nn.Module, SupportsMRoPE):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config = vllm_config.model_config.hf_config
+        config: Any = vllm_config.model_config.hf_config
         text_config = config.text_config
         self.config = config
         self.model = Qwen3MoeModel(
@@ -217,7 +217,7 @@ class OmniQwen3OmniMoeTalker(nn.Module, SupportsMRoPE):
         return information[_STATE]
 
     def _make_generator(self, params: SamplingParams) -> torch.Generator | None:
-        if params.sampling_type != SamplingType.RANDOM_SEED:
+        if params.seed is None or params.sampling_type != SamplingType.RANDOM_SEED:
             return None
         # Not the seed itself: vLLM's sampler draws the first code from a generator with that one.
         return torch.Generator(self.suppressed.device).manual_seed(params.seed ^ _RESIDUAL_SEED)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerResizeMLP
 
 TALKER_INPUT = "talker_input"
@@ -64,7 +64,7 @@ class TalkerText:
 class TalkerPromptBuilder(nn.Module):
     """Projects the thinker's rows into the talker's space and lays its prompt out."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
+    def __init__(self, config: Qwen3OmniMoeTalkerConfig) -> None:
         """
         Args:
             config: The checkpoint's `talker_config`.
@@ -73,9 +73,9 @@ class TalkerPromptBuilder(nn.Module):
         self.config = config
         self.text_projection = Qwen3OmniMoeTalkerResizeMLP(config)
         self.hidden_projection = Qwen3OmniMoeTalkerResizeMLP(config)
-        control = torch.zeros(3, config.text_config.hidden_size)
-        self.control: torch.Tensor
-        self.register_buffer("control", control, persistent=False)  # bos, eos, pad
+        hidden_size = self.text_projection.linear_fc2.out_features
+        self.control: torch.Tensor  # bos, eos, pad
+        self.register_buffer("control", torch.zeros(3, hidden_size), persistent=False)
 
     @property
     def tts_pad(self) -> torch.Tensor:

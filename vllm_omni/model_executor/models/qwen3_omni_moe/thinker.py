@@ -28,10 +28,11 @@ class OmniQwen3OmniMoeThinker(Qwen3OmniMoeThinkerForConditionalGeneration):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         layer = vllm_config.model_config.hf_config.talker_config.accept_hidden_layer
-        if not self.deepstack_num_level < layer < self.config.text_config.num_hidden_layers:
+        num_layers = len(self.language_model.model.layers)
+        if not self.deepstack_num_level < layer < num_layers:
             raise ValueError(
                 f"accept_hidden_layer={layer} must lie above the {self.deepstack_num_level} deepstack levels "
-                f"and below the thinker's {self.config.text_config.num_hidden_layers} layers"
+                f"and below the thinker's {num_layers} layers"
             )
         self.omni_aux_hidden_state_layers = (layer,)
         placeholders = [self.config.audio_token_id, self.config.image_token_id, self.config.video_token_id]

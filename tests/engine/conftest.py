@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few real engines, each started once and shared by all tests of a session."""
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,21 +19,44 @@ BLOCK_SIZE = 32
 
 
 @pytest.fixture(scope="session")
-def start_engine() -> Iterator[Callable[..., OmniLLMEngine]]:
-    """Starts an engine that lives until the end of the session."""
+def running_engines() -> Iterator[list[OmniLLMEngine]]:
+    """Closed at the end of the session, last first."""
     register()
     gc.freeze()  # vLLM collects garbage while it starts, which takes a second with everything imported.
     engines: list[OmniLLMEngine] = []
-
-    def start(model: Path, **arguments: Any) -> OmniLLMEngine:
-        defaults = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 8}
-        engine = OmniLLMEngine.from_omni_engine_args(create_engine_args(str(model), **(defaults | arguments)))
-        engines.append(engine)
-        return engine
-
-    yield start
+    yield engines
     for engine in reversed(engines):
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def thinker_engine(running_engines: list[OmniLLMEngine], tiny_qwen3_omni_moe: Path) -> OmniLLMEngine:
+    """Hidden states of a model with M-RoPE, text only."""
+    return start(
+        running_engines,
+        tiny_qwen3_omni_moe,
+        engine_output_type="latent",
+        max_num_batched_tokens=32,
+        block_size=BLOCK_SIZE,
+        limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},
+    )
+
+
+@pytest.fixture(scope="session")
+def start_engine(running_engines: list[OmniLLMEngine], thinker_engine: OmniLLMEngine) -> Callable[..., OmniLLMEngine]:
+    """Starts an engine that lives until the end of the session.
+
+    After the thinker's, because it is a mixture of experts: vLLM makes its groups with the first engine of a process,
+    and those of experts only if that one needs them.
+    """
+    return functools.partial(start, running_engines)
+
+
+def start(engines: list[OmniLLMEngine], model: Path, **arguments: Any) -> OmniLLMEngine:
+    defaults = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 8}
+    engine = OmniLLMEngine.from_omni_engine_args(create_engine_args(str(model), **(defaults | arguments)))
+    engines.append(engine)
+    return engine
 
 
 @pytest.fixture(scope="session")

@@ -121,7 +121,9 @@ class OmniInputProcessor(InputProcessor):
         if "prompt_embeds" in parsed:
             parsed = self._with_checked_embeds(parsed)
         tok_params = self.renderer.default_cmpl_tok_params.with_kwargs(**(tokenization_kwargs or {}))
-        return self.renderer.render_cmpl([parsed], tok_params)[0]
+        # The cache that is skipped leaves out what the engine should have seen already; where the engine is in another
+        # process and may be restarted, that is a guess. Items are still processed only once.
+        return self.renderer.render_cmpl([parsed], tok_params, skip_mm_cache=True)[0]
 
     def _with_checked_embeds(self, prompt: dict[str, Any]) -> dict[str, Any]:
         embeds = self._check_embeds(prompt["prompt_embeds"])

@@ -103,20 +103,26 @@ class OmniLLMEngine(LLMEngine):
             InvalidRequestError: The request is wrong; nothing of it was queued.
         """
         self._check_usable()
+        if request_id in self.output_processor.external_req_ids:
+            raise InvalidRequestError("a request of this id is running", request_id)
         if isinstance(prompt, OmniEngineCoreRequest):
             prompt = _as_preprocessed_prompt(request_id, prompt, prompt_text)
-        return super().add_request(
-            request_id,
-            prompt,  # type: ignore[arg-type]
-            params,
-            arrival_time=arrival_time,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            trace_headers=trace_headers,
-            priority=priority,
-            session_id=session_id,
-            kv_hints=kv_hints,
-        )
+        try:
+            return super().add_request(
+                request_id,
+                prompt,  # type: ignore[arg-type]
+                params,
+                arrival_time=arrival_time,
+                lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
+                trace_headers=trace_headers,
+                priority=priority,
+                session_id=session_id,
+                kv_hints=kv_hints,
+            )
+        except Exception:
+            self.abort_request([request_id])  # Outputs may be awaited of a request that the core has refused.
+            raise
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Schedules, runs the model once and returns what is to be handed out.

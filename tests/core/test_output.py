@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What we put around vLLM's structures loses none of their fields, also those that a later vLLM adds."""
+
+import pickle
+from dataclasses import fields
+
+import pytest
+import torch
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_omni.core.sched.output import OmniModelRunnerOutput, OmniNewRequestData
+from vllm_omni.engine.payloads import AdditionalInformationPayload
+
+
+def filled(cls):
+    """An instance whose every field holds another value."""
+    return cls(**{field.name: object() for field in fields(cls)})
+
+
+def test_new_request_data():
+    payload = AdditionalInformationPayload.from_dict({"a": 1})
+    base = filled(NewRequestData)
+    ours = OmniNewRequestData.from_base(base, payload)
+    assert all(getattr(ours, field.name) is getattr(base, field.name) for field in fields(NewRequestData))
+    assert ours.additional_information is payload
+
+
+def test_model_runner_output():
+    base = filled(ModelRunnerOutput)
+    ours = OmniModelRunnerOutput.from_base(base, [None])
+    names = [field.name for field in fields(ModelRunnerOutput) if field.name != "pooler_output"]
+    assert all(getattr(ours, name) is getattr(base, name) for name in names)
+    assert ours.pooler_output == [None]
+
+
+@pytest.mark.parametrize("req_ids", [[], ["a"]])
+def test_they_reach_workers_in_other_processes(req_ids):
+    output = OmniModelRunnerOutput(req_ids, {}, pooler_output=[{"rows": torch.ones(2)} for _ in req_ids])
+    travelled = pickle.loads(pickle.dumps(output))
+    assert type(travelled) is OmniModelRunnerOutput and len(travelled.pooler_output) == len(req_ids)

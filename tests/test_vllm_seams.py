@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every place where our engine layer holds on to vLLM, pinned: another vLLM fails here, by name, and not at run time.
+
+To move to another vLLM: read what changed at each seam that fails, adapt the class named there, then this table.
+"""
+
+import importlib
+import inspect
+from dataclasses import fields, is_dataclass
+
+import pytest
+import vllm
+
+TESTED_VERSION = "0.32.0"
+
+ENGINE = "vllm_omni.engine"
+WORKER = "vllm_omni.worker"
+SCHED = "vllm_omni.core.sched"
+
+# Seam in vLLM -> (its parameters, the class of ours that overrides or calls it). "=..." stands for any default.
+SIGNATURES = {
+    # Scheduler
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule": (
+        "self, throttle_prefills=...",
+        f"{SCHED}.omni_scheduler_mixin:OmniSchedulerMixin",
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
+        "self, scheduler_output, model_runner_output",
+        f"{SCHED}.omni_generation_scheduler:OmniGenerationScheduler",
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.add_request": (
+        "self, request",
+        f"{SCHED}.omni_generation_scheduler:OmniGenerationScheduler",
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": (
+        "self, request_ids, finished_status",
+        f"{SCHED}.omni_generation_scheduler:OmniGenerationScheduler",
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache": (
+        "self, reset_running_requests=..., reset_connector=...",
+        f"{ENGINE}.omni_engine_core:OmniEngineCore",
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.__init__": (
+        "self, vllm_config, kv_cache_config, structured_output_manager, block_size, hash_block_size=..., "
+        "mm_registry=..., include_finished_set=..., log_stats=...",
+        f"{SCHED}.omni_generation_scheduler:OmniGenerationScheduler",
+    ),
+    # Engine core
+    "vllm.v1.engine.core:EngineCore.preprocess_add_request": (
+        "self, request",
+        f"{ENGINE}.omni_engine_core:OmniEngineCore",
+    ),
+    "vllm.v1.engine.core:EngineCore.shutdown": ("self", f"{ENGINE}.omni_engine_core:OmniEngineCore"),
+    "vllm.v1.engine.core:EngineCore.collective_rpc": (
+        "self, method, timeout=..., args=..., kwargs=...",
+        f"{ENGINE}.omni_engine_core:OmniEngineCore",
+    ),
+    "vllm.v1.engine.core:EngineCore.reset_encoder_cache": ("self", f"{ENGINE}.omni_engine_core:OmniEngineCore"),
+    "vllm.v1.engine.core_client:InprocClient.add_request": (
+        "self, request",
+        f"{ENGINE}.omni_engine_core:OmniEngineCore",
+    ),
+    "vllm.v1.engine.core_client:InprocClient.shutdown": (
+        "self, timeout=...",
+        f"{ENGINE}.omni_llm_engine:OmniLLMEngine",
+    ),
+    # Engine
+    "vllm.v1.engine.llm_engine:LLMEngine.__init__": (
+        "self, vllm_config, executor_class, log_stats, aggregate_engine_logging=..., usage_context=..., "
+        "stat_loggers=..., mm_registry=..., multiprocess_mode=...",
+        f"{ENGINE}.omni_llm_engine:OmniLLMEngine",
+    ),
+    "vllm.v1.engine.llm_engine:LLMEngine.add_request": (
+        "self, request_id, prompt, params, arrival_time=..., lora_request=..., tokenization_kwargs=..., "
+        "trace_headers=..., priority=..., session_id=..., prompt_text=..., kv_hints=...",
+        f"{ENGINE}.omni_llm_engine:OmniLLMEngine",
+    ),
+    "vllm.v1.engine.llm_engine:LLMEngine.step": ("self", f"{ENGINE}.omni_llm_engine:OmniLLMEngine"),
+    "vllm.v1.engine.llm_engine:LLMEngine.abort_request": (
+        "self, request_ids, internal=...",
+        f"{ENGINE}.omni_llm_engine:OmniLLMEngine",
+    ),
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": (
+        "self, usage_context=..., headless=...",
+        f"{ENGINE}.omni_llm_engine:OmniLLMEngine",
+    ),
+    "vllm.v1.executor:Executor.get_class": ("vllm_config", f"{ENGINE}.omni_llm_engine:OmniLLMEngine"),
+    # Inputs
+    "vllm.v1.engine.input_processor:InputProcessor.__init__": (
+        "self, vllm_config, renderer=..., *, mm_registry=...",
+        f"{ENGINE}.input_processor:OmniInputProcessor",
+    ),
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": (
+        "self, request_id, prompt, params, supported_tasks, arrival_time=..., lora_request=..., "
+        "tokenization_kwargs=..., trace_headers=..., priority=..., data_parallel_rank=..., resumable=..., "
+        "session_id=..., kv_hints=...",
+        f"{ENGINE}.input_processor:OmniInputProcessor",
+    ),
+    "vllm.renderers:BaseRenderer.render_cmpl": (
+        "self, prompts, tok_params=..., *, prompt_extras=..., skip_mm_cache=...",
+        f"{ENGINE}.input_processor:OmniInputProcessor",
+    ),
+    "vllm.renderers:BaseRenderer.shutdown": ("self", f"{ENGINE}.omni_llm_engine:OmniLLMEngine"),
+    "vllm.renderers.inputs.preprocess:parse_model_prompt": (
+        "model_config, prompt",
+        f"{ENGINE}.input_processor:OmniInputProcessor",
+    ),
+    # Outputs
+    "vllm.v1.engine.output_processor:OutputProcessor.__init__": (
+        "self, tokenizer, *, log_stats, stream_interval=..., tracing_enabled=..., admission_stats=...",
+        f"{ENGINE}.output_processor:MultimodalOutputProcessor",
+    ),
+    "vllm.v1.engine.output_processor:OutputProcessor.add_request": (
+        "self, request, prompt, parent_req=..., request_index=..., queue=...",
+        f"{ENGINE}.output_processor:MultimodalOutputProcessor",
+    ),
+    "vllm.v1.engine.output_processor:OutputProcessor.process_outputs": (
+        "self, engine_core_outputs, engine_core_timestamp=..., iteration_stats=..., weight_version=...",
+        f"{ENGINE}.output_processor:MultimodalOutputProcessor",
+    ),
+    "vllm.v1.engine.output_processor:RequestState._new_completion_output": (
+        "self, token_ids, finish_reason, stop_reason",
+        f"{ENGINE}.output_processor:OmniRequestState",
+    ),
+    "vllm.v1.engine.output_processor:RequestState._new_request_output": (
+        "self, external_req_id, outputs, finished, kv_transfer_params=..., ec_transfer_params=..., error=...",
+        f"{ENGINE}.output_processor:OmniRequestState",
+    ),
+    # Workers
+    "vllm.v1.worker.gpu_worker:Worker._make_model_runner": ("self", f"{WORKER}.gpu_worker:OmniGPUWorker"),
+    "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": (
+        "self",
+        f"{WORKER}.gpu_generation_worker:GPUGenerationWorker",
+    ),
+    "vllm.v1.worker.cpu_worker:CPUWorker.init_device": ("self", f"{WORKER}.cpu_worker:OmniCPUWorker"),
+    "vllm.v1.worker.gpu_worker:Worker.init_device": ("self", f"{WORKER}.cpu_worker:OmniCPUWorker"),
+    "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model": (
+        "self",
+        f"{WORKER}.gpu_generation_worker:GPUGenerationWorker",
+    ),
+    # Model runners
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__": (
+        "self, vllm_config, device",
+        f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model": (
+        "self, load_dummy_weights=..., *, model=...",
+        f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states": (
+        "self, scheduler_output",
+        f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._init_mrope_positions": (
+        "self, req_state",
+        f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._preprocess": (
+        "self, scheduler_output, num_input_tokens, intermediate_tensors=...",
+        f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward": (
+        "self, input_ids=..., positions=..., intermediate_tensors=..., inputs_embeds=..., **model_kwargs",
+        f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": (
+        "self, scheduler_output, intermediate_tensors=...",
+        f"{WORKER}.gpu_generation_model_runner:GPUGenerationModelRunner",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": (
+        "self, grammar_output",
+        f"{WORKER}.gpu_ar_model_runner:GPUARModelRunner",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_kv_cache_spec": (
+        "self",
+        f"{WORKER}.gpu_generation_model_runner:GPUGenerationModelRunner",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.profile_run": (
+        "self, randomize_inputs=...",
+        f"{WORKER}.gpu_generation_model_runner:GPUGenerationModelRunner",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run": (
+        "self, num_tokens, cudagraph_runtime_mode=..., force_attention=..., uniform_decode=..., "
+        "allow_microbatching=..., skip_eplb=..., is_profile=..., create_mixed_batch=..., remove_lora=..., "
+        "is_graph_capturing=..., num_active_loras=..., profile_seq_lens=..., randomize_inputs=...",
+        f"{WORKER}.gpu_generation_model_runner:GPUGenerationModelRunner",
+    ),
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.__init__": (
+        "self, vllm_config, device",
+        f"{WORKER}.cpu_ar_model_runner:CPUARModelRunner",
+    ),
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model": (
+        "self, load_dummy_weights=...",
+        f"{WORKER}.cpu_ar_model_runner:CPUARModelRunner",
+    ),
+    "vllm.forward_context:set_forward_context": (
+        "attn_metadata, vllm_config, num_tokens=..., num_tokens_across_dp=..., cudagraph_runtime_mode=..., "
+        "batch_descriptor=..., ubatch_slices=..., slot_mapping=..., skip_compiled=..., is_padding=...",
+        f"{WORKER}.gpu_generation_model_runner:GPUGenerationModelRunner",
+    ),
+    "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers": (
+        "self, layers",
+        f"{WORKER}.gpu_ar_model_runner:GPUARModelRunner",
+    ),
+}
+
+# Structure in vLLM -> (fields that we read, write or must not lose, the class of ours).
+FIELDS = {
+    "vllm.v1.engine:EngineCoreRequest": (
+        "request_id prompt_token_ids mm_features sampling_params prompt_embeds prompt_is_token_ids external_req_id",
+        f"{ENGINE}.payloads:OmniEngineCoreRequest",
+    ),
+    "vllm.v1.engine:EngineCoreOutput": (
+        "request_id new_token_ids pooling_output finish_reason events",
+        f"{ENGINE}.output_processor:MultimodalOutputProcessor",
+    ),
+    "vllm.v1.core.sched.output:NewRequestData": ("req_id", f"{SCHED}.output:OmniNewRequestData"),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        "scheduled_new_reqs num_scheduled_tokens total_num_scheduled_tokens finished_req_ids",
+        f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
+    ),
+    "vllm.v1.outputs:ModelRunnerOutput": (
+        "req_ids req_id_to_index sampled_token_ids pooler_output",
+        f"{SCHED}.output:OmniModelRunnerOutput",
+    ),
+    "vllm.v1.worker.gpu_model_runner:ExecuteModelState": (
+        "hidden_states aux_hidden_states",
+        f"{WORKER}.gpu_ar_model_runner:GPUARModelRunner",
+    ),
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
+        "prompt_token_ids sampling_params mrope_positions mrope_position_delta",
+        f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
+    ),
+}
+
+OURS = sorted({dependent for _, dependent in [*SIGNATURES.values(), *FIELDS.values()]})
+
+
+def resolve(path):
+    module, _, name = path.partition(":")
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def parameters_of(function):
+    shown, keyword_only = [], False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            shown.append("*")
+            keyword_only = True
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        keyword_only = keyword_only or prefix == "*"
+        shown.append(prefix + parameter.name + ("" if parameter.default is parameter.empty else "=..."))
+    return ", ".join(shown)
+
+
+def field_names(structure):
+    if is_dataclass(structure):
+        return {field.name for field in fields(structure)}
+    return set(getattr(structure, "__struct_fields__", None) or structure._fields)
+
+
+@pytest.mark.parametrize("seam", SIGNATURES)
+def test_signature(seam):
+    expected, ours = SIGNATURES[seam]
+    try:
+        found = parameters_of(resolve(seam))
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"{seam} is gone in vLLM {vllm.__version__} ({error}). {ours} depends on it.")
+    if found != expected:
+        pytest.fail(
+            f"{seam} is ({found}) in vLLM {vllm.__version__}, and was ({expected}) in {TESTED_VERSION}. "
+            f"{ours} depends on it."
+        )
+
+
+@pytest.mark.parametrize("structure", FIELDS)
+def test_fields(structure):
+    expected, ours = FIELDS[structure]
+    missing = set(expected.split()) - field_names(resolve(structure))
+    if missing:
+        pytest.fail(f"{structure} has lost {sorted(missing)} in vLLM {vllm.__version__}. {ours} depends on it.")
+
+
+def is_vllms(owner):
+    return owner.__module__.partition(".")[0] == "vllm"
+
+
+@pytest.mark.parametrize("path", OURS)
+def test_every_override_is_pinned_and_takes_what_vllm_gives(path):
+    ours = resolve(path)
+    for name, override in overrides(ours):
+        base = next(base for base in ours.__mro__[1:] if is_vllms(base) and name in vars(base))
+        seam = f"{base.__module__}:{base.__qualname__}.{name}"
+        assert seam in SIGNATURES, f"{path} overrides {seam}, which is not pinned here"
+        taken = parameters_of(override).replace("=...", "")
+        if "*args" not in taken and "**kwargs" not in taken:
+            assert taken == SIGNATURES[seam][0].replace("=...", ""), f"{path}.{name}"
+
+
+def overrides(ours):
+    """Methods written in our class that a class of vLLM has, too; what `@dataclass` writes does not count."""
+    of_vllm = [vars(base) for base in ours.__mro__[1:] if is_vllms(base)]
+    for name, member in vars(ours).items():
+        is_written = inspect.isfunction(member) and not (is_dataclass(ours) and name.startswith("__"))
+        if is_written and any(name in members for members in of_vllm):
+            yield name, member

@@ -24,6 +24,10 @@ from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.stage.fork_server import ForkServer
 
 
+# One half of vLLM's cache would be here and the other in the first stage; they disagree after a refused request.
+_FOR_VLLM_STAGES = {"mm_processor_cache_gb": 0}
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """A running pipeline and what builds its requests."""
@@ -41,7 +45,7 @@ def open_pipeline(
     stage_overrides: Mapping[str | int, Mapping[str, Any]],
     init_timeout: float,
     shm_threshold_bytes: int,
-    engine_args: Mapping[str, Any],
+    engine_args: dict[str, Any],
 ) -> Pipeline:
     """Starts a pipeline on a fork server, which it takes over, and waits until it takes requests.
 
@@ -79,14 +83,14 @@ def _load_config(model: str, path: str | None, engine_args: Mapping[str, Any]) -
 
 
 def _apply_arguments(
-    config: PipelineConfig, engine_args: Mapping[str, Any], overrides: Mapping[str | int, Mapping[str, Any]]
+    config: PipelineConfig, engine_args: dict[str, Any], overrides: Mapping[str | int, Mapping[str, Any]]
 ) -> PipelineConfig:
     by_stage: dict[int, dict[str, Any]] = {}
     for key, values in overrides.items():
         by_stage.setdefault(find_stage(config, key).stage_id, {}).update(values)
     stages = []
     for stage in config.stage_args:
-        added = {**(engine_args if stage.runs_vllm else {}), **by_stage.get(stage.stage_id, {})}
+        added = {**(_FOR_VLLM_STAGES | engine_args if stage.runs_vllm else {}), **by_stage.get(stage.stage_id, {})}
         stages.append(msgspec.structs.replace(stage, engine_args={**stage.engine_args, **added}))
     return config.with_stage_args(stages)
 

@@ -139,9 +139,7 @@ class RequestBuilder:
 
 
 def _make_input_processor(stage: OmniStageConfig, model: str) -> OmniInputProcessor:
-    # The cache's other half would live in the stage's process, and disagree with this one after a refused request.
-    engine_args = stage.vllm_engine_args | {"mm_processor_cache_gb": 0}
-    args = create_engine_args(model, engine_type=stage.kind.lower(), **engine_args)
+    args = create_engine_args(model, engine_type=stage.kind.lower(), **stage.vllm_engine_args)
     return OmniInputProcessor(args.create_engine_config())
 
 

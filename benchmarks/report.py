@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every benchmark reports: a table on the screen and, with `--output`, a JSON file.
+
+Knows nothing of what is measured. The file's key `ratios` maps a name to a number, so that two runs can be
+compared by a script; above 1 is better for us, whatever the quantity.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+Cell = str | int | float
+
+_STARTED = time.monotonic()
+
+
+@dataclass
+class Report:
+    """What one run found out.
+
+    Attributes:
+        name: The benchmark.
+        settings: What was asked for and what it ran on.
+        rows: The table; all rows have the same keys, which are its headings.
+        ratios: Ours to the reference's.
+        notes: Sentences that a reader of the table must know.
+    """
+
+    name: str
+    settings: dict[str, Cell] = field(default_factory=dict)
+    rows: list[dict[str, Cell]] = field(default_factory=list)
+    ratios: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def finish(self, output: Path | None) -> None:
+        """Prints the table, the ratios and the notes; writes all of it to `output` if that is given."""
+        self.settings |= machine()
+        print(f"\n{self.name}: " + ", ".join(f"{key} {value}" for key, value in self.settings.items()) + "\n")
+        print(format_table(self.rows))
+        print("\n" + format_table([{"ratio": name, "value": value} for name, value in self.ratios.items()]))
+        for note in self.notes:
+            print(f"- {note}")
+        if output is not None:
+            output.write_text(json.dumps(asdict(self), indent=2) + "\n")
+            print(f"written to {output}")
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the arguments that every benchmark has."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: ends within a minute, and is noisier")
+    return parser
+
+
+def machine() -> dict[str, Cell]:
+    """What the figures depend on besides the code."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": platform.processor() or platform.machine(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "unset"),
+    }
+
+
+def progress(text: str) -> None:
+    """Says on stderr what is going on, and how long after the start of the program."""
+    print(f"[{time.monotonic() - _STARTED:5.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """The smallest value that at least `percent` of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def format_table(rows: list[dict[str, Cell]]) -> str:
+    """Columns as wide as they need to be; text to the left, numbers to the right."""
+    if not rows:
+        return "(nothing measured)"
+    lines = [[*rows[0]], *([_format(value) for value in row.values()] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(rows[0]))]
+    texts = [isinstance(value, str) for value in rows[0].values()]
+    aligned = [
+        [
+            cell.ljust(width) if text else cell.rjust(width)
+            for cell, width, text in zip(line, widths, texts, strict=True)
+        ]
+        for line in lines
+    ]
+    aligned.insert(1, ["-" * width for width in widths])
+    return "\n".join("  ".join(line).rstrip() for line in aligned)
+
+
+def _format(value: Cell) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)

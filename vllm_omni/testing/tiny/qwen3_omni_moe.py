@@ -19,7 +19,10 @@ from transformers import (
     Qwen3OmniMoeForConditionalGeneration,
     WhisperFeatureExtractor,
 )
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeCode2Wav,
+    Qwen3OmniMoeCode2WavDecoderResidualUnit,
+)
 
 from vllm_omni.testing.tiny.tokenizer import (
     answer_token_ids,
@@ -344,8 +347,13 @@ def _shape_outputs(model: Qwen3OmniMoeForConditionalGeneration, tokenizer: Qwen2
 def _quieten(vocoder: Qwen3OmniMoeCode2Wav) -> None:
     """Scales the last convolution so that few samples are cut at +-1: there a wrong wave looks like a right one.
 
-    By a power of two, which changes exponents only: the files stay identical however the sum was rounded.
+    And before that the residual branches: at the loudness that they would reach, the periodic activations are nothing
+    beside what passes through, and their sines take a slow path that no trained vocoder meets.
+    By powers of two, which change exponents only: the files stay identical however the sum was rounded.
     """
+    for unit in vocoder.modules():
+        if isinstance(unit, Qwen3OmniMoeCode2WavDecoderResidualUnit):
+            unit.conv2.conv.weight *= 0.125
     codes = torch.arange(16) * torch.arange(1, vocoder.config.num_quantizers + 1)[:, None]
     waves: list[torch.Tensor] = []
     last_conv: Any = vocoder.decoder[-1].conv

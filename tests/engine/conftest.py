@@ -31,14 +31,14 @@ def running_engines() -> Iterator[list[OmniLLMEngine]]:
 
 @pytest.fixture(scope="session")
 def thinker_engine(running_engines: list[OmniLLMEngine], tiny_qwen3_omni_moe: Path) -> OmniLLMEngine:
-    """Hidden states of a model with M-RoPE, text only."""
+    """Hidden states of a model with M-RoPE that takes pictures."""
     return start(
         running_engines,
         tiny_qwen3_omni_moe,
         engine_output_type="latent",
         max_num_batched_tokens=32,
         block_size=BLOCK_SIZE,
-        limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},
+        limit_mm_per_prompt={"image": 1, "video": 0, "audio": 0},
     )
 
 

@@ -34,6 +34,7 @@ class OmniRequestState(RequestState):
     def adopt(cls, state: RequestState) -> None:
         """Turns vLLM's state, which its own code builds from some 25 fields, into one of ours."""
         state.__class__ = cls
+        assert isinstance(state, cls)
         state.multimodal_chunks = defaultdict(list)
 
     def add_multimodal_output(self, tensors: dict[str, torch.Tensor]) -> None:

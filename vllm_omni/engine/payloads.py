@@ -121,7 +121,7 @@ class AdditionalInformationPayload(msgspec.Struct, frozen=True):
 
 
 # vLLM's request is encoded by position, so fields of ours may only be appended.
-class OmniEngineCoreRequest(EngineCoreRequest, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
+class OmniEngineCoreRequest(EngineCoreRequest, array_like=True, omit_defaults=True, gc=False):
     """vLLM's preprocessed request and the additional information of its stage.
 
     vLLM's `MsgpackEncoder` and `MsgpackDecoder(OmniEngineCoreRequest)` carry it from one process to another.

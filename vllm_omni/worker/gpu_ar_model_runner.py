@@ -38,14 +38,15 @@ class GPUARModelRunner(OmniGPUModelRunner):
             self.use_aux_hidden_state_outputs = True
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
+        sample_tokens: Any = super().sample_tokens  # whose type its decorator hides
         state = self.execute_model_state
         if state is None or (self._ledger is None and self.hooks.postprocess is None):
-            return super().sample_tokens(grammar_output)
+            return sample_tokens(grammar_output)
         # Before vLLM's bookkeeping, which appends the sampled tokens to the requests.
         spans = self.spans
         rows = None if self._ledger is None else StepRows(self._make_rows(state, spans), self._ledger.select(spans))
-        output = super().sample_tokens(grammar_output)
+        output = sample_tokens(grammar_output)
         if self.hooks.postprocess is not None:
             self._remember(state, spans)
         if self._ledger is None or rows is None:

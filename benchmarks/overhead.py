@@ -3,10 +3,12 @@
 
     python benchmarks/overhead.py [--model DIR] [--output FILE.json] [--quick]
 
-Both run the same model with the same engine arguments on the same batch of 32 prompts, in turns in one run.
-All answers have the same length, and are compared.
+All run the same model with the same engine arguments on the same batch of 32 prompts, in turns in one run, and
+all tokens are compared. Plain vLLM runs twice: as it comes, with its engine in processes of its own, and inside
+this process, where nothing is passed on at all.
 """
 
+import os
 import sys
 import tempfile
 import time
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from report import Report, make_parser, percentile
+from report import Report, make_parser, percentile, progress
 from transformers.utils import logging
 from vllm import LLM, SamplingParams
 
@@ -23,6 +25,7 @@ from vllm_omni.testing.media import make_prompt
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 BATCH = 32
+OMNI, PLAIN, INSIDE = "OmniLLM", "vllm.LLM", "vllm.LLM, in this process"
 ENGINE_ARGS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 1024,
@@ -49,20 +52,35 @@ class Contestant:
         self.rates.append(sum(map(len, self.token_ids)) / seconds)
 
 
-def measure(model: Path, tokens: int, rounds: int) -> tuple[Contestant, Contestant]:
-    """Plain vLLM and us, in turns; the first round of each warms up and is not counted."""
+def measure(model: Path, tokens: int, rounds: int) -> list[Contestant]:
+    """Us and plain vLLM, in turns; the first round of each warms up and is not counted."""
     prompts = [make_prompt(model, "text", seed) for seed in range(BATCH)]
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    plain_llm = LLM(model=str(model), **ENGINE_ARGS)
-    with OmniLLM(str(model), **ENGINE_ARGS) as omni_llm:
-        plain = Contestant("vllm.LLM", lambda batch: plain_llm.generate(batch, params, use_tqdm=False))
-        omni = Contestant("OmniLLM", lambda batch: omni_llm.generate(batch, [params], use_tqdm=False))
-        for _ in range(1 + rounds):
-            plain.run(prompts)
-            omni.run(prompts)
-    for contestant in (plain, omni):
+    with OmniLLM(str(model), **ENGINE_ARGS) as omni:
+        progress("OmniLLM is up")
+        plain = LLM(model=str(model), **ENGINE_ARGS)
+        progress("vllm.LLM is up")
+        inside = _llm_in_this_process(model)
+        contestants = [
+            Contestant(OMNI, lambda batch: omni.generate(batch, [params], use_tqdm=False)),
+            Contestant(PLAIN, lambda batch: plain.generate(batch, params, use_tqdm=False)),
+            Contestant(INSIDE, lambda batch: inside.generate(batch, params, use_tqdm=False)),
+        ]
+        for number in range(1 + rounds):
+            progress(f"round {number} of {rounds}" if number else "warming up")
+            for contestant in contestants:
+                contestant.run(prompts)
+    for contestant in contestants:
         del contestant.rates[0]
-    return plain, omni
+    return contestants
+
+
+def _llm_in_this_process(model: Path) -> LLM:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read while the engine is made
+    try:
+        return LLM(model=str(model), **ENGINE_ARGS)
+    finally:
+        del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
 
 
 def main() -> None:
@@ -75,22 +93,17 @@ def main() -> None:
     tokens, rounds = (64, 4) if args.quick else (128, 12)
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or write_tiny_checkpoint("qwen3", folder, size=args.size)
-        plain, omni = measure(model, tokens, rounds)
-    if plain.token_ids != omni.token_ids:
-        sys.exit("not comparable: the two gave different tokens")
+        contestants = measure(model, tokens, rounds)
+    if any(contestant.token_ids != contestants[0].token_ids for contestant in contestants):
+        sys.exit("not comparable: different tokens")
     report = Report("overhead", {"batch": BATCH, "tokens": tokens, "rounds": rounds, "quick": str(args.quick)})
-    for contestant in (plain, omni):
-        rates = contestant.rates
-        report.rows.append(
-            {
-                "who": contestant.name,
-                "tokens/s (median)": percentile(rates, 50),
-                "least": min(rates),
-                "most": max(rates),
-            }
-        )
-    report.ratios["tokens_per_second"] = percentile(omni.rates, 50) / percentile(plain.rates, 50)
-    report.notes.append("the ratio is that of the medians; all tokens were equal")
+    median = {contestant.name: percentile(contestant.rates, 50) for contestant in contestants}
+    for contestant in contestants:
+        name, rates = contestant.name, contestant.rates
+        report.rows.append({"who": name, "tokens/s (median)": median[name], "least": min(rates), "most": max(rates)})
+    report.ratios["tokens_per_second"] = median[OMNI] / median[PLAIN]
+    report.ratios["tokens_per_second_to_in_process"] = median[OMNI] / median[INSIDE]
+    report.notes.append("ratios are those of the medians; all tokens were equal")
     report.finish(args.output)
 
 

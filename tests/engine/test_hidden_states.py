@@ -138,3 +138,14 @@ def test_prompt_embeddings_survive_preemption(latent_engine, oracle):
             latent_engine.reset_prefix_cache(reset_running_requests=True)
     (output,) = outputs
     assert_like_oracle(output, prompt, oracle)
+
+
+def test_a_seed_fixes_the_tokens_whatever_else_runs(latent_engine, oracle):
+    """Also where the prompt takes several steps, in which vLLM samples in vain."""
+    prompts = random_prompts(100, 5, 70)
+    params = greedy(10, temperature=1.0, seed=4)
+    alone = [run(latent_engine, [{"prompt_token_ids": prompt}], params)[0] for prompt in prompts]
+    together = run(latent_engine, [{"prompt_token_ids": prompt} for prompt in prompts], params)
+    for prompt, first, second in zip(prompts, alone, together, strict=True):
+        assert first.outputs[0].token_ids == second.outputs[0].token_ids
+        assert_rows(second.multimodal_output["hidden"], prompt, second.outputs[0].token_ids, oracle)

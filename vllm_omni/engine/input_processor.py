@@ -61,14 +61,12 @@ class OmniInputProcessor(InputProcessor):
         super().__init__(vllm_config, renderer, mm_registry=mm_registry)
         self._settings = OmniEngineSettings.from_vllm_config(vllm_config)
         if not self._settings.uses_generation_config:
-            # vLLM takes stop tokens from there whatever it is told: a talker would stop at the text's last id.
+            # vLLM takes stop tokens from there whatever it is told: a talker would stop at the text's last id, or, where
+            # that lies outside its vocabulary and a minimum length is set, raise.
             self.generation_config_fields = {}
         self._dtype = cast(torch.dtype, self.model_config.dtype)  # vLLM has resolved the name by now.
         self._vocab_size = self.model_config.get_vocab_size()
         self._embeds_size = self.model_config.get_inputs_embeds_size()
-        if hasattr(self.model_config.hf_config, "omni_parent_config"):
-            # The checkpoint's end-of-text ids belong to its language model; this part has a vocabulary of its own.
-            self.generation_config_fields = {}
 
     def process_inputs(
         self,

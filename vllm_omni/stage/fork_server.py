@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 _MAX_MESSAGE = 1 << 20
 _WORKER = "vllm_omni.stage.worker"
+_LAST_WORDS_S = 2.0
 
 
 class StageProcess:
@@ -47,8 +48,7 @@ class StageProcess:
 
     def reap(self) -> str:
         """Waits for the end of the process; says how it ended. Call once."""
-        with self._lifeline as lifeline:
-            last_words = b"".join(iter(lambda: lifeline.recv(65536), b"")).decode(errors="replace")
+        last_words = self._read_last_words()
         status = self._server.wait_for(self.pid)
         if last_words:
             return last_words
@@ -57,6 +57,15 @@ class StageProcess:
         if os.WIFSIGNALED(status):
             return f"it was killed by {signal.Signals(os.WTERMSIG(status)).name}"
         return f"it exited with status {os.WEXITSTATUS(status)}"
+
+    def _read_last_words(self) -> str:
+        words = b""
+        with self._lifeline as lifeline, contextlib.suppress(TimeoutError):
+            # A process that the stage started may hold the other end open beyond the stage's death.
+            lifeline.settimeout(_LAST_WORDS_S)
+            while chunk := lifeline.recv(65536):
+                words += chunk
+        return words.decode(errors="replace")
 
 
 class ForkServer:

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that are plain Python: one request's error is its own, and nothing runs on after `stop`."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_omni.errors import StageConfigError
+from vllm_omni.inputs import StageRequest
+from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, Result, StageEngine
+from vllm_omni.stage.engines.fake import FakeStageEngine
+from vllm_omni.stage.engines.function import FunctionStageEngine
+
+
+def double(request: StageRequest, sources: Mapping[int, StageOutput]) -> Any:
+    """A stage function: what its first source counted, twice."""
+    if request.options.get("wrong"):
+        return "no dict"
+    count = sources[0].data["count"]
+    return {"text": f"{2 * count}", "count": 2 * count, "ones": torch.ones(count)}
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[StageEngine], StageEngine]]:
+    running: list[tuple[StageEngine, threading.Thread]] = []
+
+    def start(engine: StageEngine) -> StageEngine:
+        engine.start()
+        thread = threading.Thread(target=engine.run)
+        thread.start()
+        running.append((engine, thread))
+        return engine
+
+    yield start
+    for engine, thread in running:
+        engine.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def take(outbox: Outbox, count: int) -> list[Any]:
+    items: list[Any] = []
+    while len(items) < count:
+        items += outbox.take_all()
+    return items
+
+
+def test_a_function_stage(start: Callable[[StageEngine], StageEngine]) -> None:
+    engine = start(FunctionStageEngine(Outbox(), 1, f"{__name__}.double"))
+    sources = {0: StageOutput(request_id="", stage_id=0, data={"count": 3})}
+    for request_id, options in (("good", {}), ("bad", {"wrong": True}), ("lost", {}), ("better", {})):
+        request = StageRequest(request_id=request_id, options=options)
+        engine.inbox.put(NewRequest(request, sources={} if request_id == "lost" else sources))
+    good, bad, lost, better = take(engine.outbox, 4)
+    assert isinstance(good, Result) and isinstance(better, Result)
+    assert good.output.data == {"count": 6} and good.output.completions[0].text == "6"
+    assert good.output.tensors["ones"].shape == (3,)
+    assert isinstance(bad, Error) and "must return a dict, not str" in bad.error
+    assert isinstance(lost, Error) and lost.error.startswith("KeyError") and "double" in lost.traceback
+
+
+def test_a_function_that_is_not_there() -> None:
+    with pytest.raises(StageConfigError, match="did you mean 'double'"):
+        FunctionStageEngine(Outbox(), 1, f"{__name__}.duoble").start()
+
+
+def test_an_abort_takes_a_waiting_request_out(start: Callable[[StageEngine], StageEngine]) -> None:
+    engine = FakeStageEngine(Outbox(), 0, "a")
+    for request_id in ("first", "aborted", "last"):
+        engine.inbox.put(NewRequest(StageRequest(request_id=request_id, prompt="p")))
+    engine.abort("aborted")
+    engine.abort("unknown")
+    start(engine)
+    assert [item.request_id for item in take(engine.outbox, 2)] == ["first", "last"]

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shell of a stage between real sockets and an engine that only notes what it is given."""
+
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import zmq
+
+from vllm_omni.config.stage_config import OmniStageConfig
+from vllm_omni.distributed.connectors import ThresholdConnector
+from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.orchestrator.messages import (
+    AbortMessage,
+    DataMessage,
+    ErrorMessage,
+    Message,
+    ReadyMessage,
+    ResultMessage,
+    ShutdownMessage,
+    SubmitMessage,
+    recv_at_orchestrator,
+    send,
+)
+from vllm_omni.orchestrator.run_dir import orchestrator_address, stage_address
+from vllm_omni.outputs import Completion, StageOutput
+from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Outbox, Result, StageEngine, Started, Stop
+from vllm_omni.stage.input_processor import StageInputProcessor
+from vllm_omni.stage.spec import StageSpec
+from vllm_omni.stage.worker import StageShell
+
+
+class NotingEngine(StageEngine):
+    def start(self) -> None: ...
+
+    def run(self) -> None: ...
+
+    def next(self) -> NewRequest | AbortRequest | Stop:
+        return self.inbox.get(timeout=10)
+
+
+class Joiner(StageInputProcessor):
+    """Joins what its sources said; has nothing to do for "nothing", and fails on "fail"."""
+
+    def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
+        words = [output.completions[0].text for _, output in sorted(sources.items())]
+        if "fail" in words:
+            raise ValueError("told to fail")
+        return None if "nothing" in words else StageInput(additional_information={"words": words})
+
+
+class Peers:
+    """The orchestrator and the sources of stage 2, which reads stages 0 and 1."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.outbox = Outbox()
+        self.engine = NotingEngine(self.outbox)
+        self.parent_end, lifeline = socket.socketpair()
+        spec = StageSpec(
+            stage=OmniStageConfig(stage_id=2), model="", targets={}, shm_threshold_bytes=512, run_dir=str(run_dir)
+        )
+        self._context = zmq.Context()
+        self.orchestrator = self._context.socket(zmq.PULL)
+        self.orchestrator.setsockopt(zmq.RCVTIMEO, 10_000)
+        self.orchestrator.bind(orchestrator_address(run_dir))
+        shell = StageShell(spec, lifeline, self.outbox)
+        shell.attach(self.engine, Joiner(None))
+        self.thread = threading.Thread(target=shell.run)
+        self.thread.start()
+        self.socket = self._context.socket(zmq.PUSH)
+        self.socket.connect(stage_address(run_dir, 2))
+        self._channel = PayloadChannel(ThresholdConnector(run_dir, "peer", 512))
+        self.outbox.put(Started())
+        assert isinstance(self.receive(), ReadyMessage)
+
+    def submit(self, request_id: str, number: int) -> None:
+        payload, frames = self._channel.put(StageRequest(request_id=request_id))
+        message = SubmitMessage(
+            request_id=request_id, number=number, sources=[0, 1], targets=[], is_final=True, payload=payload
+        )
+        send(self.socket, message, frames)
+
+    def data(self, request_id: str, number: int, source: int, text: str) -> None:
+        output = StageOutput(request_id=request_id, stage_id=source, completions=[Completion(text=text)])
+        payload, frames = self._channel.put(output)
+        message = DataMessage(request_id=request_id, number=number, source=source, payload=payload)
+        send(self.socket, message, frames)
+
+    def receive(self) -> Message:
+        assert self.orchestrator.poll(10_000)
+        received = recv_at_orchestrator(self.orchestrator)
+        assert received is not None
+        return received[0]
+
+    def close(self) -> None:
+        send(self.socket, ShutdownMessage())
+        self.thread.join(10)
+        self.parent_end.close()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    peers = Peers(tmp_path)
+    yield peers
+    peers.close()
+
+
+def words(item: NewRequest | AbortRequest | Stop) -> list[str]:
+    assert isinstance(item, NewRequest) and item.stage_input is not None
+    return item.stage_input.additional_information["words"]
+
+
+def test_a_request_begins_when_all_its_sources_have_spoken(peers: Peers) -> None:
+    peers.submit("r", 1)
+    peers.submit("s", 2)
+    peers.data("r", 1, 1, "b")
+    peers.data("s", 2, 0, "c")
+    peers.data("s", 2, 1, "d")
+    assert words(peers.engine.next()) == ["c", "d"]
+    peers.data("r", 1, 0, "a")
+    assert words(peers.engine.next()) == ["a", "b"]
+
+
+def test_data_that_runs_ahead_waits_for_its_request(peers: Peers) -> None:
+    peers.data("r", 1, 0, "a")
+    peers.data("r", 1, 1, "b" * 1000)
+    peers.submit("r", 1)
+    assert words(peers.engine.next()) == ["a", "b" * 1000]
+
+
+def test_data_that_comes_too_late_is_dropped(peers: Peers, tmp_path: Path) -> None:
+    peers.submit("r", 1)
+    send(peers.socket, AbortMessage(request_ids=["r"]))
+    peers.data("r", 1, 0, "a" * 1000)
+    peers.data("r", 1, 1, "b")
+    peers.submit("s", 2)
+    peers.data("s", 2, 0, "c")
+    peers.data("s", 2, 1, "d")
+    assert isinstance(peers.engine.next(), AbortRequest)
+    assert words(peers.engine.next()) == ["c", "d"]
+    assert not list(tmp_path.glob("peer*"))  # the late payload was not left lying
+
+
+def test_an_abort_forgets_data_that_ran_ahead(peers: Peers, tmp_path: Path) -> None:
+    peers.data("r", 1, 0, "a" * 1000)
+    send(peers.socket, AbortMessage(request_ids=["r"]))
+    peers.submit("s", 2)
+    peers.data("s", 2, 0, "c")
+    peers.data("s", 2, 1, "d")
+    assert words(peers.engine.next()) == ["c", "d"]
+    assert not list(tmp_path.glob("peer*"))
+
+
+def test_results_of_aborted_requests_are_not_sent(peers: Peers) -> None:
+    for number, request_id in enumerate("rs", start=1):
+        peers.submit(request_id, number)
+        peers.data(request_id, number, 0, "a")
+        peers.data(request_id, number, 1, "b")
+        peers.engine.next()
+    send(peers.socket, AbortMessage(request_ids=["r"]))
+    assert isinstance(peers.engine.next(), AbortRequest)
+    for request_id in "rs":
+        peers.outbox.put(Result(request_id, StageOutput(request_id=request_id, stage_id=2), num_output_tokens=3))
+    message = peers.receive()
+    assert isinstance(message, ResultMessage)
+    assert (message.request_id, message.metrics.num_output_tokens) == ("s", 3)
+    assert message.metrics.finished >= message.metrics.arrival > 0
+
+
+def test_nothing_to_do_is_an_empty_result(peers: Peers) -> None:
+    peers.submit("r", 1)
+    peers.data("r", 1, 0, "nothing")
+    peers.data("r", 1, 1, "b")
+    message = peers.receive()
+    assert isinstance(message, ResultMessage) and message.request_id == "r"
+
+
+def test_an_input_processor_that_fails_fails_its_request(peers: Peers) -> None:
+    peers.submit("r", 1)
+    peers.data("r", 1, 0, "fail")
+    peers.data("r", 1, 1, "b")
+    message = peers.receive()
+    assert isinstance(message, ErrorMessage) and message.error == "ValueError: told to fail"
+    assert not message.invalid and "Joiner" not in message.error and "process" in message.traceback
+
+
+def test_a_payload_that_cannot_be_read_fails_its_request(peers: Peers) -> None:
+    peers.submit("r", 1)
+    payload, frames = PayloadChannel(ThresholdConnector(peers.run_dir, "x", 512)).put([1, 2, 3])
+    send(peers.socket, DataMessage(request_id="r", number=1, source=0, payload=payload), frames)
+    message = peers.receive()
+    assert isinstance(message, ErrorMessage) and message.request_id == "r"
+
+
+def test_shutdown_stops_the_engine(peers: Peers) -> None:
+    send(peers.socket, ShutdownMessage())
+    assert isinstance(peers.engine.next(), Stop)
+    peers.thread.join(10)
+    assert not peers.thread.is_alive()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vocoder: turns the frames of codes of whole requests into waveforms, in one step.
 
-The network is HF transformers' own `Qwen3OmniMoeCode2Wav`; what is ours is that many requests run as one
-batch. Its output for a request equals the reference's `chunked_decode` of that request alone: the
-network is causal, so frames of padding on the right change no sample that is kept.
+The network is HF transformers' own `Qwen3OmniMoeCode2Wav`, with a few of its layers replaced by quicker equals; what
+is ours is that many requests run as one batch. A request's output equals the reference's `chunked_decode` of it alone:
+the network is causal, so frames of padding on the right change no sample that is kept.
 
 This file knows no talker and no engine.
 """
@@ -19,6 +19,8 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.platforms import current_platform
+
+from vllm_omni.model_executor.models.qwen3_omni_moe.vocoder_layers import replace_layers
 
 CHUNK_FRAMES = 300
 CONTEXT_FRAMES = 25
@@ -88,6 +90,7 @@ class OmniQwen3OmniMoeCode2Wav(nn.Module):
         config = cast(Qwen3OmniMoeCode2WavConfig, vllm_config.model_config.hf_config)
         self.config = config
         self.code2wav = Qwen3OmniMoeCode2Wav._from_config(config, dtype=torch.get_default_dtype()).eval()
+        replace_layers(self.code2wav)
         self.max_batch_frames = MAX_BATCH_FRAMES_CPU if current_platform.is_cpu() else MAX_BATCH_FRAMES
 
     @staticmethod

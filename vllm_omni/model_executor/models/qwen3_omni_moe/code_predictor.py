@@ -25,6 +25,9 @@ SAMPLING_TOP_K = 50
 SAMPLING_TOP_P = 0.8
 """Nucleus of the residual codes, fixed by the reference as well."""
 
+MIN_PACKED_SIZE = 128 * 1024
+"""Elements of a weight from which on packing it pays for the call that then costs more."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResidualSampling:
@@ -94,6 +97,24 @@ def _swiglu(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+class PackedLinear(nn.Module):
+    """A projection without bias. On a CPU a large one runs from a packed copy of its weight, which is quicker."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = _weight(out_features, in_features)
+        self._packed: ops.CPUDNNLGEMMHandler | None = None
+
+    def pack(self) -> None:
+        """Call once the weight is loaded."""
+        if self.weight.device.type == "cpu" and ops._supports_onednn and self.weight.numel() >= MIN_PACKED_SIZE:
+            self._packed = ops.create_onednn_mm(self.weight.t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[N, in]` -> `[N, out]`."""
+        return F.linear(x, self.weight) if self._packed is None else ops.onednn_mm(self._packed, x, None)
+
+
 class CodePredictorLayer(nn.Module):
     """One decoder layer with fused projections and a static key-value cache."""
 
@@ -107,31 +128,32 @@ class CodePredictorLayer(nn.Module):
         self.enable_gqa = self.num_heads != self.num_kv_heads
         self.eps = config.rms_norm_eps
         self.input_layernorm = _weight(hidden)
-        self.qkv_proj = _weight((self.num_qk_heads + self.num_kv_heads) * self.head_dim, hidden)
+        self.qkv_proj = PackedLinear(hidden, (self.num_qk_heads + self.num_kv_heads) * self.head_dim)
         self.q_norm = _weight(self.head_dim)
         self.k_norm = _weight(self.head_dim)
-        self.o_proj = _weight(hidden, self.num_heads * self.head_dim)
+        self.o_proj = PackedLinear(self.num_heads * self.head_dim, hidden)
         self.post_attention_layernorm = _weight(hidden)
-        self.gate_up_proj = _weight(2 * inter, hidden)
-        self.down_proj = _weight(hidden, inter)
+        self.gate_up_proj = PackedLinear(hidden, 2 * inter)
+        self.down_proj = PackedLinear(inter, hidden)
         cache_shape = (max_batch_size, self.num_kv_heads, config.num_code_groups, self.head_dim)
         self.k_cache: torch.Tensor
         self.v_cache: torch.Tensor
         self.register_buffer("k_cache", torch.zeros(cache_shape), persistent=False)
         self.register_buffer("v_cache", torch.zeros(cache_shape), persistent=False)
 
-    def fuse_qk_norm(self) -> None:
-        """Lays the weights of the two norms out by head: one product serves queries and keys."""
+    def finish_loading(self) -> None:
+        """Packs the projections, and lays the norms' weights out by head: one product serves queries and keys."""
+        for projection in (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj):
+            projection.pack()
         weights = (self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1))
         self.qk_norm = torch.cat(weights).clone()  # [heads + kv_heads, head_dim]
 
     def forward(self, hidden: torch.Tensor, rows: FrameRows) -> torch.Tensor:
         """`[B * rows.num_rows, H]` -> the same shape, before the final norm."""
         normed = _rms_norm(hidden, self.input_layernorm, self.eps)
-        attended = self._attend(F.linear(normed, self.qkv_proj), rows)
-        hidden = torch.addmm(hidden, attended, self.o_proj.t())
+        hidden = hidden + self.o_proj(self._attend(self.qkv_proj(normed), rows))
         normed = _rms_norm(hidden, self.post_attention_layernorm, self.eps)
-        return torch.addmm(hidden, _swiglu(F.linear(normed, self.gate_up_proj)), self.down_proj.t())
+        return hidden + self.down_proj(_swiglu(self.gate_up_proj(normed)))
 
     def _attend(self, qkv: torch.Tensor, rows: FrameRows) -> torch.Tensor:
         """`[B * num_rows, (heads + 2 * kv_heads) * head_dim]` -> `[B * num_rows, heads * head_dim]`."""
@@ -235,7 +257,7 @@ class CodePredictor(nn.Module):
             loaded.add(target)
         self.cos_sin = self._rotation_table()
         for layer in self.layers:
-            cast(CodePredictorLayer, layer).fuse_qk_norm()
+            cast(CodePredictorLayer, layer).finish_loading()
         return loaded
 
     def _locate(self, name: str) -> tuple[str, torch.Tensor]:
@@ -246,20 +268,22 @@ class CodePredictor(nn.Module):
             return path[0], whole[int(path[1])] if len(path) > 1 else whole
         layer = cast(CodePredictorLayer, self.layers[int(path[1])])
         target, rows = self._locate_in_layer(layer, path[-1])
-        return f"layers.{path[1]}.{target}", getattr(layer, target)[rows]
+        return f"layers.{path[1]}.{target}", layer.get_parameter(target)[rows]
 
     @staticmethod
     def _locate_in_layer(layer: CodePredictorLayer, name: str) -> tuple[str, slice]:
         q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        inter = layer.down_proj.shape[1]
-        fused = {
-            "q_proj": ("qkv_proj", slice(0, q_size)),
-            "k_proj": ("qkv_proj", slice(q_size, q_size + kv_size)),
-            "v_proj": ("qkv_proj", slice(q_size + kv_size, None)),
-            "gate_proj": ("gate_up_proj", slice(0, inter)),
-            "up_proj": ("gate_up_proj", slice(inter, None)),
+        inter = layer.down_proj.weight.shape[1]
+        projections = {
+            "q_proj": ("qkv_proj.weight", slice(0, q_size)),
+            "k_proj": ("qkv_proj.weight", slice(q_size, q_size + kv_size)),
+            "v_proj": ("qkv_proj.weight", slice(q_size + kv_size, None)),
+            "o_proj": ("o_proj.weight", slice(None)),
+            "gate_proj": ("gate_up_proj.weight", slice(0, inter)),
+            "up_proj": ("gate_up_proj.weight", slice(inter, None)),
+            "down_proj": ("down_proj.weight", slice(None)),
         }
-        return fused.get(name, (name, slice(None)))
+        return projections.get(name, (name, slice(None)))
 
     def _rotation_table(self) -> torch.Tensor:
         """`[num_code_groups, head_dim]`: cosines, then sines, in the weights' dtype."""

@@ -19,10 +19,7 @@ from transformers import (
     Qwen3OmniMoeForConditionalGeneration,
     WhisperFeatureExtractor,
 )
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
-    Qwen3OmniMoeCode2Wav,
-    Qwen3OmniMoeCode2WavDecoderResidualUnit,
-)
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from vllm_omni.testing.tiny.tokenizer import (
     answer_token_ids,
@@ -42,6 +39,9 @@ NUM_SPECIAL_CODES = 1024
 MAX_POSITIONS = 8192
 THINKER_EOS_FACTOR = 1.1
 TALKER_EOS_FACTOR = 1.2
+VOCODER_GAIN = 0.8
+"""Residual branches add up over its many units: louder, and its periodic activations would be nothing beside what
+passes through, and their sines take a slow path that no trained vocoder meets."""
 WAVE_STD = 0.15
 HEADS = ("lm_head", "codec_head")
 
@@ -136,6 +136,7 @@ def write(path: Path, seed: int, size: str) -> None:
     config = make_config(SIZES[size], tokenizer)
     model = Qwen3OmniMoeForConditionalGeneration(config)
     fill_random(model, seed, SIZES[size].layer_gain, heads=HEADS)
+    fill_random(model.code2wav, seed, VOCODER_GAIN)
     _shape_outputs(model, tokenizer)
     im_end, endoftext = token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")
     model.generation_config = GenerationConfig(eos_token_id=[im_end, endoftext], pad_token_id=endoftext)
@@ -347,13 +348,8 @@ def _shape_outputs(model: Qwen3OmniMoeForConditionalGeneration, tokenizer: Qwen2
 def _quieten(vocoder: Qwen3OmniMoeCode2Wav) -> None:
     """Scales the last convolution so that few samples are cut at +-1: there a wrong wave looks like a right one.
 
-    And before that the residual branches: at the loudness that they would reach, the periodic activations are nothing
-    beside what passes through, and their sines take a slow path that no trained vocoder meets.
-    By powers of two, which change exponents only: the files stay identical however the sum was rounded.
+    By a power of two, which changes exponents only: the files stay identical however the sum was rounded.
     """
-    for unit in vocoder.modules():
-        if isinstance(unit, Qwen3OmniMoeCode2WavDecoderResidualUnit):
-            unit.conv2.conv.weight *= 0.125
     codes = torch.arange(16) * torch.arange(1, vocoder.config.num_quantizers + 1)[:, None]
     waves: list[torch.Tensor] = []
     last_conv: Any = vocoder.decoder[-1].conv

@@ -26,7 +26,11 @@ def fill_random(module: nn.Module, seed: int, layer_gain: float, heads: tuple[st
         heads: Parts of parameter names that mark a layer whose outputs are logits.
     """
     generator = torch.Generator().manual_seed(seed)
-    embeddings = {f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding)}
+    children = dict(module.named_modules())
+    embeddings = {f"{name}.weight" for name, child in children.items() if isinstance(child, nn.Embedding)}
+    strides = {
+        f"{name}.weight": child.stride[0] for name, child in children.items() if isinstance(child, nn.ConvTranspose1d)
+    }
     with torch.no_grad():
         for name, parameter in sorted(module.named_parameters()):
             noise = torch.empty(parameter.shape, dtype=torch.float32).normal_(generator=generator)
@@ -34,7 +38,7 @@ def fill_random(module: nn.Module, seed: int, layer_gain: float, heads: tuple[st
                 value = EMBEDDING_STD * noise
             elif parameter.dim() >= 2:
                 gain = HEAD_GAIN if any(head in name for head in heads) else layer_gain
-                value = gain / _fan_in(name, parameter) ** 0.5 * noise
+                value = gain / _fan_in(name, parameter, strides.get(name)) ** 0.5 * noise
             else:
                 value = _vector(name, noise)
             parameter.copy_(value)
@@ -53,9 +57,11 @@ def limit_head(head: nn.Linear, live: list[int], favoured: int | None = None, fa
             head.weight[favoured] *= factor
 
 
-def _fan_in(name: str, parameter: torch.Tensor) -> int:
-    """Inputs that one output sums over; the last dimension for linear layers and for stacked experts."""
-    if "experts" in name or parameter.dim() == 2:
+def _fan_in(name: str, parameter: torch.Tensor, stride: int | None) -> float:
+    """Inputs that one output sums over. `stride` is that of a transposed convolution, None for all else."""
+    if stride is not None:
+        return parameter.shape[0] * parameter.shape[-1] / stride
+    if "experts" in name or parameter.dim() == 2:  # experts are stacked, and not convolutions
         return parameter.shape[-1]
     return parameter[0].numel()
 

@@ -61,8 +61,8 @@ class OmniInputProcessor(InputProcessor):
         super().__init__(vllm_config, renderer, mm_registry=mm_registry)
         self._settings = OmniEngineSettings.from_vllm_config(vllm_config)
         if not self._settings.uses_generation_config:
-            # vLLM takes stop tokens from there whatever it is told: a talker would stop at the text's last id, or, where
-            # that lies outside its vocabulary and a minimum length is set, raise.
+            # vLLM takes stop tokens from there whatever it is told: a talker would stop at the text's last id, or raise
+            # where that lies outside its vocabulary and a minimum length is set.
             self.generation_config_fields = {}
         self._dtype = cast(torch.dtype, self.model_config.dtype)  # vLLM has resolved the name by now.
         self._vocab_size = self.model_config.get_vocab_size()

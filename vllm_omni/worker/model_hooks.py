@@ -42,8 +42,3 @@ class ModelHooks:
     @property
     def emits_prompt_rows(self) -> bool:
         return self.output is None or self.output.omni_output_rows == "all"
-
-    @property
-    def any_called(self) -> bool:
-        """Whether any hook needs the requests of a step."""
-        return bool(self.preprocess or self.postprocess or self.wants_information)

@@ -20,7 +20,7 @@ from vllm_omni.plugin import register
 from vllm_omni.testing.hf_oracle import HFOracle, hf_inputs
 from vllm_omni.testing.media import PROMPT_KINDS, make_prompt
 
-from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
+from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case, make_hard_prompts
 
 TIGHT = {"block_size": 32, "num_gpu_blocks_override": 12, "max_model_len": 256, "max_num_batched_tokens": 72}
 
@@ -37,9 +37,10 @@ def oracle(tiny_qwen3_omni_moe: Path) -> HFOracle:
 
 @pytest.fixture(scope="session")
 def cases(tiny_qwen3_omni_moe: Path, oracle: HFOracle) -> dict[str, Case]:
-    """One case of each kind of prompt, and a second one of each: `text`, ..., `text2`, ..."""
+    """One case of each kind of prompt, a second one of each (`text2`, ...), and harder ones."""
     prompts = {kind: make_prompt(tiny_qwen3_omni_moe, kind, seed=0) for kind in PROMPT_KINDS}
     prompts |= {f"{kind}2": make_prompt(tiny_qwen3_omni_moe, kind, seed=7) for kind in PROMPT_KINDS}
+    prompts |= make_hard_prompts(tiny_qwen3_omni_moe)
     return {
         name: Case(
             prompt=prompt,
@@ -72,7 +73,7 @@ def thinker_engine(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLMEngine]:
         tiny_qwen3_omni_moe,
         model_arch="Qwen3OmniMoeThinkerForConditionalGeneration",
         engine_output_type="latent",
-        limit_mm_per_prompt={"image": 1, "audio": 1, "video": 1},
+        limit_mm_per_prompt={"image": 2, "audio": 1, "video": 1},
         skip_mm_profiling=True,
         **TIGHT,
     )

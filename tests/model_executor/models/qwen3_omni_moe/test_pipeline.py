@@ -38,7 +38,7 @@ def as_prompt(stage_input: StageInput | None) -> dict[str, Any]:
     }
 
 
-def test_eight_prompts_through_three_stages(
+def test_prompts_of_every_kind_through_three_stages(
     thinker_engine: OmniLLMEngine,
     talker_engine: OmniLLMEngine,
     code2wav_engine: OmniLLMEngine,

@@ -20,7 +20,7 @@ from vllm_omni.outputs import StageOutput
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import PROMPT_KINDS
 
-from .helpers import Case
+from .helpers import HARD_KINDS, Case
 
 START, SYSTEM, USER, ASSISTANT = 1, 2, 3, 4
 TWO_TURNS = torch.tensor(
@@ -120,7 +120,7 @@ def test_a_prompt_without_an_assistant_turn_is_refused(to_talker: ThinkerToTalke
         process(to_talker, thinker_output(config, [30, 31, 32], num_generated=4))
 
 
-@pytest.mark.parametrize("kind", PROMPT_KINDS)
+@pytest.mark.parametrize("kind", [*PROMPT_KINDS, *HARD_KINDS])
 def test_positions_equal_hf(
     kind: str, to_talker: ThinkerToTalker, cases: dict[str, Case], config: PretrainedConfig, oracle: HFOracle
 ) -> None:

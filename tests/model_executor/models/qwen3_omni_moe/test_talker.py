@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.testing.media import PROMPT_KINDS
 
-from .helpers import TALKER_TOKENS, Case, PreemptionCounter, run_engine
+from .helpers import HARD_KINDS, TALKER_TOKENS, Case, PreemptionCounter, run_engine
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def check(output: Any, case: Case) -> None:
     assert torch.equal(codes, case.expected.codes.T)
 
 
-@pytest.mark.parametrize("kind", PROMPT_KINDS)
+@pytest.mark.parametrize("kind", [*PROMPT_KINDS, *HARD_KINDS])
 def test_a_request_alone(
     kind: str, talker_engine: OmniLLMEngine, cases: dict[str, Case], make_prompt: Any, make_params: Any
 ) -> None:
@@ -56,7 +56,7 @@ def test_a_request_alone(
     check(outputs[kind], cases[kind])
 
 
-def test_eight_at_once_with_chunks_and_preemptions(
+def test_all_at_once_with_chunks_and_preemptions(
     talker_engine: OmniLLMEngine,
     cases: dict[str, Case],
     make_prompt: Any,

@@ -13,7 +13,7 @@ from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import (
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import PROMPT_KINDS
 
-from .helpers import Case
+from .helpers import HARD_KINDS, Case
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def builder(oracle: HFOracle, config: PretrainedConfig) -> TalkerPromptBuilder:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", PROMPT_KINDS)
+@pytest.mark.parametrize("kind", [*PROMPT_KINDS, *HARD_KINDS])
 def test_prompt_and_text_rows_equal_hf(
     kind: str, builder: TalkerPromptBuilder, cases: dict[str, Case], config: PretrainedConfig, oracle: HFOracle
 ) -> None:

@@ -12,7 +12,7 @@ from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
 from vllm_omni.testing.media import PROMPT_KINDS
 
-from .helpers import THINKER_TOKENS, Case, PreemptionCounter, run_engine
+from .helpers import HARD_KINDS, THINKER_TOKENS, Case, PreemptionCounter, run_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS)
 
@@ -27,7 +27,7 @@ def check(output: Any, case: Case, config: PretrainedConfig) -> None:
     torch.testing.assert_close(rows, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("kind", PROMPT_KINDS)
+@pytest.mark.parametrize("kind", [*PROMPT_KINDS, *HARD_KINDS])
 def test_a_prompt_alone(
     kind: str, thinker_engine: OmniLLMEngine, cases: dict[str, Case], config: PretrainedConfig
 ) -> None:
@@ -35,7 +35,7 @@ def test_a_prompt_alone(
     check(outputs[kind], cases[kind], config)
 
 
-def test_eight_at_once_with_chunks_and_preemptions(
+def test_all_at_once_with_chunks_and_preemptions(
     thinker_engine: OmniLLMEngine,
     cases: dict[str, Case],
     config: PretrainedConfig,

@@ -202,6 +202,7 @@ class CodePredictor(nn.Module):
         self.norm = _weight(config.hidden_size)
         self.codec_embedding = _weight(self.num_steps, config.vocab_size, config.hidden_size)
         self.lm_head = _weight(self.num_steps, config.vocab_size, config.hidden_size)
+        self._cos_sin: torch.Tensor | None = None
         positions = torch.arange(config.num_code_groups)
         self.first_positions: torch.Tensor
         self.positions: torch.Tensor
@@ -217,6 +218,8 @@ class CodePredictor(nn.Module):
             first_embeds: `[B, H]`, the talker's embedding of the frame's first code.
             sampling: How to draw; None takes the likeliest code everywhere.
         """
+        if self._cos_sin is None:
+            self._finish_loading()
         rows = torch.stack((hidden, first_embeds), dim=1).view(-1, hidden.shape[1])  # [2 * B, H]
         last = self._forward_rows(rows, 0, 2)[1::2].contiguous()
         codes, embeds = [], torch.zeros_like(first_embeds)
@@ -243,7 +246,8 @@ class CodePredictor(nn.Module):
 
     def _forward_rows(self, hidden: torch.Tensor, start: int, num_rows: int) -> torch.Tensor:
         positions = self.first_positions if num_rows > 1 else self.positions[start]
-        rows = FrameRows(start, num_rows, positions[: hidden.shape[0]], self.cos_sin)
+        assert self._cos_sin is not None
+        rows = FrameRows(start, num_rows, positions[: hidden.shape[0]], self._cos_sin)
         for layer in self.layers:
             hidden = layer(hidden, rows)
         return hidden
@@ -255,10 +259,14 @@ class CodePredictor(nn.Module):
             target, view = self._locate(name)
             view.data.copy_(tensor)
             loaded.add(target)
-        self.cos_sin = self._rotation_table()
+        self._cos_sin = None
+        return loaded
+
+    def _finish_loading(self) -> None:
+        """At the first frame, because vLLM fills weights itself where it is told to load dummies."""
+        self._cos_sin = self._rotation_table()
         for layer in self.layers:
             cast(CodePredictorLayer, layer).finish_loading()
-        return loaded
 
     def _locate(self, name: str) -> tuple[str, torch.Tensor]:
         """The parameter that a checkpoint name fills, and the part of it."""

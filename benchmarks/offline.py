@@ -11,252 +11,41 @@ Without `--model` two checkpoints with random weights are measured: the default 
 decides, and the large one, where computing does.
 """
 
-import itertools
-import math
-import os
-import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
+from contestants import (
+    Contestant,
+    Figures,
+    HFContestant,
+    Load,
+    OmniContestant,
+    Prompts,
+    check_replies,
+    hf_contestants,
+)
 from report import Report, make_parser, mean, percentile, progress
 from transformers.utils import logging
-from vllm import SamplingParams
 
-from vllm_omni import OmniLLM, OmniRequestOutput
-from vllm_omni.testing.hf_oracle import HFOracle, OracleResult
+from vllm_omni import OmniLLM
+from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import mixed_prompts
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
-WAVE_RATE = 24_000
-REPETITION_PENALTY = 1.05
-TRIALS, TRIAL_TEXT_TOKENS, TRIAL_FRAMES = 3, 4, 2
-
-Prompts = list[dict[str, Any]]
+DEFAULT, LARGE = "default", "large"
 
 
-@dataclass(frozen=True)
-class Load:
-    """How much is asked for in each round.
-
-    Attributes:
-        serial_prompts: Prompts for those who take one at a time.
-        waves: How often as many prompts as the concurrency are given at once.
-        text_tokens, frames: Length of every answer.
-    """
-
-    rounds: int
-    serial_prompts: int
-    waves: int
-    text_tokens: int
-    frames: int
-
-    def num_prompts(self, concurrency: int) -> int:
-        return max(self.serial_prompts, self.waves * concurrency)
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What is compared, at one concurrency. `jct` are job completion times in seconds of wall time."""
-
-    requests_per_second: float
-    audio_seconds_per_second: float
-    jct: list[float]
-
-    def ratios_to(self, reference: "Figures") -> dict[str, float]:
-        return {
-            "requests_per_second": self.requests_per_second / reference.requests_per_second,
-            "audio_seconds_per_second": self.audio_seconds_per_second / reference.audio_seconds_per_second,
-            "mean_jct_speedup": mean(reference.jct) / mean(self.jct),
-            "p95_jct_speedup": percentile(reference.jct, 95) / percentile(self.jct, 95),
-        }
-
-
-class Contestant(Protocol):
-    """Answers prompts, and keeps what it answered by the index of the prompt."""
-
-    name: str
-    replies: dict[int, "Reply"]
-
-    def warm_up(self, prompts: Prompts) -> None: ...
-
-    def run(self, prompts: Prompts) -> None: ...
-
-
-@dataclass(frozen=True)
-class Reply:
-    """Enough of an answer to know that two contestants did the same work."""
-
-    token_ids: list[int]
-    samples: int
-
-
-class HFContestant:
-    """Transformers, one request at a time, on `threads` threads."""
-
-    def __init__(self, oracle: HFOracle, load: Load, threads: int) -> None:
-        self.name = f"HF transformers, {threads} thread{'s' * (threads > 1)}"
-        self._oracle = oracle
-        self._load = load
-        self._threads = threads
-        self._seconds: list[float] = []
-        self._audio_seconds = 0.0
-        self.replies: dict[int, Reply] = {}
-
-    def warm_up(self, prompts: Prompts) -> None:
-        self.try_out(prompts)
-
-    def try_out(self, prompts: Prompts) -> float:
-        """Seconds for a short answer."""
-        return self._answer(prompts[0], TRIAL_TEXT_TOKENS, TRIAL_FRAMES).seconds
-
-    def run(self, prompts: Prompts) -> None:
-        for index, prompt in enumerate(prompts[: self._load.serial_prompts]):
-            result = self._answer(prompt, self._load.text_tokens, self._load.frames)
-            self._seconds.append(result.seconds)
-            self._audio_seconds += len(result.audio) / WAVE_RATE
-            self.replies[index] = Reply(result.thinker_token_ids, len(result.audio))
-
-    def figures(self, concurrency: int) -> Figures:
-        """Of requests that come together, each waits for those before it."""
-        busy = sum(self._seconds)
-        return Figures(len(self._seconds) / busy, self._audio_seconds / busy, _queued(self._seconds, concurrency))
-
-    def _answer(self, prompt: dict[str, Any], text_tokens: int, frames: int) -> OracleResult:
-        self._oracle.num_threads = self._threads
-        return self._oracle.generate(
-            prompt,
-            thinker_min_tokens=text_tokens,
-            thinker_max_tokens=text_tokens,
-            talker_min_tokens=frames + 1,
-            talker_max_tokens=frames + 1,
-            repetition_penalty=REPETITION_PENALTY,
-        )
-
-
-class OmniContestant:
-    """`OmniLLM`, `concurrency` requests at a time."""
-
-    name = "vllm_omni"
-
-    def __init__(self, llm: OmniLLM, load: Load, concurrency: int) -> None:
-        self.concurrency = concurrency
-        self._llm = llm
-        self._num_prompts = load.num_prompts(concurrency)
-        self._params = _sampling_params(load)
-        self._busy = 0.0
-        self._audio_seconds = 0.0
-        self._jct: list[float] = []
-        self.replies: dict[int, Reply] = {}
-
-    def warm_up(self, prompts: Prompts) -> None:
-        self._llm.generate(prompts[: self.concurrency], self._params, use_tqdm=False)
-
-    def run(self, prompts: Prompts) -> None:
-        prompts = prompts[: self._num_prompts]
-        for start in range(0, len(prompts), self.concurrency):
-            self._run_together(prompts[start : start + self.concurrency], start)
-
-    def figures(self) -> Figures:
-        return Figures(len(self._jct) / self._busy, self._audio_seconds / self._busy, self._jct)
-
-    def _run_together(self, prompts: Prompts, first_index: int) -> None:
-        started = time.monotonic()
-        outputs = self._llm.generate(prompts, self._params, use_tqdm=False)
-        self._busy += time.monotonic() - started
-        texts, speeches = outputs[::2], outputs[1::2]
-        for index, (text, speech) in enumerate(zip(texts, speeches, strict=True), first_index):
-            samples = len(speech.multimodal_output["audio"])
-            self._jct.append(_finished(speech) - started)
-            self._audio_seconds += samples / WAVE_RATE
-            self.replies[index] = Reply(list(text.outputs[0].token_ids), samples)
-
-
-def _sampling_params(load: Load) -> list[SamplingParams | None]:
-    """Greedy, of fixed length. The talker's last code is never fed back, so it makes no frame."""
-    thinker = SamplingParams(temperature=0, min_tokens=load.text_tokens, max_tokens=load.text_tokens)
-    talker = SamplingParams(
-        temperature=0,
-        min_tokens=load.frames + 1,
-        max_tokens=load.frames + 1,
-        repetition_penalty=REPETITION_PENALTY,
-        detokenize=False,
-    )
-    return [thinker, talker, None]
-
-
-def _finished(output: OmniRequestOutput) -> float:
-    """When the last stage was done with the request, by `time.monotonic()`."""
-    return max(metrics.finished for metrics in output.stage_metrics)
-
-
-def _queued(seconds: list[float], concurrency: int) -> list[float]:
-    """Completion times of requests that come `concurrency` at once and are worked on one by one.
-
-    Where the last group would be smaller, requests from the start fill it up.
-    """
-    groups = math.ceil(len(seconds) / concurrency)
-    endless = itertools.cycle(seconds)
-    return [done for _ in range(groups) for done in itertools.accumulate(itertools.islice(endless, concurrency))]
-
-
-def hf_contestants(model: Path, load: Load, prompts: Prompts) -> list[HFContestant]:
-    """HF on one thread, and on more where that is faster: small models lose by it, above all beside other work."""
-    oracle = HFOracle(model)
-    cores = len(os.sched_getaffinity(0))
-    single = HFContestant(oracle, load, 1)
-    best, least = single, _trial(single, prompts, math.inf)
-    for threads in sorted({min(8, cores), cores} - {1}):
-        choice = HFContestant(oracle, load, threads)
-        seconds = _trial(choice, prompts, 2 * least)
-        if seconds < least:
-            best, least = choice, seconds
-    return [single] if best is single else [single, best]
-
-
-def _trial(contestant: HFContestant, prompts: Prompts, limit: float) -> float:
-    """The least of several times; only one, where that is over the limit already."""
-    first = contestant.try_out(prompts)
-    if first > limit:
-        return first
-    return min(first, *(contestant.try_out(prompts) for _ in range(TRIALS - 1)))
-
-
-def check_replies(reference: HFContestant, others: Sequence[Contestant]) -> None:
-    """
-    Raises:
-        SystemExit: Somebody answered with other tokens, or with a wave of another length.
-    """
-    for contestant in others:
-        for index, reply in reference.replies.items():
-            if contestant.replies[index] != reply:
-                sys.exit(f"not comparable: prompt {index}, {contestant.name}: {contestant.replies[index]}, not {reply}")
-
-
-def measure(label: str, model: Path, load: Load, concurrencies: list[int], report: Report) -> None:
-    """Runs all contestants on one checkpoint and adds rows, ratios and notes to the report."""
-    prompts = mixed_prompts(model, load.num_prompts(max(concurrencies)))
+def play(label: str, model: Path, load: Load, concurrencies: list[int], report: Report) -> None:
+    """Runs all contestants on one checkpoint and adds rows, ratios and a note to the report."""
     progress(f"{label}: trying how many threads HF likes")
-    hf = hf_contestants(model, load, prompts)
+    prompts = mixed_prompts(model, load.num_prompts(max(concurrencies)))
+    hf = hf_contestants(HFOracle(model), load, prompts)
     progress(f"{label}: starting the pipeline")
     with OmniLLM(str(model), dtype="float32", max_model_len=1024, max_num_seqs=max(concurrencies)) as llm:
         ours = [OmniContestant(llm, load, concurrency) for concurrency in concurrencies]
         run_rounds(label, [*hf, *ours], prompts, load.rounds)
     check_replies(hf[0], [*hf, *ours])
-    best = max(hf, key=lambda contestant: contestant.figures(1).requests_per_second)
-    for concurrency in concurrencies:
-        for contestant in hf:
-            add_row(report, label, contestant.name, concurrency, contestant.figures(concurrency))
-    for one in ours:
-        add_row(report, label, one.name, one.concurrency, one.figures())
-        add_ratios(report, label, one.concurrency, one.figures().ratios_to(best.figures(one.concurrency)))
-    report.notes.append(
-        f"{label}: {load.text_tokens} text tokens and {load.frames} frames for each prompt, {load.rounds} round(s); "
-        f"ratios are to {best.name}, its best; all gave the same text tokens and wave lengths"
-    )
+    add_results(label, load, hf, ours, report)
 
 
 def run_rounds(label: str, contestants: list[Contestant], prompts: Prompts, rounds: int) -> None:
@@ -267,6 +56,19 @@ def run_rounds(label: str, contestants: list[Contestant], prompts: Prompts, roun
         progress(f"{label}: round {number} of {rounds}")
         for contestant in contestants:
             contestant.run(prompts)
+
+
+def add_results(label: str, load: Load, hf: list[HFContestant], ours: list[OmniContestant], report: Report) -> None:
+    best = max(hf, key=lambda contestant: contestant.figures(1).requests_per_second)
+    for one in ours:
+        for reference in hf:
+            add_row(report, label, reference.name, one.concurrency, reference.figures(one.concurrency))
+        add_row(report, label, one.name, one.concurrency, one.figures())
+        add_ratios(report, label, one.concurrency, one.figures().ratios_to(best.figures(one.concurrency)))
+    report.notes.append(
+        f"{label}: {load.text_tokens} text tokens and {load.frames} frames for each prompt, {load.rounds} "
+        f"round(s); ratios are to {best.name}, its best; all gave the same text tokens and wave lengths"
+    )
 
 
 def add_row(report: Report, label: str, who: str, concurrency: int, figures: Figures) -> None:
@@ -285,17 +87,17 @@ def add_row(report: Report, label: str, who: str, concurrency: int, figures: Fig
 
 def add_ratios(report: Report, label: str, concurrency: int, ratios: dict[str, float]) -> None:
     """Names end in the concurrency; those of the large size begin with `large_`."""
-    prefix = "large_" if label == "large" else ""
+    prefix = "large_" if label == LARGE else ""
     report.ratios |= {f"{prefix}{name}_c{concurrency}": value for name, value in ratios.items()}
 
 
 def loads(quick: bool) -> dict[str, Load]:
     """By size of the checkpoint; a model of the user's own is measured like the default."""
     if quick:
-        default = Load(rounds=1, serial_prompts=4, waves=1, text_tokens=24, frames=48)
-        return {"default": default, "large": Load(rounds=1, serial_prompts=4, waves=1, text_tokens=12, frames=16)}
+        default = Load(rounds=1, serial_prompts=4, waves=1, text_tokens=16, frames=32)
+        return {DEFAULT: default, LARGE: Load(rounds=1, serial_prompts=2, waves=1, text_tokens=8, frames=16)}
     default = Load(rounds=5, serial_prompts=8, waves=2, text_tokens=24, frames=64)
-    return {"default": default, "large": Load(rounds=3, serial_prompts=4, waves=2, text_tokens=24, frames=64)}
+    return {DEFAULT: default, LARGE: Load(rounds=3, serial_prompts=4, waves=2, text_tokens=24, frames=64)}
 
 
 def main() -> None:
@@ -308,12 +110,14 @@ def main() -> None:
     report = Report("offline", {"quick": str(args.quick)})
     by_size = loads(args.quick)
     if args.model is not None:
-        measure("model", args.model, by_size["default"], args.concurrency, report)
+        play(DEFAULT, args.model, by_size[DEFAULT], args.concurrency, report)
     else:
         for size, load in by_size.items():
+            # One at a time the large size takes long; a quick run has no time for it.
+            hurried = args.quick and size == LARGE
             with tempfile.TemporaryDirectory() as folder:
                 model = write_tiny_checkpoint("qwen3_omni_moe", folder, size=size)
-                measure(size, model, load, args.concurrency, report)
+                play(size, model, load, [max(args.concurrency)] if hurried else args.concurrency, report)
     report.finish(args.output)
 
 

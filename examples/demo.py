@@ -16,9 +16,11 @@ import time
 import wave
 from pathlib import Path
 
-# Before vLLM is imported: it reads these when it is loaded.
+# Keeps the screen to what the demo says. Before the imports: these are read when a library is loaded.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -70,7 +72,7 @@ def main() -> None:
         print(f"[2/4] making a picture and a spoken clip: {output_dir}/picture.png, {output_dir}/voice.wav")
         prompt = make_question(model, output_dir)
         print("[3/4] starting the pipeline: thinker, talker and code2wav, each a vLLM engine in its own process")
-        with OmniLLM(str(model), dtype="float32", max_model_len=1024) as llm:
+        with OmniLLM(str(model), dtype="float32", max_model_len=1024, use_tqdm_on_load=False) as llm:
             print(f"[4/4] asking about both (ready after {time.perf_counter() - begin:.0f} s)")
             greedy = {"temperature": 0.0, "max_tokens": 32}
             text, speech = llm.generate(prompt, [greedy, {"max_tokens": 64}, None], use_tqdm=False)

@@ -17,7 +17,7 @@ def launch_pipeline(*args: Any, **kwargs: Any) -> "Pipeline":
         VllmRequirementError: vLLM is missing or is another version.
     """
     require_vllm()
-    server = ForkServer(preload=["vllm_omni.stage.engines.llm"])
+    server = ForkServer(preload=["vllm_omni.stage.engines.llm", "vllm.model_executor.model_loader"])
     try:
         from vllm_omni.entrypoints.pipeline import open_pipeline
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
@@ -53,8 +54,7 @@ def open_pipeline(
     """
     config = _load_config(model, stage_configs_path, engine_args)
     config = _apply_arguments(config, engine_args, stage_overrides)
-    _check_engine_args(config, model)
-    server.preload(_modules_to_preload(config))
+    server.preload(_modules_to_preload(config, _check_engine_args(config, model)))
     orchestrator = Orchestrator(
         config,
         model,
@@ -95,29 +95,24 @@ def _apply_arguments(
     return config.with_stage_args(stages)
 
 
-def _check_engine_args(config: PipelineConfig, model: str) -> None:
-    """Refuses unknown engine arguments before any process is started."""
+def _check_engine_args(config: PipelineConfig, model: str) -> list[EngineArgs]:
+    """The engine arguments of all vLLM stages; refuses unknown ones before any stage is started."""
+    checked = []
     for stage in config.stage_args:
         if stage.runs_vllm:
             try:
-                create_engine_args(model, engine_type=stage.kind.lower(), **stage.vllm_engine_args)
+                checked.append(create_engine_args(model, engine_type=stage.kind.lower(), **stage.vllm_engine_args))
             except (ValueError, TypeError) as error:
                 raise StageConfigError(f"stage {stage.stage_id} ({stage.name}): engine_args: {error}") from error
+    return checked
 
 
-def _modules_to_preload(config: PipelineConfig) -> list[str]:
-    modules = [_module_of(stage.custom_process_input_func) for stage in config.stage_args]
-    modules += [_model_module(stage) for stage in config.stage_args]
-    return sorted({module for module in modules if module is not None})
-
-
-def _module_of(dotted_path: str | None) -> str | None:
-    return None if dotted_path is None else dotted_path.rpartition(".")[0]
-
-
-def _model_module(stage: OmniStageConfig) -> str | None:
-    path = OMNI_MODELS.get(stage.engine_args.get("model_arch", ""))
-    return None if path is None else path.partition(":")[0]
+def _modules_to_preload(config: PipelineConfig, engine_args: list[EngineArgs]) -> list[str]:
+    """What the stages would import otherwise, each for itself."""
+    paths = [stage.custom_process_input_func for stage in config.stage_args]
+    paths += [path for args in engine_args for path in (args.worker_cls, args.scheduler_cls) if isinstance(path, str)]
+    paths += [OMNI_MODELS.get(stage.engine_args.get("model_arch", "")) for stage in config.stage_args]
+    return sorted({path.replace(":", ".").rpartition(".")[0] for path in paths if path is not None})
 
 
 def _num_threads(config: PipelineConfig) -> int | None:

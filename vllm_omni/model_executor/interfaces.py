@@ -118,9 +118,7 @@ class SupportsAuxHiddenStates(Protocol):
 class SupportsPostprocess(Protocol):
     """Says what a request must remember for its next step."""
 
-    def postprocess(
-        self, hidden_states: torch.Tensor, spans: list[RequestSpan]
-    ) -> list[dict[str, Any]]:
+    def postprocess(self, hidden_states: torch.Tensor, spans: list[RequestSpan]) -> list[dict[str, Any]]:
         """
         Args:
             hidden_states: `[num_tokens, hidden]`, after the final norm. Clone what is kept.

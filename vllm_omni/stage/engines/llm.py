@@ -39,7 +39,9 @@ class LLMStageEngine(StageEngine):
             self._step()
 
     def close(self) -> None:
-        self._engine.close()
+        # vLLM's orderly shutdown takes seconds; all that runs in this process ends with it anyway.
+        if self._engine.vllm_config.parallel_config.world_size > 1:
+            self._engine.close()
 
     def _take_inbox(self) -> bool:
         """Takes in what has arrived; sleeps while the engine has nothing to do. False once it is to stop."""

@@ -16,14 +16,13 @@ from vllm.transformers_utils.config import get_config
 
 from vllm_omni.config.loader import load_pipeline_config
 from vllm_omni.config.paths import stage_configs_dir
-from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, find_stage
+from vllm_omni.config.stage_config import PipelineConfig, find_stage
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_executor.registry import OMNI_MODELS
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.stage.fork_server import ForkServer
-
 
 # One half of vLLM's cache would be here and the other in the first stage; they disagree after a refused request.
 _FOR_VLLM_STAGES = {"mm_processor_cache_gb": 0}

@@ -6,12 +6,15 @@
 Both answer the same prompts (text, image, audio and video in turn) with the same weights, greedily in
 float32, and at the same length: so many text tokens, so many frames of speech. As many prompts as
 `--concurrency` says come at once, and the next ones when those are done. HF works on one after the other, on
-one thread, and also on as many as a trial finds to be faster; we are compared with the better of these.
+one thread, and also on as many as a trial finds to be clearly faster; we are compared with the better of these.
 Without `--model` two checkpoints with random weights are measured: the default tiny one, where overhead
 decides, and the large one, where computing does.
 """
 
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from contestants import (
@@ -35,21 +38,46 @@ from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 DEFAULT, LARGE = "default", "large"
 
 
-def play(label: str, model: Path, load: Load, concurrencies: list[int], report: Report) -> None:
+@dataclass(frozen=True)
+class Match:
+    """One checkpoint, up and running on both sides."""
+
+    label: str
+    load: Load
+    prompts: Prompts
+    oracle: HFOracle
+    llm: OmniLLM
+
+
+def start(models: dict[str, Path], by_size: dict[str, Load], concurrency: int, stack: ExitStack) -> list[Match]:
+    """Starts all pipelines at the same time, and loads what HF needs meanwhile. An idle pipeline costs no time."""
+    with ThreadPoolExecutor(len(models)) as pool:
+        starting = {label: pool.submit(_start_pipeline, model, concurrency) for label, model in models.items()}
+        oracles = {label: HFOracle(model) for label, model in models.items()}
+    llms = {label: stack.enter_context(future.result()) for label, future in starting.items()}
+    return [
+        Match(label, load, mixed_prompts(models[label], load.num_prompts(concurrency)), oracles[label], llms[label])
+        for label, load in by_size.items()
+        if label in models
+    ]
+
+
+def _start_pipeline(model: Path, concurrency: int) -> OmniLLM:
+    return OmniLLM(str(model), dtype="float32", max_model_len=1024, max_num_seqs=concurrency)
+
+
+def play(match: Match, concurrencies: list[int], report: Report) -> None:
     """Runs all contestants on one checkpoint and adds rows, ratios and a note to the report."""
-    progress(f"{label}: trying how many threads HF likes")
-    prompts = mixed_prompts(model, load.num_prompts(max(concurrencies)))
-    hf = hf_contestants(HFOracle(model), load, prompts)
-    progress(f"{label}: starting the pipeline")
-    with OmniLLM(str(model), dtype="float32", max_model_len=1024, max_num_seqs=max(concurrencies)) as llm:
-        ours = [OmniContestant(llm, load, concurrency) for concurrency in concurrencies]
-        run_rounds(label, [*hf, *ours], prompts, load.rounds)
+    label, load, prompts = match.label, match.load, match.prompts
+    progress(f"{label}: warming up")
+    hf = hf_contestants(match.oracle, load, prompts)
+    ours = [OmniContestant(match.llm, load, concurrency) for concurrency in concurrencies]
+    run_rounds(label, [*hf, *ours], prompts, load.rounds)
     check_replies(hf[0], [*hf, *ours])
     add_results(label, load, hf, ours, report)
 
 
 def run_rounds(label: str, contestants: list[Contestant], prompts: Prompts, rounds: int) -> None:
-    progress(f"{label}: warming up")
     for contestant in contestants:
         contestant.warm_up(prompts)
     for number in range(1, rounds + 1):
@@ -108,17 +136,19 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     report = Report("offline", {"quick": str(args.quick)})
-    by_size = loads(args.quick)
-    if args.model is not None:
-        play(DEFAULT, args.model, by_size[DEFAULT], args.concurrency, report)
-    else:
-        for size, load in by_size.items():
+    with ExitStack() as stack:
+        models = {DEFAULT: args.model} if args.model else _write_models(stack)
+        progress("starting " + " and ".join(models))
+        for match in start(models, loads(args.quick), max(args.concurrency), stack):
             # One at a time the large size takes long; a quick run has no time for it.
-            hurried = args.quick and size == LARGE
-            with tempfile.TemporaryDirectory() as folder:
-                model = write_tiny_checkpoint("qwen3_omni_moe", folder, size=size)
-                play(size, model, load, [max(args.concurrency)] if hurried else args.concurrency, report)
+            hurried = args.quick and match.label == LARGE
+            play(match, [max(args.concurrency)] if hurried else args.concurrency, report)
     report.finish(args.output)
+
+
+def _write_models(stack: ExitStack) -> dict[str, Path]:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    return {size: write_tiny_checkpoint("qwen3_omni_moe", folder / size, size=size) for size in (DEFAULT, LARGE)}
 
 
 if __name__ == "__main__":

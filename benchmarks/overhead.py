@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,11 @@ def measure(model: Path, tokens: int, rounds: int) -> list[Contestant]:
     """Us and plain vLLM, in turns; the first round of each warms up and is not counted."""
     prompts = [make_prompt(model, "text", seed) for seed in range(BATCH)]
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    with OmniLLM(str(model), **ENGINE_ARGS) as omni:
-        progress("OmniLLM is up")
+    progress("starting")
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(OmniLLM, str(model), **ENGINE_ARGS)
         plain = LLM(model=str(model), **ENGINE_ARGS)
-        progress("vllm.LLM is up")
+    with starting.result() as omni:
         inside = _llm_in_this_process(model)
         contestants = [
             Contestant(OMNI, lambda batch: omni.generate(batch, [params], use_tqdm=False)),

@@ -15,6 +15,7 @@ import tempfile
 import time
 import wave
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Keeps the screen to what the demo says. Before the imports: these are read when a library is loaded.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -25,9 +26,12 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 import numpy as np
 from transformers import AutoTokenizer
 
-from vllm_omni import OmniLLM, OmniRequestOutput
+from vllm_omni import OmniLLM
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
+
+if TYPE_CHECKING:
+    from vllm_omni import OmniRequestOutput
 
 SPEECH_RATE = 24_000  # Hz; what Qwen3-Omni's vocoder makes
 
@@ -52,7 +56,7 @@ def make_question(model: Path, output_dir: Path) -> dict:
     return {"prompt": prompt, "multi_modal_data": {"image": [image], "audio": [(voice, SAMPLE_RATE)]}}
 
 
-def print_stages(speech: OmniRequestOutput, seconds_of_speech: float) -> None:
+def print_stages(speech: "OmniRequestOutput", seconds_of_speech: float) -> None:
     print(f"\n  {'stage':<10} {'in':>6} {'out':>6} {'seconds':>9} {'real-time factor':>18}")
     units = {"thinker": "tokens", "talker": "frames", "code2wav": "frames"}
     for stage in speech.stage_metrics:

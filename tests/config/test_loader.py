@@ -125,6 +125,8 @@ def change(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("stage_args.1.custom_process_input_func", PROCESSOR + "s", ["did you mean 'StageInputProcessor'"]),
         ("stage_args.1.final_output_type", None, ["final_output needs final_output_type"]),
         ("stage_args.0.runtime.process", False, ["runtime.process"]),
+        ("stage_args.1.runtime", {"requires_multimodal_data": True}, ["stage 1 (vocoder)", "only first stages"]),
+        ("runtime.enabled", False, ["runtime.enabled: false is not supported"]),
         ("stage_args.0.output_connectors", {"to_stage_1": "bog"}, ["connector 'bog'", "did you mean 'big'"]),
         ("runtime.edges.0.window_size", 8, ["window_size 8 is not supported", "-1"]),
         ("runtime.edges.0.from", 1, ["runtime.edges 1 -> 1"]),

@@ -3,6 +3,7 @@
 
 import difflib
 import importlib
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ import yaml
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def load_pipeline_config(path: str | Path) -> PipelineConfig:
@@ -132,6 +135,8 @@ def _check_stage(stage: OmniStageConfig) -> None:
         raise StageConfigError(
             f"{where}: custom_process_input_func is missing; it turns the sources' outputs into input"
         )
+    if stage.runtime.requires_multimodal_data and stage.engine_input_source:
+        raise StageConfigError(f"{where}: runtime.requires_multimodal_data: only first stages receive multimodal data")
     if stage.kind == "function" and not stage.function:
         raise StageConfigError(f"{where}: function is missing; give the dotted path of a callable")
     if stage.custom_process_input_func:
@@ -160,6 +165,10 @@ def _check_graph(config: PipelineConfig) -> None:
 
 def _check_runtime(config: PipelineConfig) -> None:
     runtime = config.runtime
+    if not runtime.enabled:
+        raise StageConfigError("runtime.enabled: false is not supported; remove the key")
+    if runtime.defaults.max_inflight is not None:
+        logger.warning("runtime.defaults.max_inflight is not enforced yet; runtime.max_batch_size bounds each stage")
     windows = [("runtime.defaults", runtime.defaults.window_size)]
     for edge in runtime.edges:
         where = f"runtime.edges {edge.source} -> {edge.to}"

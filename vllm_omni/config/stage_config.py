@@ -22,7 +22,7 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         process: The stage has a process of its own.
         devices: Accelerators that the stage may see: a comma list (`"2,5"`) or a number.
         max_batch_size: Requests that the engine works on at once (its `max_num_seqs`).
-        requires_multimodal_data: The stage reads the prompt's multimodal data itself.
+        requires_multimodal_data: The stage reads the multimodal data of prompts; first stages always do.
     """
 
     process: bool = True
@@ -116,7 +116,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`runtime.defaults`: for edges and stages that say nothing else."""
+    """`runtime.defaults`: for edges and stages that say nothing else. `max_inflight` is not enforced yet."""
 
     window_size: int = -1
     max_inflight: int | None = None

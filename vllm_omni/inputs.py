@@ -43,6 +43,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
         options: Plain values of the prompt's `additional_information`.
         sampling_params: This stage's sampling parameters; None for stages that do not sample.
         engine_request: The first stage's preprocessed request; None for every other stage.
+        trace_headers: W3C trace context of the request (`traceparent`, ...); empty where nothing is traced.
     """
 
     request_id: str
@@ -53,10 +54,15 @@ class StageRequest(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
     sampling_params: SamplingParams | None = None
     engine_request: OmniEngineCoreRequest | None = None
+    trace_headers: dict[str, str] = {}
 
 
 class StageInput(msgspec.Struct, kw_only=True):
-    """What a stage input processor makes of a request: the prompt of this stage's engine.
+    """What a stage input processor makes of a request: the prompt of this stage's engine, or a later piece of it.
+
+    Where the input arrives in windows, the first one gives the whole prompt of an autoregressive stage and all its
+    parameters. Later ones give more `additional_information` and a new `num_ready_tokens`. A stage that generates in
+    one step runs one step for each window, with that window's prompt and information.
 
     Attributes:
         prompt_token_ids: Token ids, or as many placeholders as the model has input rows.
@@ -64,6 +70,9 @@ class StageInput(msgspec.Struct, kw_only=True):
         additional_information: Tensors and plain values for the model's hooks.
         stop_token_ids: Added to the stage's stop tokens, so that no token id stands in a configuration file.
         max_tokens: Upper bound on the stage's `max_tokens`.
+        num_ready_tokens: Tokens of the request, prompt and generated, that the engine can compute with what has
+            arrived so far: an autoregressive stage holds the request, and it alone, when it has computed them. None
+            means that it needs nothing more. The last window lifts the bound.
     """
 
     prompt_token_ids: list[int] = []
@@ -71,3 +80,4 @@ class StageInput(msgspec.Struct, kw_only=True):
     additional_information: dict[str, Any] = {}
     stop_token_ids: list[int] = []
     max_tokens: int | None = None
+    num_ready_tokens: int | None = None

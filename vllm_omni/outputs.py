@@ -47,13 +47,21 @@ class StageMetrics(msgspec.Struct, kw_only=True):
 
 
 class StageOutput(msgspec.Struct, kw_only=True):
-    """The result of one stage for one request.
+    """What one stage made for one request: all of it, or a piece of a stream.
+
+    Pieces of a stream are joined by `merge_stage_outputs`. A stage input processor gets them cut into windows
+    (`stage.window.WindowState`), and reads from the last three attributes which window it has; the whole result is the
+    window that starts at 0 and is the last.
 
     Attributes:
-        prompt_token_ids: The prompt of this stage's engine (placeholders expanded).
-        completions: Generated sequences; empty for stages that generate none.
-        tensors: The model's outputs by name, on the CPU, e.g. `audio` float32 `[samples]`.
+        prompt_token_ids: The prompt of this stage's engine (placeholders expanded); in a stream, in its first piece.
+        completions: Generated sequences; empty for stages that generate none. In a stream: what is new of each.
+        tensors: The model's outputs by name, on the CPU, e.g. `audio` float32 `[samples]`. In a stream: new rows.
         data: Plain values made by function stages.
+        step, num_steps: How far a diffusion stage has come with what it shows here; None elsewhere.
+        start: Units of the source's output before this window's own.
+        context: Units at the front of this window that an earlier window had already.
+        is_last: Nothing follows.
     """
 
     request_id: str
@@ -63,6 +71,11 @@ class StageOutput(msgspec.Struct, kw_only=True):
     completions: list[Completion] = []
     tensors: dict[str, torch.Tensor] = {}
     data: dict[str, Any] = {}
+    step: int | None = None
+    num_steps: int | None = None
+    start: int = 0
+    context: int = 0
+    is_last: bool = True
 
 
 class OmniRequestOutput:

@@ -16,18 +16,28 @@ EngineType = Literal["AR", "generation", "DiT", "function", "fake"]
 
 
 class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`stage_args[].runtime`: where a stage runs.
+    """`stage_args[].runtime`: where a stage runs, and how much it takes on.
 
     Attributes:
-        process: The stage has a process of its own.
-        devices: Accelerators that the stage may see: a comma list (`"2,5"`) or a number.
+        process: `true`: the stage has a process of its own. A name: it shares one with all stages that say the same
+            name; `false` is the name `shared`.
+        devices: Accelerators that the stage may see (see `stage.placement.set_stage_gpu_devices`): a comma list
+            (`"2,5"`), or a number or digit string, the logical index of one.
+        memory: What the stage may take of its device: a fraction of it (`0.3`), or bytes (`"20GiB"`).
+        cpus: Cores that the stage runs on: a list in Linux notation (`"0-3,8"`), or how many.
         max_batch_size: Requests that the engine works on at once (its `max_num_seqs`).
+        max_inflight: Requests that the engine holds, computing or about to; default: what it can make use of.
+        max_queued: Requests that may wait in the stage for its engine. Above this, whoever feeds the stage waits.
         requires_multimodal_data: The stage reads the multimodal data of prompts; first stages always do.
     """
 
-    process: bool = True
+    process: bool | str = True
     devices: str | int | None = None
+    memory: str | float | None = None
+    cpus: str | int | None = None
     max_batch_size: int | None = None
+    max_inflight: int | None = None
+    max_queued: int | None = None
     requires_multimodal_data: bool = False
 
 
@@ -48,6 +58,8 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         is_comprehension: The stage that OpenAI's sampling fields apply to.
         final_output: Whether the caller receives the stage's output.
         final_output_type: What that output is: `text`, `audio`, `image`, ...
+        sample_rate: Samples per second of an audio output.
+        reads: What of its sources' outputs the stage reads (see `StageInputProcessor.reads`, which it replaces).
         default_sampling_params: Fields of vLLM's `SamplingParams`.
         input_connectors, output_connectors: For each edge (`from_stage_0: name`, `to_stage_1: name`) a connector
             defined under `runtime.connectors`.
@@ -64,6 +76,8 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     is_comprehension: bool = False
     final_output: bool = False
     final_output_type: str | None = None
+    sample_rate: int | None = None
+    reads: list[str] | None = None
     default_sampling_params: dict[str, Any] = {}
     input_connectors: dict[str, str] = {}
     output_connectors: dict[str, str] = {}
@@ -96,11 +110,21 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"source": "from"}):
-    """`runtime.edges[]`: how one stage's output reaches another. -1 hands the whole result over at the end."""
+    """`runtime.edges[]`: how one stage's output reaches another.
+
+    Attributes:
+        window_size: Units that are handed over at a time; -1: the whole result, when it is complete.
+        first_window_size: Units of the first window; default: what the consumer declares, else `window_size`.
+        left_context: Units before a window that are handed over again with it; default: what the consumer declares.
+        unit: What is counted: `tokens`, or the name of a tensor, whose rows are; default: what the consumer declares.
+    """
 
     source: int
     to: int
-    window_size: int = -1
+    window_size: int | None = None
+    first_window_size: int | None = None
+    left_context: int | None = None
+    unit: str | None = None
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,19 +140,83 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`runtime.defaults`: for edges and stages that say nothing else. `max_inflight` is not enforced yet."""
+    """`runtime.defaults`: for edges and stages that say nothing else.
+
+    Attributes:
+        window_size: As in `edges`.
+        max_inflight, max_queued: As in a stage's `runtime`.
+        high_watermark_bytes: Bytes that a stage may have waiting for its engine; above this its sources begin nothing
+            new until half of it is left.
+    """
 
     window_size: int = -1
     max_inflight: int | None = None
+    max_queued: int = 64
+    high_watermark_bytes: int = 256 << 20
+
+
+class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`runtime.ar`: when an autoregressive stage passes on what it has written, while somebody reads along.
+
+    Attributes:
+        max_segment_tokens: As soon as it holds so many tokens ...
+        min_flush_interval_ms: ... or so many milliseconds have passed since it last did. The first token goes at once.
+    """
+
+    max_segment_tokens: int = 8
+    min_flush_interval_ms: float = 20.0
+
+
+class RestartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`runtime.restart`: what happens when a stage's process dies.
+
+    Attributes:
+        max_restarts: Restarts in `window_s` seconds; a stage that needs more stays dead. 0: never restart.
+        window_s: See `max_restarts`.
+        backoff_s: Seconds before the first restart; doubled for each further one in the window.
+        max_backoff_s: Upper bound of that.
+    """
+
+    max_restarts: int = 5
+    window_s: float = 300.0
+    backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`runtime`: what holds for the whole pipeline."""
+    """`runtime`: what holds for the whole pipeline.
+
+    Attributes:
+        max_inflight: Requests that the pipeline works on at once.
+        max_queued: Requests that wait to be admitted. Above this offline callers wait, and the asynchronous face
+            raises `PipelineFullError`.
+        request_timeout_s: Seconds from a request's arrival after which it fails with `RequestTimeoutError`.
+        stage_init_timeout: Seconds that a single stage may take to become ready.
+    """
 
     enabled: bool = True
     defaults: RuntimeDefaults = RuntimeDefaults()
+    ar: SegmentConfig = SegmentConfig()
+    restart: RestartConfig = RestartConfig()
+    max_inflight: int = 256
+    max_queued: int = 256
+    request_timeout_s: float | None = None
+    stage_init_timeout: float = 600.0
     connectors: dict[str, ConnectorConfig] = {}
     edges: list[EdgeConfig] = []
+
+
+class WindowConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How one edge is cut into windows, all defaults filled in. See `EdgeConfig`."""
+
+    window_size: int = -1
+    first_window_size: int = -1
+    left_context: int = 0
+    unit: str = "tokens"
+
+    @property
+    def streams(self) -> bool:
+        return self.window_size != -1
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):

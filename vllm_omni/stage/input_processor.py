@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from vllm.transformers_utils.config import get_config
 
 from vllm_omni.config.loader import resolve_dotted_path
+from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import StageOutput
 
@@ -24,6 +25,15 @@ class StageInputProcessor(ABC):
     mm_metadata_keys: ClassVar[tuple[str, ...]] = ()
     """Multimodal fields of the first stage's prompt that `StageRequest.mm_metadata` must carry."""
 
+    reads: ClassVar[tuple[str, ...] | None] = None
+    """What of its sources' outputs it reads; nothing else travels. Names of `StageOutput`'s fields (`prompt`,
+    `prompt_token_ids`, `completions`, `tensors`, `data`), or single entries (`tensors.codes`, `data.size`).
+    None: everything."""
+
+    window: ClassVar[WindowConfig | None] = None
+    """How it wants its input cut where the edge has a window size: `unit`, `left_context`, `first_window_size`.
+    None: it reads whole results only."""
+
     def __init__(self, hf_config: PretrainedConfig) -> None:
         """
         Args:
@@ -36,11 +46,13 @@ class StageInputProcessor(ABC):
         """
         Args:
             request: The original request as this stage sees it.
-            sources: The complete outputs of this stage's sources, by stage id.
+            sources: The complete outputs of this stage's sources, by stage id. Where an edge has a window size: the
+                source's next window (see `StageOutput`). Each call has the next one of every such source that has
+                not ended, and what the others have in full.
 
         Returns:
-            The engine input, or None where there is nothing to do for this request: its result
-            at this stage is then empty and valid.
+            The engine input, or None where there is nothing to do for this request, or this window: the result of a
+            request with nothing to do at all is empty and valid.
 
         Raises:
             Exception: Fails this request alone, with this stage's name.

@@ -24,12 +24,31 @@ class NewRequest:
     Attributes:
         request: The request as this stage sees it.
         stage_input: What the stage input processor made of it; None at the first stage and at stages without one.
-        sources: The outputs that it was made of, by stage id.
+        sources: The outputs that it was made of, by stage id: whole results, or the first window of each.
+        is_last: All of the input is here; else `StreamChunk`s follow, up to one that is the last.
+        streams_output: Somebody reads the output while it is made: put `Stream` items.
     """
 
     request: StageRequest
     stage_input: StageInput | None = None
     sources: Mapping[int, StageOutput] = field(default_factory=dict)
+    is_last: bool = True
+    streams_output: bool = False
+
+
+@dataclass(slots=True)
+class StreamChunk:
+    """More input for a request, in order.
+
+    Attributes:
+        stage_input, sources: As in `NewRequest`, for the next window; both empty where the input merely ended.
+        is_last: Nothing follows.
+    """
+
+    request_id: str
+    stage_input: StageInput | None = None
+    sources: Mapping[int, StageOutput] = field(default_factory=dict)
+    is_last: bool = False
 
 
 @dataclass(slots=True)
@@ -43,8 +62,16 @@ class Stop:
 
 
 @dataclass(slots=True)
+class Stream:
+    """A piece of a request's output: what is new since the last one. Only for requests that stream their output."""
+
+    request_id: str
+    output: StageOutput
+
+
+@dataclass(slots=True)
 class Result:
-    """A request is complete."""
+    """A request is complete. `output` is what is new since its last `Stream` item: all of it, if there was none."""
 
     request_id: str
     output: StageOutput
@@ -76,7 +103,8 @@ class Started:
     """The engine takes requests."""
 
 
-OutboxItem = Result | Error | Started
+OutboxItem = Stream | Result | Error | Started
+InboxItem = NewRequest | StreamChunk | AbortRequest | Stop
 
 
 class Outbox:
@@ -106,10 +134,16 @@ class Outbox:
 
 
 class StageEngine(ABC):
-    """Runs the requests of one stage."""
+    """Runs the requests of one stage.
+
+    Attributes:
+        capacity: Requests that it should hold at once: the shell hands over no more. Known after `start`.
+    """
+
+    capacity: int
 
     def __init__(self, outbox: Outbox) -> None:
-        self.inbox: queue.SimpleQueue[NewRequest | AbortRequest | Stop] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
         self.outbox = outbox
 
     def abort(self, request_id: str) -> None:

@@ -29,8 +29,8 @@ from vllm_omni.orchestrator.run_dir import orchestrator_address, stage_address
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Outbox, Result, StageEngine, Started, Stop
 from vllm_omni.stage.input_processor import StageInputProcessor
+from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import StageSpec
-from vllm_omni.stage.worker import StageShell
 
 
 class NotingEngine(StageEngine):

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How our log lines name the request and the stage that they are about.
+
+All of our modules log below `vllm.omni`, so that vLLM's handler, format and `VLLM_LOGGING_LEVEL` apply to them. Imports
+nothing of ours, and not vLLM.
+"""
+
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+
+def get_logger(module: str) -> logging.Logger:
+    """The logger of one of our modules: `vllm_omni.stage.shell` logs as `vllm.omni.stage.shell`."""
+    return logging.getLogger("vllm.omni" + module.removeprefix("vllm_omni"))
+
+
+class ContextLogger(logging.LoggerAdapter):
+    """A logger whose lines begin with what they are about: `request 7, stage 1 (talker): ...`.
+
+    log = about(logger, stage=stage.label)
+    log.warning("...")
+    about(log, request_id=request_id).error("...")
+    """
+
+    def __init__(self, logger: logging.Logger, request_id: str | None, stage: str | None) -> None:
+        super().__init__(logger, {})
+        self.request_id = request_id
+        self.stage = stage
+        parts = [f"request {request_id}" if request_id is not None else "", stage or ""]
+        # Ids are the caller's to choose: a percent sign in one must not be taken for a format.
+        self._prefix = ", ".join(part for part in parts if part).replace("%", "%%")
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return f"{self._prefix}: {msg}", kwargs
+
+
+def about(
+    logger: logging.Logger | ContextLogger, *, request_id: str | None = None, stage: str | None = None
+) -> ContextLogger:
+    """A logger for lines about a request, a stage (its label, `stage 1 (talker)`), or both.
+
+    What `logger` already names stays named.
+    """
+    if isinstance(logger, ContextLogger):
+        return ContextLogger(logger.logger, request_id or logger.request_id, stage or logger.stage)
+    return ContextLogger(logger, request_id, stage)

@@ -27,9 +27,8 @@ class ContextLogger(logging.LoggerAdapter):
         super().__init__(logger, {})
         self.request_id = request_id
         self.stage = stage
-        parts = [f"request {request_id}" if request_id is not None else "", stage or ""]
-        # Ids are the caller's to choose: a percent sign in one must not be taken for a format.
-        self._prefix = ", ".join(part for part in parts if part).replace("%", "%%")
+        about = [f"request {_printable(request_id)}"] if request_id is not None else []
+        self._prefix = ", ".join([*about, stage] if stage is not None else about)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         return f"{self._prefix}: {msg}", kwargs
@@ -45,3 +44,8 @@ def about(
     if isinstance(logger, ContextLogger):
         return ContextLogger(logger.logger, request_id or logger.request_id, stage or logger.stage)
     return ContextLogger(logger, request_id, stage)
+
+
+def _printable(request_id: str) -> str:
+    """An id is the caller's to choose: it must not begin a new line, nor be taken for a format."""
+    return "".join(c if c.isprintable() and c != "%" else "?" for c in request_id)

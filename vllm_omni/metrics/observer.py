@@ -149,7 +149,22 @@ def make_observer(
         otlp_traces_endpoint: Send OpenTelemetry spans there.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: `trace_file` cannot be written.
+        VllmRequirementError: OpenTelemetry is wanted and not installed.
     """
+    # Imported where wanted, because they bring OpenTelemetry or Prometheus along; first those that may raise.
     observers: list[PipelineObserver] = []
+    if otlp_traces_endpoint is not None:
+        from vllm_omni.metrics.otel import RequestSpans
+
+        observers.append(RequestSpans(otlp_traces_endpoint))
+    if trace_file is not None:
+        from vllm_omni.metrics.timeline import Timeline
+
+        observers.append(Timeline(trace_file, config))
+    if log_stats:
+        from vllm_omni.metrics.prometheus import PrometheusObserver
+        from vllm_omni.metrics.summary_log import SummaryLog
+
+        observers += [SummaryLog(), PrometheusObserver(config)]
     return CompositeObserver(observers) if observers else PipelineObserver()

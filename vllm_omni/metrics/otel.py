@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes OpenTelemetry spans, through the tracer provider that vLLM sets up or finds.
+
+A process has one provider: vLLM's (`vllm.tracing.init_tracer`), or one that the program has installed itself, which
+then decides where spans go. Spans are made when their request ends, with the times that were noted on the way.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from vllm.tracing import SpanAttributes, extract_trace_context, init_tracer, is_tracing_available
+
+from vllm_omni.errors import VllmRequirementError
+from vllm_omni.metrics.observer import COMPLETED, PipelineObserver, RequestSummary
+from vllm_omni.metrics.tracing import StageTracer
+from vllm_omni.outputs import StageMetrics
+
+if not is_tracing_available():
+    raise VllmRequirementError(
+        "otlp_traces_endpoint needs OpenTelemetry: "
+        "pip install opentelemetry-api opentelemetry-sdk opentelemetry-exporter-otlp, or leave it out"
+    )
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+_FLUSH_TIMEOUT_S = 2.0
+_OUTCOME = "vllm_omni.outcome"
+
+
+class RequestSpans(PipelineObserver):
+    """The root span of each request, `omni_request`."""
+
+    def __init__(self, otlp_traces_endpoint: str) -> None:
+        self._tracer = _open_tracer("vllm_omni.orchestrator", otlp_traces_endpoint)
+        self._spans: dict[str, Span] = {}
+
+    def request_started(
+        self, request_id: str, modalities: list[str], trace_headers: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
+        span = self._tracer.start_span(
+            "omni_request",
+            context=extract_trace_context(trace_headers),
+            kind=SpanKind.SERVER,
+            attributes={SpanAttributes.GEN_AI_REQUEST_ID: request_id, "vllm_omni.modalities": modalities},
+        )
+        self._spans[request_id] = span
+        headers: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(headers, trace.set_span_in_context(span))
+        return headers
+
+    def request_ended(self, summary: RequestSummary) -> None:
+        span = self._spans.pop(summary.request_id)
+        values = {
+            SpanAttributes.GEN_AI_LATENCY_E2E: summary.seconds,
+            SpanAttributes.GEN_AI_LATENCY_TIME_TO_FIRST_TOKEN: summary.ttft,
+            SpanAttributes.GEN_AI_USAGE_COMPLETION_TOKENS: summary.num_text_tokens,
+            "vllm_omni.time_to_first_audio": summary.ttfa,
+            "vllm_omni.audio_seconds": summary.audio_seconds,
+            "vllm_omni.failed_stage": summary.failed_stage,
+        }
+        span.set_attributes({name: value for name, value in values.items() if value is not None})
+        _end(span, summary.outcome, summary.ended)
+
+    def close(self) -> None:
+        _flush()
+
+
+class OtelStageTracer(StageTracer):
+    """The spans of one stage, `stage NAME`, below the root spans of its requests."""
+
+    def __init__(self, otlp_traces_endpoint: str) -> None:
+        self._endpoint = otlp_traces_endpoint
+
+    @cached_property
+    def _tracer(self) -> Tracer:
+        # When first used: by then vLLM's engine, if the stage has one, has set up the provider of this process.
+        return _open_tracer("vllm_omni.stage", self._endpoint)
+
+    def stage_done(
+        self, request_id: str, trace_headers: Mapping[str, str], metrics: StageMetrics, outcome: str = COMPLETED
+    ) -> None:
+        now = time.monotonic()
+        finished = metrics.finished or now
+        attributes: dict[str, Any] = {
+            SpanAttributes.GEN_AI_REQUEST_ID: request_id,
+            SpanAttributes.GEN_AI_USAGE_PROMPT_TOKENS: metrics.num_input_tokens,
+            SpanAttributes.GEN_AI_USAGE_COMPLETION_TOKENS: metrics.num_output_tokens,
+            "vllm_omni.stage_id": metrics.stage_id,
+            "vllm_omni.stage": metrics.name,
+            "vllm_omni.num_chunks": metrics.num_chunks,
+        }
+        if metrics.started:
+            attributes[SpanAttributes.GEN_AI_LATENCY_TIME_IN_QUEUE] = metrics.started - metrics.arrival
+        span = self._tracer.start_span(
+            f"stage {metrics.name}",
+            context=extract_trace_context(trace_headers),
+            kind=SpanKind.INTERNAL,
+            start_time=_epoch_ns(metrics.arrival or finished),
+            attributes=attributes,
+        )
+        _end(span, outcome, finished)
+
+    def close(self) -> None:
+        _flush()
+
+
+def _open_tracer(name: str, endpoint: str) -> Tracer:
+    if not isinstance(trace.get_tracer_provider(), TracerProvider):
+        init_tracer(name, endpoint)
+    return trace.get_tracer(name)
+
+
+def _end(span: Span, outcome: str, ended: float) -> None:
+    span.set_attribute(_OUTCOME, outcome)
+    if outcome != COMPLETED:
+        span.set_status(Status(StatusCode.ERROR, outcome))
+    span.end(_epoch_ns(ended))
+
+
+def _epoch_ns(monotonic: float) -> int:
+    """A moment of `time.monotonic()` on the wall clock."""
+    return time.time_ns() - int((time.monotonic() - monotonic) * 1e9)
+
+
+def _flush() -> None:
+    """Sends the spans that wait. A collector that does not answer must not hold up the end of a process."""
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, TracerProvider):
+        thread = threading.Thread(target=provider.force_flush, name="omni-flush-spans", daemon=True)
+        thread.start()
+        thread.join(_FLUSH_TIMEOUT_S)

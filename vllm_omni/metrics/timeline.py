@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`trace_file=`: a timeline that opens in Perfetto (https://ui.perfetto.dev), in Chrome's trace event format.
+
+There is a group of tracks for the requests and one for each stage. A request that starts takes the lowest free slot,
+and keeps that track in all groups until it ends: so requests that overlap never share a track, and what is on a track
+nests.
+
+Events are written when a request ends; only what is running is kept in memory. Each write is complete in itself, so
+that a file whose process was killed lacks only its closing bracket, which Perfetto does not need.
+
+Format: "Trace Event Format", Google; the JSON array form.
+"""
+
+import heapq
+import io
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.metrics.logs import get_logger
+from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
+from vllm_omni.outputs import StageMetrics
+
+logger = get_logger(__name__)
+
+Event = dict[str, Any]
+
+# Perfetto takes process 0 for the idle process.
+_REQUESTS_PID = 1
+_FIRST_STAGE_PID = 2
+
+
+class Timeline(PipelineObserver):
+    """Writes the timeline of one pipeline."""
+
+    def __init__(self, path: str | Path, config: PipelineConfig) -> None:
+        """
+        Raises:
+            OSError: The file cannot be written.
+        """
+        self._path = Path(path)
+        self._pids = {stage.stage_id: _FIRST_STAGE_PID + i for i, stage in enumerate(config.stage_args)}
+        self._origin = time.monotonic()
+        self._slots: dict[str, int] = {}
+        self._free_slots: list[int] = []
+        self._modalities: dict[str, list[str]] = {}
+        # Unbuffered: each write is whole events, whatever becomes of the process afterwards.
+        self._file = self._path.open("wb", buffering=0)
+        self._separator = b"[\n"
+        names = {_REQUESTS_PID: "requests"}
+        names |= {self._pids[s.stage_id]: f"stage {s.stage_id}: {s.name}" for s in config.stage_args}
+        self._write(event for pid, name in names.items() for event in _group(pid, name))
+
+    def request_started(
+        self, request_id: str, modalities: list[str], trace_headers: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
+        self._slots[request_id] = self._take_slot()
+        self._modalities[request_id] = modalities
+        return {}
+
+    def request_ended(self, summary: RequestSummary) -> None:
+        slot = self._slots.pop(summary.request_id)
+        heapq.heappush(self._free_slots, slot)
+        modalities = self._modalities.pop(summary.request_id)
+        self._write(self._request_events(summary, modalities, slot))
+
+    def close(self) -> None:
+        self._write([], end=b"\n]\n")
+        self._file.close()
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return heapq.heappop(self._free_slots)
+        slot = len(self._slots)
+        self._write(_thread_name(pid, slot) for pid in (_REQUESTS_PID, *self._pids.values()))
+        return slot
+
+    def _write(self, events: Iterable[Event], end: bytes = b"") -> None:
+        if self._file.closed:
+            return
+        lines = []
+        for event in events:
+            lines += [self._separator, json.dumps(event, separators=(",", ":")).encode()]
+            self._separator = b",\n"
+        try:
+            _write_all(self._file, b"".join([*lines, end]))
+        except OSError as error:
+            logger.error("%s ends here, the pipeline goes on: %s", self._path, error)
+            self._file.close()
+
+    def _request_events(self, summary: RequestSummary, modalities: list[str], slot: int) -> Iterator[Event]:
+        on_track = {"pid": _REQUESTS_PID, "tid": slot}
+        args = {
+            "request_id": summary.request_id,
+            "modalities": modalities,
+            "outcome": summary.outcome,
+            "failed_stage": summary.failed_stage,
+            "num_text_tokens": summary.num_text_tokens,
+            "audio_seconds": summary.audio_seconds,
+        }
+        name = f"request {summary.request_id}"
+        yield self._slice(name, "request", summary.arrival, summary.ended) | on_track | {"args": args}
+        for text, at in (("first text", summary.first_text), ("first audio", summary.first_audio)):
+            if at is not None:
+                yield {"name": text, "cat": "first", "ph": "i", "s": "t", "ts": self._timestamp(at)} | on_track
+        for stage in summary.stages:
+            for event in self._stage_events(name, stage):
+                yield event | {"pid": self._pids[stage.stage_id], "tid": slot}
+
+    def _stage_events(self, name: str, stage: StageMetrics) -> Iterator[Event]:
+        args = {
+            "num_input_tokens": stage.num_input_tokens,
+            "num_output_tokens": stage.num_output_tokens,
+            "num_chunks": stage.num_chunks,
+        }
+        yield self._slice(name, "stage", stage.arrival, stage.finished) | {"args": args}
+        if stage.started:  # A stage that had nothing to do for this request handed nothing to its engine.
+            yield self._slice("queue", "queue", stage.arrival, stage.started)
+            yield self._slice("work", "work", stage.started, stage.finished)
+
+    def _slice(self, name: str, category: str, begin: float, end: float) -> Event:
+        start = self._timestamp(begin)
+        return {"name": name, "cat": category, "ph": "X", "ts": start, "dur": self._timestamp(end) - start}
+
+    def _timestamp(self, seconds: float) -> int:
+        """Whole microseconds, so that what ends where something else begins does so in the file too."""
+        return round((seconds - self._origin) * 1e6)
+
+
+def _group(pid: int, name: str) -> Iterator[Event]:
+    yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
+    yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
+
+
+def _thread_name(pid: int, slot: int) -> Event:
+    return {"name": "thread_name", "ph": "M", "pid": pid, "tid": slot, "args": {"name": f"slot {slot}"}}
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    """Writes all of it or, with an error, nothing of it."""
+    size = file.tell()
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(size)
+        raise

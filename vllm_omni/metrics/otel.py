@@ -65,7 +65,7 @@ class RequestSpans(PipelineObserver):
             "vllm_omni.failed_stage": summary.failed_stage,
         }
         span.set_attributes({name: value for name, value in values.items() if value is not None})
-        _end(span, summary.outcome, summary.ended)
+        _end(span, summary.outcome, _epoch_ns(summary.ended))
 
     def close(self) -> None:
         _flush()
@@ -85,8 +85,9 @@ class OtelStageTracer(StageTracer):
     def stage_done(
         self, request_id: str, trace_headers: Mapping[str, str], metrics: StageMetrics, outcome: str = COMPLETED
     ) -> None:
-        now = time.monotonic()
-        finished = metrics.finished or now
+        finished = metrics.finished or time.monotonic()
+        arrival = metrics.arrival or finished
+        start_time = _epoch_ns(arrival)
         attributes: dict[str, Any] = {
             SpanAttributes.GEN_AI_REQUEST_ID: request_id,
             SpanAttributes.GEN_AI_USAGE_PROMPT_TOKENS: metrics.num_input_tokens,
@@ -101,10 +102,10 @@ class OtelStageTracer(StageTracer):
             f"stage {metrics.name}",
             context=extract_trace_context(trace_headers),
             kind=SpanKind.INTERNAL,
-            start_time=_epoch_ns(metrics.arrival or finished),
+            start_time=start_time,
             attributes=attributes,
         )
-        _end(span, outcome, finished)
+        _end(span, outcome, start_time + int((finished - arrival) * 1e9))
 
     def close(self) -> None:
         _flush()
@@ -116,11 +117,11 @@ def _open_tracer(name: str, endpoint: str) -> Tracer:
     return trace.get_tracer(name)
 
 
-def _end(span: Span, outcome: str, ended: float) -> None:
+def _end(span: Span, outcome: str, end_time: int) -> None:
     span.set_attribute(_OUTCOME, outcome)
     if outcome != COMPLETED:
         span.set_status(Status(StatusCode.ERROR, outcome))
-    span.end(_epoch_ns(ended))
+    span.end(end_time)
 
 
 def _epoch_ns(monotonic: float) -> int:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+
+from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver, make_observer
+from vllm_omni.outputs import StageMetrics
+
+
+def scrape() -> list[str]:
+    """Our lines of what a scrape finds."""
+    return [line for line in generate_latest(REGISTRY).decode().splitlines() if "vllm_omni:" in line]
+
+
+def test_times_of_a_request(summarize):
+    summary = summarize()
+    assert summary.seconds == 10.0
+    assert summary.ttft == 2.5
+    assert summary.ttfa == 4.0
+    assert summary.tpot == 1.0  # four tokens after the first one, in four seconds
+    assert summary.real_time_factor == 0.5
+
+
+def test_a_request_has_no_times_for_what_it_did_not_make(summarize):
+    summary = summarize(stages=[], first_text=None, first_audio=None, audio_seconds=0.0, text_stage_id=None)
+    assert (summary.ttft, summary.ttfa, summary.tpot, summary.real_time_factor) == (None, None, None, None)
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(5, 1.0), (1, 5.0), (0, None)])
+def test_time_per_token_where_nobody_read_along(summarize, num_tokens, expected):
+    stage = StageMetrics(stage_id=0, name="thinker", started=1001.0, finished=1006.0, num_output_tokens=num_tokens)
+    assert summarize(stages=[stage]).tpot == expected
+
+
+def test_a_single_token_has_no_time_after_the_first(summarize):
+    stage = StageMetrics(
+        stage_id=0, name="thinker", started=1001.0, first_output=1002.0, finished=1002.0, num_output_tokens=1
+    )
+    assert summarize(stages=[stage]).tpot is None
+
+
+def test_nothing_is_watched_unless_asked_for(config):
+    observer = make_observer(config)
+    assert type(observer) is PipelineObserver
+    assert observer.request_started("7", ["text"]) == {}
+    assert scrape() == []
+
+
+def test_all_that_is_asked_for_hears_of_a_request(config, summarize, tmp_path: Path):
+    observer = make_observer(config, log_stats=True, trace_file=str(tmp_path / "trace.json"))
+    observer.request_started("7", ["text", "audio"])
+    observer.request_ended(summarize())
+    scraped = scrape()
+    observer.close()
+    assert 'vllm_omni:requests_total{outcome="completed",pipeline="0",stage=""} 1.0' in scraped
+    assert any(event["name"] == "request 7" for event in json.loads((tmp_path / "trace.json").read_text()))
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_switched_on(config, tmp_path: Path):
+    with pytest.raises(OSError, match="nowhere"):
+        make_observer(config, log_stats=True, trace_file=str(tmp_path / "nowhere" / "trace.json"))
+    assert scrape() == []
+
+
+def test_trace_headers_come_from_the_observer_that_makes_them():
+    class Tracing(PipelineObserver):
+        def request_started(self, request_id, modalities, trace_headers=None):
+            return {"traceparent": request_id}
+
+    observer = CompositeObserver([PipelineObserver(), Tracing(), PipelineObserver()])
+    assert observer.request_started("7", []) == {"traceparent": "7"}

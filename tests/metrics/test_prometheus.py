@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scrape of vLLM's registry finds."""
+
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.v1.metrics.prometheus import get_prometheus_registry, unregister_vllm_metrics
+
+from vllm_omni.metrics.prometheus import PrometheusObserver
+from vllm_omni.metrics.stats import EdgeStats, StageStats
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
+
+
+def scrape() -> dict[tuple[str, ...], float]:
+    """All samples of ours, by name and label values (labels in alphabetical order)."""
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(generate_latest(get_prometheus_registry()).decode()):
+        if family.name.startswith("vllm_omni:"):
+            for sample in family.samples:
+                key = (sample.name.removeprefix("vllm_omni:"), *(v for _, v in sorted(sample.labels.items())))
+                assert key not in found
+                found[key] = sample.value
+    return found
+
+
+@pytest.fixture
+def observer(config):
+    observer = PrometheusObserver(config)
+    yield observer
+    observer.close()
+
+
+def test_the_figures_of_a_stage(observer):
+    observer.stage_stats(
+        StageStats(
+            stage_id=3,
+            name="talker",
+            queue_depth=4,
+            num_running=2,
+            num_enqueued=9,
+            num_dequeued=5,
+            num_completed=3,
+            num_aborted=1,
+            failures={"StageExecutionError": 2},
+            blocked_seconds=0.5,
+            num_steps=10,
+            step_seconds=1.5,
+            num_scheduled=18,
+            kv_blocks_used=7,
+            kv_blocks_total=64,
+            edges={0: EdgeStats(num_payloads=6, num_bytes=600, seconds=0.25, num_windows=3)},
+        )
+    )
+    found = {key: value for key, value in scrape().items() if "talker" in key}
+    assert found == {
+        ("num_requests_waiting", "0", "talker"): 4,
+        ("num_requests_running", "0", "talker"): 2,
+        ("kv_blocks_used", "0", "talker"): 7,
+        ("kv_blocks", "0", "talker"): 64,
+        ("stage_enqueued_total", "0", "talker"): 9,
+        ("stage_dequeued_total", "0", "talker"): 5,
+        ("stage_completed_total", "0", "talker"): 3,
+        ("stage_aborted_total", "0", "talker"): 1,
+        ("stage_failures_total", "StageExecutionError", "0", "talker"): 2,
+        ("stage_blocked_seconds_total", "0", "talker"): 0.5,
+        ("stage_steps_total", "0", "talker"): 10,
+        ("stage_step_seconds_total", "0", "talker"): 1.5,
+        ("stage_scheduled_total", "0", "talker"): 18,
+        ("edge_payloads_total", "0", "thinker", "talker"): 6,
+        ("edge_bytes_total", "0", "thinker", "talker"): 600,
+        ("edge_seconds_total", "0", "thinker", "talker"): 0.25,
+        ("edge_windows_total", "0", "thinker", "talker"): 3,
+    }
+
+
+def test_the_latest_figures_count(observer):
+    observer.stage_stats(StageStats(stage_id=0, name="thinker", num_steps=1))
+    observer.stage_stats(StageStats(stage_id=0, name="thinker", num_steps=5))
+    assert scrape()["stage_steps_total", "0", "thinker"] == 5
+
+
+def test_a_completed_request_is_observed(observer, summarize):
+    observer.request_ended(summarize())
+    found = scrape()
+    for name, value in (
+        ("time_to_first_token_seconds", 2.5),
+        ("time_to_first_audio_seconds", 4.0),
+        ("request_time_per_output_token_seconds", 1.0),
+        ("e2e_request_latency_seconds", 10.0),
+        ("real_time_factor", 0.5),
+    ):
+        assert (found[f"{name}_count", "0"], found[f"{name}_sum", "0"]) == (1, value)
+    # A value on a bound belongs below it, as Prometheus defines `le`.
+    assert found["time_to_first_token_seconds_bucket", "1.0", "0"] == 0
+    assert found["time_to_first_token_seconds_bucket", "2.5", "0"] == 1
+    assert found["time_to_first_token_seconds_bucket", "+Inf", "0"] == 1
+
+
+def test_requests_are_counted_by_how_they_ended(observer, summarize):
+    observer.request_ended(summarize())
+    observer.request_ended(summarize(outcome="RequestAbortedError"))
+    observer.request_ended(summarize(outcome="StageDeadError", failed_stage="talker"))
+    observer.request_ended(summarize(outcome="StageDeadError", failed_stage="talker"))
+    found = scrape()
+    assert {key: value for key, value in found.items() if key[0] == "requests_total"} == {
+        ("requests_total", "completed", "0", ""): 1,
+        ("requests_total", "RequestAbortedError", "0", ""): 1,
+        ("requests_total", "StageDeadError", "0", "talker"): 2,
+    }
+    assert found["e2e_request_latency_seconds_count", "0"] == 1  # the failed ones would spoil it
+
+
+def test_two_pipelines_in_one_process(observer, config, summarize):
+    second = PrometheusObserver(config)
+    observer.stage_stats(StageStats(stage_id=0, name="thinker", num_steps=1))
+    second.stage_stats(StageStats(stage_id=0, name="thinker", num_steps=2))
+    second.request_ended(summarize())
+    found = scrape()
+    assert (found["stage_steps_total", "0", "thinker"], found["stage_steps_total", "1", "thinker"]) == (1, 2)
+    assert found["e2e_request_latency_seconds_count", "1"] == 1
+    second.close()
+    assert not [key for key in scrape() if "1" in key[1:2]]
+    assert scrape()["stage_steps_total", "0", "thinker"] == 1
+
+
+def test_a_closed_pipeline_leaves_nothing_in_the_registry(config):
+    first, second = PrometheusObserver(config), PrometheusObserver(config)
+    first.close()
+    first.close()
+    assert scrape()
+    second.close()
+    assert b"vllm_omni:" not in generate_latest(REGISTRY)
+    PrometheusObserver(config).close()
+
+
+def test_a_vllm_engine_in_the_process_does_not_remove_ours(observer):
+    observer.stage_stats(StageStats(stage_id=0, name="thinker"))
+    unregister_vllm_metrics()  # what vLLM does whenever it builds a logger of its own
+    assert scrape()["stage_steps_total", "0", "thinker"] == 0
+
+
+def test_every_metric_is_documented(observer):
+    text = DOCUMENT.read_text()
+    families = text_string_to_metric_families(generate_latest(REGISTRY).decode())
+    for family in families:
+        if family.name.startswith("vllm_omni:"):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            assert f"`{name.removeprefix('vllm_omni:')}` | {family.type}" in text, name

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The timeline as a viewer reads it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.metrics.timeline import Timeline
+from vllm_omni.outputs import StageMetrics
+
+
+def tracks(events: list[dict]) -> dict[tuple[str, str], list[dict]]:
+    """Slices by the names of their group and track."""
+    named = {"process_name": {}, "thread_name": {}}
+    for event in events:
+        if event["name"] in named:
+            named[event["name"]][event["pid"], event.get("tid")] = event["args"]["name"]
+    found: dict[tuple[str, str], list[dict]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            group = named["process_name"][event["pid"], None]
+            found.setdefault((group, named["thread_name"][event["pid"], event["tid"]]), []).append(event)
+    return found
+
+
+def assert_nested(slices: list[dict]) -> None:
+    """No two slices of a track overlap in part: a viewer could not draw them."""
+    for a in slices:
+        for b in slices:
+            a_end, b_end = a["ts"] + a["dur"], b["ts"] + b["dur"]
+            assert not (a["ts"] < b["ts"] < a_end < b_end), (a, b)
+
+
+def test_a_request_has_a_slice_in_each_stage_that_it_ran(config, summarize, tmp_path: Path):
+    timeline = Timeline(tmp_path / "t.json", config)
+    timeline.request_started("7", ["text", "audio"])
+    summary = summarize()
+    timeline.request_ended(summary)
+    timeline.close()
+    events = json.loads((tmp_path / "t.json").read_text())
+    by_track = tracks(events)
+    assert {track: [e["name"] for e in slices] for track, slices in by_track.items()} == {
+        ("requests", "slot 0"): ["request 7"],
+        ("stage 0: thinker", "slot 0"): ["request 7", "queue", "work"],
+        ("stage 3: talker", "slot 0"): ["request 7", "queue", "work"],
+    }
+    for slices in by_track.values():
+        assert_nested(slices)
+    (root,) = by_track["requests", "slot 0"]
+    begin = root["ts"]
+    assert (root["dur"], root["args"]["outcome"], root["args"]["num_text_tokens"]) == (10_000_000, "completed", 5)
+    whole, queue, work = by_track["stage 0: thinker", "slot 0"]
+    assert [(e["ts"] - begin, e["dur"]) for e in (whole, queue, work)] == [
+        (0, 6_000_000),
+        (0, 1_000_000),
+        (1_000_000, 5_000_000),
+    ]
+    assert whole["args"] == {"num_input_tokens": 12, "num_output_tokens": 5, "num_chunks": 3}
+    instants = {e["name"]: e["ts"] - begin for e in events if e["ph"] == "i"}
+    assert instants == {"first text": 2_500_000, "first audio": 4_000_000}
+
+
+def test_requests_that_overlap_do_not_share_a_track(config, summarize, tmp_path: Path):
+    timeline = Timeline(tmp_path / "t.json", config)
+    for request_id in "abc":
+        timeline.request_started(request_id, ["text"])
+    timeline.request_ended(summarize("b", arrival=1001.0))
+    timeline.request_started("d", ["text"])
+    timeline.request_ended(summarize("a", arrival=1000.0))
+    timeline.request_ended(summarize("d", arrival=1011.5))
+    timeline.request_ended(summarize("c", arrival=1002.0))
+    timeline.close()
+    by_track = tracks(json.loads((tmp_path / "t.json").read_text()))
+    requests = {
+        track: [e["name"] for e in slices] for (group, track), slices in by_track.items() if group == "requests"
+    }
+    assert requests == {"slot 0": ["request a"], "slot 1": ["request b", "request d"], "slot 2": ["request c"]}
+    for slices in by_track.values():
+        assert_nested(slices)
+
+
+def test_a_failed_request_shows_where_it_got_to(config, summarize, tmp_path: Path):
+    timeline = Timeline(tmp_path / "t.json", config)
+    timeline.request_started("7", ["audio"])
+    done = summarize().stages[:1]
+    timeline.request_ended(summarize(stages=done, outcome="StageDeadError", failed_stage="talker", first_audio=None))
+    timeline.close()
+    by_track = tracks(json.loads((tmp_path / "t.json").read_text()))
+    assert {group for group, _ in by_track} == {"requests", "stage 0: thinker"}
+    args = by_track["requests", "slot 0"][0]["args"]
+    assert (args["outcome"], args["failed_stage"]) == ("StageDeadError", "talker")
+
+
+def test_a_stage_that_had_nothing_to_do_has_no_work(config, summarize, tmp_path: Path):
+    timeline = Timeline(tmp_path / "t.json", config)
+    timeline.request_started("7", ["text"])
+    timeline.request_ended(summarize(stages=[StageMetrics(stage_id=0, name="x", arrival=1001.0, finished=1001.5)]))
+    timeline.close()
+    by_track = tracks(json.loads((tmp_path / "t.json").read_text()))
+    assert [e["name"] for e in by_track["stage 0: thinker", "slot 0"]] == ["request 7"]
+
+
+def test_after_a_crash_only_the_bracket_is_missing(config, summarize, tmp_path: Path):
+    timeline = Timeline(tmp_path / "t.json", config)
+    assert isinstance(json.loads((tmp_path / "t.json").read_text() + "]"), list)
+    timeline.request_started("7", ["text"])
+    timeline.request_ended(summarize())
+    text = (tmp_path / "t.json").read_text()  # what is in the file if the process is killed now
+    timeline.close()
+    assert json.loads(text + "]") == json.loads((tmp_path / "t.json").read_text())
+
+
+def test_a_full_disk_ends_the_file_and_not_the_pipeline(config, summarize, tmp_path: Path):
+    resource = pytest.importorskip("resource")
+    signal = pytest.importorskip("signal")
+    timeline = Timeline(tmp_path / "t.json", config)
+    before = (tmp_path / "t.json").read_text()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(tmp_path / "t.json") + 40, limits[1]))
+        timeline.request_started("7", ["text"])
+        timeline.request_ended(summarize())
+        timeline.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "t.json").read_text() == before
+
+
+def test_tracks_are_used_again(config, summarize, tmp_path: Path):
+    timeline = Timeline(tmp_path / "t.json", config)
+    for i in range(100):
+        timeline.request_started(str(i), ["text"])
+        timeline.request_ended(summarize(str(i), arrival=1000.0 + 20 * i))
+    timeline.close()
+    assert {track for _, track in tracks(json.loads((tmp_path / "t.json").read_text()))} == {"slot 0"}

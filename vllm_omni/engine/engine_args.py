@@ -24,7 +24,7 @@ _SCHEDULERS = {
 # By class path, because vLLM rewrites the name "uni" to "mp" on the CPU.
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Without a figure vLLM's CPU worker asks for 92% of the machine's memory, for each stage.
-_CPU_KV_CACHE_BYTES = 512 << 20
+CPU_KV_CACHE_BYTES = 512 << 20
 _V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
@@ -90,7 +90,7 @@ def _defaults(settings: OmniEngineSettings) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if is_cpu:
-        defaults |= {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "enforce_eager": True}
+        defaults |= {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "enforce_eager": True}
     if not settings.uses_generation_config:
         # Tokenizer and generation defaults of a checkpoint are those of its language model.
         defaults |= {"skip_tokenizer_init": True, "generation_config": "vllm"}

@@ -4,12 +4,13 @@
 import weakref
 from typing import ClassVar
 
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
+from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest
 from vllm_omni.engine.payloads import OmniEngineCoreRequest
 
@@ -43,10 +44,20 @@ class OmniEngineCore(EngineCore):
     def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
         scheduled, wave = super().preprocess_add_request(request)
         if isinstance(request, OmniEngineCoreRequest):
-            scheduled.__class__ = OmniRequest
-            assert isinstance(scheduled, OmniRequest)
-            scheduled.additional_information = request.additional_information
+            OmniRequest.adopt(scheduled, request)
         return scheduled, wave
+
+    @property
+    def omni_scheduler(self) -> OmniSchedulerMixin:
+        scheduler = self.scheduler
+        assert isinstance(scheduler, OmniSchedulerMixin), f"{type(scheduler).__name__} cannot hold requests"
+        return scheduler
+
+    @property
+    def ar_scheduler(self) -> OmniARScheduler:
+        scheduler = self.scheduler
+        assert isinstance(scheduler, OmniARScheduler), f"{type(scheduler).__name__} takes no further input"
+        return scheduler
 
     def abandon_all_requests(self) -> None:
         """Ends every request, in whatever state an exception inside a step has left it.
@@ -54,8 +65,7 @@ class OmniEngineCore(EngineCore):
         Whatever the step was to compute is distrusted: cached blocks and encoder outputs may be marked as filled
         without having been.
         """
-        scheduler = self.scheduler
-        assert isinstance(scheduler, Scheduler)
+        scheduler = self.omni_scheduler
         scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         # The workers may have missed which requests were finished before: the next step tells them once more.
         known_to_workers: list[list[str]] = self.collective_rpc("abandon_step")

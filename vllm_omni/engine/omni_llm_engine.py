@@ -7,6 +7,7 @@ It knows one stage only; how stages are joined is the orchestrator's business.
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import EngineInput, PromptType
 from vllm.lora.request import LoRARequest
@@ -20,10 +21,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.kv_hints import KvHintsEnvelope
 
+from vllm_omni.core.sched.output import InputChunk, OmniRequest
 from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
 from vllm_omni.engine.omni_engine_core import OmniEngineCore
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
-from vllm_omni.engine.payloads import OmniEngineCoreRequest
+from vllm_omni.engine.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
 from vllm_omni.engine.settings import OmniEngineSettings
 from vllm_omni.errors import InvalidRequestError
 
@@ -65,10 +67,17 @@ class OmniLLMEngine(LLMEngine):
             usage_context: As for vLLM.
         """
         vllm_config = engine_args.create_engine_config(usage_context)
+        return cls.from_omni_config(vllm_config, not engine_args.disable_log_stats, usage_context)
+
+    @classmethod
+    def from_omni_config(
+        cls, vllm_config: VllmConfig, log_stats: bool, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
+    ) -> "OmniLLMEngine":
+        """The same, for a configuration that was made of such arguments."""
         return cls(
             vllm_config=vllm_config,
             executor_class=Executor.get_class(vllm_config),
-            log_stats=not engine_args.disable_log_stats,
+            log_stats=log_stats,
             usage_context=usage_context,
             multiprocess_mode=False,
         )
@@ -124,6 +133,66 @@ class OmniLLMEngine(LLMEngine):
             self.abort_request([request_id])  # Outputs may be awaited of a request that the core has refused.
             raise
 
+    def await_input(self, request_id: str, num_ready_tokens: int | None) -> None:
+        """Says of a request that was just added that more of its input follows, by `add_input`.
+
+        Args:
+            request_id: The caller's id.
+            num_ready_tokens: Tokens of the request, prompt and generated, that can be computed with what is here. The
+                request, and it alone, is held when it has computed them. None: it need not wait.
+        """
+        for req_id in self._internal_ids(request_id):
+            self._core.ar_scheduler.await_input(req_id, num_ready_tokens)
+
+    def add_input(
+        self, request_id: str, information: dict[str, Any], num_ready_tokens: int | None, is_last: bool
+    ) -> None:
+        """Adds to the input of a request that waits for more.
+
+        Args:
+            request_id: The caller's id. Of an unknown request, or one that has ended, nothing happens.
+            information: More `additional_information`.
+            num_ready_tokens: As for `await_input`; the last chunk lifts the bound.
+            is_last: The input is complete.
+
+        Raises:
+            TypeError: The information holds something that cannot travel. The request is unchanged.
+        """
+        chunk = InputChunk(AdditionalInformationPayload.from_dict(information) if information else None, is_last)
+        for req_id in self._internal_ids(request_id):
+            self._core.ar_scheduler.add_input(req_id, chunk, num_ready_tokens)
+
+    def has_work(self) -> bool:
+        """Whether `step` would do anything. False also while every request is held: then only new input, a new request
+        or an abort changes something."""
+        return self._core.omni_scheduler.has_work()
+
+    def kv_blocks(self) -> tuple[int, int]:
+        """Blocks of the KV cache that requests hold, and that there are. May be called from another thread."""
+        pool = self._core.omni_scheduler.kv_cache_manager.block_pool
+        total = pool.num_gpu_blocks - 1  # vLLM keeps one that stands for none
+        return total - pool.get_num_free_blocks(), total
+
+    def last_batch(self) -> dict[str, int]:
+        """The requests of the last step, also of one that raised: the callers' ids, and how many tokens each has
+        computed with it (of several sequences of a request: the most). Empty where scheduling itself raised."""
+        batch: dict[str, int] = {}
+        for request in self._core.omni_scheduler.last_batch:
+            assert isinstance(request, OmniRequest)
+            known = batch.get(request.external_req_id, 0)
+            batch[request.external_req_id] = max(known, request.num_computed_tokens)
+        return batch
+
+    @property
+    def last_batch_size(self) -> int:
+        """Sequences in the last step."""
+        return len(self._core.omni_scheduler.last_batch)
+
+    def quarantine(self, request_id: str, num_tokens: int) -> None:
+        """Lets a request that was just added share no step until it has computed this many tokens."""
+        for req_id in self._internal_ids(request_id):
+            self._core.omni_scheduler.quarantine(req_id, num_tokens)
+
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Schedules, runs the model once and returns what is to be handed out.
 
@@ -161,6 +230,10 @@ class OmniLLMEngine(LLMEngine):
         self._is_closed = True
         self.renderer.shutdown()
         self.engine_core.shutdown()
+
+    def _internal_ids(self, request_id: str) -> list[str]:
+        """vLLM's ids of the sequences of a request that have not ended."""
+        return list(self.output_processor.external_req_ids.get(request_id, ()))
 
     def _check_usable(self) -> None:
         if self._is_closed:

@@ -4,6 +4,7 @@
 Every hook is optional. The runner looks for each of them once, when the model is loaded, and calls
 those it finds in this order, once a step, outside any CUDA graph:
 
+0. `extend_information` where more of a request's input has arrived since its last step
 1. `preprocess`       before the forward: replaces input embeddings, may emit outputs of its own
 2. `forward`          vLLM's; receives `runtime_additional_information` if its signature names it
 3. `make_omni_output` after the forward: which rows this stage hands to the next one
@@ -33,7 +34,8 @@ class RequestSpan:
             only if its last row is the last known token.
         sampling_params: The request's sampling parameters.
         additional_information: The request's own state: what the caller sent with the request,
-            decoded to tensors, and what `postprocess` returned. Hooks may write to it.
+            decoded to tensors, later chunks of its input, and what `postprocess` returned. Hooks may write to it.
+        is_input_complete: No further chunk of input will be added to `additional_information`.
     """
 
     req_id: str
@@ -44,6 +46,7 @@ class RequestSpan:
     num_tokens: int
     sampling_params: SamplingParams
     additional_information: dict[str, Any] = field(default_factory=dict)
+    is_input_complete: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -53,6 +56,24 @@ class RequestSpan:
     def samples(self) -> bool:
         """Whether this step samples a token for the request (false inside a chunked prefill)."""
         return self.position + self.num_rows >= self.num_tokens
+
+
+@runtime_checkable
+class SupportsInputChunks(Protocol):
+    """Takes in the later chunks of a request's input itself.
+
+    For a model that has turned its first information into something else. Without this hook tensors are concatenated
+    along their first dimension under their names, and plain values are replaced.
+    """
+
+    def extend_information(self, information: dict[str, Any], chunk: dict[str, Any], is_last: bool) -> None:
+        """
+        Args:
+            information: The request's `additional_information`, to be changed in place.
+            chunk: What has arrived, decoded, tensors on the CPU; empty where the input merely ended.
+            is_last: The input is complete now.
+        """
+        ...
 
 
 @runtime_checkable

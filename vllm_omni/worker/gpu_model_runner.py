@@ -12,9 +12,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_omni.core.sched.output import OmniNewRequestData
+from vllm_omni.core.sched.output import InputChunk, OmniNewRequestData, OmniSchedulerOutput
 from vllm_omni.engine.settings import OmniEngineSettings
 from vllm_omni.model_executor.interfaces import RequestSpan
+from vllm_omni.worker.input_chunks import extend_information
 from vllm_omni.worker.model_hooks import ModelHooks
 
 
@@ -24,12 +25,14 @@ class OmniGPUModelRunner(GPUModelRunner):
     Attributes:
         omni_info: Each request's additional information, by vLLM's internal id, tensors on the CPU. It lives from the
             request's first step to its end, preemptions included, and the model's hooks may write to it.
+        open_inputs: Requests of whose input more is to come.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.settings = OmniEngineSettings.from_vllm_config(vllm_config)
         self.omni_info: dict[str, dict[str, Any]] = {}
+        self.open_inputs: set[str] = set()
         self.hooks = ModelHooks()
         self.preprocessed: dict[str, torch.Tensor] = {}
         self._num_scheduled: dict[str, int] = {}
@@ -43,7 +46,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         """Forgets the step that raised. Returns all requests that are known here."""
         self.execute_model_state = None
         self._spans = None
-        return [*self.requests, *self.omni_info]
+        return [*self.requests, *self.omni_info, *self.open_inputs]
 
     @property
     def spans(self) -> list[RequestSpan]:
@@ -58,12 +61,33 @@ class OmniGPUModelRunner(GPUModelRunner):
         for req_id in scheduler_output.finished_req_ids:
             self._forget(req_id)
         for data in scheduler_output.scheduled_new_reqs:
-            if isinstance(data, OmniNewRequestData) and data.additional_information is not None:
-                self.omni_info[data.req_id] = data.additional_information.to_dict()
+            if isinstance(data, OmniNewRequestData):
+                self._remember_input(data)
+        if isinstance(scheduler_output, OmniSchedulerOutput):
+            for req_id, chunks in scheduler_output.input_chunks.items():
+                for chunk in chunks:
+                    self._extend_input(req_id, chunk)
         return super()._update_states(scheduler_output)
+
+    def _remember_input(self, data: OmniNewRequestData) -> None:
+        if data.additional_information is not None:
+            self.omni_info[data.req_id] = data.additional_information.to_dict()
+        if not data.is_input_complete:
+            self.open_inputs.add(data.req_id)
+
+    def _extend_input(self, req_id: str, chunk: InputChunk) -> None:
+        if chunk.is_last:
+            self.open_inputs.discard(req_id)
+        information = self.omni_info.setdefault(req_id, {})
+        more = {} if chunk.information is None else chunk.information.to_dict()
+        if self.hooks.input_chunks is not None:
+            self.hooks.input_chunks.extend_information(information, more, chunk.is_last)
+        else:
+            extend_information(information, more)
 
     def _forget(self, req_id: str) -> None:
         self.omni_info.pop(req_id, None)
+        self.open_inputs.discard(req_id)
 
     def _init_mrope_positions(self, req_state: CachedRequestState) -> None:
         positions = self.omni_info.get(req_state.req_id, {}).get("mrope_positions")
@@ -118,6 +142,7 @@ class OmniGPUModelRunner(GPUModelRunner):
                     num_tokens=request.num_tokens,
                     sampling_params=request.sampling_params,
                     additional_information=self.omni_info.setdefault(req_id, {}),
+                    is_input_complete=req_id not in self.open_inputs,
                 )
             )
             start = stop

@@ -8,6 +8,7 @@ from torch import nn
 
 from vllm_omni.model_executor.interfaces import (
     SupportsAuxHiddenStates,
+    SupportsInputChunks,
     SupportsOmniOutput,
     SupportsPostprocess,
     SupportsPreprocess,
@@ -18,7 +19,7 @@ from vllm_omni.model_executor.interfaces import (
 class ModelHooks:
     """
     Attributes:
-        preprocess, output, postprocess: The model, where it has the hook.
+        preprocess, output, postprocess, input_chunks: The model, where it has the hook.
         aux_layers: The layers whose inputs it wants captured.
         wants_information: Its forward takes `runtime_additional_information`.
     """
@@ -26,6 +27,7 @@ class ModelHooks:
     preprocess: SupportsPreprocess | None = None
     output: SupportsOmniOutput | None = None
     postprocess: SupportsPostprocess | None = None
+    input_chunks: SupportsInputChunks | None = None
     aux_layers: tuple[int, ...] = ()
     wants_information: bool = False
 
@@ -35,6 +37,7 @@ class ModelHooks:
             preprocess=model if isinstance(model, SupportsPreprocess) else None,
             output=model if isinstance(model, SupportsOmniOutput) else None,
             postprocess=model if isinstance(model, SupportsPostprocess) else None,
+            input_chunks=model if isinstance(model, SupportsInputChunks) else None,
             aux_layers=tuple(model.omni_aux_hidden_state_layers) if isinstance(model, SupportsAuxHiddenStates) else (),
             wants_information="runtime_additional_information" in inspect.signature(model.forward).parameters,
         )

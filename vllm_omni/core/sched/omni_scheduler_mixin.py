@@ -1,25 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both omni schedulers add to vLLM's: additional information reaches the model runner with its request."""
+"""What both omni schedulers add to vLLM's: additional information travels with its request, and requests can be held.
+
+A held request is passed over by a step, and only it: it keeps its place and its blocks, as long as nobody needs them.
+"""
+
+import time
+from typing import Any
 
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.output import OmniNewRequestData, OmniRequest
 
 
 class OmniSchedulerMixin(Scheduler):
-    """Rewraps newly scheduled requests. Which requests are scheduled stays vLLM's decision."""
+    """Holds requests, rewraps newly scheduled ones, and knows which took part in the last step.
+
+    All else about which requests are scheduled stays vLLM's decision. `OmniInputProcessor` makes every request an
+    `OmniRequest`; any other is passed on as it is.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.last_batch: list[Request] = []
+        """Who takes part in the last step; empty where scheduling itself raised."""
+        self._suspects: dict[str, OmniRequest] = {}
+        self._alone: OmniRequest | None = None
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self.last_batch = []
+        self._alone = self._next_alone()
+        self._hold_running()
         output = super().schedule(throttle_prefills)
+        self.last_batch = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
+        if not output.num_scheduled_tokens:
+            self._make_way()
         if output.scheduled_new_reqs:
             output.scheduled_new_reqs = [self._with_additional_information(data) for data in output.scheduled_new_reqs]
         return output
 
+    def has_work(self) -> bool:
+        """Whether a step would do anything: compute something, or tell the workers which requests have ended."""
+        return self.has_finished_requests() or not all(_is_starved(request) for request in self.requests.values())
+
+    def quarantine(self, req_id: str, num_tokens: int) -> None:
+        """Gives a request steps of its own, every other step, until it has computed this many tokens.
+
+        For requests of a step that raised: the one that raises again, alone, is the one at fault.
+        """
+        request = self.requests[req_id]
+        assert isinstance(request, OmniRequest)
+        request.alone_until = num_tokens
+        self._suspects[req_id] = request
+
+    def _next_alone(self) -> OmniRequest | None:
+        """The suspect whose turn this step is."""
+        if not self._suspects:
+            return None
+        self._suspects = {
+            req_id: request
+            for req_id, request in self._suspects.items()
+            if self.requests.get(req_id) is request and request.is_suspect
+        }
+        others_wait = self._alone is not None and any(
+            not (_is_starved(request) or request.request_id in self._suspects) for request in self.requests.values()
+        )
+        if others_wait:
+            return None
+        return next((request for request in self._suspects.values() if not request.is_starved), None)
+
+    def _is_held(self, request: Request) -> bool:
+        if _is_starved(request):
+            return True
+        if self._alone is not None:
+            return request is not self._alone
+        return request.request_id in self._suspects
+
+    def _hold_running(self) -> None:
+        held = [request for request in self.running if self._is_held(request)]
+        if not held:
+            return
+        for request in held:
+            request.next_decode_eligible_step = self.current_step + 2
+        # vLLM takes blocks from the last of these when others need them.
+        self.running.sort(key=self._is_held)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        return not self._is_held(request) and super()._handle_blocked_waiting_request(request)
+
+    def _make_way(self) -> None:
+        """Nothing could run. If a request waits for what a held one occupies, that one starts over later."""
+        waits = any(request.status in _READY and not self._is_held(request) for request in self.waiting)
+        if waits and self.running and self._is_held(self.running[-1]):
+            self._preempt_request(self.running.pop(), time.monotonic())
+
     def _with_additional_information(self, data: NewRequestData) -> NewRequestData:
         request = self.requests[data.req_id]
-        if not isinstance(request, OmniRequest) or request.additional_information is None:
+        if not isinstance(request, OmniRequest):
+            return data
+        if request.additional_information is None and request.is_input_complete:
             return data
         # The runner keeps it until the request ends, preemptions included, so the bytes are not held twice.
         payload, request.additional_information = request.additional_information, None
-        return OmniNewRequestData.from_base(data, payload)
+        return OmniNewRequestData.from_base(data, payload, request.is_input_complete)
+
+
+_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def _is_starved(request: Request) -> bool:
+    return isinstance(request, OmniRequest) and request.is_starved

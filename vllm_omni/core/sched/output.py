@@ -1,23 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the schedulers send to the model runners, and what they get back, beyond vLLM's own structures."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
-from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_omni.engine.payloads import AdditionalInformationPayload
+from vllm_omni.engine.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
+
+
+@dataclass
+class InputChunk:
+    """A later piece of a running request's input.
+
+    Attributes:
+        information: More additional information, encoded; None where there is none.
+        is_last: The input is complete now.
+    """
+
+    information: AdditionalInformationPayload | None = None
+    is_last: bool = False
 
 
 class OmniRequest(Request):
     """vLLM's request as the scheduler holds it, and what must still reach the model runner.
 
     vLLM builds its own class; `OmniEngineCore` turns the instance into this one. Only attributes may be added here.
+
+    Attributes:
+        external_req_id: The caller's id; the sequences of one request share it.
+        additional_information: Until its first step.
+        input_chunks: Until the next step of the request.
+        num_ready_tokens: Tokens, prompt and generated, that can be computed with the input that is here; None: all.
+        is_input_complete: No chunk follows.
+        alone_until: Tokens that it must have computed in steps of its own before it may share one; see
+            `OmniSchedulerMixin.quarantine`.
     """
 
-    additional_information: AdditionalInformationPayload | None = None
+    external_req_id: str
+    additional_information: AdditionalInformationPayload | None
+    input_chunks: list[InputChunk]
+    num_ready_tokens: int | None
+    is_input_complete: bool
+    alone_until: int
+
+    @classmethod
+    def adopt(cls, request: Request, source: OmniEngineCoreRequest) -> None:
+        """Turns vLLM's request, which it has made of `source`, into one of ours."""
+        request.__class__ = cls
+        assert isinstance(request, cls)
+        request.external_req_id = source.external_req_id or source.request_id
+        request.additional_information = source.additional_information
+        request.input_chunks = []
+        request.num_ready_tokens = None
+        request.is_input_complete = True
+        request.alone_until = 0
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether its next step, which computes all its tokens, needs input that is not here yet."""
+        return self.num_ready_tokens is not None and self.num_tokens > self.num_ready_tokens
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.num_computed_tokens < self.alone_until
 
 
 @dataclass
@@ -25,14 +73,28 @@ class OmniNewRequestData(NewRequestData):
     """A request's first visit to the model runner, with its additional information still encoded."""
 
     additional_information: AdditionalInformationPayload | None = None
+    is_input_complete: bool = True
 
     @classmethod
     def from_base(
-        cls, data: NewRequestData, additional_information: AdditionalInformationPayload | None
+        cls,
+        data: NewRequestData,
+        additional_information: AdditionalInformationPayload | None,
+        is_input_complete: bool = True,
     ) -> "OmniNewRequestData":
-        return cls(
-            **{name: getattr(data, name) for name in _NEW_REQUEST_FIELDS}, additional_information=additional_information
-        )
+        base = {name: getattr(data, name) for name in _NEW_REQUEST_FIELDS}
+        return cls(**base, additional_information=additional_information, is_input_complete=is_input_complete)
+
+
+@dataclass
+class OmniSchedulerOutput(SchedulerOutput):
+    """One step, with the chunks of input that have arrived for its requests since their last steps, in order."""
+
+    input_chunks: dict[str, list[InputChunk]] = field(default_factory=dict)
+
+    @classmethod
+    def from_base(cls, output: SchedulerOutput, input_chunks: dict[str, list[InputChunk]]) -> "OmniSchedulerOutput":
+        return cls(**{name: getattr(output, name) for name in _SCHEDULER_OUTPUT_FIELDS}, input_chunks=input_chunks)
 
 
 @dataclass
@@ -55,4 +117,5 @@ class OmniModelRunnerOutput(ModelRunnerOutput):
 
 
 _NEW_REQUEST_FIELDS = tuple(f.name for f in fields(NewRequestData))
+_SCHEDULER_OUTPUT_FIELDS = tuple(f.name for f in fields(SchedulerOutput))
 _RUNNER_OUTPUT_FIELDS = tuple(f.name for f in fields(ModelRunnerOutput))

@@ -1,26 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stage that is a vLLM engine: autoregressive, or generating everything in one step.
 
-The loop is vLLM's own: take what has arrived, step, hand out what is complete. All requests of the stage share the
+The loop is vLLM's own: take what has arrived, step, hand out what is there. All requests of the stage share the
 engine's continuous batch.
 """
 
+import time
+from functools import cached_property
 from typing import Any
 
-import msgspec
+import torch
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
-from vllm.outputs import CompletionOutput
-from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
-from vllm_omni.engine.payloads import OmniEngineCoreRequest
-from vllm_omni.outputs import Completion, StageOutput
-from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Outbox, Result, StageEngine, Stop
+from vllm_omni.errors import InvalidRequestError
+from vllm_omni.stage.engines.base import (
+    AbortRequest,
+    Error,
+    InboxItem,
+    NewRequest,
+    Outbox,
+    Result,
+    StageEngine,
+    Stop,
+    StreamChunk,
+)
+from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest
+from vllm_omni.stage.engines.step_lock import STEP_LOCK
 
 
 class LLMStageEngine(StageEngine):
-    """Runs an `OmniLLMEngine`."""
+    """Runs an `OmniLLMEngine`.
+
+    An exception out of a step cannot be told apart by request. All requests lose what the engine had computed of them,
+    and start again, unless a part of their output has left. Those of the step that raised then run alone until they
+    are past the place: one that raises again fails with its own error. Each is given one such chance.
+    """
 
     def __init__(
         self, outbox: Outbox, stage_id: int, model: str, engine_type: str, engine_args: dict[str, Any]
@@ -28,118 +46,138 @@ class LLMStageEngine(StageEngine):
         super().__init__(outbox)
         self._stage_id = stage_id
         self._engine_args = create_engine_args(model, engine_type=engine_type, **engine_args)
+        self._request_class: type[LLMRequest] = GenerationRequest if engine_type == "generation" else ARRequest
         self._engine: OmniLLMEngine
-        self._running: set[str] = set()
+        self._requests: dict[str, LLMRequest] = {}
+
+    @cached_property
+    def _vllm_config(self) -> VllmConfig:
+        return self._engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+
+    def must_start_first(self) -> bool:
+        # vLLM makes the group of a process's experts with its first engine, and only if that one has experts.
+        return self._vllm_config.model_config.is_moe
 
     def start(self) -> None:
-        self._engine = OmniLLMEngine.from_omni_engine_args(self._engine_args)
+        self._engine = OmniLLMEngine.from_omni_config(self._vllm_config, not self._engine_args.disable_log_stats)
+        self.capacity = self._engine.vllm_config.scheduler_config.max_num_seqs
 
     def run(self) -> None:
+        """Works until `stop`.
+
+        Raises:
+            Exception: The engine is broken: the device is, or it could not be brought into a known state.
+        """
         while self._take_inbox():
-            self._step()
+            with STEP_LOCK:
+                self._step()
 
     def close(self) -> None:
         # vLLM's orderly shutdown takes seconds; all that runs in this process ends with it anyway.
         if self._engine.vllm_config.parallel_config.world_size > 1:
             self._engine.close()
 
+    def kv_blocks(self) -> tuple[int, int]:
+        return self._engine.kv_blocks()
+
+    # What comes in.
+
     def _take_inbox(self) -> bool:
         """Takes in what has arrived; sleeps while the engine has nothing to do. False once it is to stop."""
-        while not self.inbox.empty() or not self._engine.has_unfinished_requests():
+        while not self.inbox.empty() or not self._engine.has_work():
             item = self.inbox.get()
             if isinstance(item, Stop):
                 return False
-            if isinstance(item, AbortRequest):
-                self._forget(item.request_id)
-            else:
-                self._add(item)
+            with STEP_LOCK:
+                self._take_in(item)
         return True
 
-    def _add(self, item: NewRequest) -> None:
-        request = item.request
-        try:
-            self._engine.add_request(request.request_id, *_as_prompt(item))
-        except Exception as error:
-            self.outbox.put(
-                Error.from_exception(request.request_id, error, isinstance(error, (ValueError, VLLMClientError)))
-            )
-        else:
-            self._running.add(request.request_id)
+    def _take_in(self, item: InboxItem) -> None:
+        match item:
+            case NewRequest():
+                self._add(item)
+            case StreamChunk() if item.request_id in self._requests:
+                self._put_in(self._requests[item.request_id], item)
+            case AbortRequest() if item.request_id in self._requests:
+                self._requests.pop(item.request_id).abort()
 
-    def _forget(self, request_id: str) -> None:
-        if request_id in self._running:
-            self._running.remove(request_id)
-            self._engine.abort_request([request_id])
+    def _add(self, item: NewRequest) -> None:
+        request_id = item.request_id
+        if request_id in self._requests:
+            error = InvalidRequestError("a request of this id is running", request_id)
+            self.outbox.put(Error.from_exception(request_id, error, invalid=True))
+            return
+        self._requests[request_id] = self._request_class(self._engine, self._stage_id, item)
+        self._put_in(self._requests[request_id], item)
+
+    def _put_in(self, request: LLMRequest, item: NewRequest | StreamChunk) -> None:
+        try:
+            items = request.put_in(item)
+        except Exception as error:
+            self._fail(request, error, invalid=isinstance(error, (ValueError, VLLMClientError)))
+        else:
+            self._hand_out(items)
+
+    # What goes out.
 
     def _step(self) -> None:
+        start = time.perf_counter()
         try:
             outputs = self._engine.step()
+        except torch.AcceleratorError:
+            raise  # The device is in a state that no request can run in.
         except Exception as error:
-            self._fail_all(error)
+            self._recover(error)
             return
+        if self._engine.last_batch_size:
+            self.recorder.step(time.perf_counter() - start, self._engine.last_batch_size)
         for output in outputs:
-            if output.finished:
-                self._finish(output)
+            request = self._requests.get(self._request_class.owner_of(output.request_id))
+            if request is not None:
+                self._take_from(request, output)
 
-    def _fail_all(self, error: Exception) -> None:
-        """An exception in a step cannot be told apart by request: those that were in the engine fail."""
+    def _take_from(self, request: LLMRequest, output: Any) -> None:
+        try:
+            items = request.take(output)
+        except Exception as error:
+            self._fail(request, error)
+        else:
+            self._hand_out(items)
+
+    def _hand_out(self, items: Items) -> None:
+        for item in items:
+            if isinstance(item, Result):
+                del self._requests[item.request_id]
+            self.outbox.put(item)
+
+    def _fail(self, request: LLMRequest, error: Exception, invalid: bool = False) -> None:
+        del self._requests[request.request_id]
+        request.abort()
+        self.outbox.put(Error.from_exception(request.request_id, error, invalid))
+
+    # After an exception.
+
+    def _recover(self, error: Exception) -> None:
+        batch = self._engine.last_batch()
         self._engine.fail_all()
-        for request_id in self._running:
-            self.outbox.put(Error.from_exception(request_id, error))
-        self._running.clear()
+        suspects = {self._request_class.owner_of(engine_id) for engine_id in batch} & self._requests.keys()
+        for request in list(self._requests.values()):
+            is_suspect = request.request_id in suspects
+            is_found_out = is_suspect and (len(suspects) == 1 or request.is_retried)
+            if is_found_out or request.has_streamed or not suspects:
+                self._fail(request, error)
+            else:
+                self._start_again(request, is_suspect)
+        for engine_id, num_tokens in batch.items():
+            self._engine.quarantine(engine_id, num_tokens)
 
-    def _finish(self, output: Any) -> None:
-        self._running.remove(output.request_id)
-        self.outbox.put(
-            Result(
-                request_id=output.request_id,
-                output=_as_stage_output(output, self._stage_id),
-                num_input_tokens=len(output.prompt_token_ids or ()),
-                num_output_tokens=sum(len(c.token_ids) for c in output.outputs),
-            )
-        )
-
-
-def _as_prompt(item: NewRequest) -> tuple[OmniEngineCoreRequest | dict[str, Any], SamplingParams]:
-    """The engine's prompt, and the request's parameters with what the stage input processor adds to them."""
-    stage_input, params = item.stage_input, item.request.sampling_params
-    assert params is not None, "requests of vLLM stages come with sampling parameters"
-    if item.request.engine_request is not None:
-        return item.request.engine_request, params
-    assert stage_input is not None, "a vLLM stage with sources has a stage input processor"
-    prompt: dict[str, Any] = {"additional_information": stage_input.additional_information}
-    if stage_input.prompt_embeds is not None:
-        prompt["prompt_embeds"] = stage_input.prompt_embeds
-    else:
-        prompt["prompt_token_ids"] = stage_input.prompt_token_ids
-    if stage_input.stop_token_ids:
-        # A copy runs vLLM's own set-up again: min_tokens has to know these ids as well.
-        stop_token_ids = [*(params.stop_token_ids or ()), *stage_input.stop_token_ids]
-        params = msgspec.structs.replace(params, stop_token_ids=stop_token_ids)
-    if stage_input.max_tokens is not None:
-        params.max_tokens = min(params.max_tokens or stage_input.max_tokens, stage_input.max_tokens)
-    return prompt, params
-
-
-def _as_stage_output(output: Any, stage_id: int) -> StageOutput:
-    """`output` is vLLM's `RequestOutput` with the `multimodal_output` that our output processor adds."""
-    return StageOutput(
-        request_id=output.request_id,
-        stage_id=stage_id,
-        prompt=output.prompt,
-        prompt_token_ids=list(output.prompt_token_ids or ()),
-        completions=[_as_completion(completion) for completion in output.outputs],
-        tensors=output.multimodal_output,
-    )
-
-
-def _as_completion(completion: CompletionOutput) -> Completion:
-    return Completion(
-        index=completion.index,
-        text=completion.text,
-        token_ids=list(completion.token_ids),
-        cumulative_logprob=completion.cumulative_logprob,
-        logprobs=None if completion.logprobs is None else [dict(position) for position in completion.logprobs],
-        finish_reason=completion.finish_reason,
-        stop_reason=completion.stop_reason,
-    )
+    def _start_again(self, request: LLMRequest, is_suspect: bool) -> None:
+        first, *chunks = request.inputs
+        assert isinstance(first, NewRequest)
+        again = self._request_class(self._engine, self._stage_id, first)
+        again.is_retried = is_suspect or request.is_retried
+        self._requests[request.request_id] = again
+        self._put_in(again, first)
+        for chunk in chunks:
+            if self._requests.get(request.request_id) is again:  # Nothing of it was refused.
+                self._put_in(again, chunk)

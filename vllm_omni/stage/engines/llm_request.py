@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request of a vLLM stage: what the engine is given for it, and what of the engine's outputs leaves the stage.
+
+An autoregressive request is one request of the engine, whose input may grow. A request of a one-step stage is one
+request of the engine for each window of its input. Neither knows when the engine steps.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.engine.payloads import OmniEngineCoreRequest
+from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
+from vllm_omni.stage.engines.base import NewRequest, Result, Stream, StreamChunk
+
+Items = list[Stream | Result]
+"""What goes out, in order. A `Result` is the last."""
+
+
+class LLMRequest(ABC):
+    """
+    Attributes:
+        request_id: The pipeline's.
+        inputs: What it was made of, to run it again from the start; empty once a part of its output has left.
+        has_streamed: A part of its output has left.
+        is_retried: It was in a step that raised, and has been started once more.
+    """
+
+    def __init__(self, engine: OmniLLMEngine, stage_id: int, item: NewRequest) -> None:
+        self.request_id = item.request_id
+        self.inputs: list[NewRequest | StreamChunk] = []
+        self.has_streamed = False
+        self.is_retried = False
+        self._engine = engine
+        self._stage_id = stage_id
+        self._streams_output = item.streams_output
+        self._num_input_tokens = 0
+        self._num_output_tokens = 0
+
+    @property
+    @abstractmethod
+    def engine_ids(self) -> list[str]:
+        """The engine's requests that run for this one."""
+
+    @staticmethod
+    @abstractmethod
+    def owner_of(engine_id: str) -> str:
+        """The pipeline's id of the request for which the engine runs this one."""
+
+    @abstractmethod
+    def begin(self, item: NewRequest) -> Items:
+        """Gives the request to the engine.
+
+        Raises:
+            InvalidRequestError: The request is wrong.
+        """
+
+    @abstractmethod
+    def extend(self, chunk: StreamChunk) -> Items:
+        """Gives more of its input to the engine. Raises as `begin`."""
+
+    @abstractmethod
+    def take(self, output: Any) -> Items:
+        """
+        Args:
+            output: vLLM's `RequestOutput` with the `multimodal_output` that our output processor adds.
+
+        Raises:
+            RuntimeError: vLLM ended the request with an error.
+        """
+
+    def put_in(self, item: NewRequest | StreamChunk) -> Items:
+        """`begin` or `extend`, remembered for as long as the request may have to start again."""
+        if not self.has_streamed:
+            self.inputs.append(replace(item, sources={}))
+        return self.begin(item) if isinstance(item, NewRequest) else self.extend(item)
+
+    def abort(self) -> None:
+        """Makes the engine forget it."""
+        self._engine.abort_request(self.engine_ids)
+
+    def _stream(self, piece: StageOutput) -> Stream:
+        self.has_streamed = True
+        self.inputs.clear()
+        piece.is_last = False
+        return Stream(self.request_id, piece)
+
+    def _result(self, piece: StageOutput) -> Result:
+        return Result(self.request_id, piece, self._num_input_tokens, self._num_output_tokens)
+
+    def _as_piece(self, output: Any, is_first: bool) -> StageOutput:
+        completions = [_as_completion(completion) for completion in output.outputs]
+        if any(completion.finish_reason == "error" for completion in completions):
+            raise RuntimeError("vLLM ended the request with an error, which the log of this stage tells")
+        prompt_token_ids = list(output.prompt_token_ids or ()) if is_first else []
+        self._num_input_tokens += len(prompt_token_ids)
+        self._num_output_tokens += sum(len(completion.token_ids) for completion in completions)
+        return StageOutput(
+            request_id=self.request_id,
+            stage_id=self._stage_id,
+            prompt=output.prompt if is_first else None,
+            prompt_token_ids=prompt_token_ids,
+            completions=completions,
+            # Rows are those of the first completion. In a stream each completion comes by itself.
+            tensors=output.multimodal_output if output.outputs[0].index == 0 else {},
+        )
+
+
+class ARRequest(LLMRequest):
+    """A request that is one request of the engine, of the same id."""
+
+    @property
+    def engine_ids(self) -> list[str]:
+        return [self.request_id]
+
+    @staticmethod
+    def owner_of(engine_id: str) -> str:
+        return engine_id
+
+    def begin(self, item: NewRequest) -> Items:
+        output_kind = RequestOutputKind.DELTA if self._streams_output else RequestOutputKind.FINAL_ONLY
+        _add_to_engine(self._engine, self.request_id, item.request, item.stage_input, output_kind)
+        if not item.is_last:
+            num_ready_tokens = None if item.stage_input is None else item.stage_input.num_ready_tokens
+            self._engine.await_input(self.request_id, num_ready_tokens)
+        return []
+
+    def extend(self, chunk: StreamChunk) -> Items:
+        more = chunk.stage_input or StageInput()
+        self._engine.add_input(self.request_id, more.additional_information, more.num_ready_tokens, chunk.is_last)
+        return []
+
+    def take(self, output: Any) -> Items:
+        piece = self._as_piece(output, is_first=not self.has_streamed)
+        if output.finished:
+            return [self._result(piece)]
+        return [] if _is_empty(piece) else [self._stream(piece)]
+
+
+class GenerationRequest(LLMRequest):
+    """A request that is one request of the engine for each window of its input, numbered from 0."""
+
+    def __init__(self, engine: OmniLLMEngine, stage_id: int, item: NewRequest) -> None:
+        super().__init__(engine, stage_id, item)
+        self._request = item.request
+        self._num_windows = 0
+        self._is_input_complete = False
+        self._next = 0
+        self._done: dict[int, Any] = {}
+        self._pieces: list[StageOutput] = []
+
+    @property
+    def engine_ids(self) -> list[str]:
+        return [self._engine_id(k) for k in range(self._next, self._num_windows) if k not in self._done]
+
+    @staticmethod
+    def owner_of(engine_id: str) -> str:
+        return engine_id.rpartition("/")[0]
+
+    def begin(self, item: NewRequest) -> Items:
+        return self._add_window(item.stage_input, item.is_last)
+
+    def extend(self, chunk: StreamChunk) -> Items:
+        if chunk.stage_input is None:
+            self._is_input_complete = chunk.is_last
+            return self._take_done()
+        return self._add_window(chunk.stage_input, chunk.is_last)
+
+    def take(self, output: Any) -> Items:
+        self._done[int(output.request_id.rpartition("/")[2])] = output
+        return self._take_done()
+
+    def _engine_id(self, window: int) -> str:
+        return f"{self.request_id}/{window}"
+
+    def _add_window(self, stage_input: StageInput | None, is_last: bool) -> Items:
+        engine_id = self._engine_id(self._num_windows)
+        _add_to_engine(self._engine, engine_id, self._request, stage_input, RequestOutputKind.FINAL_ONLY)
+        self._num_windows += 1
+        self._is_input_complete = is_last
+        return []
+
+    def _take_done(self) -> Items:
+        """What leaves now that a window is done or the input has ended: windows leave in order."""
+        items: Items = []
+        while self._next in self._done:
+            self._pieces.append(self._as_window(self._done.pop(self._next)))
+            self._next += 1
+            if self._streams_output and not self._is_done:
+                items.append(self._stream(self._pieces.pop()))
+        if self._is_done:
+            items.append(self._result(self._merged()))
+        return items
+
+    @property
+    def _is_done(self) -> bool:
+        return self._is_input_complete and self._next == self._num_windows
+
+    def _as_window(self, output: Any) -> StageOutput:
+        num_input_tokens = self._num_input_tokens + len(output.prompt_token_ids or ())
+        piece = self._as_piece(output, is_first=self._next == 0)
+        self._num_input_tokens = num_input_tokens
+        piece.completions = []  # The request has one, which ends with the last window.
+        return piece
+
+    def _merged(self) -> StageOutput:
+        end = StageOutput(
+            request_id=self.request_id, stage_id=self._stage_id, completions=[Completion(finish_reason="stop")]
+        )
+        return merge_stage_outputs([*self._pieces, end])
+
+
+def _add_to_engine(
+    engine: OmniLLMEngine,
+    engine_id: str,
+    request: StageRequest,
+    stage_input: StageInput | None,
+    output_kind: RequestOutputKind,
+) -> None:
+    """Adds a request under this id. What was given stays as it is, since it may be added again."""
+    trace_headers = request.trace_headers or None
+    if request.engine_request is not None:
+        ready = _as_ready_request(request.engine_request, engine_id, output_kind, trace_headers)
+        assert ready.sampling_params is not None
+        engine.add_request(engine_id, ready, ready.sampling_params)
+        return
+    assert stage_input is not None, "a vLLM stage with sources has a stage input processor"
+    assert request.sampling_params is not None, "requests of vLLM stages come with sampling parameters"
+    params = _with_stage_input(request.sampling_params, stage_input)
+    params.output_kind = output_kind
+    engine.add_request(engine_id, _as_prompt(stage_input), params, trace_headers=trace_headers)
+
+
+def _as_ready_request(
+    request: OmniEngineCoreRequest,
+    engine_id: str,
+    output_kind: RequestOutputKind,
+    trace_headers: dict[str, str] | None,
+) -> OmniEngineCoreRequest:
+    assert request.sampling_params is not None, "stages take no pooling requests"
+    ready = copy.copy(request)
+    ready.request_id = engine_id
+    ready.sampling_params = copy.copy(request.sampling_params)
+    ready.sampling_params.output_kind = output_kind
+    ready.trace_headers = trace_headers
+    return ready
+
+
+def _as_prompt(stage_input: StageInput) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"additional_information": stage_input.additional_information}
+    if stage_input.prompt_embeds is not None:
+        prompt["prompt_embeds"] = stage_input.prompt_embeds
+    else:
+        prompt["prompt_token_ids"] = stage_input.prompt_token_ids
+    return prompt
+
+
+def _with_stage_input(params: SamplingParams, stage_input: StageInput) -> SamplingParams:
+    """A copy of the request's parameters, with what the stage input processor adds to them."""
+    if stage_input.stop_token_ids:
+        # This copy runs vLLM's own set-up again: min_tokens has to know these ids as well.
+        stop_token_ids = [*(params.stop_token_ids or ()), *stage_input.stop_token_ids]
+        params = msgspec.structs.replace(params, stop_token_ids=stop_token_ids)
+    else:
+        params = copy.copy(params)
+    if stage_input.max_tokens is not None:
+        params.max_tokens = min(params.max_tokens or stage_input.max_tokens, stage_input.max_tokens)
+    return params
+
+
+def _is_empty(piece: StageOutput) -> bool:
+    said = any(c.token_ids or c.text or c.finish_reason is not None for c in piece.completions)
+    return not said and not piece.tensors
+
+
+def _as_completion(completion: CompletionOutput) -> Completion:
+    return Completion(
+        index=completion.index,
+        text=completion.text,
+        token_ids=list(completion.token_ids),
+        cumulative_logprob=completion.cumulative_logprob,
+        logprobs=None if completion.logprobs is None else [dict(position) for position in completion.logprobs],
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+    )

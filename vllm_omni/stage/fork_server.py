@@ -24,6 +24,8 @@ from collections.abc import Sequence
 
 _MAX_MESSAGE = 1 << 20
 _WORKER = "vllm_omni.stage.worker"
+# With the caller's import path: what the caller can import, such as a function next to its script, its stages can too.
+_COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import main; main()"
 _LAST_WORDS_S = 2.0
 
 
@@ -78,8 +80,9 @@ class ForkServer:
         """
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
+            import_path = json.dumps([str(entry) for entry in sys.path])
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(server_end.fileno()), *preload],
+                [sys.executable, "-c", _COMMAND, str(server_end.fileno()), import_path, *preload],
                 pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
             )
@@ -166,7 +169,7 @@ def main() -> None:
     # Ctrl-C reaches the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
-    for module in (_WORKER, *sys.argv[2:]):
+    for module in (_WORKER, *sys.argv[3:]):
         importlib.import_module(module)
     _freeze()
     serve(control)
@@ -176,7 +179,3 @@ def _freeze() -> None:
     """Keeps the collector from touching, and so copying, the pages that children share."""
     gc.collect()
     gc.freeze()
-
-
-if __name__ == "__main__":
-    main()

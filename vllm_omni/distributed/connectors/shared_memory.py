@@ -2,16 +2,19 @@
 """Large payloads on one machine, handed over in shared memory.
 
 A payload is one file in the pipeline's run directory, which lies on a memory file system. The sender writes it once;
-the receiver maps it, unlinks it at once and reads it in place, so no name outlives the hand-over and the memory is
-freed with the last tensor that looks at it.
+the receiver maps it, unlinks it at once and reads it in place, so no name outlives the hand-over. The memory is the
+sender's again, or the system's, with the last tensor that looks at it: see `segment_pool`.
 """
 
+import contextlib
+import fcntl
 import itertools
 import mmap
 import os
 from pathlib import Path
 
 from vllm_omni.distributed.connectors.base import Connector
+from vllm_omni.distributed.connectors.segment_pool import SegmentPool
 from vllm_omni.orchestrator.messages import Frames, PayloadRef
 
 _ALIGNMENT = 64
@@ -25,32 +28,28 @@ class SharedMemoryConnector(Connector):
     """Writes payloads to `directory` under names that start with `prefix`, unique to the sender."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
-        self._directory = directory
-        self._prefix = prefix
+        self._pool = SegmentPool(directory, f"pool-{prefix}")
+        self._path = str(directory / prefix)
         self._counter = itertools.count()
 
     def put(self, buffers: Frames) -> tuple[PayloadRef, Frames]:
-        path = str(self._directory / f"{self._prefix}-{next(self._counter)}")
-        sizes = [memoryview(buffer).nbytes for buffer in buffers]
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            # Reserve the pages now: a full file system is an error here, not a SIGBUS while copying.
-            os.posix_fallocate(fd, 0, max(1, sum(map(_aligned, sizes))))
-            offset = 0
-            for buffer, size in zip(buffers, sizes, strict=True):
-                _write(fd, memoryview(buffer).cast("B"), offset)
-                offset += _aligned(size)
-        except BaseException:
-            os.unlink(path)
-            raise
-        finally:
-            os.close(fd)
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        sizes = [view.nbytes for view in views]
+        segment = self._pool.take(max(1, sum(map(_aligned, sizes))))
+        offset = 0
+        for view, size in zip(views, sizes, strict=True):
+            segment.write(view, offset)
+            offset += _aligned(size)
+        path = f"{self._path}-{next(self._counter)}"
+        segment.publish(path)
         return PayloadRef(sizes=sizes, path=path), ()
 
     def get(self, ref: PayloadRef, frames: list[memoryview]) -> list[memoryview]:
         assert ref.path is not None
-        fd = os.open(ref.path, os.O_RDWR)
+        fd = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC)
         try:
+            # The mapping keeps a duplicate of the descriptor, and with it the lock, until nobody has a view of it.
+            fcntl.flock(fd, fcntl.LOCK_SH)
             # A private mapping: readers may write to their tensors.
             view = memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE))
         finally:
@@ -64,10 +63,5 @@ class SharedMemoryConnector(Connector):
 
     def discard(self, ref: PayloadRef) -> None:
         assert ref.path is not None
-        os.unlink(ref.path)
-
-
-def _write(fd: int, view: memoryview, offset: int) -> None:
-    while view.nbytes:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
+        with contextlib.suppress(FileNotFoundError):  # It was removed with the stage that was to read it.
+            os.unlink(ref.path)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory is used again, and never while somebody may still look at it."""
+
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.distributed.connectors import SharedMemoryConnector
+from vllm_omni.distributed.connectors.segment_pool import Segment, SegmentPool
+
+KB = 1 << 10
+
+
+def publish(pool: SegmentPool, content: bytes, path: Path) -> Segment:
+    segment = pool.take(len(content))
+    segment.write(memoryview(content), 0)
+    segment.publish(str(path))
+    return segment
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_segment_is_free_when_its_payload_is_gone(tmp_path: Path) -> None:
+    pool, name = SegmentPool(tmp_path, "pool", 1 << 20), tmp_path / "payload"
+    first = publish(pool, b"a" * 100_000, name)
+    assert not first.is_free and pool.take(100_000) is not first
+    name.unlink()
+    assert first.is_free and publish(pool, b"b" * 90_000, name) is first
+    assert name.read_bytes()[:100_000] == b"b" * 90_000 + b"a" * 10_000
+
+
+def test_what_a_reader_holds_is_never_overwritten(tmp_path: Path) -> None:
+    connector = SharedMemoryConnector(tmp_path, "p")
+    held = []
+    for number in range(6):
+        ref, frames = connector.put([bytes([number]) * 100_000])
+        (buffer,) = connector.get(ref, [memoryview(frame) for frame in frames])
+        held.append(buffer[50_000:50_010])  # a part keeps the whole
+        del buffer
+    assert [bytes(view) for view in held] == [bytes([number]) * 10 for number in range(6)]
+    used = len(names(tmp_path))
+    held.clear()
+    gc.collect()
+    for _ in range(6):
+        connector.discard(connector.put([b"x" * 100_000])[0])
+    assert len(names(tmp_path)) == used  # nothing new had to be made
+
+
+def test_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+    connector = SharedMemoryConnector(tmp_path, "p")
+    ref, _ = connector.put([b"x" * 100_000])
+    code = f"""if True:
+        import pathlib, time
+        from vllm_omni.distributed.connectors import SharedMemoryConnector
+        from vllm_omni.orchestrator.messages import PayloadRef
+        connector = SharedMemoryConnector(pathlib.Path({str(tmp_path)!r}), "reader")
+        buffers = connector.get(PayloadRef(sizes={ref.sizes}, path={ref.path!r}), [])
+        print("has it", flush=True)
+        time.sleep(60)
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None and reader.stdout.readline() == "has it\n"
+        (segment,) = connector._pool._kept
+        assert not segment.is_free
+        reader.send_signal(signal.SIGKILL)
+        reader.wait()
+    assert segment.is_free
+
+
+def test_no_more_is_kept_than_allowed(tmp_path: Path) -> None:
+    pool = SegmentPool(tmp_path, "pool", 256 * KB)
+    paths = [tmp_path / str(number) for number in range(5)]
+    for path in paths:
+        publish(pool, b"x" * 100 * KB, path)
+    assert [name for name in names(tmp_path) if "pool" in name] == ["pool-0", "pool-1"]
+    for path in paths:
+        path.unlink()
+    publish(pool, b"y" * 200 * KB, paths[0])  # takes the place of both
+    assert names(tmp_path) == ["0", "pool-5"]
+    paths[0].unlink()
+    publish(pool, b"y" * 300 * KB, paths[0])
+    assert names(tmp_path) == ["0", "pool-5"]  # too large to be kept: its name is the payload's only one
+
+
+def test_a_small_payload_does_not_occupy_a_large_segment(tmp_path: Path) -> None:
+    pool, name = SegmentPool(tmp_path, "pool", 4096 * KB), tmp_path / "payload"
+    large = publish(pool, b"x" * 2048 * KB, name)
+    name.unlink()
+    assert publish(pool, b"x" * 64 * KB, name) is not large
+
+
+def test_room_is_made_on_a_full_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, name = SegmentPool(tmp_path, "pool", 4096 * KB), tmp_path / "payload"
+    publish(pool, b"x" * 2048 * KB, name)
+    name.unlink()
+    reserve = os.posix_fallocate
+
+    def full_beside_the_first(fd: int, offset: int, length: int) -> None:
+        if (tmp_path / "pool-0").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_beside_the_first)
+    publish(pool, b"x" * 64 * KB, name)
+    with pytest.raises(OSError, match="No space left"):
+        (tmp_path / "pool-0").touch()
+        pool.take(64 * KB)
+    assert names(tmp_path) == ["payload", "pool-0", "pool-1"]
+
+
+def test_nothing_is_left_of_a_pool_that_is_not_used_any_more(tmp_path: Path) -> None:
+    connector = SharedMemoryConnector(tmp_path, "p")
+    ref, _ = connector.put([b"x" * 100_000])
+    gc.collect()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    del connector
+    gc.collect()
+    assert names(tmp_path) == ["p-0"]  # on its way: the receiver will remove it
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+    SharedMemoryConnector(tmp_path, "q").get(ref, [])
+    assert names(tmp_path) == []

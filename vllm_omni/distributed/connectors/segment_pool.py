@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory that a sender uses again. Knows nothing of what is written to it.
+
+Fresh memory costs several times what the copy into it does, because the system finds, clears and maps each page. A
+segment is a file that its sender keeps. A payload in it travels under a name of its own, a hard link, which the
+receiver removes when it takes the payload; and as long as the receiver looks at the memory, it holds a shared lock on
+the file. So a segment is free when it has one name and no lock: no message has to say so, and the dead hold nothing.
+"""
+
+import fcntl
+import itertools
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+_MAX_BYTES = 256 << 20
+_FILE_SYSTEM_SHARE = 32
+_MAX_WASTE = 4
+
+
+class Segment:
+    """A file of `capacity` bytes, all of them reserved. Its own name is removed with the last reference to it."""
+
+    def __init__(self, path: str, capacity: int) -> None:
+        """
+        Raises:
+            OSError: There is no room.
+        """
+        self.capacity = capacity
+        self._path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._memory: np.ndarray | None = None  # uint8 [capacity]
+        self.remove = weakref.finalize(self, _remove, self._fd, path)
+        self.remove.atexit = False  # A fork of this process must not do it; the run directory goes as a whole.
+        try:
+            # Reserve the pages now: a full file system is an error here, not a SIGBUS while copying.
+            os.posix_fallocate(self._fd, 0, capacity)
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def is_free(self) -> bool:
+        if os.fstat(self._fd).st_nlink > 1:
+            return False  # The receiver has not taken the payload yet.
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return True
+
+    def map(self) -> None:
+        """Makes writing cheap. Mapping pages that were never written would cost more than it saves."""
+        if self._memory is None:
+            self._memory = np.frombuffer(mmap.mmap(self._fd, self.capacity), dtype=np.uint8)
+
+    def write(self, buffer: memoryview, offset: int) -> None:
+        """Copies a buffer of bytes to an offset; other threads run meanwhile."""
+        if self._memory is not None:
+            np.copyto(self._memory[offset : offset + buffer.nbytes], np.frombuffer(buffer, dtype=np.uint8))
+            return
+        while buffer.nbytes:
+            written = os.pwrite(self._fd, buffer, offset)
+            buffer, offset = buffer[written:], offset + written
+
+    def publish(self, path: str) -> None:
+        """Gives what was written the name under which the receiver finds it."""
+        os.link(self._path, path)
+
+
+class SegmentPool:
+    """One sender's segments: as many as are worth keeping, under the names `directory/prefix-*`."""
+
+    def __init__(self, directory: Path, prefix: str, max_bytes: int | None = None) -> None:
+        """
+        Args:
+            max_bytes: Bytes to keep; default: 256 MiB, but no more than a 32nd of the file system.
+        """
+        self._path = str(directory / prefix)
+        self._counter = itertools.count()
+        self._kept: list[Segment] = []
+        if max_bytes is None:
+            file_system = os.statvfs(directory)
+            max_bytes = min(_MAX_BYTES, file_system.f_blocks * file_system.f_frsize // _FILE_SYSTEM_SHARE)
+        self._max_bytes = max_bytes
+
+    def take(self, size: int) -> Segment:
+        """A segment with room for `size` bytes. Publish it, or let go of it, before the next call.
+
+        Raises:
+            OSError: There is no room.
+        """
+        capacity = _capacity(size)
+        free = [segment for segment in self._kept if segment.is_free]
+        fitting = [segment for segment in free if size <= segment.capacity <= _MAX_WASTE * capacity]
+        if fitting:
+            segment = min(fitting, key=lambda segment: segment.capacity)
+            segment.map()
+            return segment
+        if not self._make_room(capacity, free):
+            return self._new(size, free)
+        segment = self._new(capacity, free)
+        self._kept.append(segment)
+        return segment
+
+    def _make_room(self, capacity: int, free: list[Segment]) -> bool:
+        """Whether so many bytes more can be kept; lets go of free segments, which did not fit, for that."""
+        room = self._max_bytes - sum(segment.capacity for segment in self._kept)
+        if room + sum(segment.capacity for segment in free) < capacity:
+            return False
+        while room < capacity:
+            room += free[-1].capacity
+            self._drop(free)
+        return True
+
+    def _new(self, capacity: int, free: list[Segment]) -> Segment:
+        path = f"{self._path}-{next(self._counter)}"
+        try:
+            return Segment(path, capacity)
+        except OSError:
+            if not free:
+                raise
+        while free:
+            self._drop(free)
+        return Segment(path, capacity)
+
+    def _drop(self, free: list[Segment]) -> None:
+        segment = free.pop()
+        self._kept.remove(segment)
+        segment.remove()
+
+
+def _capacity(size: int) -> int:
+    """`size` and up to a quarter more, so that payloads of about one size fit the same segments."""
+    step = 1 << max(16, size.bit_length() - 3)
+    return -size % step + size
+
+
+def _remove(fd: int, path: str) -> None:
+    os.close(fd)
+    Path(path).unlink(missing_ok=True)

@@ -21,6 +21,8 @@ class HookedQwen3(Qwen3ForCausalLM):
     - Generated rows: `FEEDBACK` times the last hidden state is added; it is kept by position, so that rows computed
       again after a preemption are the same.
     - `additional_information["raise_at"]`: this request raises at that position.
+    - `additional_information["feed"]` `[n, hidden]`: its rows are added to the generated rows, nothing beyond its end.
+      A row that is computed before its feed is there raises.
     """
 
     omni_output_rows: ClassVar[Literal["all", "generated"]] = "generated"
@@ -54,7 +56,13 @@ class HookedQwen3(Qwen3ForCausalLM):
             raise RuntimeError(f"asked to raise at {position}")
         if position < span.num_prompt_tokens:
             return information.get("shift", torch.zeros(1))
-        return FEEDBACK * information["last"][position - 1]
+        return FEEDBACK * information["last"][position - 1] + self._feed(span, position - span.num_prompt_tokens)
+
+    def _feed(self, span: RequestSpan, index: int) -> torch.Tensor:
+        feed = span.additional_information.get("feed", torch.zeros(0, 1))
+        if index >= len(feed) and not span.is_input_complete:
+            raise RuntimeError(f"generated row {index} is computed with a feed of {len(feed)}")
+        return feed[index] if index < len(feed) else torch.zeros(1)
 
     def _remembered(self, hidden_states: torch.Tensor, span: RequestSpan) -> dict[str, Any]:
         if not span.samples:
@@ -62,6 +70,23 @@ class HookedQwen3(Qwen3ForCausalLM):
         last = span.position + span.num_rows - 1
         known = span.additional_information.get("last", {})
         return {"last": {**known, last: hidden_states[span.stop - 1].clone()}}
+
+
+class CollectingQwen3(HookedQwen3):
+    """Takes its feed in by itself: each chunk's rows are put into a list, under another name."""
+
+    def extend_information(self, information: dict[str, Any], chunk: dict[str, Any], is_last: bool) -> None:
+        self._collect(information)
+        information["collected"] += chunk.get("feed", torch.zeros(0, 1)).unbind(0)
+
+    def _feed(self, span: RequestSpan, index: int) -> torch.Tensor:
+        self._collect(span.additional_information)
+        collected = span.additional_information["collected"]
+        assert index < len(collected) or span.is_input_complete
+        return collected[index] if index < len(collected) else torch.zeros(1)
+
+    def _collect(self, information: dict[str, Any]) -> None:
+        information.setdefault("collected", []).extend(information.pop("feed", torch.zeros(0, 1)).unbind(0))
 
 
 class DoublingVocoder(nn.Module):
@@ -103,4 +128,5 @@ class DoublingVocoder(nn.Module):
 def register() -> None:
     """Classes instead of names, so that vLLM need not start a process to look at them."""
     ModelRegistry.register_model("HookedQwen3", HookedQwen3)
+    ModelRegistry.register_model("CollectingQwen3", CollectingQwen3)
     ModelRegistry.register_model("DoublingVocoder", DoublingVocoder)

@@ -156,9 +156,13 @@ class OmniLLMEngine(LLMEngine):
             is_last: The input is complete.
 
         Raises:
-            TypeError: The information holds something that cannot travel. The request is unchanged.
+            InvalidRequestError: The information holds something that cannot travel. The request is unchanged.
         """
-        chunk = InputChunk(AdditionalInformationPayload.from_dict(information) if information else None, is_last)
+        try:
+            payload = AdditionalInformationPayload.from_dict(information) if information else None
+        except TypeError as error:
+            raise InvalidRequestError(str(error), request_id) from error
+        chunk = InputChunk(payload, is_last)
         for req_id in self._internal_ids(request_id):
             self._core.ar_scheduler.add_input(req_id, chunk, num_ready_tokens)
 

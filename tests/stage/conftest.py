@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM engines as stages, each started once and shared by all tests of a session."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.hooked_models import register
+from tests.stage.running_engine import RunningEngine
+from vllm_omni.stage.engines.base import Outbox
+from vllm_omni.stage.engines.llm import LLMStageEngine
+
+BLOCK_SIZE = 32
+
+
+@pytest.fixture(scope="session")
+def start_llm(tiny_qwen3: Path) -> Iterator[Callable[..., RunningEngine]]:
+    register()
+    running: list[RunningEngine] = []
+
+    def start(engine_type: str, **engine_args: Any) -> RunningEngine:
+        defaults = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 4}
+        engine = LLMStageEngine(Outbox(), 1, str(tiny_qwen3), engine_type, defaults | engine_args)
+        engine.start()
+        running.append(RunningEngine(engine))
+        return running[-1]
+
+    yield start
+    for one in reversed(running):
+        one.stop()
+
+
+@pytest.fixture(scope="session")
+def ar_session(start_llm: Callable[..., RunningEngine]) -> RunningEngine:
+    return start_ar(start_llm, "HookedQwen3")
+
+
+@pytest.fixture
+def ar(ar_session: RunningEngine) -> RunningEngine:
+    """Rows, text, and room for 10 blocks of 32 tokens."""
+    return cleared(ar_session)
+
+
+@pytest.fixture(scope="session")
+def collecting_session(start_llm: Callable[..., RunningEngine]) -> RunningEngine:
+    return start_ar(start_llm, "CollectingQwen3")
+
+
+@pytest.fixture
+def collecting(collecting_session: RunningEngine) -> RunningEngine:
+    """As `ar`, with a model that takes chunks in by itself."""
+    return cleared(collecting_session)
+
+
+@pytest.fixture(scope="session")
+def vocoder_session(start_llm: Callable[..., RunningEngine]) -> RunningEngine:
+    arguments = {"engine_output_type": "audio", "model_arch": "DoublingVocoder"}
+    return start_llm("generation", **arguments, max_model_len=64, max_num_batched_tokens=64)
+
+
+@pytest.fixture
+def vocoder(vocoder_session: RunningEngine) -> RunningEngine:
+    """One-step generation, at most 64 placeholders a step."""
+    return cleared(vocoder_session)
+
+
+def start_ar(start: Callable[..., RunningEngine], model_arch: str) -> RunningEngine:
+    return start(
+        "ar",
+        engine_output_type="latent",
+        model_arch=model_arch,
+        max_model_len=192,
+        max_num_batched_tokens=64,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=11,
+        enable_prompt_embeds=True,
+    )
+
+
+def cleared(running: RunningEngine) -> RunningEngine:
+    running.items.clear()
+    running.counter.batch_sizes.clear()
+    return running

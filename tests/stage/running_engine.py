@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage engine that runs in a thread of the test, as the shell would see it."""
+
+import threading
+from collections import defaultdict, deque
+from typing import Any
+
+from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.metrics.recorder import NullRecorder
+from vllm_omni.outputs import StageOutput, merge_stage_outputs
+from vllm_omni.stage.engines.base import Error, InboxItem, NewRequest, Result, StageEngine, Stream, StreamChunk
+
+PATIENCE = 60
+"""Seconds until a test gives up; nothing here takes as long."""
+
+
+class WatchedInbox:
+    """An inbox that knows whether its reader sleeps on it, and takes several items as one."""
+
+    def __init__(self) -> None:
+        self._items: deque[InboxItem] = deque()
+        self._changed = threading.Condition()
+        self._is_asleep = False
+
+    def put(self, *items: InboxItem) -> None:
+        with self._changed:
+            self._items += items
+            self._is_asleep = False
+            self._changed.notify_all()
+
+    def get(self) -> InboxItem:
+        with self._changed:
+            while not self._items:
+                self._is_asleep = True
+                self._changed.notify_all()
+                self._changed.wait()
+            return self._items.popleft()
+
+    def empty(self) -> bool:
+        return not self._items
+
+    def wait_asleep(self) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_asleep, PATIENCE)
+
+
+class StepCounter(NullRecorder):
+    """Counts the steps, and how many sequences took part."""
+
+    def __init__(self) -> None:
+        super().__init__(0, "")
+        self.batch_sizes: list[int] = []
+
+    def step(self, seconds: float, batch_size: int) -> None:
+        self.batch_sizes.append(batch_size)
+
+
+class RunningEngine:
+    """Puts items in, and takes out what came, sorted by request."""
+
+    def __init__(self, engine: StageEngine) -> None:
+        self.engine = engine
+        self.inbox = WatchedInbox()
+        engine.inbox = self.inbox  # type: ignore[assignment]
+        engine.recorder = self.counter = StepCounter()
+        self.items: dict[str, list[Stream | Result | Error]] = defaultdict(list)
+        self._thread = threading.Thread(target=engine.run)
+        self._thread.start()
+
+    def put(self, *items: InboxItem) -> None:
+        """All at once: there is no step between them."""
+        self.inbox.put(*items)
+
+    def wait_asleep(self) -> None:
+        """Until the engine has taken in everything and has nothing left to do."""
+        assert self.inbox.wait_asleep(), "the engine does not come to rest"
+        self._sort()
+
+    def wait_for(self, request_id: str, num_items: int = 1) -> list[Stream | Result | Error]:
+        """Until so many items of a request have come."""
+        for _ in range(PATIENCE * 100):
+            self._sort()
+            if len(self.items[request_id]) >= num_items:
+                return self.items[request_id]
+            self._thread.join(0.01)
+        raise AssertionError(f"{request_id}: {self.items[request_id]}")
+
+    def finish(self, *request_ids: str) -> list[StageOutput]:
+        """Until the engine is at rest; the complete outputs of these requests."""
+        self.wait_asleep()
+        return [self.output(request_id) for request_id in request_ids]
+
+    def output(self, request_id: str) -> StageOutput:
+        """Everything that a request put out, joined."""
+        *pieces, last = self.items[request_id]
+        assert isinstance(last, Result), last
+        assert all(isinstance(piece, Stream) for piece in pieces)
+        return merge_stage_outputs([item.output for item in (*pieces, last)])
+
+    def error(self, request_id: str) -> Error:
+        """The error that a request ended with; it came once and last."""
+        *pieces, last = self.items[request_id]
+        assert isinstance(last, Error) and all(isinstance(piece, Stream) for piece in pieces)
+        return last
+
+    def stop(self) -> None:
+        self.engine.stop()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+    def _sort(self) -> None:
+        for item in self.engine.outbox.take_all():
+            self.items[item.request_id].append(item)
+
+
+def new_request(request_id: str, stage_input: StageInput, params: Any, **attributes: Any) -> NewRequest:
+    return NewRequest(StageRequest(request_id=request_id, sampling_params=params), stage_input, **attributes)
+
+
+def chunk(request_id: str, stage_input: StageInput | None = None, is_last: bool = False) -> StreamChunk:
+    return StreamChunk(request_id, stage_input, is_last=is_last)

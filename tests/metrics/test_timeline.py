@@ -7,8 +7,25 @@ from pathlib import Path
 
 import pytest
 
+from vllm_omni.metrics import timeline as timeline_module
 from vllm_omni.metrics.timeline import Timeline
 from vllm_omni.outputs import StageMetrics
+
+
+class Clock:
+    """Stands in for the module `time`: requests of these tests live in the seconds after 1000."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timeline_module, "time", clock)
+    return clock
 
 
 def tracks(events: list[dict]) -> dict[tuple[str, str], list[dict]]:
@@ -62,15 +79,16 @@ def test_a_request_has_a_slice_in_each_stage_that_it_ran(config, summarize, tmp_
     assert instants == {"first text": 2_500_000, "first audio": 4_000_000}
 
 
-def test_requests_that_overlap_do_not_share_a_track(config, summarize, tmp_path: Path):
+def test_requests_that_overlap_do_not_share_a_track(config, summarize, clock, tmp_path: Path):
     timeline = Timeline(tmp_path / "t.json", config)
-    for request_id in "abc":
+    for request_id, clock.now in (("a", 1000.0), ("b", 1001.0), ("c", 1002.0)):
         timeline.request_started(request_id, ["text"])
-    timeline.request_ended(summarize("b", arrival=1001.0))
+    timeline.request_ended(summarize("b", arrival=1001.0, ended=1010.5))
+    clock.now = 1010.5
     timeline.request_started("d", ["text"])
-    timeline.request_ended(summarize("a", arrival=1000.0))
-    timeline.request_ended(summarize("d", arrival=1011.5))
-    timeline.request_ended(summarize("c", arrival=1002.0))
+    timeline.request_ended(summarize("a", arrival=1000.0, ended=1012.0))
+    timeline.request_ended(summarize("d", arrival=1010.5))
+    timeline.request_ended(summarize("c", arrival=1002.0, ended=1030.0))
     timeline.close()
     by_track = tracks(json.loads((tmp_path / "t.json").read_text()))
     requests = {
@@ -79,6 +97,20 @@ def test_requests_that_overlap_do_not_share_a_track(config, summarize, tmp_path:
     assert requests == {"slot 0": ["request a"], "slot 1": ["request b", "request d"], "slot 2": ["request c"]}
     for slices in by_track.values():
         assert_nested(slices)
+
+
+def test_a_request_that_waited_for_admission_does_not_cover_the_one_before(config, summarize, clock, tmp_path: Path):
+    timeline = Timeline(tmp_path / "t.json", config)
+    timeline.request_started("a", ["text"])
+    timeline.request_ended(summarize("a", ended=1010.0))
+    clock.now = 1010.0
+    timeline.request_started("b", ["text"])
+    timeline.request_ended(summarize("b", arrival=1004.0, stages=[], ended=1015.0))
+    timeline.close()
+    by_track = tracks(json.loads((tmp_path / "t.json").read_text()))
+    first, second = by_track["requests", "slot 0"]
+    assert first["ts"] + first["dur"] == second["ts"]
+    assert second["args"]["seconds_until_admitted"] == 6.0
 
 
 def test_a_failed_request_shows_where_it_got_to(config, summarize, tmp_path: Path):
@@ -130,10 +162,11 @@ def test_a_full_disk_ends_the_file_and_not_the_pipeline(config, summarize, tmp_p
     assert (tmp_path / "t.json").read_text() == before
 
 
-def test_tracks_are_used_again(config, summarize, tmp_path: Path):
+def test_tracks_are_used_again(config, summarize, clock, tmp_path: Path):
     timeline = Timeline(tmp_path / "t.json", config)
     for i in range(100):
+        clock.now = 1000.0 + 20 * i
         timeline.request_started(str(i), ["text"])
-        timeline.request_ended(summarize(str(i), arrival=1000.0 + 20 * i))
+        timeline.request_ended(summarize(str(i), arrival=clock.now))
     timeline.close()
     assert {track for _, track in tracks(json.loads((tmp_path / "t.json").read_text()))} == {"slot 0"}

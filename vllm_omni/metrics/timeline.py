@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trace_file=`: a timeline that opens in Perfetto (https://ui.perfetto.dev), in Chrome's trace event format.
 
-There is a group of tracks for the requests and one for each stage. A request that starts takes the lowest free slot,
-and keeps that track in all groups until it ends: so requests that overlap never share a track, and what is on a track
-nests.
+There is a group of tracks for the requests and one for each stage. A request that is admitted takes the lowest free
+slot, and keeps that track in all groups until it ends: so requests that overlap never share a track, and what is on a
+track nests.
 
 Events are written when a request ends; only what is running is kept in memory. Each write is complete in itself, so
 that a file whose process was killed lacks only its closing bracket, which Perfetto does not need.
@@ -13,11 +13,13 @@ Format: "Trace Event Format", Google; the JSON array form.
 
 import heapq
 import io
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.metrics.logs import get_logger
@@ -33,6 +35,13 @@ _REQUESTS_PID = 1
 _FIRST_STAGE_PID = 2
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    slot: int
+    admitted: float
+    modalities: list[str]
+
+
 class Timeline(PipelineObserver):
     """Writes the timeline of one pipeline."""
 
@@ -44,9 +53,8 @@ class Timeline(PipelineObserver):
         self._path = Path(path)
         self._pids = {stage.stage_id: _FIRST_STAGE_PID + i for i, stage in enumerate(config.stage_args)}
         self._origin = time.monotonic()
-        self._slots: dict[str, int] = {}
+        self._running: dict[str, _Running] = {}
         self._free_slots: list[int] = []
-        self._modalities: dict[str, list[str]] = {}
         # Unbuffered: each write is whole events, whatever becomes of the process afterwards.
         self._file = self._path.open("wb", buffering=0)
         self._separator = b"[\n"
@@ -57,15 +65,13 @@ class Timeline(PipelineObserver):
     def request_started(
         self, request_id: str, modalities: list[str], trace_headers: Mapping[str, str] | None = None
     ) -> dict[str, str]:
-        self._slots[request_id] = self._take_slot()
-        self._modalities[request_id] = modalities
+        self._running[request_id] = _Running(self._take_slot(), time.monotonic(), modalities)
         return {}
 
     def request_ended(self, summary: RequestSummary) -> None:
-        slot = self._slots.pop(summary.request_id)
-        heapq.heappush(self._free_slots, slot)
-        modalities = self._modalities.pop(summary.request_id)
-        self._write(self._request_events(summary, modalities, slot))
+        running = self._running.pop(summary.request_id)
+        heapq.heappush(self._free_slots, running.slot)
+        self._write(self._request_events(summary, running))
 
     def close(self) -> None:
         self._write([], end=b"\n]\n")
@@ -74,7 +80,7 @@ class Timeline(PipelineObserver):
     def _take_slot(self) -> int:
         if self._free_slots:
             return heapq.heappop(self._free_slots)
-        slot = len(self._slots)
+        slot = len(self._running)
         self._write(_thread_name(pid, slot) for pid in (_REQUESTS_PID, *self._pids.values()))
         return slot
 
@@ -83,7 +89,7 @@ class Timeline(PipelineObserver):
             return
         lines = []
         for event in events:
-            lines += [self._separator, json.dumps(event, separators=(",", ":")).encode()]
+            lines += [self._separator, msgspec.json.encode(event)]
             self._separator = b",\n"
         try:
             _write_all(self._file, b"".join([*lines, end]))
@@ -91,24 +97,25 @@ class Timeline(PipelineObserver):
             logger.error("%s ends here, the pipeline goes on: %s", self._path, error)
             self._file.close()
 
-    def _request_events(self, summary: RequestSummary, modalities: list[str], slot: int) -> Iterator[Event]:
-        on_track = {"pid": _REQUESTS_PID, "tid": slot}
+    def _request_events(self, summary: RequestSummary, running: _Running) -> Iterator[Event]:
+        on_track = {"pid": _REQUESTS_PID, "tid": running.slot}
         args = {
             "request_id": summary.request_id,
-            "modalities": modalities,
+            "modalities": running.modalities,
             "outcome": summary.outcome,
             "failed_stage": summary.failed_stage,
             "num_text_tokens": summary.num_text_tokens,
             "audio_seconds": summary.audio_seconds,
+            "seconds_until_admitted": running.admitted - summary.arrival,
         }
         name = f"request {summary.request_id}"
-        yield self._slice(name, "request", summary.arrival, summary.ended) | on_track | {"args": args}
+        yield self._slice(name, "request", running.admitted, summary.ended) | on_track | {"args": args}
         for text, at in (("first text", summary.first_text), ("first audio", summary.first_audio)):
             if at is not None:
                 yield {"name": text, "cat": "first", "ph": "i", "s": "t", "ts": self._timestamp(at)} | on_track
         for stage in summary.stages:
             for event in self._stage_events(name, stage):
-                yield event | {"pid": self._pids[stage.stage_id], "tid": slot}
+                yield event | {"pid": self._pids[stage.stage_id], "tid": running.slot}
 
     def _stage_events(self, name: str, stage: StageMetrics) -> Iterator[Event]:
         args = {

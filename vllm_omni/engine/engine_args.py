@@ -71,6 +71,8 @@ def create_engine_args(
     arguments = _defaults(settings) | vllm_engine_args
     if _world_size(arguments) == 1:
         arguments.setdefault("distributed_executor_backend", _UNIPROC_EXECUTOR)
+    if arguments.get("otlp_traces_endpoint"):
+        arguments["disable_log_stats"] = False  # vLLM makes its spans of these figures, and fails without them.
     arguments["additional_config"] = vllm_engine_args.get("additional_config", {}) | settings.as_additional_config()
     return EngineArgs(model=model, hf_overrides=override, **arguments)
 

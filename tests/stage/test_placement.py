@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which accelerators a stage sees. The machines are made up; what reaches a driver is the environment variable."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import vllm_omni
+from vllm_omni.errors import StageConfigError
+from vllm_omni.stage.placement import alone_on_devices, set_stage_gpu_devices, stage_devices
+
+from .machines import VARIABLE, install, pipeline
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "seen"),
+    [
+        (None, "2,5,7", "2,5,7"),
+        (None, "7,2", "7,2"),
+        (None, 1, "1"),
+        (None, "3", "3"),
+        ("4,5,6", 1, "5"),
+        ("4,5,6", "2", "6"),
+        ("4,5,6", "2,0", "6,4"),
+        ("GPU-a1, GPU-b2", "1", "GPU-b2"),
+        ("4,5,6", "GPU-c3", "GPU-c3"),
+        (None, "MIG-d4,0", "MIG-d4,0"),
+        ("4,5,6", None, "4,5,6"),
+        (None, None, None),
+    ],
+)
+def test_devices_become_the_variable_of_the_platform(
+    visible: str | None, devices: str | int | None, seen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 8 if visible is None else len(visible.split(","))
+    install(monkeypatch, *[GIB] * count, visible=visible)
+    monkeypatch.setenv(VARIABLE, os.environ.get(VARIABLE, ""))  # put back what is there now, also if it is nothing
+    if visible is None:
+        monkeypatch.delenv(VARIABLE)
+    set_stage_gpu_devices(devices)
+    assert os.environ.get(VARIABLE) == seen
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "says"),
+    [
+        (None, "2", ["talker: runtime.devices names device 2", "sees 2", "is not set", "a number below 2"]),
+        ("4,5", "0,4", ["names device 4", f"{VARIABLE} is '4,5'", "a number below 2, or make more visible"]),
+        ("4,5", "0,0", ["names a device twice"]),
+        ("4,GPU-a", "1,GPU-a", ["'1,GPU-a' means GPU-a,GPU-a: one device twice; name each once"]),
+        (None, "first", ["'first' is no device", "write a number"]),
+    ],
+)
+def test_a_device_that_is_not_there_is_named_with_those_that_are(
+    visible: str | None, devices: str, says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, GIB, GIB, visible=visible)
+    with pytest.raises(StageConfigError) as error:
+        set_stage_gpu_devices(devices, "talker")
+    for part in says:
+        assert part in str(error.value)
+
+
+def test_where_nothing_is_visible_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, visible="")
+    with pytest.raises(StageConfigError, match=r"names device 0, but this process sees none .*check the driver"):
+        set_stage_gpu_devices("0")
+
+
+def test_devices_are_not_changed_under_a_process_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, GIB, GIB, visible="0,1")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="used before its devices '1' were chosen"):
+        set_stage_gpu_devices("1")
+    assert os.environ[VARIABLE] == "0,1"
+
+
+def test_on_a_cpu_devices_are_ignored_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    environment = dict(os.environ)
+    with caplog.at_level(logging.DEBUG, "vllm_omni.stage.placement"):
+        vllm_omni.set_stage_gpu_devices("99", "stage 0 (thinker)")
+    assert [record.message for record in caplog.records] == ["stage 0 (thinker): devices '99' have no effect on a CPU"]
+    assert dict(os.environ) == environment
+    assert stage_devices(pipeline({"devices": "0,1"}, {"devices": 7})) == {0: [], 1: []}
+
+
+def test_every_stage_is_told_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, *[GIB] * 3, visible="4,5,6")
+    two_wide = {"engine_args": {"tensor_parallel_size": 2}}
+    config = pipeline(
+        {"devices": "1,2", **two_wide},
+        two_wide,
+        {"process": "x"},
+        {"process": "x", "devices": 2},
+        {"devices": "0,1", "engine_type": "fake"},
+    )
+    assert stage_devices(config) == {0: ["5", "6"], 1: ["4", "5"], 2: ["6"], 3: ["6"], 4: ["4", "5"]}
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        ({"devices": "0,1"}, r"stage 0 \(a\): runtime.devices names 2 devices \(0, 1\), but tensor_.* is 1; make"),
+        ({"devices": "0", "engine_args": {"pipeline_parallel_size": 2}}, r"names 1 devices \(0\), but .* is 2"),
+        ({"devices": "5"}, r"stage 0 \(a\): runtime.devices names device 5, but this process sees 2"),
+        ({"engine_args": {"tensor_parallel_size": 4}}, r"stage 0 \(a\).*device 2, but this process sees 2"),
+    ],
+)
+def test_devices_have_to_fit_the_engine(stage: dict, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, GIB, GIB)
+    with pytest.raises(StageConfigError, match=says):
+        stage_devices(pipeline(stage))
+
+
+def test_stages_start_one_by_one_on_a_device_that_they_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, GIB, visible="0")
+    (stage,) = pipeline({}).stage_args
+    started, finished = threading.Event(), threading.Event()
+
+    def start_the_other() -> None:
+        started.set()
+        with alone_on_devices(str(tmp_path), stage):
+            finished.set()
+
+    with alone_on_devices(str(tmp_path), stage):
+        other = threading.Thread(target=start_the_other)
+        other.start()
+        started.wait()
+        monkeypatch.setenv(VARIABLE, "1")
+        with alone_on_devices(str(tmp_path), stage):  # another device is free
+            assert not finished.is_set()
+        monkeypatch.setenv(VARIABLE, "0")
+    other.join(10)
+    assert finished.is_set()
+
+
+def test_a_cpu_needs_nobody_to_wait(tmp_path: Path) -> None:
+    (stage,) = pipeline({}).stage_args
+    with alone_on_devices(str(tmp_path), stage), alone_on_devices(str(tmp_path), stage):
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_fork_server_touches_no_device() -> None:
+    """A stage that is forked from a process that has used CUDA cannot use it: none of what is preloaded may."""
+    code = """
+import importlib, json, os
+from vllm_omni.model_executor.registry import OMNI_MODELS
+from vllm_omni.worker import _WORKERS
+import torch
+
+calls = []
+torch.cuda._lazy_init = lambda: calls.append("_lazy_init")  # where everything that needs a device goes through
+modules = ["vllm_omni.stage.worker", "vllm_omni.stage.engines.llm", "vllm.model_executor.model_loader"]
+for path in (*OMNI_MODELS.values(), *_WORKERS.values(), *(module + ".x" for module in modules)):
+    importlib.import_module(path.replace(":", ".").rpartition(".")[0])
+# `is_available` asks the driver's library, which starts nothing, only with this variable; vLLM sets it.
+print(json.dumps([calls, torch.cuda.is_initialized(), os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]]))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == [[], False, "1"]

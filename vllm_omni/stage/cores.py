@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CPU cores a stage gets, and how many threads compute there.
+
+The parent decides and checks for all stages before anything starts; a stage's process binds itself. It knows no engine.
+"""
+
+import os
+
+import torch
+from vllm.platforms import current_platform
+
+from vllm_omni.config.placement import process_cpus
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.errors import StageConfigError
+from vllm_omni.stage.spec import StagePlacement
+
+_Said = list[tuple[list[OmniStageConfig], list[int] | int | None]]
+
+
+def place_cores(config: PipelineConfig) -> dict[int, StagePlacement]:
+    """The cores and threads of each stage, by stage id; stages of one process have the same.
+
+    A list of cores is taken as it is; lists may overlap. A number gets that many of the cores that no list names, in
+    order. Who says nothing shares all that is left, with an equal part of the threads on a CPU; where no stage says
+    anything, none is bound. A user's `OMP_NUM_THREADS` wins over every number of threads decided here.
+
+    Raises:
+        StageConfigError: There is no such core, or there are not so many.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    said: _Said = [(process, process_cpus(process)) for process in config.processes]
+    listed = {core for _, cpus in said if isinstance(cpus, list) for core in cpus}
+    free = [core for core in allowed if core not in listed]
+    _check_lists(said, allowed)
+    _check_numbers(said, free, allowed)
+    placements: dict[int, StagePlacement] = {}
+    for process, cpus in said:
+        if isinstance(cpus, int):
+            number = cpus
+            cpus, free = free[:number], free[number:]
+        if cpus is not None:
+            placement = StagePlacement(cpus=cpus, num_threads=_num_threads(len(cpus)))
+            placements |= {stage.stage_id: placement for stage in process}
+    silent = [process for process, cpus in said if cpus is None]
+    rest = StagePlacement(cpus=free if placements and free else None, num_threads=_share(len(free), len(silent)))
+    return placements | {stage.stage_id: rest for process in silent for stage in process}
+
+
+def bind_cores(placement: StagePlacement) -> None:
+    """Binds this process. To be called while it has one thread: only later ones inherit its cores."""
+    if placement.cpus is not None:
+        os.sched_setaffinity(0, placement.cpus)
+    if placement.num_threads is not None:
+        torch.set_num_threads(placement.num_threads)
+
+
+def _check_lists(said: _Said, allowed: list[int]) -> None:
+    for process, cpus in said:
+        unknown = set(cpus) - set(allowed) if isinstance(cpus, list) else set()
+        if unknown:
+            raise StageConfigError(
+                f"stage {process[0].stage_id} ({process[0].name}): runtime.cpus names {_join(unknown)}, but this "
+                f"process may run on {_join(allowed)} only; name some of these"
+            )
+
+
+def _check_numbers(said: _Said, free: list[int], allowed: list[int]) -> None:
+    wanted = {process[0].name: cpus for process, cpus in said if isinstance(cpus, int)}
+    if sum(wanted.values()) > len(free):
+        each = ", ".join(f"{name} {number}" for name, number in wanted.items())
+        raise StageConfigError(
+            f"runtime.cpus: the stages ask for {sum(wanted.values())} cores ({each}), but of {len(allowed)} that this "
+            f"process may use {len(free)} are left for them; ask for fewer"
+        )
+
+
+def _join(numbers: set[int] | list[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def _share(num_cores: int, num_processes: int) -> int | None:
+    """Threads of a process among some that share cores. With an accelerator the work is there, and torch decides."""
+    if not current_platform.is_cpu() or not num_processes:
+        return None
+    return _num_threads(max(1, num_cores // num_processes))
+
+
+def _num_threads(number: int) -> int | None:
+    return None if "OMP_NUM_THREADS" in os.environ else number

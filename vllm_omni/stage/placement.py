@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which accelerators a stage gets (design document 002, sections 9.1, 11 and 16).
+
+The parent resolves and checks all devices before anything starts; a stage's process sets its own before it touches one.
+It knows no engine. How much memory a stage takes there is the business of `stage.budgets`.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from vllm.platforms import current_platform
+
+from vllm_omni.config.placement import parse_devices, process_devices
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.errors import StageConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def set_stage_gpu_devices(devices: str | int | None, stage: str = "this process") -> None:
+    """Makes this process see these accelerators only, in this order. Touches none of them.
+
+    Sets the environment variable of vLLM's platform (`CUDA_VISIBLE_DEVICES` on CUDA), which reaches child processes
+    too. On a CPU it does nothing.
+
+    Args:
+        devices: A comma list (`"2,5,7"`), or one number or digit string. Numbers count the devices that this process
+            sees: where the variable is `"4,5,6"` already, `1` is `5`. Names (`GPU-...`, `MIG-...`) are taken as they
+            are. None leaves everything as it is.
+        stage: Who asks, for messages.
+
+    Raises:
+        StageConfigError: There is no such device, or one is named twice.
+        RuntimeError: A device was used in this process, or in the one that it was forked from: too late to choose.
+    """
+    if devices is None:
+        return
+    if current_platform.is_cpu():
+        logger.debug("%s: devices %r have no effect on a CPU", stage, devices)
+        return
+    names = resolve_devices(parse_devices(devices), visible_devices(), stage)
+    # A process that has used CUDA keeps the devices that it saw then, and one that is forked from it cannot use any.
+    if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
+        raise RuntimeError(f"{stage}: a device was used before its devices {devices!r} were chosen; choose them first")
+    os.environ[current_platform.device_control_env_var] = ",".join(names)
+
+
+def visible_devices() -> list[str]:
+    """The accelerators that this process sees, by the names that the platform's variable knows them by."""
+    value = os.environ.get(current_platform.device_control_env_var)
+    if value:
+        return [name.strip() for name in value.split(",")]
+    return [str(index) for index in range(current_platform.device_count())]
+
+
+def resolve_devices(entries: Sequence[str], visible: Sequence[str], stage: str) -> list[str]:
+    """Names of devices, for entries that are places in `visible` or names already.
+
+    Raises:
+        StageConfigError: An entry is out of range, or two are the same device.
+    """
+    names = []
+    for entry in entries:
+        if entry.isdigit() and int(entry) >= len(visible):
+            raise StageConfigError(f"{stage}: runtime.devices names device {entry}, but {_describe(visible)}")
+        names.append(visible[int(entry)] if entry.isdigit() else entry)
+    if len(set(names)) != len(names):
+        raise StageConfigError(
+            f"{stage}: runtime.devices {','.join(entries)!r} means {','.join(names)}: one device twice; name each once"
+        )
+    return names
+
+
+def _describe(visible: Sequence[str]) -> str:
+    variable = current_platform.device_control_env_var
+    how = f"{variable} is {os.environ[variable]!r}" if variable in os.environ else f"{variable} is not set"
+    if not visible:
+        return f"this process sees none ({how}); check the driver and the variable"
+    return f"this process sees {len(visible)} ({how}); use a number below {len(visible)}, or make more visible"
+
+
+def stage_devices(config: PipelineConfig) -> dict[int, list[str]]:
+    """The devices that each stage works on, by stage id; empty lists on a CPU.
+
+    Where a stage names none, its engine takes the first ones that are visible.
+
+    Raises:
+        StageConfigError: There is no such device, or a vLLM stage would use more or fewer than are named.
+    """
+    if current_platform.is_cpu():
+        return {stage.stage_id: [] for stage in config.stage_args}
+    visible, found = visible_devices(), {}
+    for process in config.processes:
+        entries = process_devices(process)
+        for stage in process:
+            label, width = f"stage {stage.stage_id} ({stage.name})", _num_devices(stage)
+            names = resolve_devices(entries or [str(i) for i in range(width)], visible, label)
+            if entries and stage.runs_vllm and len(names) != width:
+                raise StageConfigError(
+                    f"{label}: runtime.devices names {len(names)} devices ({', '.join(entries)}), but "
+                    f"tensor_parallel_size x pipeline_parallel_size is {width}; make the two equal"
+                )
+            found[stage.stage_id] = names
+    return found
+
+
+def _num_devices(stage: OmniStageConfig) -> int:
+    arguments = stage.engine_args
+    return arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
+
+
+@contextlib.contextmanager
+def alone_on_devices(run_dir: str, stage: OmniStageConfig) -> Iterator[None]:
+    """Keeps the pipeline's other stages from starting on this stage's devices meanwhile. Does nothing on a CPU.
+
+    vLLM sizes a KV cache by how much less of the device is free after a trial run than before the weights were loaded.
+    What another stage takes in between would be counted as this stage's, and its KV cache would depend on who was
+    faster. To be called once the process has its devices.
+    """
+    names = [] if current_platform.is_cpu() else visible_devices()[: _num_devices(stage)]
+    with contextlib.ExitStack() as held:
+        for name in sorted(names):  # In one order everywhere: nobody waits for each other.
+            lock = held.enter_context(open(Path(run_dir, f"device-{re.sub(r'[^A-Za-z0-9-]', '_', name)}.lock"), "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)  # A process that dies lets go of it.
+            held.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # Closing is not enough: forked workers may hold the file.
+        yield

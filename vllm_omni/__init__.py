@@ -10,19 +10,43 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_omni.config import OmniStageConfig
+    from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
     from vllm_omni.entrypoints.omni_llm import OmniLLM
+    from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent
     from vllm_omni.outputs import OmniRequestOutput
+    from vllm_omni.stage.placement import set_stage_gpu_devices
 
     Omni = OmniLLM
+    AsyncOmni = AsyncOmniLLM
 
 __version__ = "0.1.0"
-__all__ = ["Omni", "OmniLLM", "OmniRequestOutput", "OmniStageConfig", "__version__"]
+__all__ = [
+    "ARSegmentEvent",
+    "AsyncOmni",
+    "AsyncOmniLLM",
+    "CompletedEvent",
+    "ErrorEvent",
+    "ImageProgressEvent",
+    "Omni",
+    "OmniLLM",
+    "OmniRequestOutput",
+    "OmniStageConfig",
+    "__version__",
+    "set_stage_gpu_devices",
+]
 
 _HOMES = {
+    "ARSegmentEvent": ("vllm_omni.events", "ARSegmentEvent"),
+    "AsyncOmni": ("vllm_omni.entrypoints.async_omni_llm", "AsyncOmniLLM"),
+    "AsyncOmniLLM": ("vllm_omni.entrypoints.async_omni_llm", "AsyncOmniLLM"),
+    "CompletedEvent": ("vllm_omni.events", "CompletedEvent"),
+    "ErrorEvent": ("vllm_omni.events", "ErrorEvent"),
+    "ImageProgressEvent": ("vllm_omni.events", "ImageProgressEvent"),
     "Omni": ("vllm_omni.entrypoints.omni_llm", "OmniLLM"),
     "OmniLLM": ("vllm_omni.entrypoints.omni_llm", "OmniLLM"),
     "OmniRequestOutput": ("vllm_omni.outputs", "OmniRequestOutput"),
     "OmniStageConfig": ("vllm_omni.config", "OmniStageConfig"),
+    "set_stage_gpu_devices": ("vllm_omni.stage.placement", "set_stage_gpu_devices"),
 }
 
 

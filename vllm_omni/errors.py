@@ -6,10 +6,12 @@
     ├── StageConfigError            a stage configuration cannot be used            not recoverable
     ├── StageStartError             a stage did not come up; nothing was left over  not recoverable
     ├── PipelineClosedError         used after close()                              not recoverable
+    ├── PipelineFullError           too many requests wait; try again later         recoverable
     └── RequestError                one request failed; the pipeline goes on        recoverable
         ├── InvalidRequestError     refused before any engine saw it
         ├── StageExecutionError     failed inside a stage
         ├── StageDeadError          the stage that held it died
+        ├── RequestTimeoutError     its deadline passed
         └── RequestAbortedError     aborted by the caller or by close()
 
 A recoverable error leaves the pipeline serving: the same object can take the next request.
@@ -44,6 +46,20 @@ class PipelineClosedError(OmniError, RuntimeError):
     """The pipeline was closed, or failed to start."""
 
 
+class PipelineFullError(OmniError, RuntimeError):
+    """As many requests as may wait are waiting. Nothing of the refused request was kept.
+
+    Attributes:
+        retry_after_s: Seconds after which trying again is likely to succeed.
+    """
+
+    recoverable = True
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class RequestError(OmniError):
     """One request failed.
 
@@ -74,6 +90,10 @@ class StageExecutionError(RequestError, RuntimeError):
 
 class StageDeadError(RequestError, RuntimeError):
     """The process of the stage that held the request died."""
+
+
+class RequestTimeoutError(RequestError, TimeoutError):
+    """The request was not complete after `request_timeout_s`, and was aborted."""
 
 
 class RequestAbortedError(RequestError, RuntimeError):

@@ -4,6 +4,7 @@
 `StageOutput` crosses processes; `OmniRequestOutput` is the face that users meet.
 """
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -28,21 +29,27 @@ class StageMetrics(msgspec.Struct, kw_only=True):
     """What one stage did for one request. Times are `time.monotonic()` seconds, comparable on one machine.
 
     Attributes:
-        arrival: All inputs of the request had reached the stage.
+        arrival: Enough input of the request had reached the stage to begin with it.
+        started: It was handed to the engine.
+        first_output: The first piece of output was there; None where the output came in one piece.
         finished: The engine was done with the request.
         num_input_tokens, num_output_tokens: Rows read and tokens written (0 where a stage has none).
+        num_chunks: Pieces in which the output left the engine.
     """
 
     stage_id: int
     name: str
     arrival: float = 0.0
+    started: float = 0.0
+    first_output: float | None = None
     finished: float = 0.0
     num_input_tokens: int = 0
     num_output_tokens: int = 0
+    num_chunks: int = 0
 
     @property
     def seconds(self) -> float:
-        """Seconds from the arrival of the last input to the end."""
+        """Seconds from `arrival` to the end."""
         return self.finished - self.arrival
 
 
@@ -76,6 +83,88 @@ class StageOutput(msgspec.Struct, kw_only=True):
     start: int = 0
     context: int = 0
     is_last: bool = True
+
+
+def merge_stage_outputs(pieces: Sequence[StageOutput]) -> StageOutput:
+    """Joins the pieces of a stream, in order, to what the stage would have made in one piece.
+
+    Pieces that show how far a diffusion stage has come are not part of its result, unless nothing else is there.
+    """
+    parts = [piece for piece in pieces if piece.step is None] or [pieces[-1]]
+    if len(parts) == 1 and len(pieces) == 1:
+        return pieces[0]
+    return StageOutput(
+        request_id=pieces[0].request_id,
+        stage_id=pieces[0].stage_id,
+        prompt=next((part.prompt for part in parts if part.prompt is not None), None),
+        prompt_token_ids=next((part.prompt_token_ids for part in parts if part.prompt_token_ids), []),
+        completions=_merge_completions(parts),
+        tensors=_merge_tensors(parts),
+        data={name: value for part in parts for name, value in part.data.items()},
+        step=parts[-1].step,
+        num_steps=parts[-1].num_steps,
+        start=pieces[0].start,
+        context=pieces[0].context,
+        is_last=pieces[-1].is_last,
+    )
+
+
+def _merge_completions(parts: Sequence[StageOutput]) -> list[Completion]:
+    by_index: dict[int, list[Completion]] = {}
+    for part in parts:
+        for completion in part.completions:
+            by_index.setdefault(completion.index, []).append(completion)
+    return [_merge_completion(by_index[index]) for index in sorted(by_index)]
+
+
+def _merge_completion(parts: list[Completion]) -> Completion:
+    if len(parts) == 1:
+        return parts[0]
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    cumulative = [part.cumulative_logprob for part in parts if part.cumulative_logprob is not None]
+    return Completion(
+        index=parts[0].index,
+        text="".join(part.text for part in parts),
+        token_ids=[token for part in parts for token in part.token_ids],
+        cumulative_logprob=cumulative[-1] if cumulative else None,
+        logprobs=[position for piece in logprobs for position in piece] if logprobs else None,
+        finish_reason=parts[-1].finish_reason,
+        stop_reason=parts[-1].stop_reason,
+    )
+
+
+def _merge_tensors(parts: Sequence[StageOutput]) -> dict[str, torch.Tensor]:
+    rows: dict[str, list[torch.Tensor]] = {}
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            rows.setdefault(name, []).append(tensor)
+    return {name: _concatenate(tensors) for name, tensors in rows.items()}
+
+
+def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)
+
+
+def select_fields(output: StageOutput, reads: Collection[str] | None) -> StageOutput:
+    """The output with nothing in it but what `reads` names (see `StageInputProcessor.reads`); None names everything."""
+    if reads is None:
+        return output
+    return msgspec.structs.replace(
+        output,
+        prompt=output.prompt if "prompt" in reads else None,
+        prompt_token_ids=output.prompt_token_ids if "prompt_token_ids" in reads else [],
+        completions=output.completions if "completions" in reads else [],
+        tensors=_select(output.tensors, "tensors", reads),
+        data=_select(output.data, "data", reads),
+    )
+
+
+def _select(values: dict[str, Any], field: str, reads: Collection[str]) -> dict[str, Any]:
+    if field in reads:
+        return values
+    return {name: value for name, value in values.items() if f"{field}.{name}" in reads}
 
 
 class OmniRequestOutput:
@@ -134,9 +223,13 @@ class OmniRequestOutput:
 
 
 def make_omni_request_output(
-    output: StageOutput, final_output_type: str, stage_metrics: list[StageMetrics]
+    request_id: str, output: StageOutput, final_output_type: str, stage_metrics: list[StageMetrics]
 ) -> OmniRequestOutput:
-    """Wraps what a final stage sent as vLLM's own `RequestOutput` and ours around it."""
+    """Wraps what a final stage sent as vLLM's own `RequestOutput` and ours around it.
+
+    Args:
+        request_id: The id that the caller knows.
+    """
     completions = [
         CompletionOutput(
             index=c.index,
@@ -150,7 +243,7 @@ def make_omni_request_output(
         for c in output.completions
     ]
     request_output = RequestOutput(
-        request_id=output.request_id,
+        request_id=request_id,
         prompt=output.prompt,
         prompt_token_ids=output.prompt_token_ids,
         prompt_logprobs=None,
@@ -159,7 +252,7 @@ def make_omni_request_output(
     )
     vars(request_output)["multimodal_output"] = output.tensors  # older clients read it here
     return OmniRequestOutput(
-        request_id=output.request_id,
+        request_id=request_id,
         stage_id=output.stage_id,
         final_output_type=final_output_type,
         request_output=request_output,

@@ -3,7 +3,6 @@
 
 import difflib
 import importlib
-import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 import msgspec
 import yaml
 
+from vllm_omni.config.placement import check_placement
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
 
-logger = logging.getLogger(__name__)
+_READABLE = ("prompt", "prompt_token_ids", "completions", "tensors", "data")
 
 
 def load_pipeline_config(path: str | Path) -> PipelineConfig:
@@ -50,6 +50,7 @@ def parse_pipeline_config(raw: Any, source: str) -> PipelineConfig:
         for stage in config.stage_args:
             _check_stage(stage)
         _check_runtime(config)
+        check_placement(config)
     except StageConfigError as error:
         raise StageConfigError(f"{source}: {error}") from error
     return config
@@ -129,20 +130,23 @@ def _check_stage(stage: OmniStageConfig) -> None:
         raise StageConfigError(f"{where}: stage_type {stage.stage_type!r} contradicts engine_type; keep one of them")
     if stage.final_output and not stage.final_output_type:
         raise StageConfigError(f"{where}: final_output needs final_output_type, e.g. text or audio")
-    if not stage.runtime.process:
-        raise StageConfigError(f"{where}: runtime.process: false is not supported; every stage has its own process")
     if stage.engine_input_source and stage.runs_vllm and not stage.custom_process_input_func:
         raise StageConfigError(
             f"{where}: custom_process_input_func is missing; it turns the sources' outputs into input"
         )
     if stage.runtime.requires_multimodal_data and stage.engine_input_source:
         raise StageConfigError(f"{where}: runtime.requires_multimodal_data: only first stages receive multimodal data")
-    if stage.kind == "function" and not stage.function:
-        raise StageConfigError(f"{where}: function is missing; give the dotted path of a callable")
+    if stage.kind == "function" and bool(stage.function) == bool(stage.batch_function):
+        raise StageConfigError(f"{where}: give the dotted path of a callable as function, or as batch_function")
+    for name in stage.reads or ():
+        if name.partition(".")[0] not in _READABLE:
+            raise StageConfigError(f"{where}: reads: {name!r} is not one of {', '.join(_READABLE)}, or an entry of one")
     if stage.custom_process_input_func:
         resolve_dotted_path(stage.custom_process_input_func, f"{where}: custom_process_input_func")
     if stage.function:
         resolve_dotted_path(stage.function, f"{where}: function")
+    if stage.batch_function:
+        resolve_dotted_path(stage.batch_function, f"{where}: batch_function")
 
 
 def _check_graph(config: PipelineConfig) -> None:
@@ -163,21 +167,32 @@ def _check_graph(config: PipelineConfig) -> None:
         done |= ready
 
 
+def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -> None:
+    where = f"edge {source} -> {stage.stage_id}"
+    path = stage.custom_process_input_func
+    declared = None if path is None else resolve_dotted_path(path, "custom_process_input_func").window
+    window = config.window(source, stage.stage_id, declared)
+    for name in ("window_size", "first_window_size"):
+        size = getattr(window, name)
+        if size != -1 and size < 1:
+            raise StageConfigError(f"{where}: {name} {size} is neither -1 (the whole result) nor a number of units")
+    if window.left_context < 0:
+        raise StageConfigError(f"{where}: left_context {window.left_context} is negative")
+    if window.streams and path is not None and declared is None:
+        raise StageConfigError(f"{where}: {path} reads whole results only; remove window_size, or set it to -1")
+
+
 def _check_runtime(config: PipelineConfig) -> None:
     runtime = config.runtime
     if not runtime.enabled:
         raise StageConfigError("runtime.enabled: false is not supported; remove the key")
-    if runtime.defaults.max_inflight is not None:
-        logger.warning("runtime.defaults.max_inflight is not enforced yet; runtime.max_batch_size bounds each stage")
-    windows = [("runtime.defaults", runtime.defaults.window_size)]
     for edge in runtime.edges:
-        where = f"runtime.edges {edge.source} -> {edge.to}"
         if edge.to not in config.stages or edge.source not in config.stages[edge.to].engine_input_source:
+            where = f"runtime.edges {edge.source} -> {edge.to}"
             raise StageConfigError(f"{where}: stage {edge.to} does not list {edge.source} in engine_input_source")
-        windows.append((where, edge.window_size))
-    for where, window_size in windows:
-        if window_size != -1:
-            raise StageConfigError(f"{where}: window_size {window_size} is not supported; use -1 (the whole result)")
+    for stage in config.stage_args:
+        for source in stage.engine_input_source:
+            _check_window(config, source, stage)
     for stage in config.stage_args:
         for name in (*stage.input_connectors.values(), *stage.output_connectors.values()):
             if name not in runtime.connectors:

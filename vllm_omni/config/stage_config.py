@@ -13,6 +13,7 @@ import msgspec
 from vllm_omni.errors import StageConfigError
 
 EngineType = Literal["AR", "generation", "DiT", "function", "fake"]
+SHARED_PROCESS = "shared"
 
 
 class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +55,8 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             `hf_config_name`, `worker_cls`, `scheduler_cls`, `engine_output_type`.
         engine_input_source: Stages whose outputs this stage reads; none for the first stage.
         custom_process_input_func: Dotted path of the stage's `StageInputProcessor`.
-        function: Dotted path of the callable of a `function` stage.
+        function: Dotted path of the callable of a `function` stage, called for each request.
+        batch_function: Instead of it: a callable that takes up to `runtime.max_batch_size` (default 8) requests.
         is_comprehension: The stage that OpenAI's sampling fields apply to.
         final_output: Whether the caller receives the stage's output.
         final_output_type: What that output is: `text`, `audio`, `image`, ...
@@ -73,6 +75,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     engine_input_source: list[int] = []
     custom_process_input_func: str | None = None
     function: str | None = None
+    batch_function: str | None = None
     is_comprehension: bool = False
     final_output: bool = False
     final_output_type: str | None = None
@@ -238,6 +241,16 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         }
 
     @property
+    def processes(self) -> list[list[OmniStageConfig]]:
+        """The stages of each process, in stage order; a process stands where its first stage does."""
+        groups: dict[int | str, list[OmniStageConfig]] = {}
+        for stage in self.stage_args:
+            process = stage.runtime.process
+            name = stage.stage_id if process is True else process or SHARED_PROCESS
+            groups.setdefault(name, []).append(stage)
+        return list(groups.values())
+
+    @property
     def output_types(self) -> list[str]:
         """The modalities that a request may ask for, in stage order."""
         return [s.final_output_type for s in self.stage_args if s.final_output and s.final_output_type]
@@ -265,8 +278,38 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return 1 << 62
         return connector.extra.get("shm_threshold_bytes", default)
 
+    def window(self, source: int, target: int, declared: WindowConfig | None) -> WindowConfig:
+        """How the edge is cut; `declared` is what the consumer's `StageInputProcessor` says of it."""
+        declared = declared or WindowConfig()
+        edges = (edge for edge in self.runtime.edges if (edge.source, edge.to) == (source, target))
+        edge = next(edges, EdgeConfig(source=source, to=target))
+        size = self.runtime.defaults.window_size if edge.window_size is None else edge.window_size
+        if size == -1:
+            return WindowConfig()
+        first = edge.first_window_size or declared.first_window_size
+        return WindowConfig(
+            window_size=size,
+            first_window_size=size if first == -1 else first,
+            left_context=declared.left_context if edge.left_context is None else edge.left_context,
+            unit=edge.unit or declared.unit,
+        )
+
+    def max_queued(self, stage: OmniStageConfig) -> int:
+        """Requests that may wait in a stage for its engine."""
+        own = stage.runtime.max_queued
+        return self.runtime.defaults.max_queued if own is None else own
+
+    def max_inflight(self, stage: OmniStageConfig) -> int | None:
+        """Requests that a stage's engine holds at once; None leaves it to the engine."""
+        own = stage.runtime.max_inflight
+        return self.runtime.defaults.max_inflight if own is None else own
+
     def with_stage_args(self, stage_args: list[OmniStageConfig]) -> "PipelineConfig":
         return PipelineConfig(stage_args=stage_args, runtime=self.runtime)
+
+    def with_runtime(self, **values: Any) -> "PipelineConfig":
+        """The same with other values of `runtime`'s own keys."""
+        return PipelineConfig(stage_args=self.stage_args, runtime=msgspec.structs.replace(self.runtime, **values))
 
 
 def find_stage(config: PipelineConfig, key: str | int) -> OmniStageConfig:

@@ -3,27 +3,26 @@
 
 from __future__ import annotations
 
-import logging
 import queue
-import weakref
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from tqdm import tqdm
 
-from vllm_omni.entrypoints.launch import launch_pipeline
+from vllm_omni.entrypoints.face import PipelineFace
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
+    from vllm_omni.entrypoints.pipeline import Pipeline
     from vllm_omni.entrypoints.request_builder import StageSamplingParams
+    from vllm_omni.events import OmniEvent
     from vllm_omni.inputs import OmniPrompt
-    from vllm_omni.orchestrator.orchestrator import TerminalEvent
     from vllm_omni.outputs import OmniRequestOutput
 
-logger = logging.getLogger("vllm.omni")
+    Prompts = str | OmniPrompt | Sequence[str | OmniPrompt]
 
 
-class OmniLLM:
+class OmniLLM(PipelineFace):
     """A pipeline of stages, each an engine in its own process.
 
     Use it as a context manager, or call `close()`: both end all processes and leave nothing behind.
@@ -32,127 +31,163 @@ class OmniLLM:
             text, speech = llm.generate("Tell me a joke.")
     """
 
-    def __init__(
+    @overload
+    def generate(
         self,
-        model: str,
-        stage_configs_path: str | None = None,
+        prompts: Prompts,
+        sampling_params_list: Sequence[StageSamplingParams] | None = None,
+        use_tqdm: bool = True,
         *,
-        stage_overrides: Mapping[str | int, Mapping[str, Any]] | None = None,
-        log_stats: bool = False,
-        init_timeout: float = 600.0,
-        shm_threshold_bytes: int = 65536,
-        **engine_args: Any,
-    ) -> None:
-        """
-        Args:
-            model: A checkpoint: a directory, or a name on the Hugging Face hub.
-            stage_configs_path: A stage configuration (YAML); by default the one that ships for the model.
-            stage_overrides: Engine arguments for single stages, by stage name or id, e.g. `{"talker": {...}}`.
-            log_stats: Log what each stage did for each request.
-            init_timeout: Seconds that the stages may take to become ready.
-            shm_threshold_bytes: Data of at least this size passes between stages through shared memory.
-            engine_args: Arguments of vLLM's `EngineArgs` (`dtype`, `max_model_len`, ...), for every vLLM stage.
+        stream: Literal[False] = False,
+    ) -> list[OmniRequestOutput]: ...
 
-        Raises:
-            VllmRequirementError: vLLM is missing or has another version.
-            StageConfigError: The stage configuration or an argument is wrong.
-            StageStartError: A stage failed to start, or took too long.
-        """
-        self._log_stats = log_stats
-        self._pipeline = launch_pipeline(
-            model,
-            stage_configs_path,
-            stage_overrides=stage_overrides or {},
-            init_timeout=init_timeout,
-            shm_threshold_bytes=shm_threshold_bytes,
-            engine_args=engine_args,
-        )
-        # Also runs when the interpreter exits, so that a forgotten close() leaves no process behind.
-        self._finalizer = weakref.finalize(self, self._pipeline.orchestrator.close)
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params_list: Sequence[StageSamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        stream: Literal[True],
+    ) -> Iterator[OmniEvent]: ...
 
     def generate(
         self,
-        prompts: str | OmniPrompt | Sequence[str | OmniPrompt],
+        prompts: Prompts,
         sampling_params_list: Sequence[StageSamplingParams] | None = None,
         use_tqdm: bool = True,
-    ) -> list[OmniRequestOutput]:
-        """Runs prompts through the pipeline, many at a time, and waits for all of them.
+        *,
+        stream: bool = False,
+    ) -> list[OmniRequestOutput] | Iterator[OmniEvent]:
+        """Runs prompts through the pipeline, many at a time.
 
         Args:
             prompts: A prompt or several; each a string or a dict (see `OmniPrompt`).
             sampling_params_list: One `SamplingParams` (or dict of its fields) for each stage, in stage order; None, or
                 None in a stage's place, means the configuration's defaults.
             use_tqdm: Show a progress bar.
+            stream: Return an iterator over the events of all prompts, as they happen, instead of waiting for the end.
+                A prompt's events have its `request_id`: "0", "1", ... in the order of all prompts ever given. One that
+                fails ends with an `ErrorEvent`, and nothing is raised for it. Closing the iterator aborts the rest.
 
         Returns:
             The outputs in the order of the prompts; for each prompt one output for each final stage that its
-            `modalities` ask for, in stage order.
+            `modalities` ask for, in stage order. With `stream`, events.
 
         Raises:
             InvalidRequestError: A prompt or a parameter is wrong. No prompt of this call is run to its end.
             RequestError: A prompt failed inside a stage. The others were completed: see the error's `results`.
             PipelineClosedError: `close()` was called.
         """
-        events: queue.SimpleQueue[TerminalEvent] = queue.SimpleQueue()
-        request_ids: list[str] = []
+        batch = _Batch(self._pipeline, _as_list(prompts), sampling_params_list, stream)
+        events = batch.events(use_tqdm)
+        return events if stream else _collect(events)
+
+
+class _Batch:
+    """The prompts of one call. A thread of its own builds and submits them, and waits where the pipeline is full."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        prompts: Sequence[str | OmniPrompt],
+        sampling_params_list: Sequence[StageSamplingParams] | None,
+        streams: bool,
+    ) -> None:
+        self._pipeline = pipeline
+        self._prompts = prompts
+        self._sampling_params_list = sampling_params_list
+        self._streams = streams
+        self._events: queue.SimpleQueue[OmniEvent | Exception] = queue.SimpleQueue()
+        self._is_stopped = threading.Event()
+        self._submitted: list[str] = []
+
+    def events(self, use_tqdm: bool) -> Iterator[OmniEvent]:
+        """All events of all prompts; the terminal ones are as many as the prompts."""
+        feeder = threading.Thread(target=self._submit_all, name="omni-feeder", daemon=True)
+        feeder.start()
         try:
-            for prompt in _as_list(prompts):
-                request = self._pipeline.builder.build(prompt, sampling_params_list, events.put)
+            with _ProgressBar(self._pipeline, len(self._prompts), use_tqdm) as bar:
+                while bar.num_done < len(self._prompts):
+                    event = self._next_event(bar)
+                    if event.is_terminal:
+                        self._pipeline.orchestrator.release(event.request_id)
+                        bar.advance()
+                    yield event
+        finally:
+            self._stop(feeder)
+
+    def _next_event(self, bar: _ProgressBar) -> OmniEvent:
+        while True:
+            try:
+                event = self._events.get(timeout=bar.interval)
+            except queue.Empty:
+                bar.refresh()
+                continue
+            if isinstance(event, Exception):
+                raise event
+            return event
+
+    def _submit_all(self) -> None:
+        try:
+            for prompt in self._prompts:
+                if self._is_stopped.is_set():
+                    return
+                request = self._pipeline.builder.build(
+                    prompt, self._sampling_params_list, self._events.put, streams=self._streams
+                )
+                self._submitted.append(request.request_id)
                 self._pipeline.orchestrator.submit(request)
-                request_ids.append(request.request_id)
-            results = self._collect(events, len(request_ids), use_tqdm)
-        except BaseException:
-            self._pipeline.orchestrator.abort(request_ids)
-            raise
-        return _in_order(results, request_ids)
+        except Exception as error:
+            self._events.put(error)
 
-    def close(self) -> None:
-        """Ends all stages. Running requests fail with `RequestAbortedError`. May be called twice."""
-        self._finalizer()
+    def _stop(self, feeder: threading.Thread) -> None:
+        """Whatever is still running was given up by the caller."""
+        self._is_stopped.set()
+        orchestrator = self._pipeline.orchestrator
+        orchestrator.give_up(self._submitted)
+        feeder.join()
+        orchestrator.give_up(self._submitted)
 
-    def __enter__(self) -> OmniLLM:
+
+class _ProgressBar:
+    """Requests done, and with how many each stage is busy."""
+
+    def __init__(self, pipeline: Pipeline, total: int, is_shown: bool) -> None:
+        self._pipeline = pipeline
+        self._bar = tqdm(total=total, desc="Processed prompts", disable=not is_shown, dynamic_ncols=True)
+        self.num_done = 0
+        self.interval = self._bar.mininterval * 5 if not self._bar.disable else None
+
+    def advance(self) -> None:
+        self.num_done += 1
+        self._bar.update()
+        self.refresh()
+
+    def refresh(self) -> None:
+        if not self._bar.disable:
+            activity = self._pipeline.orchestrator.activity()
+            self._bar.set_postfix_str(", ".join(f"{name} {count}" for name, count in activity.items()))
+
+    def __enter__(self) -> _ProgressBar:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _collect(
-        self, events: queue.SimpleQueue[TerminalEvent], count: int, use_tqdm: bool
-    ) -> dict[str, TerminalEvent]:
-        results: dict[str, TerminalEvent] = {}
-        with tqdm(total=count, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            while len(results) < count:
-                event = events.get()
-                results[event.request_id] = event
-                bar.update()
-                if self._log_stats and event.error is None:
-                    _log_stage_metrics(event)
-        return results
+    def __exit__(self, *exc: object) -> None:
+        self._bar.close()
 
 
-def _as_list(prompts: str | OmniPrompt | Sequence[str | OmniPrompt]) -> Sequence[str | OmniPrompt]:
-    return [prompts] if isinstance(prompts, (str, dict)) else cast(Sequence[Any], prompts)
+def _as_list(prompts: Prompts) -> Sequence[str | OmniPrompt]:
+    return [prompts] if isinstance(prompts, (str, dict)) else cast("Sequence[Any]", prompts)
 
 
-def _in_order(results: dict[str, TerminalEvent], request_ids: list[str]) -> list[OmniRequestOutput]:
-    events = [results[request_id] for request_id in request_ids]
-    outputs = [output for event in events for output in event.outputs]
-    for event in events:
-        if event.error is not None:
+def _collect(events: Iterator[OmniEvent]) -> list[OmniRequestOutput]:
+    """The outputs of all terminal events, in the order of the prompts."""
+    from vllm_omni.events import CompletedEvent, ErrorEvent
+
+    ends = sorted(events, key=lambda event: int(event.request_id))
+    outputs = [output for event in ends if isinstance(event, CompletedEvent) for output in event.outputs]
+    for event in ends:
+        if isinstance(event, ErrorEvent):
             event.error.results = outputs
             raise event.error
     return outputs
-
-
-def _log_stage_metrics(event: TerminalEvent) -> None:
-    for metrics in event.outputs[0].stage_metrics:
-        logger.info(
-            "request %s, %s: %d in, %d out, %.3f s",
-            event.request_id,
-            metrics.name,
-            metrics.num_input_tokens,
-            metrics.num_output_tokens,
-            metrics.seconds,
-        )

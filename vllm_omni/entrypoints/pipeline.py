@@ -4,14 +4,12 @@
 Shared by the offline and the asynchronous face.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
 from vllm_omni.config.loader import load_pipeline_config
@@ -20,8 +18,11 @@ from vllm_omni.config.stage_config import PipelineConfig, find_stage
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.errors import StageConfigError
+from vllm_omni.metrics.observer import make_observer
 from vllm_omni.model_executor.registry import OMNI_MODELS
 from vllm_omni.orchestrator.orchestrator import Orchestrator
+from vllm_omni.stage.budgets import apply_budgets
+from vllm_omni.stage.cores import place_cores
 from vllm_omni.stage.fork_server import ForkServer
 
 # One half of vLLM's cache would be here and the other in the first stage; they disagree after a refused request.
@@ -43,8 +44,11 @@ def open_pipeline(
     stage_configs_path: str | None,
     *,
     stage_overrides: Mapping[str | int, Mapping[str, Any]],
+    runtime_overrides: Mapping[str, Any],
     init_timeout: float,
     shm_threshold_bytes: int,
+    log_stats: bool,
+    trace_file: str | None,
     engine_args: dict[str, Any],
 ) -> Pipeline:
     """Starts a pipeline on a fork server, which it takes over, and waits until it takes requests.
@@ -52,15 +56,22 @@ def open_pipeline(
     The other arguments, and errors, are those of `OmniLLM`.
     """
     config = _load_config(model, stage_configs_path, engine_args)
-    config = _apply_arguments(config, engine_args, stage_overrides)
+    config = config.with_runtime(**{key: value for key, value in runtime_overrides.items() if value is not None})
+    config = apply_budgets(_apply_arguments(config, engine_args, stage_overrides))
+    placements = place_cores(config)
     server.preload(_modules_to_preload(config, _check_engine_args(config, model)))
+    traces_endpoint = engine_args.get("otlp_traces_endpoint")
+    observer = make_observer(config, log_stats=log_stats, trace_file=trace_file, otlp_traces_endpoint=traces_endpoint)
     orchestrator = Orchestrator(
         config,
         model,
         shm_threshold_bytes=shm_threshold_bytes,
         init_timeout=init_timeout,
         server=server,
-        num_threads=_num_threads(config),
+        placements=placements,
+        observer=observer,
+        records_stats=log_stats,
+        otlp_traces_endpoint=traces_endpoint,
     )
     try:
         # While the stages start: this process needs a tokenizer and a preprocessor of its own.
@@ -112,10 +123,3 @@ def _modules_to_preload(config: PipelineConfig, engine_args: list[EngineArgs]) -
     paths += [path for args in engine_args for path in (args.worker_cls, args.scheduler_cls) if isinstance(path, str)]
     paths += [OMNI_MODELS.get(stage.engine_args.get("model_arch", "")) for stage in config.stage_args]
     return sorted({path.replace(":", ".").rpartition(".")[0] for path in paths if path is not None})
-
-
-def _num_threads(config: PipelineConfig) -> int | None:
-    """Stages work at the same time: on a CPU they share the cores, unless the user has said how many each may use."""
-    if not current_platform.is_cpu() or "OMP_NUM_THREADS" in os.environ:
-        return None
-    return max(1, len(os.sched_getaffinity(0)) // len(config.stage_args))

@@ -6,6 +6,7 @@ processor; the first stage receives a request that is ready for its engine. Wron
 """
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,9 @@ from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.engine.payloads import OmniEngineCoreRequest
 from vllm_omni.errors import InvalidRequestError, StageConfigError
+from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import OmniPrompt, StageRequest
-from vllm_omni.orchestrator.orchestrator import PipelineRequest, TerminalEvent
+from vllm_omni.orchestrator.request import PipelineRequest
 
 StageSamplingParams = SamplingParams | Mapping[str, Any] | None
 
@@ -46,30 +48,48 @@ class RequestBuilder:
         self,
         prompt: str | OmniPrompt,
         sampling_params_list: Sequence[StageSamplingParams] | None,
-        on_done: Callable[[TerminalEvent], None],
+        on_event: Callable[[OmniEvent], None],
+        *,
+        request_id: str | None = None,
+        streams: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> PipelineRequest:
         """
         Args:
             sampling_params_list: One for each stage, in stage order; None, or a None in it, means the defaults.
+            on_event: See `PipelineRequest`.
+            request_id: The caller's own id for it; by default a number.
+            streams: The caller wants the pieces of the output as they are made.
+            trace_headers: W3C trace context of the caller.
 
         Raises:
             InvalidRequestError: The prompt or the parameters are wrong; says what, and what would be right.
         """
-        request_id = str(next(self._ids))
+        arrival = time.monotonic()
+        number = next(self._ids)
+        external_id = str(number) if request_id is None else request_id
+        # A caller's id may come again; ours never does, so that nothing late can be taken for something new.
+        internal_id = external_id if request_id is None else f"{request_id}-{number}"
         try:
-            return self._build(request_id, _as_prompt(prompt), sampling_params_list, on_done)
-        except InvalidRequestError:
-            raise
+            stages, final_stages = self._build(internal_id, _as_prompt(prompt), sampling_params_list)
         except (ValueError, TypeError, VLLMClientError) as error:
-            raise InvalidRequestError(str(error), request_id) from error
+            raise InvalidRequestError(str(error), external_id) from error
+        return PipelineRequest(
+            request_id=internal_id,
+            external_id=external_id,
+            stages=stages,
+            final_stages=final_stages,
+            on_event=on_event,
+            streams=streams,
+            timeout_s=self._config.runtime.request_timeout_s,
+            arrival=arrival,
+            trace_headers=dict(trace_headers or {}),
+        )
 
     def _build(
-        self,
-        request_id: str,
-        prompt: OmniPrompt,
-        sampling_params_list: Sequence[StageSamplingParams] | None,
-        on_done: Callable[[TerminalEvent], None],
-    ) -> PipelineRequest:
+        self, request_id: str, prompt: OmniPrompt, sampling_params_list: Sequence[StageSamplingParams] | None
+    ) -> tuple[dict[int, StageRequest], list[int]]:
+        """What each stage is told, and which are final."""
         modalities = self._check_modalities(prompt.get("modalities"))
         params = self._sampling_params(sampling_params_list)
         stage_ids = self._config.stages_for(modalities)
@@ -99,7 +119,7 @@ class RequestBuilder:
             i for i in stage_ids
             if self._config.stages[i].final_output and self._config.stages[i].final_output_type in modalities
         ]  # fmt: skip
-        return PipelineRequest(request_id, stages, final_stages, on_done)
+        return stages, final_stages
 
     def _check_modalities(self, modalities: list[str] | None) -> list[str]:
         known = self._config.output_types

@@ -1,25 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message that crosses a process, on one page.
 
-    orchestrator -> stage         SubmitMessage, AbortMessage, ShutdownMessage
+    orchestrator -> stage         SubmitMessage, AbortMessage, PeerDownMessage, PeerUpMessage, StatsQuery,
+                                  ShutdownMessage
     stage -> next stage           DataMessage
-    stage -> orchestrator         ReadyMessage, ResultMessage, ErrorMessage
+    stage -> whoever feeds it     WatermarkMessage
+    stage -> orchestrator         ReadyMessage, OutputMessage, ResultMessage, ErrorMessage, StatsMessage, FaultMessage
 
-A message is one small msgpack frame. A payload that is carried inline follows it in further frames of
-the same multipart message; a larger one is described by its `PayloadRef` and read through a connector.
+A message is a frame that says who sent it in which version of this page, and a msgpack frame. A payload that is carried
+inline follows in further frames of the same multipart message; a larger one is described by its `PayloadRef` and read
+through a connector.
 
 `number` counts a pipeline's requests from 1. Each stage is told of the requests that it takes part in, in order,
-so a message that runs ahead of its `SubmitMessage` can be told from one that comes too late.
+so a message that runs ahead of its `SubmitMessage` can be told from one that comes too late. `epoch` counts the
+processes that a stage has had, from 0.
 """
 
+import struct
 from collections.abc import Sequence
 
 import msgspec
 import zmq
 
+from vllm_omni.metrics.stats import StageStats
 from vllm_omni.outputs import StageMetrics
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+ORCHESTRATOR = -1
+"""The sender that is no stage."""
 
 
 class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +35,10 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
 
     sizes: list[int] = []
     path: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes)
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True):
@@ -44,6 +56,8 @@ class SubmitMessage(Message):
     """Stages that take this stage's output for this request."""
     is_final: bool
     """Whether the output also goes to the caller."""
+    streams: bool
+    """Whether the caller reads it while it is made."""
     payload: PayloadRef
 
 
@@ -53,73 +67,168 @@ class AbortMessage(Message):
     request_ids: list[str]
 
 
+class PeerDownMessage(Message):
+    """A stage's process died. What was sent to it is lost, and what it sent may be."""
+
+    stage_id: int
+    finished: list[str]
+    """Requests that it had finished; if its output does not arrive, it is lost."""
+
+
+class PeerUpMessage(Message):
+    """A stage takes requests again, in a new process, at a new address."""
+
+    stage_id: int
+    epoch: int
+
+
+class StatsQuery(Message):
+    """Answer with a `StatsMessage`."""
+
+
 class ShutdownMessage(Message):
     """Finish nothing, leave nothing, exit."""
 
 
 class DataMessage(Message):
-    """One stage's complete output for a request, sent to the next. The payload is a `StageOutput`."""
+    """A piece of one stage's output for a request, sent to the next. The payload is a `StageOutput`."""
 
     request_id: str
     number: int
     source: int
+    sequence: int
+    """Counts the pieces of one request on this edge, from 0."""
+    is_last: bool
+    sent: float
+    """`time.monotonic()` of the sender."""
     payload: PayloadRef
+
+
+class WatermarkMessage(Message):
+    """Too much waits in this stage: begin nothing new for it; or, again, little enough."""
+
+    stage_id: int
+    is_above: bool
 
 
 class ReadyMessage(Message):
     """The stage takes requests."""
 
     stage_id: int
-    protocol_version: int = PROTOCOL_VERSION
+
+
+class OutputMessage(Message):
+    """A piece of a final stage's output, for a caller who reads along. The payload is a `StageOutput`."""
+
+    request_id: str
+    stage_id: int
+    payload: PayloadRef
 
 
 class ResultMessage(Message):
-    """The stage is done with a request. A final stage's payload is its `StageOutput`."""
+    """The stage is done with a request. A final stage's payload is (the last piece of) its `StageOutput`."""
 
     request_id: str
     stage_id: int
     metrics: StageMetrics
+    sent_to: dict[int, int]
+    """Epochs of the targets that have been sent the output; a target that was down gets it later, and is not here."""
     payload: PayloadRef | None = None
 
 
 class ErrorMessage(Message):
-    """The stage failed this request; `invalid` if the request itself was at fault."""
+    """The stage failed this request.
+
+    Attributes:
+        invalid: The request itself was at fault.
+        dead_stage: Not this stage is at fault but that one, which died with what the request needs.
+    """
 
     request_id: str
     stage_id: int
     error: str
-    traceback: str
+    traceback: str = ""
     invalid: bool = False
+    dead_stage: int | None = None
 
 
-StageInbound = SubmitMessage | DataMessage | AbortMessage | ShutdownMessage
-OrchestratorInbound = ReadyMessage | ResultMessage | ErrorMessage
+class StatsMessage(Message):
+    """What the stage has done since it started."""
+
+    stats: StageStats
+
+
+class FaultMessage(Message):
+    """A peer sent something that cannot be understood."""
+
+    stage_id: int
+    peer: int
+    error: str
+
+
+StageInbound = (
+    SubmitMessage
+    | AbortMessage
+    | PeerDownMessage
+    | PeerUpMessage
+    | StatsQuery
+    | ShutdownMessage
+    | DataMessage
+    | WatermarkMessage
+)
+OrchestratorInbound = (
+    ReadyMessage | OutputMessage | ResultMessage | ErrorMessage | StatsMessage | FaultMessage | WatermarkMessage
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _stage_decoder = msgspec.msgpack.Decoder(StageInbound)
 _orchestrator_decoder = msgspec.msgpack.Decoder(OrchestratorInbound)
+_header = struct.Struct("<Hi")  # version, sender
 
 Frames = Sequence[bytes | bytearray | memoryview]
 
 
-def send(socket: zmq.Socket, message: Message, frames: Frames = ()) -> None:
+class MessageError(Exception):
+    """A message that cannot be understood. `sender` is the stage that sent it, None if not even that is readable."""
+
+    def __init__(self, reason: str, sender: int | None) -> None:
+        super().__init__(reason)
+        self.sender = sender
+
+
+def send(socket: zmq.Socket, message: Message, frames: Frames = (), *, sender: int) -> None:
     """Sends a message and the frames of its inline payload, if it has one."""
-    socket.send_multipart([_encoder.encode(message), *frames], copy=False)
+    head = _header.pack(PROTOCOL_VERSION, sender)
+    socket.send_multipart([head, _encoder.encode(message), *frames], copy=False)
 
 
 def recv_at_stage(socket: zmq.Socket) -> tuple[StageInbound, list[memoryview]] | None:
-    """The next message for a stage and its payload frames, or None if nothing waits."""
+    """The next message for a stage and its payload frames, or None if nothing waits.
+
+    Raises:
+        MessageError: It cannot be understood. It is gone.
+    """
     return _recv(socket, _stage_decoder)
 
 
 def recv_at_orchestrator(socket: zmq.Socket) -> tuple[OrchestratorInbound, list[memoryview]] | None:
-    """The next message for the orchestrator and its payload frames, or None if nothing waits."""
+    """The next message for the orchestrator and its payload frames, or None if nothing waits. Raises as above."""
     return _recv(socket, _orchestrator_decoder)
 
 
 def _recv(socket: zmq.Socket, decoder: msgspec.msgpack.Decoder) -> tuple | None:
     try:
-        head, *frames = socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+        head, *rest = socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return None
-    return decoder.decode(head.buffer), [frame.buffer for frame in frames]
+    try:
+        version, sender = _header.unpack(head.buffer)
+    except struct.error as error:
+        raise MessageError(f"no header: {error}", None) from error
+    if version != PROTOCOL_VERSION:
+        raise MessageError(f"it speaks protocol {version}, this process {PROTOCOL_VERSION}", sender)
+    try:
+        body, *frames = rest
+        return decoder.decode(body.buffer), [frame.buffer for frame in frames]
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise MessageError(f"{type(error).__name__}: {error}", sender) from error

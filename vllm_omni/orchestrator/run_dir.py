@@ -26,8 +26,18 @@ class RunDir:
     def orchestrator_address(self) -> str:
         return orchestrator_address(self.path)
 
-    def stage_address(self, stage_id: int) -> str:
-        return stage_address(self.path, stage_id)
+    def stage_address(self, stage_id: int, epoch: int) -> str:
+        return stage_address(self.path, stage_id, epoch)
+
+    def remove_payloads(self, stage_id: int, pid: int) -> None:
+        """Removes what nobody will ever read: what a stage's dead process was sent, and what it sent itself.
+
+        To be called before anything is sent to the stage's next process.
+        """
+        own = payload_prefix(pid, stage_id, "*")
+        for pattern in (f"payload-*-to{stage_id}-*", f"{own}*", f"pool-{own}*"):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -37,8 +47,14 @@ def orchestrator_address(path: Path) -> str:
     return f"ipc://{path}/orchestrator.sock"
 
 
-def stage_address(path: Path, stage_id: int) -> str:
-    return f"ipc://{path}/stage-{stage_id}.sock"
+def stage_address(path: Path, stage_id: int, epoch: int) -> str:
+    """Each process of a stage has an address of its own, so that nothing meant for a dead one reaches the next."""
+    return f"ipc://{path}/stage-{stage_id}.{epoch}.sock"
+
+
+def payload_prefix(pid: int, sender: int, receiver: int | str) -> str:
+    """How the names begin of the payloads that a process sends from one stage to another."""
+    return f"payload-{pid}-from{sender}-to{receiver}"
 
 
 def remove_leftovers(parent: Path) -> None:

@@ -1,63 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage as its parent sees it: a process that is spawned, becomes ready, takes requests, and stops."""
+"""A stage as its parent sees it: what is sent to it, across the deaths and restarts of its process."""
 
-import time
+import os
+from enum import Enum
 
-import msgspec
 import zmq
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.distributed.connectors import ThresholdConnector
 from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.inputs import StageRequest
-from vllm_omni.orchestrator.messages import AbortMessage, Message, ShutdownMessage, SubmitMessage, send
-from vllm_omni.orchestrator.run_dir import RunDir
-from vllm_omni.stage.fork_server import ForkServer, StageProcess
-from vllm_omni.stage.spec import StageSpec
+from vllm_omni.orchestrator.messages import ORCHESTRATOR, AbortMessage, Message, SubmitMessage, send
+from vllm_omni.orchestrator.run_dir import RunDir, payload_prefix
+
+
+class StageState(Enum):
+    STARTING = "starting"
+    """Its process loads what it needs."""
+    READY = "ready"
+    """It takes requests."""
+    RESTARTING = "restarting"
+    """Its process died, and the next one is due or loading."""
+    DEAD = "dead"
+    """Its process died too often. Only a new pipeline helps."""
 
 
 class OmniStage:
     """Handle of one stage. Belongs to the orchestrator's thread.
 
     Attributes:
-        ready: The stage has said that it takes requests.
-        death: How its process ended; None while it lives.
-        held: Requests that were submitted to it and that it has not answered.
+        state: What it is doing.
+        epoch: Counts its processes, from 0.
+        death: How its last process ended; empty if none has.
+        is_above: It has asked to be sent nothing new.
     """
 
-    def __init__(self, spec: StageSpec, run_dir: RunDir, context: zmq.Context) -> None:
-        self.config: OmniStageConfig = spec.stage
-        self.ready = False
-        self.death: str | None = None
-        self.held: set[str] = set()
-        self._spec = spec
-        self._process: StageProcess | None = None
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(run_dir.stage_address(spec.stage.stage_id))
-        connector = ThresholdConnector(run_dir.path, f"submit-{spec.stage.stage_id}", spec.shm_threshold_bytes)
+    def __init__(
+        self, config: OmniStageConfig, run_dir: RunDir, context: zmq.Context, shm_threshold_bytes: int
+    ) -> None:
+        self.config = config
+        self.state = StageState.STARTING
+        self.epoch = 0
+        self.death = ""
+        self.is_above = False
+        self._run_dir = run_dir
+        self._context = context
+        self._socket: zmq.Socket
+        self._connect()
+        prefix = payload_prefix(os.getpid(), ORCHESTRATOR, config.stage_id)
+        connector = ThresholdConnector(run_dir.path, prefix, shm_threshold_bytes)
         self._channel = PayloadChannel(connector)
+
+    @property
+    def stage_id(self) -> int:
+        return self.config.stage_id
 
     @property
     def label(self) -> str:
         return f"stage {self.config.stage_id} ({self.config.name})"
 
     @property
-    def alive(self) -> bool:
-        return self._process is not None and self.death is None
-
-    def spawn(self, server: ForkServer, timeout: float) -> None:
-        """Starts the process; `ready` follows later. Raises as `ForkServer.fork`."""
-        self._process = server.fork(msgspec.json.encode(self._spec), timeout)
-
-    def fileno(self) -> int:
-        """Readable when the process has ended."""
-        assert self._process is not None
-        return self._process.fileno()
+    def is_ready(self) -> bool:
+        return self.state is StageState.READY
 
     def submit(
-        self, request: StageRequest, number: int, sources: list[int], targets: list[int], is_final: bool
+        self,
+        request: StageRequest,
+        number: int,
+        *,
+        sources: list[int],
+        targets: list[int],
+        is_final: bool,
+        streams: bool,
     ) -> None:
         """Gives the stage its part of a request.
 
@@ -71,33 +85,35 @@ class OmniStage:
             sources=sources,
             targets=targets,
             is_final=is_final,
+            streams=streams,
             payload=payload,
         )
-        self.held.add(request.request_id)
-        send(self._socket, message, frames)
+        send(self._socket, message, frames, sender=ORCHESTRATOR)
 
     def abort(self, request_ids: list[str]) -> None:
-        self.held.difference_update(request_ids)
-        self._tell(AbortMessage(request_ids=request_ids))
+        self.tell(AbortMessage(request_ids=request_ids))
 
-    def on_death(self) -> str:
-        """Takes note that the process ended; returns how."""
-        assert self._process is not None
-        self.death = self._process.reap()
-        return self.death
+    def tell(self, message: Message) -> None:
+        """Sends to the stage, if it is there to listen."""
+        if self.is_ready:
+            send(self._socket, message, sender=ORCHESTRATOR)
 
-    def ask_to_stop(self) -> None:
-        self._tell(ShutdownMessage())
+    def ask_to_stop(self, message: Message) -> None:
+        """Sends to the stage, whether it has said that it listens or not."""
+        send(self._socket, message, sender=ORCHESTRATOR)
 
-    def stop(self, deadline: float) -> None:
-        """Waits until `deadline` (`time.monotonic()`) for the process to end, then kills it."""
-        if not self.alive:
-            return
-        assert self._process is not None
-        if not self._process.wait(deadline - time.monotonic()):
-            self._process.kill()
-        self.on_death()
+    def on_death(self, how: str) -> None:
+        """Its process ended. What was sent to it is lost; the next one has another address."""
+        self.state = StageState.RESTARTING
+        self.death = how
+        self.is_above = False
+        self.epoch += 1
+        self._socket.close(linger=0)
+        self._connect()
 
-    def _tell(self, message: Message) -> None:
-        if self.alive:
-            send(self._socket, message)
+    def _connect(self) -> None:
+        self._socket = self._context.socket(zmq.PUSH)
+        # Without a limit of its own: what is sent is bounded by admission and by the stage's watermark.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(self._run_dir.stage_address(self.config.stage_id, self.epoch))

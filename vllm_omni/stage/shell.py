@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shell of a stage: a thread that does everything of a stage but its engine's work.
 
-It receives requests and the outputs of other stages, runs the stage input processor, and sends results on. It knows no
-kind of engine and no model.
+It receives requests and the outputs of other stages, cuts them into windows, runs the stage input processor, and sends
+results on. It knows no kind of engine and no model.
 """
 
+import logging
+import math
 import os
 import socket
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -19,74 +20,91 @@ from vllm_omni.distributed.connectors import ThresholdConnector
 from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.metrics.recorder import StageRecorder
+from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.orchestrator.messages import (
+    ORCHESTRATOR,
     AbortMessage,
     DataMessage,
     ErrorMessage,
+    FaultMessage,
+    Message,
+    MessageError,
+    PeerDownMessage,
+    PeerUpMessage,
     ReadyMessage,
-    ResultMessage,
     ShutdownMessage,
+    StageInbound,
+    StatsMessage,
+    StatsQuery,
     SubmitMessage,
+    WatermarkMessage,
     recv_at_stage,
-    send,
 )
-from vllm_omni.orchestrator.run_dir import orchestrator_address, stage_address
+from vllm_omni.orchestrator.run_dir import stage_address
 from vllm_omni.outputs import StageMetrics, StageOutput
-from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, Result, StageEngine, Started
+from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, Result, StageEngine, Started, Stream, StreamChunk
 from vllm_omni.stage.input_processor import StageInputProcessor
+from vllm_omni.stage.outlet import Outlet
+from vllm_omni.stage.peers import Peer, make_socket
+from vllm_omni.stage.request_state import InputCall, InputStreams, OutputStream, RequestState
+from vllm_omni.stage.segments import Segmenter
 from vllm_omni.stage.spec import StageSpec
+from vllm_omni.stage.waiting_line import WaitingLine
 
-_LINGER_MS = 1000
+logger = logging.getLogger(__name__)
 
+_LOST_AFTER_S = 0.5
+"""How long the last output of a stage that died may still be on its way through the kernel."""
 
-@dataclass(slots=True)
-class _RequestState:
-    """A request that this stage works on, or waits for the inputs of."""
-
-    submit: SubmitMessage
-    request: StageRequest
-    sources: dict[int, StageOutput] = field(default_factory=dict)
-    arrival: float = 0.0
+_STATS_INTERVAL_S = 1.0
 
 
 class StageShell:
-    """The IO thread: everything of a stage but its engine."""
+    """Joins a stage's engine to the rest of the pipeline. Runs on a thread of its own: the IO thread."""
 
-    def __init__(self, spec: StageSpec, lifeline: socket.socket, outbox: Outbox) -> None:
-        self._stage = spec.stage
+    def __init__(
+        self,
+        spec: StageSpec,
+        lifeline: socket.socket,
+        outbox: Outbox,
+        recorder: StageRecorder,
+        tracer: StageTracer,
+    ) -> None:
+        self._spec = spec
+        self._stage_id = spec.stage.stage_id
         self._lifeline = lifeline
         self._outbox = outbox
+        self._recorder = recorder
+        self._tracer = tracer
         self._engine: StageEngine
         self._processor: StageInputProcessor | None
-        self._started = False
-        self._running = True
-        self._requests: dict[str, _RequestState] = {}
+        self._capacity = 0
+        self._is_running = True
+        self._requests: dict[str, RequestState] = {}
+        self._num_running = 0
+        self._line = WaitingLine(spec.max_queued, spec.high_watermark_bytes)
+        self._was_above = False
+        self._blocked_since: float | None = None
         self._last_number = 0
         self._early: dict[str, list[tuple[DataMessage, list[memoryview]]]] = defaultdict(list)
-        self._connect(spec)
+        self._lost: list[tuple[float, int, list[str]]] = []  # (when, source that died, requests it had finished)
+        self._holding: dict[str, RequestState] = {}  # those with pieces of output that are not due yet
+        self._stats_due: float | None = None
+        self._has_worked = False
+        self._connect()
 
-    def _connect(self, spec: StageSpec) -> None:
-        run_dir = Path(spec.run_dir)
-        prefix = f"payload-{os.getpid()}"
+    def _connect(self) -> None:
+        spec, run_dir = self._spec, Path(self._spec.run_dir)
         self._context = zmq.Context()
-        self._inbound = self._socket(zmq.PULL)
-        self._inbound.bind(stage_address(run_dir, self._stage.stage_id))
-        self._orchestrator = self._socket(zmq.PUSH)
-        self._orchestrator.connect(orchestrator_address(run_dir))
-        self._channel = PayloadChannel(ThresholdConnector(run_dir, prefix, spec.shm_threshold_bytes))
-        self._targets: dict[int, tuple[zmq.Socket, PayloadChannel]] = {}
-        for target, threshold in spec.targets.items():
-            sock = self._socket(zmq.PUSH)
-            sock.connect(stage_address(run_dir, target))
-            connector = ThresholdConnector(run_dir, f"{prefix}-{target}", threshold)
-            self._targets[target] = (sock, PayloadChannel(connector))
-
-    def _socket(self, kind: int) -> zmq.Socket:
-        sock = self._context.socket(kind)
-        sock.setsockopt(zmq.SNDHWM, 0)
-        sock.setsockopt(zmq.RCVHWM, 0)
-        sock.setsockopt(zmq.LINGER, _LINGER_MS)
-        return sock
+        self._inbound = make_socket(self._context, zmq.PULL)
+        self._inbound.bind(stage_address(run_dir, self._stage_id, spec.epoch))
+        self._channel = PayloadChannel(ThresholdConnector(run_dir, "", spec.shm_threshold_bytes))
+        self._sources = {
+            source: Peer(self._context, run_dir, self._stage_id, source, source_spec.epoch)
+            for source, source_spec in spec.sources.items()
+        }
+        self._outlet = Outlet(spec, self._context)
 
     def attach(self, engine: StageEngine, processor: StageInputProcessor | None) -> None:
         """Gives the shell what it works with. Called before the stage is announced as ready."""
@@ -97,61 +115,119 @@ class StageShell:
         poller = zmq.Poller()
         for readable in (self._inbound, self._outbox.fileno(), self._lifeline.fileno()):
             poller.register(readable, zmq.POLLIN)
-        while self._running:
-            ready = dict(poller.poll())
+        while self._is_running:
+            ready = dict(poller.poll(self._timeout()))
             if self._lifeline.fileno() in ready:
                 os._exit(1)  # The parent is gone: whatever the engine is doing, nobody wants it.
             self._take_messages()
             self._take_outbox()
+            self._begin_waiting()
+            self._report_watermark()
+            self._act_on_time()
+            self._plan_stats()
         self._context.destroy()
 
+    def _timeout(self) -> int | None:
+        """Milliseconds until something is due; None while nothing is."""
+        due = [state.outputs.due for state in self._holding.values()]
+        due += [self._lost[0][0] if self._lost else None, self._stats_due]
+        times = [when for when in due if when is not None]
+        return max(0, math.ceil((min(times) - time.monotonic()) * 1000)) if times else None
+
     def _take_messages(self) -> None:
-        while (received := recv_at_stage(self._inbound)) is not None:
-            message, frames = received
-            match message:
-                case SubmitMessage():
-                    self._on_submit(message, frames)
-                case DataMessage():
-                    self._on_data(message, frames)
-                case AbortMessage():
-                    for request_id in message.request_ids:
-                        self._forget(request_id)
-                case ShutdownMessage():
-                    self._shut_down()
-                    return
+        while self._is_running:
+            try:
+                received = recv_at_stage(self._inbound)
+            except MessageError as error:
+                self._on_fault(error)
+                continue
+            if received is None:
+                return
+            self._on_message(*received)
+
+    def _on_message(self, message: StageInbound, frames: list[memoryview]) -> None:
+        self._has_worked = self._has_worked or not isinstance(message, StatsQuery)
+        match message:
+            case SubmitMessage():
+                self._on_submit(message, frames)
+            case DataMessage():
+                self._on_data(message, frames)
+            case AbortMessage():
+                for request_id in message.request_ids:
+                    self._abort(request_id)
+            case WatermarkMessage():
+                self._outlet.targets[message.stage_id].is_above = message.is_above
+            case PeerDownMessage():
+                self._on_peer_down(message)
+            case PeerUpMessage():
+                self._on_peer_up(message)
+            case StatsQuery():
+                self._send_stats()
+            case ShutdownMessage():
+                self._shut_down()
 
     def _take_outbox(self) -> None:
         for item in self._outbox.take_all():
+            self._has_worked = True
             match item:
+                case Stream():
+                    self._on_stream(item)
                 case Result():
                     self._on_result(item)
                 case Error():
-                    self._on_error(item)
+                    self._on_error(item, tell_engine=False)
                 case Started():
-                    self._started = True
-                    send(self._orchestrator, ReadyMessage(stage_id=self._stage.stage_id))
+                    self._capacity = self._spec.max_inflight or self._engine.capacity
+                    self._tell(ReadyMessage(stage_id=self._stage_id))
+
+    def _act_on_time(self) -> None:
+        now = time.monotonic()
+        for state in list(self._holding.values()):
+            segment = state.outputs.flush_if_due()
+            if segment is not None:
+                self._send_segment(state, segment)
+        while self._lost and self._lost[0][0] <= now:
+            self._fail_lost(*self._lost.pop(0)[1:])
+        if self._stats_due is not None and self._stats_due <= now:
+            self._send_stats()
+
+    def _on_fault(self, error: MessageError) -> None:
+        logger.error("a message from stage %s cannot be understood: %s", error.sender, error)
+        if error.sender is not None and error.sender != ORCHESTRATOR:
+            self._tell(FaultMessage(stage_id=self._stage_id, peer=error.sender, error=str(error)))
 
     def _shut_down(self) -> None:
-        if not self._started:
+        if not self._capacity:
             os._exit(0)  # An engine that is still loading cannot be interrupted otherwise.
         self._engine.stop()
-        self._running = False
+        self._is_running = False
 
     # Inputs.
 
     def _on_submit(self, message: SubmitMessage, frames: list[memoryview]) -> None:
         self._last_number = message.number
-        request_id = message.request_id
         try:
             request = self._channel.get(StageRequest, message.payload, frames)
-        except (OSError, msgspec.MsgspecError) as error:
-            self._on_error(Error.from_exception(request_id, error))
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            self._fail(Error.from_exception(message.request_id, error))
             return
-        self._requests[request_id] = _RequestState(message, request)
-        for early in self._early.pop(request_id, ()):
+        state = self._make_state(message, request)
+        self._requests[message.request_id] = state
+        for early in self._early.pop(message.request_id, ()):
             self._on_data(*early)
         if not message.sources:
-            self._begin(self._requests[request_id])
+            state.num_waiting_bytes = message.payload.num_bytes
+            self._enqueue(state)
+
+    def _make_state(self, message: SubmitMessage, request: StageRequest) -> RequestState:
+        windows = {source: self._spec.sources[source].window for source in message.sources}
+        return RequestState(
+            submit=message,
+            request=request,
+            inputs=InputStreams(windows),
+            outputs=OutputStream(Segmenter(self._spec.segments)),
+            metrics=StageMetrics(stage_id=self._stage_id, name=self._spec.stage.name),
+        )
 
     def _on_data(self, message: DataMessage, frames: list[memoryview]) -> None:
         state = self._requests.get(message.request_id)
@@ -162,94 +238,236 @@ class StageShell:
             self._channel.discard(message.payload)
             return
         try:
-            state.sources[message.source] = self._channel.get(StageOutput, message.payload, frames)
-        except (OSError, msgspec.MsgspecError) as error:
+            piece = self._channel.get(StageOutput, message.payload, frames)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             self._on_error(Error.from_exception(message.request_id, error))
             return
-        if len(state.sources) == len(state.submit.sources):
+        if message.sequence != state.num_received.get(message.source, 0):
+            self._on_error(Error(message.request_id, f"a piece of the output of stage {message.source} was lost", ""))
+            return
+        state.num_received[message.source] = message.sequence + 1
+        piece.is_last = message.is_last
+        self._recorder.received(message.source, message.payload.num_bytes, time.monotonic() - message.sent)
+        for _ in range(state.inputs.add(message.source, piece)):
+            self._recorder.window(message.source)
+        self._advance(state, message.payload.num_bytes)
+
+    def _advance(self, state: RequestState, num_bytes: int) -> None:
+        """More of the request's input has arrived."""
+        if state.is_running:
+            self._feed(state)
+            return
+        state.num_waiting_bytes += num_bytes
+        if state.is_queued:
+            self._line.add_bytes(num_bytes)
+        elif state.inputs.is_ready:
+            self._enqueue(state)
+
+    def _enqueue(self, state: RequestState) -> None:
+        state.metrics.arrival = time.monotonic()
+        self._recorder.enqueued()
+        self._line.append(state)
+
+    def _begin_waiting(self) -> None:
+        """Hands over requests as long as the engine, and the stages that read their outputs, have room for more."""
+        while self._num_running < self._capacity and len(self._line):
+            state = self._line.take_next(self._outlet.takes_new)
+            if state is None:
+                break
             self._begin(state)
+        self._note_blocking(self._num_running < self._capacity and len(self._line) > 0)
 
-    def _begin(self, state: _RequestState) -> None:
-        """All inputs are here: hands the request to the engine."""
-        state.arrival = time.monotonic()
-        stage_input: StageInput | None = None
-        if self._processor is not None:
+    def _note_blocking(self, is_blocked: bool) -> None:
+        if is_blocked and self._blocked_since is None:
+            self._blocked_since = time.monotonic()
+        elif not is_blocked and self._blocked_since is not None:
+            self._recorder.blocked(time.monotonic() - self._blocked_since)
+            self._blocked_since = None
+
+    def _begin(self, state: RequestState) -> None:
+        self._recorder.dequeued()
+        state.metrics.started = time.monotonic()
+        state.is_running = True
+        self._num_running += 1
+        self._feed(state)
+
+    def _feed(self, state: RequestState) -> None:
+        """Gives the engine all that it can be given of the request's input."""
+        while state.is_running and state.inputs.is_ready:
+            call = state.inputs.next_call()
             try:
-                stage_input = self._processor.process(state.request, state.sources)
+                stage_input = None if self._processor is None else self._processor.process(state.request, call.sources)
             except Exception as error:
-                invalid = isinstance(error, InvalidRequestError)
-                self._on_error(Error.from_exception(state.request.request_id, error, invalid))
+                self._on_error(Error.from_exception(state.request_id, error, isinstance(error, InvalidRequestError)))
                 return
-            if stage_input is None:
-                self._on_result(self._empty_result(state.request, self._processor))
-                return
-        self._engine.inbox.put(NewRequest(state.request, stage_input, state.sources))
+            self._hand_over(state, call, stage_input)
 
-    def _empty_result(self, request: StageRequest, processor: StageInputProcessor) -> Result:
-        output = StageOutput(
-            request_id=request.request_id,
-            stage_id=self._stage.stage_id,
-            tensors=processor.empty_output(),
+    def _hand_over(self, state: RequestState, call: InputCall, stage_input: StageInput | None) -> None:
+        has_nothing_to_do = self._processor is not None and stage_input is None
+        if state.is_in_engine:
+            if call.is_last or not has_nothing_to_do:
+                sources = {} if has_nothing_to_do else call.sources
+                self._engine.inbox.put(StreamChunk(state.request_id, stage_input, sources, call.is_last))
+        elif not has_nothing_to_do:
+            state.is_in_engine = True
+            streams = self._outlet.streams(state)
+            self._engine.inbox.put(NewRequest(state.request, stage_input, call.sources, call.is_last, streams))
+        elif call.is_last:
+            assert self._processor is not None
+            self._on_result(Result(state.request_id, self._empty_output(state, self._processor)))
+
+    def _empty_output(self, state: RequestState, processor: StageInputProcessor) -> StageOutput:
+        return StageOutput(
+            request_id=state.request_id, stage_id=self._stage_id, tensors=processor.empty_output(), is_last=True
         )
-        return Result(request.request_id, output)
 
     # Outputs.
 
-    def _on_result(self, result: Result) -> None:
-        state = self._requests.pop(result.request_id, None)
+    def _on_stream(self, item: Stream) -> None:
+        state = self._requests.get(item.request_id)
         if state is None:
             return  # Aborted meanwhile.
+        self._note_output(state, item.output)
+        segment = state.outputs.add(item.output)
+        if segment is not None:
+            self._send_segment(state, segment)
+        else:
+            self._holding[state.request_id] = state
+
+    def _note_output(self, state: RequestState, output: StageOutput) -> None:
+        output.prompt = state.request.prompt if not state.metrics.num_chunks else None
+        state.metrics.num_chunks += 1
+        if state.metrics.first_output is None:
+            state.metrics.first_output = time.monotonic()
+
+    def _send_segment(self, state: RequestState, segment: StageOutput) -> None:
+        self._holding.pop(state.request_id, None)
         try:
-            self._send_result(state, result)
+            self._outlet.send_segment(state, segment)
         except OSError as error:
-            self._fail(Error.from_exception(result.request_id, error))
+            self._on_error(Error.from_exception(state.request_id, error))
 
-    def _send_result(self, state: _RequestState, result: Result) -> None:
-        submit = state.submit
-        result.output.prompt = state.request.prompt
-        for target in submit.targets:
-            sock, channel = self._targets[target]
-            ref, frames = channel.put(result.output)
-            message = DataMessage(
-                request_id=submit.request_id, number=submit.number, source=self._stage.stage_id, payload=ref
-            )
-            send(sock, message, frames)
-        payload, frames = self._channel.put(self._for_caller(result.output)) if submit.is_final else (None, ())
-        metrics = StageMetrics(
-            stage_id=self._stage.stage_id,
-            name=self._stage.name,
-            arrival=state.arrival,
-            finished=time.monotonic(),
-            num_input_tokens=result.num_input_tokens,
-            num_output_tokens=result.num_output_tokens,
-        )
-        done = ResultMessage(
-            request_id=submit.request_id, stage_id=self._stage.stage_id, metrics=metrics, payload=payload
-        )
-        send(self._orchestrator, done, frames)
+    def _on_result(self, result: Result) -> None:
+        state = self._forget(result.request_id, tell_engine=False)
+        if state is None:
+            return  # Aborted meanwhile.
+        self._note_output(state, result.output)
+        metrics = state.metrics
+        if metrics.num_chunks == 1:
+            metrics.first_output = None
+        metrics.finished = time.monotonic()
+        metrics.num_input_tokens, metrics.num_output_tokens = result.num_input_tokens, result.num_output_tokens
+        try:
+            self._outlet.send_result(state, result.output)
+        except OSError as error:
+            self._fail(Error.from_exception(result.request_id, error), state)
+        else:
+            self._recorder.completed()
+            self._tracer.stage_done(state.request_id, state.request.trace_headers, metrics, "completed")
 
-    def _for_caller(self, output: StageOutput) -> StageOutput:
-        """What a caller gets of an output: a text, without the tensors that only other stages read."""
-        if self._stage.final_output_type != "text":
-            return output
-        return msgspec.structs.replace(output, tensors={})
+    # Ends other than a result.
 
-    def _on_error(self, error: Error) -> None:
-        self._requests.pop(error.request_id, None)
-        self._fail(error)
+    def _on_error(self, error: Error, tell_engine: bool = True) -> None:
+        state = self._forget(error.request_id, tell_engine)
+        if state is not None:
+            self._outlet.forget(error.request_id)
+            self._fail(error, state)
 
-    def _fail(self, error: Error) -> None:
+    def _fail(self, error: Error, state: RequestState | None = None) -> None:
+        cause = error.error.partition(":")[0]
+        self._recorder.failed(cause)
+        if state is not None:
+            state.metrics.finished = time.monotonic()
+            self._tracer.stage_done(state.request_id, state.request.trace_headers, state.metrics, cause)
         message = ErrorMessage(
             request_id=error.request_id,
-            stage_id=self._stage.stage_id,
+            stage_id=self._stage_id,
             error=error.error,
             traceback=error.traceback,
             invalid=error.invalid,
         )
-        send(self._orchestrator, message)
+        self._tell(message)
 
-    def _forget(self, request_id: str) -> None:
+    def _abort(self, request_id: str) -> None:
         for message, _ in self._early.pop(request_id, ()):
             self._channel.discard(message.payload)
-        if self._requests.pop(request_id, None) is not None:
+        self._outlet.forget(request_id)
+        state = self._forget(request_id)
+        if state is not None:
+            self._recorder.aborted()
+            state.metrics.finished = time.monotonic()
+            self._tracer.stage_done(request_id, state.request.trace_headers, state.metrics, "aborted")
+
+    def _forget(self, request_id: str, tell_engine: bool = True) -> RequestState | None:
+        """Drops the state of a request; the engine, too, stops working on it."""
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            return None
+        self._holding.pop(request_id, None)
+        if state.is_queued:
+            self._line.remove(state)
+        if state.is_running:
+            state.is_running = False
+            self._num_running -= 1
+        if state.is_in_engine and tell_engine:
             self._engine.abort(request_id)
+        return state
+
+    # Neighbours.
+
+    def _report_watermark(self) -> None:
+        if self._line.is_above != self._was_above:
+            self._was_above = self._line.is_above
+            message = WatermarkMessage(stage_id=self._stage_id, is_above=self._was_above)
+            self._tell(message)
+            for source in self._sources.values():
+                source.send(message)
+
+    def _on_peer_down(self, message: PeerDownMessage) -> None:
+        peer = message.stage_id
+        if peer in self._outlet.targets:
+            self._outlet.targets[peer].disconnect()
+            for state in list(self._requests.values()):
+                if peer in state.num_sent:
+                    self._report_dead(state.request_id, peer)
+        if peer in self._sources:
+            self._sources[peer].disconnect()
+            self._lost.append((time.monotonic() + _LOST_AFTER_S, peer, message.finished))
+
+    def _fail_lost(self, source: int, request_ids: list[str]) -> None:
+        """Fails the requests that the dead source had finished, but whose output has not arrived."""
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None and not state.inputs.has_ended(source):
+                self._report_dead(request_id, source)
+
+    def _report_dead(self, request_id: str, dead_stage: int) -> None:
+        self._forget(request_id)
+        text = "it died with data of the request"
+        message = ErrorMessage(request_id=request_id, stage_id=self._stage_id, error=text, dead_stage=dead_stage)
+        self._tell(message)
+
+    def _on_peer_up(self, message: PeerUpMessage) -> None:
+        if message.stage_id in self._sources:
+            source = self._sources[message.stage_id]
+            source.connect(message.epoch)
+            if self._was_above:
+                source.send(WatermarkMessage(stage_id=self._stage_id, is_above=True))
+        if message.stage_id in self._outlet.targets:
+            for request_id, error in self._outlet.on_target_up(message).items():
+                self._fail(Error.from_exception(request_id, error))
+
+    def _tell(self, message: Message) -> None:
+        """Sends to the orchestrator."""
+        self._outlet.tell(message)
+
+    def _plan_stats(self) -> None:
+        """While something happens, and once after that."""
+        if self._recorder.enabled and self._has_worked:
+            self._stats_due = self._stats_due or time.monotonic() + _STATS_INTERVAL_S
+        self._has_worked = False
+
+    def _send_stats(self) -> None:
+        self._stats_due = None
+        stats = self._recorder.snapshot(len(self._line), self._num_running, self._engine.kv_blocks())
+        self._tell(StatsMessage(stats=stats))

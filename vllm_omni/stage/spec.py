@@ -3,7 +3,47 @@
 
 import msgspec
 
-from vllm_omni.config.stage_config import OmniStageConfig
+from vllm_omni.config.stage_config import OmniStageConfig, SegmentConfig, WindowConfig
+
+
+class StagePlacement(msgspec.Struct, kw_only=True, frozen=True):
+    """The cores of a stage's process.
+
+    Attributes:
+        cpus: Cores that it is bound to; None: none in particular.
+        num_threads: Threads for tensor operations; None leaves it to the libraries.
+    """
+
+    cpus: list[int] | None = None
+    num_threads: int | None = None
+
+
+class SourceSpec(msgspec.Struct, kw_only=True):
+    """A stage whose output this one reads.
+
+    Attributes:
+        epoch: Counts its processes; part of its address.
+        window: How its output is cut into windows.
+    """
+
+    epoch: int
+    window: WindowConfig
+
+
+class TargetSpec(msgspec.Struct, kw_only=True):
+    """A stage that reads this one's output.
+
+    Attributes:
+        epoch: Counts its processes; part of its address.
+        streams: It gets the output in segments, while it is made.
+        reads: What of the output it reads (see `StageInputProcessor.reads`).
+        shm_threshold_bytes: From this size on, payloads to it go through shared memory.
+    """
+
+    epoch: int
+    streams: bool
+    reads: list[str] | None
+    shm_threshold_bytes: int
 
 
 class StageSpec(msgspec.Struct, kw_only=True):
@@ -12,16 +52,29 @@ class StageSpec(msgspec.Struct, kw_only=True):
     Attributes:
         stage: Its configuration, overrides applied.
         model: The checkpoint.
-        targets: For each stage that may read this stage's output, the size in bytes from which on payloads to it
-            go through shared memory.
-        shm_threshold_bytes: The same for what goes to the orchestrator.
+        epoch: Counts the processes that the stage has had, from 0.
         run_dir: The pipeline's directory of sockets and payloads.
-        num_threads: Threads for tensor operations; None leaves it to the libraries.
+        sources, targets: Its neighbours, by stage id.
+        segments: When its output is passed on while it is made; None: whenever there is some.
+        max_inflight: Requests that its engine holds at once; None leaves it to the engine.
+        max_queued, high_watermark_bytes: What may wait in it before those who feed it are told to wait.
+        shm_threshold_bytes: From this size on, payloads to the orchestrator go through shared memory.
+        placement: The cores that it may use.
+        records_stats: It keeps count of what it does.
+        otlp_traces_endpoint: Where its spans go; None: it makes none.
     """
 
     stage: OmniStageConfig
-    model: str
-    targets: dict[int, int]
-    shm_threshold_bytes: int
+    model: str = ""
+    epoch: int = 0
     run_dir: str
-    num_threads: int | None = None
+    sources: dict[int, SourceSpec] = {}
+    targets: dict[int, TargetSpec] = {}
+    segments: SegmentConfig | None = None
+    max_inflight: int | None = None
+    max_queued: int = 64
+    high_watermark_bytes: int = 256 << 20
+    shm_threshold_bytes: int = 65536
+    placement: StagePlacement = StagePlacement()
+    records_stats: bool = False
+    otlp_traces_endpoint: str | None = None

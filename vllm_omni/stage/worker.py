@@ -1,51 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a stage process: an IO thread for each stage in it, and its engine."""
+"""The life of a stage process: for each stage in it an engine, and an IO thread around that.
+
+Most processes hold one stage. It knows no kind of engine and no model.
+"""
 
 import os
 import socket
 import tempfile
 import threading
+import traceback
+from collections.abc import Callable
 
 import msgspec
-import torch
 from vllm.utils.system_utils import decorate_logs, set_process_title
 
+from vllm_omni.metrics.recorder import NullRecorder, StageRecorder
+from vllm_omni.metrics.tracing import make_stage_tracer
+from vllm_omni.stage.cores import bind_cores
 from vllm_omni.stage.engines import make_stage_engine
-from vllm_omni.stage.engines.base import Outbox, Started
+from vllm_omni.stage.engines.base import Outbox, StageEngine, Started
 from vllm_omni.stage.input_processor import load_stage_input_processor
+from vllm_omni.stage.placement import alone_on_devices, set_stage_gpu_devices
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import StageSpec
 
 
+class HostedStage:
+    """One stage of this process. Its IO thread runs from the beginning, and sees if the parent goes."""
+
+    engine: StageEngine
+
+    def __init__(self, spec: StageSpec, lifeline: socket.socket) -> None:
+        self.spec = spec
+        self.label = f"stage {spec.stage.stage_id} ({spec.stage.name})"
+        self._lifeline = lifeline
+        self._outbox = Outbox()
+        recorder = StageRecorder if spec.records_stats else NullRecorder
+        self._recorder = recorder(spec.stage.stage_id, spec.stage.name)
+        self._tracer = make_stage_tracer(spec.otlp_traces_endpoint)
+        self._shell = StageShell(spec, lifeline, self._outbox, self._recorder, self._tracer)
+        self._threads: list[threading.Thread] = []
+        self._start_thread("io", self._shell.run)
+
+    def make_engine(self) -> None:
+        stage = self.spec.stage
+        self.engine = make_stage_engine(stage, self.spec.model, self._outbox)
+        self.engine.recorder = self._recorder
+        trust_remote_code = stage.engine_args.get("trust_remote_code", False)
+        processor = load_stage_input_processor(stage.custom_process_input_func, self.spec.model, trust_remote_code)
+        self._shell.attach(self.engine, processor)
+
+    def start(self) -> None:
+        """Starts the engine; the stage takes requests from now on."""
+        with alone_on_devices(self.spec.run_dir, self.spec.stage):
+            self.engine.start()
+        self._outbox.put(Started())
+
+    def run_in_thread(self) -> None:
+        self._start_thread("engine", self.engine.run)
+
+    def join(self) -> None:
+        """Waits until its threads have ended, which they do when the stage is told to."""
+        for thread in self._threads:
+            thread.join()
+        self._tracer.close()
+
+    def _start_thread(self, what: str, work: Callable[[], None]) -> None:
+        thread = threading.Thread(
+            target=_run_or_die, args=(self, work, self._lifeline), name=f"{self.spec.stage.name}-{what}", daemon=True
+        )
+        thread.start()
+        self._threads.append(thread)
+
+
 def main(spec_bytes: bytes, lifeline: socket.socket) -> None:
-    """The whole life of a stage process.
+    """The whole life of a stage process; returns when every stage in it was told to stop.
+
+    Args:
+        spec_bytes: A list of `StageSpec` as JSON.
+        lifeline: Its end-of-file says that the parent is gone. Gets the last words of a stage that fails in a thread.
 
     Raises:
-        Exception: The stage could not start, or its engine broke; its parent is told.
+        Exception: A stage could not start, or its engine broke; its parent is told.
     """
-    spec = msgspec.json.decode(spec_bytes, type=StageSpec)
-    _set_up_process(spec)
-    outbox = Outbox()
-    shell = StageShell(spec, lifeline, outbox)
-    io_thread = threading.Thread(target=shell.run, name="stage-io", daemon=True)
-    io_thread.start()
-    engine = make_stage_engine(spec.stage, spec.model, outbox)
-    trust_remote_code = spec.stage.engine_args.get("trust_remote_code", False)
-    processor = load_stage_input_processor(spec.stage.custom_process_input_func, spec.model, trust_remote_code)
-    shell.attach(engine, processor)
-    engine.start()
-    outbox.put(Started())
-    engine.run()
-    engine.close()
-    io_thread.join()
+    specs = msgspec.json.decode(spec_bytes, type=list[StageSpec])
+    _set_up_process(specs)
+    stages = [HostedStage(spec, lifeline) for spec in specs]
+    if len(stages) == 1:
+        _run_alone(stages[0])
+    else:
+        _run_together(stages)
 
 
-def _set_up_process(spec: StageSpec) -> None:
+def _run_alone(stage: HostedStage) -> None:
+    """The engine has the main thread."""
+    stage.make_engine()
+    stage.start()
+    stage.engine.run()
+    stage.engine.close()
+    stage.join()
+
+
+def _run_together(stages: list[HostedStage]) -> None:
+    """Every engine has a thread of its own.
+
+    They start one after the other, and all before any works: vLLM sets defaults of the whole process while it loads.
+    """
+    for stage in stages:
+        _blaming(stage, stage.make_engine)
+    in_order = sorted(stages, key=lambda stage: not stage.engine.must_start_first())
+    for stage in in_order:
+        _blaming(stage, stage.start)
+    for stage in stages:
+        stage.run_in_thread()
+    for stage in stages:
+        stage.join()
+    for stage in reversed(in_order):
+        stage.engine.close()
+
+
+def _blaming(stage: HostedStage, work: Callable[[], None]) -> None:
+    """Does a stage's part; an error names the stage, because the process holds others too."""
+    try:
+        work()
+    except Exception as error:
+        raise RuntimeError(f"{stage.label}: {type(error).__name__}: {error}") from error
+
+
+def _run_or_die(stage: HostedStage, work: Callable[[], None], lifeline: socket.socket) -> None:
+    """A thread's life. If it fails the process ends, with the error as its last words: no stage works without it."""
+    try:
+        work()
+    except BaseException as error:
+        traceback.print_exc()
+        lifeline.sendall(f"{stage.label}: {type(error).__name__}: {error}".encode())
+        os._exit(1)
+
+
+def _set_up_process(specs: list[StageSpec]) -> None:
     # vLLM leaves a rendezvous file in the temporary directory; here it goes with everything else.
-    tempfile.tempdir = spec.run_dir
-    set_process_title(spec.stage.name, prefix="vllm_omni")
-    decorate_logs(spec.stage.name)
-    if spec.num_threads is not None:
-        torch.set_num_threads(spec.num_threads)
-    if spec.stage.runtime.devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(spec.stage.runtime.devices)
+    tempfile.tempdir = specs[0].run_dir
+    name = "+".join(spec.stage.name for spec in specs)
+    set_process_title(name, prefix="vllm_omni")
+    decorate_logs(name)
+    bind_cores(specs[0].placement)
+    for spec in specs:  # Those that name devices name the same.
+        if spec.stage.runtime.devices is not None:
+            set_stage_gpu_devices(spec.stage.runtime.devices, f"stage {spec.stage.stage_id} ({spec.stage.name})")
+            break

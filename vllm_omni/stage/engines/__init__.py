@@ -5,6 +5,8 @@ from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.engines.base import Outbox, StageEngine
 
+_FUNCTION_BATCH_SIZE = 8
+
 
 def make_stage_engine(stage: OmniStageConfig, model: str, outbox: Outbox) -> StageEngine:
     """The engine of a stage, not yet started."""
@@ -14,8 +16,11 @@ def make_stage_engine(stage: OmniStageConfig, model: str, outbox: Outbox) -> Sta
 
         return LLMStageEngine(outbox, stage.stage_id, model, stage.kind.lower(), stage.vllm_engine_args)
     if stage.kind == "function":
-        from vllm_omni.stage.engines.function import FunctionStageEngine
+        from vllm_omni.stage.engines.function import BatchFunctionStageEngine, FunctionStageEngine
 
+        if stage.batch_function is not None:
+            batch_size = stage.runtime.max_batch_size or _FUNCTION_BATCH_SIZE
+            return BatchFunctionStageEngine(outbox, stage.stage_id, stage.batch_function, batch_size)
         assert stage.function is not None
         return FunctionStageEngine(outbox, stage.stage_id, stage.function)
     if stage.kind == "fake":

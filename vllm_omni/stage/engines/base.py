@@ -8,12 +8,15 @@ holds. The engine runs on the stage's main thread and sleeps while there is noth
 import contextlib
 import os
 import queue
+import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.metrics.recorder import NullRecorder, StageRecorder
 from vllm_omni.outputs import StageOutput
 
 
@@ -34,6 +37,10 @@ class NewRequest:
     sources: Mapping[int, StageOutput] = field(default_factory=dict)
     is_last: bool = True
     streams_output: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
 
 @dataclass(slots=True)
@@ -138,6 +145,7 @@ class StageEngine(ABC):
 
     Attributes:
         capacity: Requests that it should hold at once: the shell hands over no more. Known after `start`.
+        recorder: Is told of every step.
     """
 
     capacity: int
@@ -145,6 +153,7 @@ class StageEngine(ABC):
     def __init__(self, outbox: Outbox) -> None:
         self.inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
         self.outbox = outbox
+        self.recorder: StageRecorder = NullRecorder(0, "")
 
     def abort(self, request_id: str) -> None:
         """Forgets a request. Harmless for one that is complete or unknown. Called from any thread."""
@@ -154,51 +163,113 @@ class StageEngine(ABC):
         """Makes `run` return. Called from any thread."""
         self.inbox.put(Stop())
 
+    def must_start_first(self) -> bool:
+        """Whether it has to start before those that need not, where engines share a process. Called before `start`."""
+        return False
+
     @abstractmethod
     def start(self) -> None:
         """Loads what the stage needs; slow."""
 
     @abstractmethod
     def run(self) -> None:
-        """Works until `stop`."""
+        """Works until `stop`.
+
+        Raises:
+            Exception: The engine is broken; the process is of no more use.
+        """
+
+    def kv_blocks(self) -> tuple[int, int]:
+        """KV cache blocks that are held, and that there are. Called from any thread."""
+        return 0, 0
 
     def close(self) -> None:  # noqa: B027 (not every engine holds something)
         """Releases what `start` took."""
 
 
-class OneAtATimeEngine(StageEngine):
-    """An engine that computes each request in one call, in order of arrival."""
+WorkItem = NewRequest | StreamChunk
+Pieces = StageOutput | Iterator[StageOutput]
+
+
+class SerialEngine(StageEngine):
+    """An engine that computes in calls of Python, in order of arrival: one call for each request, or each window."""
+
+    capacity = 2  # one to compute, and one to go on with
+
+    def __init__(self, outbox: Outbox) -> None:
+        super().__init__(outbox)
+        self._requests: dict[str, StageRequest] = {}
+        self._work: deque[WorkItem] = deque()
+        self._is_stopping = False
 
     @abstractmethod
-    def compute(self, new_request: NewRequest) -> StageOutput:
-        """The request's output.
+    def compute(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> Pieces:
+        """The output for these sources: at once, or piece by piece.
 
         Raises:
             Exception: Fails this request alone.
         """
 
     def run(self) -> None:
-        waiting: dict[str, NewRequest] = {}
-        while self._take_inbox(waiting):
-            self._compute(waiting.pop(next(iter(waiting))))
+        while self.wait_for_work():
+            self.step()
 
-    def _take_inbox(self, waiting: dict[str, NewRequest]) -> bool:
+    def wait_for_work(self) -> bool:
         """Sleeps until there is work; false once the engine is to stop."""
-        while not waiting or not self.inbox.empty():
-            item = self.inbox.get()
-            if isinstance(item, Stop):
-                return False
-            if isinstance(item, AbortRequest):
-                waiting.pop(item.request_id, None)
-            else:
-                waiting[item.request.request_id] = item
-        return True
+        while not self._is_stopping and (not self._work or not self.inbox.empty()):
+            self._take_in(self.inbox.get())
+        return not self._is_stopping
 
-    def _compute(self, item: NewRequest) -> None:
-        request_id = item.request.request_id
+    def step(self) -> None:
+        """Does one item of work."""
+        item = self._work.popleft()
+        started = time.monotonic()
         try:
-            output = self.compute(item)
+            pieces = self.compute(self._requests[item.request_id], item.sources)
+            self._emit(item, pieces)
         except Exception as error:
-            self.outbox.put(Error.from_exception(request_id, error))
+            self._fail(item.request_id, error)
+        self.recorder.step(time.monotonic() - started, 1)
+
+    def is_live(self, request_id: str) -> bool:
+        """Takes note of what has arrived meanwhile; whether the request is still wanted."""
+        while not self.inbox.empty():
+            self._take_in(self.inbox.get())
+        return request_id in self._requests and not self._is_stopping
+
+    def _take_in(self, item: InboxItem) -> None:
+        match item:
+            case Stop():
+                self._is_stopping = True
+            case AbortRequest():
+                self._forget(item.request_id)
+            case NewRequest():
+                self._requests[item.request_id] = item.request
+                self._work.append(item)
+            case StreamChunk():
+                if item.request_id in self._requests:
+                    self._work.append(item)
+
+    def _emit(self, item: WorkItem, pieces: Pieces) -> None:
+        request_id = item.request_id
+        if isinstance(pieces, StageOutput):
+            last = pieces
         else:
-            self.outbox.put(Result(request_id, output))
+            for piece in pieces:
+                if not self.is_live(request_id):
+                    return
+                self.outbox.put(Stream(request_id, piece))
+            last = StageOutput(request_id=request_id, stage_id=-1)
+        if item.is_last:
+            self._requests.pop(request_id, None)
+            self.outbox.put(Result(request_id, last))
+        elif isinstance(pieces, StageOutput):
+            self.outbox.put(Stream(request_id, last))
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        self._forget(request_id)
+        self.outbox.put(Error.from_exception(request_id, error))
+
+    def _forget(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            self._work = deque(item for item in self._work if item.request_id != request_id)

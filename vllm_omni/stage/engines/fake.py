@@ -2,23 +2,31 @@
 """A stage without a model, for testing pipelines: it computes in no time what can be checked by hand."""
 
 import os
+import queue
 import signal
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.engines.base import NewRequest, OneAtATimeEngine, Outbox
-from vllm_omni.stage.engines.function import make_stage_output
+from vllm_omni.inputs import StageRequest
+from vllm_omni.outputs import Completion, StageOutput
+from vllm_omni.stage.engines.base import Outbox, Pieces, SerialEngine
 
 
-class FakeStageEngine(OneAtATimeEngine):
+class FakeStageEngine(SerialEngine):
     """Joins the texts of its sources (or takes the prompt) and appends its own name.
 
+    Of sources that made tokens it passes on the tokens, and the tensor `rows` `[tokens, 4]` float32 that goes with
+    them: window by window, where the edge has a window size.
+
     What it does with a request is said by the request's options:
-        `fake_seconds`: works this long; `fake_bytes`: adds a tensor `bytes` of this size;
-        `fake_fail`, `fake_die`: name of the stage that raises, or whose process dies, on this request.
+        `fake_tokens`: the first stage makes so many tokens 0, 1, ..., one by one, and their `rows`;
+        `fake_steps`: it shows so many steps of progress first, as a diffusion stage does, each with an `image`;
+        `fake_seconds`: each call, and each token, takes this long; `fake_bytes`: adds a tensor `bytes` of this size;
+        `fake_fail`, `fake_die`: name of the stage that raises, or whose process dies, on this request;
+        `fake_only`: name of the stage that `fake_seconds`, `fake_bytes` and `fake_steps` are for (default: all).
     """
 
     def __init__(self, outbox: Outbox, stage_id: int, name: str) -> None:
@@ -29,16 +37,76 @@ class FakeStageEngine(OneAtATimeEngine):
     def start(self) -> None:
         pass
 
-    def compute(self, new_request: NewRequest) -> StageOutput:
-        options = new_request.request.options
-        time.sleep(options.get("fake_seconds", 0.0))
+    def compute(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> Pieces:
+        options = self._options(request)
         if options.get("fake_fail") == self._name:
             raise RuntimeError(f"{self._name} was told to fail")
         if options.get("fake_die") == self._name:
             os.kill(os.getpid(), signal.SIGKILL)
-        sources = [output.completions[0].text for _, output in sorted(new_request.sources.items())]
-        text = "+".join(sources) or new_request.request.prompt or ""
-        values: dict[str, Any] = {"text": f"{text}>{self._name}"}
+        if not sources and "fake_tokens" in options:
+            return self._write_tokens(request, options)
+        if "fake_steps" in options:
+            return self._show_progress(request, sources, options)
+        self._pause(request, options)
+        return self._output(request, sources, options)
+
+    def _options(self, request: StageRequest) -> dict[str, Any]:
+        if request.options.get("fake_only", self._name) == self._name:
+            return request.options
+        not_here = ("fake_seconds", "fake_bytes", "fake_steps")
+        return {name: value for name, value in request.options.items() if name not in not_here}
+
+    def _write_tokens(self, request: StageRequest, options: Mapping[str, Any]) -> Iterator[StageOutput]:
+        for token in range(options["fake_tokens"]):
+            self._pause(request, options)
+            is_last = token == options["fake_tokens"] - 1
+            completion = Completion(text=f"{token} ", token_ids=[token], finish_reason="stop" if is_last else None)
+            yield self._piece(request, [completion], {"rows": torch.full((1, 4), float(token))})
+
+    def _show_progress(
+        self, request: StageRequest, sources: Mapping[int, StageOutput], options: Mapping[str, Any]
+    ) -> Iterator[StageOutput]:
+        for step in range(options["fake_steps"]):
+            self._pause(request, options)
+            piece = self._piece(request, [], {"image": torch.full((2, 2, 3), step, dtype=torch.uint8)})
+            piece.step, piece.num_steps = step, options["fake_steps"]
+            yield piece
+        yield self._output(request, sources, options)
+
+    def _output(
+        self, request: StageRequest, sources: Mapping[int, StageOutput], options: Mapping[str, Any]
+    ) -> StageOutput:
+        texts = [source.completions[0].text for _, source in sorted(sources.items()) if source.completions]
+        is_last = all(source.is_last for source in sources.values())
+        text = ("+".join(texts) or request.prompt or "") + (f">{self._name}" if is_last else "")
+        tensors = {}
         if num_bytes := options.get("fake_bytes"):
-            values["bytes"] = torch.full((num_bytes,), self._stage_id, dtype=torch.uint8)
-        return make_stage_output(new_request.request, self._stage_id, values)
+            tensors["bytes"] = torch.full((num_bytes,), self._stage_id, dtype=torch.uint8)
+        rows = [source.tensors["rows"][source.context :] for source in sources.values() if "rows" in source.tensors]
+        if rows:
+            tensors["rows"] = torch.cat(rows)
+        tokens = [token for source in sources.values() if source.completions for token in _own_tokens(source)]
+        finish_reason = "stop" if is_last else None
+        return self._piece(request, [Completion(text=text, token_ids=tokens, finish_reason=finish_reason)], tensors)
+
+    def _piece(
+        self, request: StageRequest, completions: list[Completion], tensors: dict[str, torch.Tensor]
+    ) -> StageOutput:
+        return StageOutput(
+            request_id=request.request_id, stage_id=self._stage_id, completions=completions, tensors=tensors
+        )
+
+    def _pause(self, request: StageRequest, options: Mapping[str, Any]) -> None:
+        """Works for as long as it is told to; stops at once when the request is aborted."""
+        deadline = time.monotonic() + options.get("fake_seconds", 0.0)
+        while self.is_live(request.request_id) and (left := deadline - time.monotonic()) > 0:
+            try:
+                self._take_in(self.inbox.get(timeout=left))
+            except queue.Empty:
+                return
+
+
+def _own_tokens(source: StageOutput) -> list[int]:
+    """A window's tokens, without those of its context (which is counted in rows, if rows are its unit)."""
+    tokens = source.completions[0].token_ids
+    return tokens if "rows" in source.tensors else tokens[source.context :]

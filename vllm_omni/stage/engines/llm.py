@@ -6,6 +6,7 @@ engine's continuous batch.
 """
 
 import time
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -31,13 +32,16 @@ from vllm_omni.stage.engines.base import (
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest
 from vllm_omni.stage.engines.step_lock import STEP_LOCK
 
+MAX_RETRIES = 3
+"""After so many shared steps that raised a request fails with the next: perhaps it is the batch and nobody in it."""
+
 
 class LLMStageEngine(StageEngine):
     """Runs an `OmniLLMEngine`.
 
     An exception out of a step cannot be told apart by request. All requests lose what the engine had computed of them,
-    and start again, unless a part of their output has left. Those of the step that raised then run alone until they
-    are past the place: one that raises again fails with its own error. Each is given one such chance.
+    and start again, unless tokens of theirs have left. Those that shared the step then run alone until they are past
+    the place: whichever raises alone fails with its own error.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class LLMStageEngine(StageEngine):
             case NewRequest():
                 self._add(item)
             case StreamChunk() if item.request_id in self._requests:
-                self._put_in(self._requests[item.request_id], item)
+                self._extend(item)
             case AbortRequest() if item.request_id in self._requests:
                 self._requests.pop(item.request_id).abort()
 
@@ -107,12 +111,16 @@ class LLMStageEngine(StageEngine):
             error = InvalidRequestError("a request of this id is running", request_id)
             self.outbox.put(Error.from_exception(request_id, error, invalid=True))
             return
-        self._requests[request_id] = self._request_class(self._engine, self._stage_id, item)
-        self._put_in(self._requests[request_id], item)
+        request = self._requests[request_id] = self._request_class(self._engine, self._stage_id, item)
+        self._feed(request, lambda: request.begin(item))
 
-    def _put_in(self, request: LLMRequest, item: NewRequest | StreamChunk) -> None:
+    def _extend(self, chunk: StreamChunk) -> None:
+        request = self._requests[chunk.request_id]
+        self._feed(request, lambda: request.extend(chunk))
+
+    def _feed(self, request: LLMRequest, give: Callable[[], Items]) -> None:
         try:
-            items = request.put_in(item)
+            items = give()
         except Exception as error:
             self._fail(request, error, invalid=isinstance(error, (ValueError, VLLMClientError)))
         else:
@@ -163,21 +171,18 @@ class LLMStageEngine(StageEngine):
         suspects = {self._request_class.owner_of(engine_id) for engine_id in batch} & self._requests.keys()
         for request in list(self._requests.values()):
             is_suspect = request.request_id in suspects
-            is_found_out = is_suspect and (len(suspects) == 1 or request.is_retried)
-            if is_found_out or request.has_streamed or not suspects:
+            is_found_out = is_suspect and (len(suspects) == 1 or request.num_retries == MAX_RETRIES)
+            if is_found_out or not request.can_start_again or not suspects:
                 self._fail(request, error)
             else:
-                self._start_again(request, is_suspect)
-        for engine_id, num_tokens in batch.items():
-            self._engine.quarantine(engine_id, num_tokens)
+                self._start_again(request, batch if is_suspect else {})
 
-    def _start_again(self, request: LLMRequest, is_suspect: bool) -> None:
-        first, *chunks = request.inputs
-        assert isinstance(first, NewRequest)
-        again = self._request_class(self._engine, self._stage_id, first)
-        again.is_retried = is_suspect or request.is_retried
-        self._requests[request.request_id] = again
-        self._put_in(again, first)
-        for chunk in chunks:
-            if self._requests.get(request.request_id) is again:  # Nothing of it was refused.
-                self._put_in(again, chunk)
+    def _start_again(self, request: LLMRequest, batch: Mapping[str, int]) -> None:
+        """`batch` is that of the step that raised, where the request was part of it."""
+        self._feed(request, request.start_again)
+        request.num_retries += bool(batch)
+        for engine_id in request.engine_ids:
+            reached = max(request.alone_until.get(engine_id, 0), batch.get(engine_id, 0))
+            if reached:
+                request.alone_until[engine_id] = reached
+                self._engine.quarantine(engine_id, reached)

@@ -28,19 +28,19 @@ class LLMRequest(ABC):
     """
     Attributes:
         request_id: The pipeline's.
-        inputs: What it was made of, to run it again from the start; empty once a part of its output has left.
-        has_streamed: A part of its output has left.
-        is_retried: It was in a step that raised, and has been started once more.
+        num_retries: Steps that raised and that it shared, and was started again after.
+        alone_until: Tokens that the engine's requests for it must have computed alone, because a shared step raised
+            there.
     """
 
     def __init__(self, engine: OmniLLMEngine, stage_id: int, item: NewRequest) -> None:
         self.request_id = item.request_id
-        self.inputs: list[NewRequest | StreamChunk] = []
-        self.has_streamed = False
-        self.is_retried = False
+        self.num_retries = 0
+        self.alone_until: dict[str, int] = {}
         self._engine = engine
         self._stage_id = stage_id
         self._streams_output = item.streams_output
+        self._has_streamed = False
         self._num_input_tokens = 0
         self._num_output_tokens = 0
 
@@ -76,19 +76,21 @@ class LLMRequest(ABC):
             RuntimeError: vLLM ended the request with an error.
         """
 
-    def put_in(self, item: NewRequest | StreamChunk) -> Items:
-        """`begin` or `extend`, remembered for as long as the request may have to start again."""
-        if not self.has_streamed:
-            self.inputs.append(replace(item, sources={}))
-        return self.begin(item) if isinstance(item, NewRequest) else self.extend(item)
+    @property
+    @abstractmethod
+    def can_start_again(self) -> bool:
+        """Whether nothing that has left would have to be the same the second time."""
+
+    @abstractmethod
+    def start_again(self) -> Items:
+        """Gives everything to an engine that has lost it. Raises as `begin`."""
 
     def abort(self) -> None:
         """Makes the engine forget it."""
         self._engine.abort_request(self.engine_ids)
 
     def _stream(self, piece: StageOutput) -> Stream:
-        self.has_streamed = True
-        self.inputs.clear()
+        self._has_streamed = True
         piece.is_last = False
         return Stream(self.request_id, piece)
 
@@ -116,6 +118,8 @@ class LLMRequest(ABC):
 class ARRequest(LLMRequest):
     """A request that is one request of the engine, of the same id."""
 
+    _inputs: list[NewRequest | StreamChunk]
+
     @property
     def engine_ids(self) -> list[str]:
         return [self.request_id]
@@ -125,6 +129,7 @@ class ARRequest(LLMRequest):
         return engine_id
 
     def begin(self, item: NewRequest) -> Items:
+        self._inputs = [replace(item, sources={})]
         output_kind = RequestOutputKind.DELTA if self._streams_output else RequestOutputKind.FINAL_ONLY
         _add_to_engine(self._engine, self.request_id, item.request, item.stage_input, output_kind)
         if not item.is_last:
@@ -133,15 +138,33 @@ class ARRequest(LLMRequest):
         return []
 
     def extend(self, chunk: StreamChunk) -> Items:
+        if self.can_start_again:
+            self._inputs.append(replace(chunk, sources={}))
         more = chunk.stage_input or StageInput()
         self._engine.add_input(self.request_id, more.additional_information, more.num_ready_tokens, chunk.is_last)
         return []
 
     def take(self, output: Any) -> Items:
-        piece = self._as_piece(output, is_first=not self.has_streamed)
+        piece = self._as_piece(output, is_first=not self._has_streamed)
         if output.finished:
             return [self._result(piece)]
-        return [] if _is_empty(piece) else [self._stream(piece)]
+        if _is_empty(piece):
+            return []
+        self._inputs = []  # It cannot start again: another time other tokens may be drawn.
+        return [self._stream(piece)]
+
+    @property
+    def can_start_again(self) -> bool:
+        return not self._has_streamed
+
+    def start_again(self) -> Items:
+        first, *chunks = self._inputs
+        assert isinstance(first, NewRequest)
+        self.begin(first)
+        for chunk in chunks:
+            assert isinstance(chunk, StreamChunk)
+            self.extend(chunk)
+        return []
 
 
 class GenerationRequest(LLMRequest):
@@ -150,15 +173,16 @@ class GenerationRequest(LLMRequest):
     def __init__(self, engine: OmniLLMEngine, stage_id: int, item: NewRequest) -> None:
         super().__init__(engine, stage_id, item)
         self._request = item.request
-        self._num_windows = 0
         self._is_input_complete = False
+        self._num_windows = 0
         self._next = 0
+        self._running: dict[int, StageInput | None] = {}
         self._done: dict[int, Any] = {}
         self._pieces: list[StageOutput] = []
 
     @property
     def engine_ids(self) -> list[str]:
-        return [self._engine_id(k) for k in range(self._next, self._num_windows) if k not in self._done]
+        return [self._engine_id(window) for window in self._running]
 
     @staticmethod
     def owner_of(engine_id: str) -> str:
@@ -174,18 +198,34 @@ class GenerationRequest(LLMRequest):
         return self._add_window(chunk.stage_input, chunk.is_last)
 
     def take(self, output: Any) -> Items:
-        self._done[int(output.request_id.rpartition("/")[2])] = output
+        window = int(output.request_id.rpartition("/")[2])
+        del self._running[window]
+        self._done[window] = output
         return self._take_done()
+
+    @property
+    def can_start_again(self) -> bool:
+        return True
+
+    def start_again(self) -> Items:
+        """Only windows that are not done: nothing is drawn, and each is a step of its own."""
+        for window, stage_input in self._running.items():
+            self._run(window, stage_input)
+        return []
 
     def _engine_id(self, window: int) -> str:
         return f"{self.request_id}/{window}"
 
     def _add_window(self, stage_input: StageInput | None, is_last: bool) -> Items:
-        engine_id = self._engine_id(self._num_windows)
-        _add_to_engine(self._engine, engine_id, self._request, stage_input, RequestOutputKind.FINAL_ONLY)
+        self._run(self._num_windows, stage_input)
+        self._running[self._num_windows] = stage_input
         self._num_windows += 1
         self._is_input_complete = is_last
         return []
+
+    def _run(self, window: int, stage_input: StageInput | None) -> None:
+        engine_id = self._engine_id(window)
+        _add_to_engine(self._engine, engine_id, self._request, stage_input, RequestOutputKind.FINAL_ONLY)
 
     def _take_done(self) -> Items:
         """What leaves now that a window is done or the input has ended: windows leave in order."""

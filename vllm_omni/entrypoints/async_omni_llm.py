@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Online inference with a pipeline of stages: for programs that serve many callers on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from vllm_omni.entrypoints.face import PipelineFace
+
+if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
+    from vllm_omni.entrypoints.request_builder import StageSamplingParams
+    from vllm_omni.events import OmniEvent
+    from vllm_omni.inputs import OmniPrompt
+    from vllm_omni.orchestrator.request import PipelineRequest
+
+
+class AsyncOmniLLM(PipelineFace):
+    """A pipeline of stages, each an engine in its own process.
+
+    Its constructor waits until the pipeline is ready, so make it before the event loop runs, or in a thread.
+
+        async for event in llm.generate("Tell me a joke."):
+            ...
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes the arguments of `OmniLLM`."""
+        super().__init__(*args, **kwargs)
+        # One thread: tokenizers and processors are not made for several.
+        self._preprocessing = ThreadPoolExecutor(1, thread_name_prefix="omni-preprocessing")
+
+    async def generate(
+        self,
+        prompt: str | OmniPrompt,
+        sampling_params_list: Sequence[StageSamplingParams] | None = None,
+        request_id: str | None = None,
+        *,
+        stream: bool = True,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[OmniEvent]:
+        """The events of one prompt, as they happen; the last one is a `CompletedEvent` or an `ErrorEvent`.
+
+        Leaving the loop early, closing the generator, or cancelling the task aborts the request.
+
+        Args:
+            prompt: A string or a dict (see `OmniPrompt`).
+            sampling_params_list: As for `OmniLLM.generate`.
+            request_id: An id of the caller's for the events and errors; need not be unique. By default a number.
+            stream: Give the pieces of the output, as they are made; else only the last event.
+            trace_headers: W3C trace context of the caller (`traceparent`, ...).
+
+        Raises:
+            InvalidRequestError: The prompt or a parameter is wrong.
+            PipelineFullError: As many requests as may wait are waiting. Says when to try again.
+            PipelineClosedError: `close()` was called.
+        """
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[OmniEvent] = asyncio.Queue()
+
+        def on_event(event: OmniEvent) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        def build() -> PipelineRequest:
+            return self._pipeline.builder.build(
+                prompt,
+                sampling_params_list,
+                on_event,
+                request_id=request_id,
+                streams=stream,
+                trace_headers=trace_headers,
+            )
+
+        orchestrator = self._pipeline.orchestrator
+        orchestrator.check_room()
+        request = await loop.run_in_executor(self._preprocessing, build)
+        orchestrator.submit(request, wait=False)
+        try:
+            while True:
+                event = await events.get()
+                yield event
+                if event.is_terminal:
+                    return
+        finally:
+            orchestrator.give_up([request.request_id])
+
+    def close(self) -> None:
+        """Ends all stages. Running requests end with an `ErrorEvent`. May be called twice."""
+        self._preprocessing.shutdown(wait=False, cancel_futures=True)
+        super().close()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many requests a pipeline takes: those it works on, and those that wait for their turn.
+
+Callers put requests in from any thread; the orchestrator takes them out.
+"""
+
+import threading
+import time
+from collections import deque
+
+from vllm_omni.errors import PipelineClosedError, PipelineFullError
+from vllm_omni.orchestrator.request import PipelineRequest
+
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
+
+
+class Admission:
+    """A line with a limit. A request counts from `put` until `release`, when its caller has taken its last event."""
+
+    def __init__(self, max_inflight: int, max_queued: int) -> None:
+        self._max_queued = max_queued
+        self._limit = max_inflight + max_queued
+        self._waiting: deque[PipelineRequest] = deque()
+        self._open: set[str] = set()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._last_release = time.monotonic()
+        self._seconds_per_request = 0.0
+
+    def put(self, request: PipelineRequest, wait: bool) -> None:
+        """
+        Args:
+            wait: Wait for room, instead of raising.
+
+        Raises:
+            PipelineFullError: There is no room.
+            PipelineClosedError: The pipeline is closed.
+        """
+        with self._changed:
+            while wait and not self._is_closed and len(self._open) >= self._limit:
+                self._changed.wait()
+            self._check_room()
+            self._open.add(request.request_id)
+            self._waiting.append(request)
+
+    def check_room(self) -> None:
+        """Raises what `put` would raise without `wait`."""
+        with self._changed:
+            self._check_room()
+
+    def _check_room(self) -> None:
+        if self._is_closed:
+            raise PipelineClosedError("the pipeline is closed; make a new one")
+        if len(self._open) >= self._limit:
+            raise PipelineFullError(
+                f"the pipeline is full ({len(self._open)} requests); try again later, or raise runtime.max_queued",
+                self._retry_after(),
+            )
+
+    def peek(self) -> PipelineRequest | None:
+        """Whose turn it is."""
+        with self._changed:
+            return self._waiting[0] if self._waiting else None
+
+    def take(self) -> PipelineRequest:
+        with self._changed:
+            return self._waiting.popleft()
+
+    def withdraw(self, request_id: str) -> PipelineRequest | None:
+        """Takes a request out of the line, if it is still in it."""
+        with self._changed:
+            for request in self._waiting:
+                if request.request_id == request_id:
+                    self._waiting.remove(request)
+                    return request
+        return None
+
+    def release(self, request_id: str) -> None:
+        """Makes room: the caller has taken the request's last event. Harmless if it has none here."""
+        with self._changed:
+            if request_id in self._open:
+                self._open.remove(request_id)
+                self._note_release()
+                self._changed.notify()
+
+    def close(self) -> list[PipelineRequest]:
+        """Nothing is let in any more; returns those that were waiting."""
+        with self._changed:
+            self._is_closed = True
+            waiting, self._waiting = list(self._waiting), deque()
+            self._changed.notify_all()
+            return waiting
+
+    def _note_release(self) -> None:
+        now = time.monotonic()
+        elapsed, self._last_release = now - self._last_release, now
+        self._seconds_per_request += 0.1 * (elapsed - self._seconds_per_request)
+
+    def _retry_after(self) -> float:
+        """Until about half of those that wait have had their turn."""
+        seconds = self._seconds_per_request * max(1, self._max_queued // 2)
+        return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request as the orchestrator is given it, and what it keeps of it until its terminal event."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.errors import RequestError
+from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent, OmniEvent
+from vllm_omni.inputs import StageRequest
+from vllm_omni.metrics.observer import COMPLETED, RequestSummary
+from vllm_omni.outputs import (
+    Completion,
+    StageMetrics,
+    StageOutput,
+    make_omni_request_output,
+    merge_stage_outputs,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class PipelineRequest:
+    """A request, ready for the stages.
+
+    Attributes:
+        request_id: Unique in the pipeline's life.
+        external_id: The id that the caller knows; events carry it.
+        stages: What each stage that it needs is told, by stage id.
+        final_stages: The stages whose output the caller receives.
+        streams: The caller wants the pieces of the output as they are made.
+        on_event: Takes the request's events, on the orchestrator's thread; must not block. The last one is terminal.
+        timeout_s: Seconds from `arrival` after which the request fails; None: never.
+        arrival: `time.monotonic()` of its making.
+        trace_headers: W3C trace context of the caller, where it has one.
+    """
+
+    request_id: str
+    external_id: str
+    stages: dict[int, StageRequest]
+    final_stages: list[int]
+    on_event: Callable[[OmniEvent], None]
+    streams: bool = False
+    timeout_s: float | None = None
+    arrival: float = field(default_factory=time.monotonic)
+    trace_headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def deadline(self) -> float | None:
+        return None if self.timeout_s is None else self.arrival + self.timeout_s
+
+
+class RequestRecord:
+    """A request that the pipeline works on.
+
+    Attributes:
+        number: See `messages`.
+        pending: Stages that have not answered.
+        unsubmitted: Stages that have not been told of it, because they are being restarted.
+    """
+
+    def __init__(self, request: PipelineRequest, number: int, config: PipelineConfig) -> None:
+        self.request = request
+        self.number = number
+        self.pending = set(request.stages)
+        self.unsubmitted: set[int] = set()
+        self._config = config
+        self._pieces: dict[int, list[StageOutput]] = {stage_id: [] for stage_id in request.final_stages}
+        self._metrics: dict[int, StageMetrics] = {}
+        self._num_events = 0
+        self._first: dict[str, float] = {}
+
+    def sources(self, stage_id: int) -> list[int]:
+        """The stages that `stage_id` waits for, for this request."""
+        return [i for i in self._config.stages[stage_id].engine_input_source if i in self.request.stages]
+
+    def targets(self, stage_id: int) -> list[int]:
+        """The stages that take the output of `stage_id`, for this request."""
+        return [i for i in self._config.targets[stage_id] if i in self.request.stages]
+
+    def is_working(self, stage_id: int) -> bool:
+        """Whether the stage has all it needs of this request, and has not answered."""
+        return stage_id in self.pending and not any(source in self.pending for source in self.sources(stage_id))
+
+    def add_piece(self, stage_id: int, piece: StageOutput) -> None:
+        """A piece of a final stage's output; tells a caller who reads along."""
+        output_type = self._config.stages[stage_id].final_output_type or ""
+        self._pieces[stage_id].append(piece)
+        self._first.setdefault(output_type, time.monotonic())
+        if self.request.streams:
+            for event in self._make_events(stage_id, output_type, piece):
+                self.request.on_event(event)
+
+    def finish(self, stage_id: int, metrics: StageMetrics) -> None:
+        """The stage is done with the request."""
+        self.pending.discard(stage_id)
+        self._metrics[stage_id] = metrics
+
+    def complete(self) -> CompletedEvent:
+        outputs = [
+            make_omni_request_output(
+                self.request.external_id,
+                merge_stage_outputs(pieces),
+                self._config.stages[stage_id].final_output_type or "",
+                self._stage_metrics(),
+            )
+            for stage_id, pieces in sorted(self._pieces.items())
+        ]
+        event = CompletedEvent(**self._next_event(), outputs=outputs)
+        self.request.on_event(event)
+        return event
+
+    def fail(self, error: RequestError) -> None:
+        self.request.on_event(ErrorEvent(**self._next_event(), error=error))
+
+    def summarize(self, outcome: str = COMPLETED, failed_stage: str | None = None) -> RequestSummary:
+        """What is told of the request when it has ended."""
+        text_stage = next((i for i in self._pieces if self._config.stages[i].final_output_type == "text"), None)
+        text_metrics = None if text_stage is None else self._metrics.get(text_stage)
+        return RequestSummary(
+            request_id=self.request.request_id,
+            arrival=self.request.arrival,
+            ended=time.monotonic(),
+            outcome=outcome,
+            failed_stage=failed_stage,
+            stages=self._stage_metrics(),
+            first_text=self._first.get("text"),
+            first_audio=self._first.get("audio"),
+            num_text_tokens=text_metrics.num_output_tokens if text_metrics else 0,
+            audio_seconds=sum(self._audio_seconds(stage_id) for stage_id in self._pieces),
+            text_stage_id=text_stage,
+        )
+
+    def _stage_metrics(self) -> list[StageMetrics]:
+        return [self._metrics[stage_id] for stage_id in sorted(self._metrics)]
+
+    def _audio_seconds(self, stage_id: int) -> float:
+        sample_rate = self._config.stages[stage_id].sample_rate
+        if sample_rate is None:
+            return 0.0
+        waves = [piece.tensors["audio"] for piece in self._pieces[stage_id] if "audio" in piece.tensors]
+        return sum(wave.shape[-1] for wave in waves) / sample_rate
+
+    def _make_events(self, stage_id: int, output_type: str, piece: StageOutput) -> list[OmniEvent]:
+        if piece.step is not None:
+            return [
+                ImageProgressEvent(
+                    **self._next_event(),
+                    stage_id=stage_id,
+                    final_output_type=output_type,
+                    step=piece.step,
+                    num_steps=piece.num_steps or 0,
+                    image=piece.tensors.get("image"),
+                    is_last=piece.is_last,
+                )
+            ]
+        completions = piece.completions or [Completion()]
+        return [
+            ARSegmentEvent(
+                **self._next_event(),
+                stage_id=stage_id,
+                final_output_type=output_type,
+                index=completion.index,
+                text=completion.text,
+                tokens=completion.token_ids,
+                logprobs=completion.logprobs,
+                multimodal_output=piece.tensors if completion is completions[0] else {},
+                finish_reason=completion.finish_reason,
+                is_last=piece.is_last and completion is completions[-1],
+            )
+            for completion in completions
+        ]
+
+    def _next_event(self) -> dict:
+        sequence, self._num_events = self._num_events, self._num_events + 1
+        return {"request_id": self.request.external_id, "sequence": sequence, "ts": time.time()}

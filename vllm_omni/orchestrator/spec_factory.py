@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a pipeline's configuration to what each stage's process is told."""
+
+from collections.abc import Mapping
+
+from vllm_omni.config.loader import resolve_dotted_path
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, WindowConfig
+from vllm_omni.orchestrator.run_dir import RunDir
+from vllm_omni.stage.input_processor import StageInputProcessor
+from vllm_omni.stage.omni_stage import OmniStage
+from vllm_omni.stage.spec import SourceSpec, StagePlacement, StageSpec, TargetSpec
+
+
+class SpecFactory:
+    """Makes the `StageSpec` of a stage's next process."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        model: str,
+        shm_threshold_bytes: int,
+        placements: Mapping[int, StagePlacement],
+        records_stats: bool,
+        otlp_traces_endpoint: str | None,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._shm_threshold_bytes = shm_threshold_bytes
+        self._placements = placements
+        self._records_stats = records_stats
+        self._otlp_traces_endpoint = otlp_traces_endpoint
+
+    def make(self, stage: OmniStage, stages: Mapping[int, OmniStage], run_dir: RunDir) -> StageSpec:
+        """
+        Args:
+            stages: All stages, for where their processes are now.
+        """
+        config, runtime = stage.config, self._config.runtime
+        return StageSpec(
+            stage=config,
+            model=self._model,
+            epoch=stage.epoch,
+            run_dir=str(run_dir.path),
+            sources={
+                source: SourceSpec(epoch=stages[source].epoch, window=self._window(source, config))
+                for source in config.engine_input_source
+            },
+            targets={
+                target: self._make_target(config, stages[target]) for target in self._config.targets[config.stage_id]
+            },
+            segments=runtime.ar if config.kind == "AR" else None,
+            max_inflight=self._config.max_inflight(config),
+            max_queued=self._config.max_queued(config),
+            high_watermark_bytes=runtime.defaults.high_watermark_bytes,
+            shm_threshold_bytes=self._shm_threshold_bytes,
+            placement=self._placements.get(config.stage_id, StagePlacement()),
+            records_stats=self._records_stats,
+            otlp_traces_endpoint=self._otlp_traces_endpoint,
+        )
+
+    def _make_target(self, stage: OmniStageConfig, target: OmniStage) -> TargetSpec:
+        return TargetSpec(
+            epoch=target.epoch,
+            streams=self._window(stage.stage_id, target.config).streams,
+            reads=self._reads(target.config),
+            shm_threshold_bytes=self._config.shm_threshold_bytes(stage, target.stage_id, self._shm_threshold_bytes),
+        )
+
+    def _window(self, source: int, target: OmniStageConfig) -> WindowConfig:
+        processor = _input_processor_class(target)
+        return self._config.window(source, target.stage_id, processor.window if processor else None)
+
+    def _reads(self, stage: OmniStageConfig) -> list[str] | None:
+        if stage.reads is not None:
+            return stage.reads
+        processor = _input_processor_class(stage)
+        return list(processor.reads) if processor is not None and processor.reads is not None else None
+
+
+def _input_processor_class(stage: OmniStageConfig) -> type[StageInputProcessor] | None:
+    path = stage.custom_process_input_func
+    return None if path is None else resolve_dotted_path(path, "custom_process_input_func")

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the processes of a pipeline's stages running: starts them, notices their deaths, restarts them, ends them.
+
+Knows nothing of requests. Belongs to the orchestrator's thread, except where it says otherwise.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from vllm_omni.config.stage_config import RestartConfig
+from vllm_omni.errors import PipelineClosedError, StageStartError
+from vllm_omni.orchestrator.messages import ShutdownMessage
+from vllm_omni.stage.fork_server import ForkServer, StageProcess
+from vllm_omni.stage.omni_stage import OmniStage, StageState
+from vllm_omni.stage.spec import StageSpec
+
+logger = logging.getLogger("vllm.omni.orchestrator")
+
+_SHUTDOWN_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageHealth:
+    """How a stage is.
+
+    Attributes:
+        state: `starting`, `ready`, `restarting` or `dead`.
+        num_restarts: How often its process had to be replaced.
+        last_death: How its last process ended; empty if none has.
+    """
+
+    stage_id: int
+    name: str
+    state: str
+    num_restarts: int = 0
+    last_death: str = ""
+
+
+class StageGroup:
+    """The stages of one process.
+
+    Attributes:
+        process: Their process; None while there is none.
+        last_pid: The process that they had before.
+        end_reason: Why we ended the process; empty if we did not.
+        fork_due: When the next one is to be started; None if it need not be.
+        ready_due: When it must be ready; None once it is.
+    """
+
+    def __init__(self, stages: list[OmniStage]) -> None:
+        self.stages = stages
+        self.process: StageProcess | None = None
+        self.last_pid = 0
+        self.end_reason = ""
+        self.fork_due: float | None = None
+        self.ready_due: float | None = None
+        self.deaths: deque[float] = deque()
+
+    @property
+    def label(self) -> str:
+        return ", ".join(stage.label for stage in self.stages)
+
+    @property
+    def due(self) -> float | None:
+        return self.fork_due if self.process is None else self.ready_due
+
+
+class Supervisor:
+    """Owns the stages' processes.
+
+    Attributes:
+        restarts: Whether dead processes are replaced: not while the pipeline starts.
+        health: How the stages are, as of the last change; replaced as a whole, so any thread may read it.
+    """
+
+    def __init__(
+        self,
+        groups: list[list[OmniStage]],
+        make_spec: Callable[[OmniStage], StageSpec],
+        server: ForkServer,
+        restart: RestartConfig,
+        stage_init_timeout: float,
+        command: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """
+        Args:
+            groups: The stages of each process.
+            make_spec: Says what a new process of a stage is told.
+            restart: How often, and when, a process is replaced.
+            stage_init_timeout: Seconds that a process may take to become ready.
+            command: Runs a function on the orchestrator's thread.
+        """
+        self.restarts = False
+        self.groups = [StageGroup(stages) for stages in groups]
+        self._make_spec = make_spec
+        self._server = server
+        self._restart = restart
+        self._stage_init_timeout = stage_init_timeout
+        self._command = command
+        self.health = self._make_health()
+
+    @property
+    def due(self) -> float | None:
+        """When `act_on_time` has something to do."""
+        times = [group.due for group in self.groups if group.due is not None]
+        return min(times) if times else None
+
+    def start_all(self, timeout: float) -> None:
+        """Starts a process for each group; they become ready later.
+
+        Raises:
+            StageStartError: A process could not be started.
+        """
+        deadline = time.monotonic() + timeout
+        for group in self.groups:
+            try:
+                group.process = self._server.fork(self._encode_specs(group), deadline - time.monotonic())
+            except (OSError, EOFError) as error:
+                message = f"{group.label} could not be started: {error}"
+                raise StageStartError(message, group.stages[0].stage_id) from error
+            group.ready_due = time.monotonic() + self._stage_init_timeout
+
+    def dead_pid(self, stage: OmniStage) -> int:
+        """The process that the stage had before this one."""
+        return self._group_of(stage).last_pid
+
+    def on_ready(self, stage: OmniStage) -> None:
+        """The stage has said that it takes requests."""
+        stage.state = StageState.READY
+        group = self._group_of(stage)
+        if all(one.is_ready for one in group.stages):
+            group.ready_due = None
+        self.health = self._make_health()
+
+    def find_dead(self, readable: set[int]) -> list[StageGroup]:
+        """Of the readable file numbers those that tell of a death; the stages of these processes are taken down."""
+        dead = [group for group in self.groups if group.process is not None and group.process.fileno() in readable]
+        for group in dead:
+            self._on_death(group)
+        return dead
+
+    def act_on_time(self) -> None:
+        """Starts processes that are due, and ends those that are overdue."""
+        now = time.monotonic()
+        for group in self.groups:
+            if group.due is None or now < group.due:
+                continue
+            if group.process is None:
+                self._begin_restart(group)
+            else:
+                limit = f"{self._stage_init_timeout:g} s"
+                self._end(group, f"it was not ready after {limit}; give more time with stage_init_timeout")
+
+    def kill(self, stage: OmniStage, reason: str) -> None:
+        """Ends a process that is of no use any more. Its death is noticed like any other."""
+        self._end(self._group_of(stage), reason)
+
+    def _end(self, group: StageGroup, reason: str) -> None:
+        if group.process is not None:
+            group.end_reason = group.end_reason or reason
+            group.ready_due = None
+            group.process.kill()
+
+    def stop_all(self) -> None:
+        """Asks all stages to stop, waits for some time, and kills those that are left."""
+        running = [group for group in self.groups if group.process is not None]
+        for group in running:
+            for stage in group.stages:
+                stage.ask_to_stop(ShutdownMessage())
+        deadline = time.monotonic() + _SHUTDOWN_GRACE_S
+        for group in running:
+            assert group.process is not None
+            if not group.process.wait(deadline - time.monotonic()):
+                group.process.kill()
+            group.process.reap()
+
+    def _on_death(self, group: StageGroup) -> None:
+        assert group.process is not None
+        how = group.process.reap()
+        group.last_pid = group.process.pid
+        how, group.end_reason = group.end_reason or how, ""
+        group.process, group.ready_due = None, None
+        for stage in group.stages:
+            stage.on_death(how)
+        if self.restarts:
+            self._plan_restart(group)
+        self.health = self._make_health()
+
+    def _plan_restart(self, group: StageGroup) -> None:
+        now = time.monotonic()
+        group.deaths.append(now)
+        while group.deaths[0] < now - self._restart.window_s:
+            group.deaths.popleft()
+        if len(group.deaths) > self._restart.max_restarts:
+            for stage in group.stages:
+                stage.state = StageState.DEAD
+            logger.error("%s: died (%s), and is not restarted any more", group.label, group.stages[0].death)
+            return
+        backoff = self._restart.backoff_s * 2 ** (len(group.deaths) - 1)
+        group.fork_due = now + min(backoff, self._restart.max_backoff_s)
+        logger.error("%s: died (%s), is restarted in %.1f s", group.label, group.stages[0].death, group.fork_due - now)
+
+    def _begin_restart(self, group: StageGroup) -> None:
+        """On a thread of its own: if the fork server has died too, the next one takes seconds to be ready."""
+        group.fork_due = None
+        specs = self._encode_specs(group)
+
+        def fork() -> None:
+            try:
+                process = self._server.fork(specs, self._stage_init_timeout)
+            except (OSError, EOFError) as error:
+                reason = str(error)
+                with contextlib.suppress(PipelineClosedError):
+                    self._command(lambda: self._on_fork_failed(group, reason))
+                return
+            try:
+                self._command(lambda: self._on_forked(group, process))
+            except PipelineClosedError:
+                process.kill()
+
+        threading.Thread(target=fork, name="omni-restart", daemon=True).start()
+
+    def _on_forked(self, group: StageGroup, process: StageProcess) -> None:
+        group.process = process
+        group.ready_due = time.monotonic() + self._stage_init_timeout
+
+    def _on_fork_failed(self, group: StageGroup, reason: str) -> None:
+        for stage in group.stages:
+            stage.death = reason
+        self._plan_restart(group)
+        self.health = self._make_health()
+
+    def _encode_specs(self, group: StageGroup) -> bytes:
+        return msgspec.json.encode([self._make_spec(stage) for stage in group.stages])
+
+    def _group_of(self, stage: OmniStage) -> StageGroup:
+        return next(group for group in self.groups if stage in group.stages)
+
+    def _make_health(self) -> list[StageHealth]:
+        stages = sorted((stage for group in self.groups for stage in group.stages), key=lambda stage: stage.stage_id)
+        return [
+            StageHealth(stage.stage_id, stage.config.name, stage.state.value, stage.epoch, stage.death)
+            for stage in stages
+        ]

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a stage's output goes: to the stages that read it, and to the orchestrator.
+
+Belongs to the stage's IO thread.
+"""
+
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from vllm_omni.distributed.connectors import ThresholdConnector
+from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.orchestrator.messages import (
+    ORCHESTRATOR,
+    DataMessage,
+    Frames,
+    Message,
+    OutputMessage,
+    PayloadRef,
+    PeerUpMessage,
+    ResultMessage,
+    send,
+)
+from vllm_omni.orchestrator.run_dir import orchestrator_address, payload_prefix
+from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.peers import Target, make_socket
+from vllm_omni.stage.request_state import RequestState
+from vllm_omni.stage.spec import StageSpec
+
+
+class Outlet:
+    """Sends pieces of output, trimmed to what each reader reads. Keeps what is for a stage that is being restarted."""
+
+    def __init__(self, spec: StageSpec, context: zmq.Context) -> None:
+        run_dir = Path(spec.run_dir)
+        self._stage_id = spec.stage.stage_id
+        self._hides_tensors = spec.stage.final_output_type == "text"
+        prefix = payload_prefix(os.getpid(), self._stage_id, ORCHESTRATOR)
+        self._orchestrator = make_socket(context, zmq.PUSH)
+        self._orchestrator.connect(orchestrator_address(run_dir))
+        self._channel = PayloadChannel(ThresholdConnector(run_dir, prefix, spec.shm_threshold_bytes))
+        self.targets = {
+            target: Target(context, run_dir, self._stage_id, target, target_spec)
+            for target, target_spec in spec.targets.items()
+        }
+        self._backlog: dict[int, list[tuple[RequestState, StageOutput]]] = defaultdict(list)
+
+    def takes_new(self, state: RequestState) -> bool:
+        """Whether all that read this request's output have room for more."""
+        return all(self.targets[target].takes_new_requests for target in state.submit.targets)
+
+    def streams(self, state: RequestState) -> bool:
+        """Whether somebody reads this request's output while it is made."""
+        return state.submit.streams or any(self.targets[target].spec.streams for target in state.submit.targets)
+
+    def tell(self, message: Message, frames: Frames = ()) -> None:
+        """Sends to the orchestrator."""
+        send(self._orchestrator, message, frames, sender=self._stage_id)
+
+    def send_segment(self, state: RequestState, segment: StageOutput) -> None:
+        """Sends a piece to those who read along.
+
+        Raises:
+            OSError: There is no room for it.
+        """
+        for target in state.submit.targets:
+            if self.targets[target].spec.streams:
+                self._send_data(state, target, segment)
+        if state.submit.is_final and state.submit.streams:
+            payload, frames = self._channel.put(self._for_caller(segment))
+            self.tell(OutputMessage(request_id=state.request_id, stage_id=self._stage_id, payload=payload), frames)
+
+    def send_result(self, state: RequestState, last_piece: StageOutput) -> None:
+        """Sends what is left to those who read along, all of it to the others, and word of the end. Raises as above."""
+        segment, whole = state.outputs.finish(last_piece)
+        for target in state.submit.targets:
+            self._send_data(state, target, segment if self.targets[target].spec.streams else whole)
+        payload: PayloadRef | None = None
+        frames: Frames = ()
+        if state.submit.is_final:
+            payload, frames = self._channel.put(self._for_caller(segment if state.submit.streams else whole))
+        epochs = {target: self.targets[target].epoch for target in state.submit.targets}
+        message = ResultMessage(
+            request_id=state.request_id,
+            stage_id=self._stage_id,
+            metrics=state.metrics,
+            sent_to={target: epoch for target, epoch in epochs.items() if epoch is not None},
+            payload=payload,
+        )
+        self.tell(message, frames)
+
+    def on_target_up(self, message: PeerUpMessage) -> dict[str, OSError]:
+        """Connects to a target's new process and sends what was kept for it.
+
+        Returns:
+            Why the output of some requests could not be sent.
+        """
+        target = self.targets[message.stage_id]
+        target.connect(message.epoch)
+        target.is_above = False
+        errors: dict[str, OSError] = {}
+        for state, output in self._backlog.pop(message.stage_id, ()):
+            try:
+                self._send_data(state, message.stage_id, output)
+            except OSError as error:
+                errors[state.request_id] = error
+        return errors
+
+    def forget(self, request_id: str) -> None:
+        """Drops what is kept of a request that has failed."""
+        for entries in self._backlog.values():
+            entries[:] = [entry for entry in entries if entry[0].request_id != request_id]
+
+    def _send_data(self, state: RequestState, target_id: int, output: StageOutput) -> None:
+        target = self.targets[target_id]
+        if target.epoch is None:
+            self._backlog[target_id].append((state, output))
+            return
+        payload, frames = target.put(output)
+        sequence = state.num_sent.get(target_id, 0)
+        message = DataMessage(
+            request_id=state.request_id,
+            number=state.submit.number,
+            source=self._stage_id,
+            sequence=sequence,
+            is_last=output.is_last,
+            sent=time.monotonic(),
+            payload=payload,
+        )
+        state.num_sent[target_id] = sequence + 1
+        target.send(message, frames)
+
+    def _for_caller(self, output: StageOutput) -> StageOutput:
+        """What a caller gets of an output: a text, without the tensors that only other stages read."""
+        return msgspec.structs.replace(output, tensors={}) if self._hides_tensors else output

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage's connections to its neighbours, across the deaths and restarts of these."""
+
+import os
+from pathlib import Path
+
+import zmq
+
+from vllm_omni.distributed.connectors import ThresholdConnector
+from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.orchestrator.messages import Frames, Message, PayloadRef, send
+from vllm_omni.orchestrator.run_dir import payload_prefix, stage_address
+from vllm_omni.outputs import StageOutput, select_fields
+from vllm_omni.stage.spec import TargetSpec
+
+_LINGER_MS = 1000
+
+
+def make_socket(context: zmq.Context, kind: int) -> zmq.Socket:
+    """A socket without a limit of its own: watermarks bound what is sent (see `WaitingLine`)."""
+    sock = context.socket(kind)
+    sock.setsockopt(zmq.SNDHWM, 0)
+    sock.setsockopt(zmq.RCVHWM, 0)
+    sock.setsockopt(zmq.LINGER, _LINGER_MS)
+    return sock
+
+
+class Peer:
+    """The way to another stage. `epoch` is that of the process at its end, None while there is none."""
+
+    def __init__(self, context: zmq.Context, run_dir: Path, own_id: int, stage_id: int, epoch: int) -> None:
+        self.stage_id = stage_id
+        self.epoch: int | None = None
+        self._context = context
+        self._run_dir = run_dir
+        self._own_id = own_id
+        self._socket: zmq.Socket
+        self.connect(epoch)
+
+    def connect(self, epoch: int) -> None:
+        """Connects to the stage's process of this epoch."""
+        self.disconnect()
+        self.epoch = epoch
+        self._socket = make_socket(self._context, zmq.PUSH)
+        self._socket.connect(stage_address(self._run_dir, self.stage_id, epoch))
+
+    def disconnect(self) -> None:
+        """The process is gone, and with it whatever it had not read."""
+        if self.epoch is not None:
+            self.epoch = None
+            self._socket.close(linger=0)
+
+    def send(self, message: Message, frames: Frames = ()) -> None:
+        """Sends to the process at the other end; does nothing while there is none."""
+        if self.epoch is not None:
+            send(self._socket, message, frames, sender=self._own_id)
+
+
+class Target(Peer):
+    """A stage that reads this stage's output.
+
+    Attributes:
+        spec: What it reads, and how.
+        is_above: It has asked to be sent nothing new.
+    """
+
+    def __init__(self, context: zmq.Context, run_dir: Path, own_id: int, stage_id: int, spec: TargetSpec) -> None:
+        super().__init__(context, run_dir, own_id, stage_id, spec.epoch)
+        self.spec = spec
+        self.is_above = False
+        prefix = payload_prefix(os.getpid(), own_id, stage_id)
+        self._channel = PayloadChannel(ThresholdConnector(run_dir, prefix, spec.shm_threshold_bytes))
+
+    @property
+    def takes_new_requests(self) -> bool:
+        return self.epoch is not None and not self.is_above
+
+    def put(self, output: StageOutput) -> tuple[PayloadRef, Frames]:
+        """Makes the part of an output that the target reads available to it.
+
+        Raises:
+            OSError: There is no room for it.
+        """
+        return self._channel.put(select_fields(output, self.spec.reads))

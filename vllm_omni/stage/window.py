@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cutting the stream of one source into the windows that a stage works on (design document 002, sections 6 and 10)."""
+
+import msgspec
+import torch
+
+from vllm_omni.config.stage_config import WindowConfig
+from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
+
+
+class WindowState:
+    """One request's stream on one edge.
+
+    With `window_size` -1 there is one window, the whole result, when it is complete. With n there is a window for
+    every n units, the first one for `first_window_size`, each with up to `left_context` units before it, and one for
+    what is left at the end. Only the unit itself is cut; all else that has arrived goes with the next window.
+    """
+
+    def __init__(self, config: WindowConfig) -> None:
+        self._config = config
+        self._pieces: list[StageOutput] = []
+        self._units = _TokenUnits() if config.unit == "tokens" else _RowUnits(config.unit)
+        self._next = 0
+        self.has_ended = False
+
+    def add(self, piece: StageOutput) -> list[StageOutput]:
+        """Takes in the next piece; returns the windows that it completes."""
+        self.has_ended = piece.is_last
+        if not self._config.streams:
+            self._pieces.append(piece)
+            return [merge_stage_outputs(self._take_pieces())] if piece.is_last else []
+        self._pieces.append(self._units.take_from(piece))
+        windows = []
+        while self._num_waiting() > self._size() or (self._num_waiting() == self._size() and not piece.is_last):
+            windows.append(self._cut(self._size(), is_last=False))
+        if piece.is_last:
+            windows.append(self._cut(self._num_waiting(), is_last=True))
+        return windows
+
+    def _num_waiting(self) -> int:
+        return self._units.end - self._next
+
+    def _size(self) -> int:
+        return self._config.window_size if self._next else self._config.first_window_size
+
+    def _cut(self, size: int, is_last: bool) -> StageOutput:
+        context = min(self._config.left_context, self._next) if size else 0
+        window = msgspec.structs.replace(
+            merge_stage_outputs(self._take_pieces()), start=self._next, context=context, is_last=is_last
+        )
+        self._units.put_into(window, self._next - context, self._next + size)
+        self._next += size
+        self._units.forget_before(self._next - self._config.left_context)
+        return window
+
+    def _take_pieces(self) -> list[StageOutput]:
+        """What goes with the next window. The last of it stays, emptied, to tell whose it is."""
+        pieces = self._pieces
+        last = pieces[-1]
+        self._pieces = [StageOutput(request_id=last.request_id, stage_id=last.stage_id)]
+        return pieces
+
+
+class _TokenUnits:
+    """The tokens of the first completion."""
+
+    def __init__(self) -> None:
+        self._start = 0
+        self._tokens: list[int] = []
+
+    @property
+    def end(self) -> int:
+        return self._start + len(self._tokens)
+
+    def take_from(self, piece: StageOutput) -> StageOutput:
+        if not piece.completions:
+            return piece
+        first, *others = piece.completions
+        self._tokens += first.token_ids
+        return msgspec.structs.replace(piece, completions=[msgspec.structs.replace(first, token_ids=[]), *others])
+
+    def put_into(self, window: StageOutput, start: int, stop: int) -> None:
+        tokens = self._tokens[start - self._start : stop - self._start]
+        first, *others = window.completions or [Completion()]
+        window.completions = [msgspec.structs.replace(first, token_ids=tokens), *others]
+
+    def forget_before(self, position: int) -> None:
+        if position > self._start:
+            del self._tokens[: position - self._start]
+            self._start = position
+
+
+class _RowUnits:
+    """The rows of one tensor."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._start = 0
+        self._rows: torch.Tensor | None = None
+
+    @property
+    def end(self) -> int:
+        return self._start + (0 if self._rows is None else self._rows.shape[0])
+
+    def take_from(self, piece: StageOutput) -> StageOutput:
+        rows = piece.tensors.get(self._name)
+        if rows is None:
+            return piece
+        self._rows = rows if self._rows is None else torch.cat((self._rows, rows))
+        others = {name: tensor for name, tensor in piece.tensors.items() if name != self._name}
+        return msgspec.structs.replace(piece, tensors=others)
+
+    def put_into(self, window: StageOutput, start: int, stop: int) -> None:
+        if self._rows is not None:
+            window.tensors = {**window.tensors, self._name: self._rows[start - self._start : stop - self._start]}
+
+    def forget_before(self, position: int) -> None:
+        if self._rows is not None and position > self._start:
+            self._rows = self._rows[position - self._start :].clone()
+            self._start = position

@@ -26,9 +26,7 @@ def whole(request_id: str, prompt: list[int], params: SamplingParams, feed=None,
 
 
 def as_input(prompt: list[int], num_ready_tokens: int | None = None, **information) -> StageInput:
-    return StageInput(
-        prompt_token_ids=prompt, additional_information=information, num_ready_tokens=num_ready_tokens
-    )
+    return StageInput(prompt_token_ids=prompt, additional_information=information, num_ready_tokens=num_ready_tokens)
 
 
 def first_part(request_id: str, prompt: list[int], params: SamplingParams, feed: torch.Tensor, size: int) -> NewRequest:

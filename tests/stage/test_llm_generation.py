@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A one-step stage runs a step for each window of a request's input, in one batch with those of other requests."""
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.stage.running_engine import RunningEngine, chunk, new_request
+from vllm_omni.inputs import StageInput
+from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Result, Stream
+
+PARAMS = SamplingParams(max_tokens=1, detokenize=False)
+
+
+def window(start: int, stop: int, **information) -> StageInput:
+    """Codes `start..stop`."""
+    codes = torch.arange(start, stop)
+    return StageInput(prompt_token_ids=[0] * len(codes), additional_information={"codes": codes, **information})
+
+
+def begin(request_id: str, stage_input: StageInput, is_last: bool = False, streams_output: bool = True) -> NewRequest:
+    return new_request(request_id, stage_input, PARAMS, is_last=is_last, streams_output=streams_output)
+
+
+def audio(start: int, stop: int) -> torch.Tensor:
+    return (torch.arange(start, stop).float() * 0.5).repeat_interleave(2)
+
+
+def assert_nothing_is_left(running: RunningEngine) -> None:
+    engine = running.engine._engine
+    runner = engine.model_executor.driver_worker.model_runner
+    assert not engine.has_unfinished_requests() and not running.engine._requests
+    assert (runner.requests, runner.omni_info) == ({}, {})
+    assert running.engine.kv_blocks() == (0, 0)
+
+
+def test_windows_that_come_one_by_one(vocoder):
+    vocoder.put(begin("a", window(0, 5)))
+    vocoder.wait_asleep()
+    vocoder.put(chunk("a", window(5, 8)))
+    vocoder.wait_asleep()
+    assert all(isinstance(item, Stream) for item in vocoder.items["a"])
+    torch.testing.assert_close(vocoder.items["a"][1].output.tensors["audio"], audio(5, 8))
+    vocoder.put(chunk("a", window(8, 12), is_last=True))
+    (output,) = vocoder.finish("a")
+    assert vocoder.counter.batch_sizes == [1, 1, 1]
+    torch.testing.assert_close(output.tensors["audio"], audio(0, 12))
+    last = vocoder.items["a"][-1]
+    assert len(last.output.tensors["audio"]) == 8 and last.num_input_tokens == 12
+    assert_nothing_is_left(vocoder)
+
+
+@pytest.mark.parametrize("streams_output", [True, False])
+def test_windows_of_several_requests_share_steps_and_leave_in_order(vocoder, streams_output):
+    """30 + 30, then 30 + 10 + 20: at most 64 in a step."""
+    vocoder.put(
+        begin("a", window(0, 30), streams_output=streams_output),
+        chunk("a", window(30, 60)),
+        chunk("a", window(60, 90), is_last=True),
+        begin("b", window(100, 110), streams_output=streams_output),
+        chunk("b", window(110, 130), is_last=True),
+    )
+    first, second = vocoder.finish("a", "b")
+    torch.testing.assert_close(first.tensors["audio"], audio(0, 90))
+    torch.testing.assert_close(second.tensors["audio"], audio(100, 130))
+    assert vocoder.counter.batch_sizes == [2, 3]
+    assert [len(vocoder.items["a"]), len(vocoder.items["b"])] == ([3, 2] if streams_output else [1, 1])
+    assert first.completions[0].finish_reason == "stop" and first.prompt_token_ids == [0] * 30
+    assert [vocoder.items[request_id][-1].num_input_tokens for request_id in "ab"] == [90, 30]
+    assert_nothing_is_left(vocoder)
+
+
+def test_windows_are_those_of_the_whole(vocoder):
+    vocoder.put(begin("whole", window(0, 20), is_last=True, streams_output=False))
+    vocoder.put(begin("a", window(0, 1)), chunk("a", window(1, 13)), chunk("a", window(13, 20), is_last=True))
+    output, whole = vocoder.finish("a", "whole")
+    torch.testing.assert_close(output.tensors["audio"], whole.tensors["audio"])
+    assert output.completions == whole.completions
+    (result,) = vocoder.items["whole"]
+    assert isinstance(result, Result) and result.num_input_tokens == 20
+
+
+@pytest.mark.parametrize("streams_output", [True, False])
+@pytest.mark.parametrize("waits", [True, False], ids=["after its windows", "at once"])
+def test_an_input_that_merely_ends(vocoder, streams_output, waits):
+    vocoder.put(begin("a", window(0, 5), streams_output=streams_output), chunk("a", window(5, 9)))
+    if waits:
+        vocoder.wait_asleep()
+        assert len(vocoder.items["a"]) == (2 if streams_output else 0)
+    vocoder.put(chunk("a", is_last=True))
+    (output,) = vocoder.finish("a")
+    torch.testing.assert_close(output.tensors["audio"], audio(0, 9))
+    assert_nothing_is_left(vocoder)
+
+
+def test_a_window_that_is_refused_fails_the_request_once(vocoder):
+    vocoder.put(
+        begin("a", window(0, 5)),
+        chunk("a", window(5, 70)),
+        chunk("a", window(70, 75)),
+        chunk("a", window(75, 80), is_last=True),
+        begin("b", window(0, 5), is_last=True),
+    )
+    (output,) = vocoder.finish("b")
+    torch.testing.assert_close(output.tensors["audio"], audio(0, 5))
+    assert len(vocoder.items["a"]) == 1
+    assert vocoder.error("a").invalid and "65" in vocoder.error("a").error
+    assert_nothing_is_left(vocoder)
+
+
+@pytest.mark.parametrize("streams_output", [True, False])
+def test_a_window_that_raises_fails_its_request_alone(vocoder, streams_output):
+    vocoder.put(begin("good", window(0, 5), streams_output=streams_output))
+    vocoder.put(begin("bad", window(0, 5), streams_output=False), chunk("bad", window(5, 6, **{"raise": True})))
+    vocoder.put(chunk("good", window(5, 9), is_last=True), begin("other", window(7, 9), is_last=True))
+    vocoder.wait_asleep()
+    assert "asked to raise" in vocoder.error("bad").error and len(vocoder.items["bad"]) == 1
+    torch.testing.assert_close(vocoder.output("other").tensors["audio"], audio(7, 9))
+    torch.testing.assert_close(vocoder.output("good").tensors["audio"], audio(0, 9))
+    vocoder.put(chunk("bad", window(6, 7), is_last=True))
+    vocoder.wait_asleep()
+    assert len(vocoder.items["bad"]) == 1
+    assert_nothing_is_left(vocoder)
+
+
+def test_what_vllm_ends_with_an_error_is_an_error(vocoder, monkeypatch):
+    scheduler = vocoder.engine._engine._core.scheduler
+    monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 8)
+    vocoder.put(begin("a", window(0, 5)), chunk("a", window(5, 15)), begin("b", window(0, 3), is_last=True))
+    (output,) = vocoder.finish("b")
+    torch.testing.assert_close(output.tensors["audio"], audio(0, 3))
+    assert "vLLM ended the request" in vocoder.error("a").error
+    assert_nothing_is_left(vocoder)
+
+
+def test_abort_forgets_all_windows(vocoder):
+    vocoder.put(begin("a", window(0, 30)), chunk("a", window(30, 60)), AbortRequest("a"), chunk("a", window(60, 61)))
+    vocoder.put(begin("b", window(0, 3)))
+    vocoder.wait_asleep()
+    vocoder.put(AbortRequest("b"), chunk("b", is_last=True))
+    vocoder.wait_asleep()
+    assert "a" not in vocoder.items and len(vocoder.items["b"]) == 1
+    assert_nothing_is_left(vocoder)

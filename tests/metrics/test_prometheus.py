@@ -6,24 +6,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from vllm.v1.metrics.prometheus import get_prometheus_registry, unregister_vllm_metrics
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from tests.metrics.reading import scrape
 from vllm_omni.metrics.prometheus import PrometheusObserver
 from vllm_omni.metrics.stats import EdgeStats, StageStats
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
-
-
-def scrape() -> dict[tuple[str, ...], float]:
-    """All samples of ours, by name and label values (labels in alphabetical order)."""
-    found: dict[tuple[str, ...], float] = {}
-    for family in text_string_to_metric_families(generate_latest(get_prometheus_registry()).decode()):
-        if family.name.startswith("vllm_omni:"):
-            for sample in family.samples:
-                key = (sample.name.removeprefix("vllm_omni:"), *(v for _, v in sorted(sample.labels.items())))
-                assert key not in found
-                found[key] = sample.value
-    return found
 
 
 @pytest.fixture

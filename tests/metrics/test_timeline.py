@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.metrics.reading import assert_nested, read_events, tracks
 from vllm_omni.metrics import timeline as timeline_module
 from vllm_omni.metrics.timeline import Timeline
 from vllm_omni.outputs import StageMetrics
@@ -28,35 +29,13 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def tracks(events: list[dict]) -> dict[tuple[str, str], list[dict]]:
-    """Slices by the names of their group and track."""
-    named = {"process_name": {}, "thread_name": {}}
-    for event in events:
-        if event["name"] in named:
-            named[event["name"]][event["pid"], event.get("tid")] = event["args"]["name"]
-    found: dict[tuple[str, str], list[dict]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            group = named["process_name"][event["pid"], None]
-            found.setdefault((group, named["thread_name"][event["pid"], event["tid"]]), []).append(event)
-    return found
-
-
-def assert_nested(slices: list[dict]) -> None:
-    """No two slices of a track overlap in part: a viewer could not draw them."""
-    for a in slices:
-        for b in slices:
-            a_end, b_end = a["ts"] + a["dur"], b["ts"] + b["dur"]
-            assert not (a["ts"] < b["ts"] < a_end < b_end), (a, b)
-
-
 def test_a_request_has_a_slice_in_each_stage_that_it_ran(config, summarize, tmp_path: Path):
     timeline = Timeline(tmp_path / "t.json", config)
     timeline.request_started("7", ["text", "audio"])
     summary = summarize()
     timeline.request_ended(summary)
     timeline.close()
-    events = json.loads((tmp_path / "t.json").read_text())
+    events = read_events(tmp_path / "t.json")
     by_track = tracks(events)
     assert {track: [e["name"] for e in slices] for track, slices in by_track.items()} == {
         ("requests", "slot 0"): ["request 7"],
@@ -90,7 +69,7 @@ def test_requests_that_overlap_do_not_share_a_track(config, summarize, clock, tm
     timeline.request_ended(summarize("d", arrival=1010.5))
     timeline.request_ended(summarize("c", arrival=1002.0, ended=1030.0))
     timeline.close()
-    by_track = tracks(json.loads((tmp_path / "t.json").read_text()))
+    by_track = tracks(read_events(tmp_path / "t.json"))
     requests = {
         track: [e["name"] for e in slices] for (group, track), slices in by_track.items() if group == "requests"
     }
@@ -107,7 +86,7 @@ def test_a_request_that_waited_for_admission_does_not_cover_the_one_before(confi
     timeline.request_started("b", ["text"])
     timeline.request_ended(summarize("b", arrival=1004.0, stages=[], ended=1015.0))
     timeline.close()
-    by_track = tracks(json.loads((tmp_path / "t.json").read_text()))
+    by_track = tracks(read_events(tmp_path / "t.json"))
     first, second = by_track["requests", "slot 0"]
     assert first["ts"] + first["dur"] == second["ts"]
     assert second["args"]["seconds_until_admitted"] == 6.0
@@ -119,7 +98,7 @@ def test_a_failed_request_shows_where_it_got_to(config, summarize, tmp_path: Pat
     done = summarize().stages[:1]
     timeline.request_ended(summarize(stages=done, outcome="StageDeadError", failed_stage="talker", first_audio=None))
     timeline.close()
-    by_track = tracks(json.loads((tmp_path / "t.json").read_text()))
+    by_track = tracks(read_events(tmp_path / "t.json"))
     assert {group for group, _ in by_track} == {"requests", "stage 0: thinker"}
     args = by_track["requests", "slot 0"][0]["args"]
     assert (args["outcome"], args["failed_stage"]) == ("StageDeadError", "talker")
@@ -130,7 +109,7 @@ def test_a_stage_that_had_nothing_to_do_has_no_work(config, summarize, tmp_path:
     timeline.request_started("7", ["text"])
     timeline.request_ended(summarize(stages=[StageMetrics(stage_id=0, name="x", arrival=1001.0, finished=1001.5)]))
     timeline.close()
-    by_track = tracks(json.loads((tmp_path / "t.json").read_text()))
+    by_track = tracks(read_events(tmp_path / "t.json"))
     assert [e["name"] for e in by_track["stage 0: thinker", "slot 0"]] == ["request 7"]
 
 
@@ -141,7 +120,7 @@ def test_after_a_crash_only_the_bracket_is_missing(config, summarize, tmp_path: 
     timeline.request_ended(summarize())
     text = (tmp_path / "t.json").read_text()  # what is in the file if the process is killed now
     timeline.close()
-    assert json.loads(text + "]") == json.loads((tmp_path / "t.json").read_text())
+    assert json.loads(text + "]") == read_events(tmp_path / "t.json")
 
 
 def test_a_full_disk_ends_the_file_and_not_the_pipeline(config, summarize, tmp_path: Path):
@@ -169,4 +148,4 @@ def test_tracks_are_used_again(config, summarize, clock, tmp_path: Path):
         timeline.request_started(str(i), ["text"])
         timeline.request_ended(summarize(str(i), arrival=clock.now))
     timeline.close()
-    assert {track for _, track in tracks(json.loads((tmp_path / "t.json").read_text()))} == {"slot 0"}
+    assert {track for _, track in tracks(read_events(tmp_path / "t.json"))} == {"slot 0"}

@@ -34,11 +34,11 @@ _OUTCOME = "vllm_omni.outcome"
 
 
 class RequestSpans(PipelineObserver):
-    """The root span of each request, `omni_request`."""
+    """The root span of each request, `omni_request`: from its admission to its end."""
 
     def __init__(self, otlp_traces_endpoint: str) -> None:
         self._tracer = _open_tracer("vllm_omni.orchestrator", otlp_traces_endpoint)
-        self._spans: dict[str, Span] = {}
+        self._running: dict[str, tuple[Span, float]] = {}
 
     def request_started(
         self, request_id: str, modalities: list[str], trace_headers: Mapping[str, str] | None = None
@@ -49,17 +49,18 @@ class RequestSpans(PipelineObserver):
             kind=SpanKind.SERVER,
             attributes={SpanAttributes.GEN_AI_REQUEST_ID: request_id, "vllm_omni.modalities": modalities},
         )
-        self._spans[request_id] = span
+        self._running[request_id] = span, time.monotonic()
         headers: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(headers, trace.set_span_in_context(span))
         return headers
 
     def request_ended(self, summary: RequestSummary) -> None:
-        span = self._spans.pop(summary.request_id)
+        span, admitted = self._running.pop(summary.request_id)
         values = {
             SpanAttributes.GEN_AI_LATENCY_E2E: summary.seconds,
             SpanAttributes.GEN_AI_LATENCY_TIME_TO_FIRST_TOKEN: summary.ttft,
             SpanAttributes.GEN_AI_USAGE_COMPLETION_TOKENS: summary.num_text_tokens,
+            "vllm_omni.seconds_until_admitted": admitted - summary.arrival,
             "vllm_omni.time_to_first_audio": summary.ttfa,
             "vllm_omni.audio_seconds": summary.audio_seconds,
             "vllm_omni.failed_stage": summary.failed_stage,

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is seen of pipelines of real processes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("opentelemetry.sdk")
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from tests.metrics.collector import Collector
+from tests.metrics.reading import assert_nested, read_events, scrape, tracks
+from tests.orchestrator.pipelines import TRIANGLE, Caller, make_config, open_orchestrator
+from vllm_omni import OmniLLM
+from vllm_omni.metrics.observer import make_observer
+
+CONFIG = make_config(*TRIANGLE)
+STAGES = ("stage 0: a", "stage 1: b", "stage 2: c")
+
+
+@pytest.fixture
+def collector(monkeypatch) -> Iterator[Collector]:
+    """Gets the spans of the stages' processes."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture
+def spans_here(monkeypatch) -> InMemorySpanExporter:
+    """Gets the spans of this process, as if the program had set up OpenTelemetry itself."""
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    return exporter
+
+
+def test_a_pipeline_is_seen_in_every_way(
+    collector: Collector, spans_here: InMemorySpanExporter, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    observer = make_observer(CONFIG, log_stats=True, trace_file=str(path), otlp_traces_endpoint=collector.url)
+    orchestrator = open_orchestrator(CONFIG, observer=observer, records_stats=True, otlp_traces_endpoint=collector.url)
+    try:
+        orchestrator.wait_until_started()
+        caller = Caller(orchestrator, CONFIG)
+        whole = [caller.submit(f"p{i}", fake_bytes=100_000, fake_seconds=0.005) for i in range(8)]
+        text_only = caller.submit("text", modalities=("text",))
+        failed = caller.submit("bad", fake_fail="b")
+        caller.wait(10)
+        slow = caller.submit("slow", fake_seconds=0.5)
+        orchestrator.abort([slow])
+        caller.wait_one()
+        orchestrator.stats()
+        found = scrape()
+    finally:
+        orchestrator.close()
+    check_figures(found)
+    check_timeline(read_events(path), whole, text_only, failed, slow)
+    check_spans(collector, spans_here, whole)
+    assert scrape() == {}
+
+
+def check_figures(found: dict[tuple[str, ...], float]) -> None:
+    requests = {key[1:]: value for key, value in found.items() if key[0] == "requests_total"}
+    assert requests == {
+        ("completed", "0", ""): 9,
+        ("StageExecutionError", "0", "b"): 1,
+        ("RequestAbortedError", "0", ""): 1,
+    }
+    assert found["stage_completed_total", "0", "c"] == 8
+    assert found["stage_failures_total", "RuntimeError", "0", "b"] == 1
+    assert found["edge_payloads_total", "0", "a", "c"] >= 8
+    assert found["edge_windows_total", "0", "b", "c"] == 8
+    assert found["edge_bytes_total", "0", "b", "c"] > 8 * 100_000
+    assert found["edge_seconds_total", "0", "b", "c"] > 0
+    assert found["e2e_request_latency_seconds_count", "0"] == 9
+    assert found["time_to_first_token_seconds_count", "0"] == 9
+    assert found["num_requests_waiting", "0", "c"] == found["num_requests_running", "0", "c"] == 0
+
+
+def check_timeline(events: list[dict], whole: list[str], text_only: str, failed: str, slow: str) -> None:
+    by_track = tracks(events)
+    ran: dict[str, list[str]] = {}
+    for (group, _), slices in by_track.items():
+        assert_nested(slices)
+        for event in slices:
+            if event["name"].startswith("request "):
+                ran.setdefault(event["name"].removeprefix("request "), []).append(group)
+    for request_id in whole:
+        assert sorted(ran[request_id]) == ["requests", *STAGES]
+    assert sorted(ran[text_only]) == ["requests", STAGES[0]]
+    assert STAGES[1] not in ran[failed] and STAGES[2] not in ran[failed]
+    outcomes = {
+        event["args"]["request_id"]: event["args"]["outcome"] for event in events if event.get("cat") == "request"
+    }
+    assert outcomes[failed] == "StageExecutionError" and outcomes[slow] == "RequestAbortedError"
+    for request_id in whole:
+        (root,) = [e for e in events if e.get("cat") == "request" and e["args"]["request_id"] == request_id]
+        for event in events:
+            if event.get("cat") == "stage" and event["name"] == root["name"]:
+                assert root["ts"] <= event["ts"] and event["ts"] + event["dur"] <= root["ts"] + root["dur"]
+
+
+def check_spans(collector: Collector, spans_here: InMemorySpanExporter, whole: list[str]) -> None:
+    roots = {span.attributes["gen_ai.request.id"]: span for span in spans_here.get_finished_spans()}
+    for request_id in whole:
+        context = roots[request_id].context
+        spans = [span for span in collector.spans if span.attributes["gen_ai.request.id"] == request_id]
+        assert sorted(span.name for span in spans) == ["stage a", "stage b", "stage c"]
+        assert {span.trace_id for span in spans} == {f"{context.trace_id:032x}"}
+        assert {span.parent_id for span in spans} == {f"{context.span_id:016x}"}
+        assert len({span.process_id for span in spans}) == 3
+
+
+def test_a_vllm_stage_is_seen(
+    collector: Collector, spans_here: InMemorySpanExporter, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    with OmniLLM(
+        str(tiny_qwen3),
+        dtype="float32",
+        max_model_len=64,
+        kv_cache_memory_bytes=1 << 24,
+        log_stats=True,
+        trace_file=str(tmp_path / "trace.json"),
+        otlp_traces_endpoint=collector.url,
+    ) as llm:
+        llm.generate(["user hello"] * 3, [{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}], use_tqdm=False)
+        (stats,) = llm.stats()
+        table = llm.stats_table()
+        found = scrape()
+    assert (stats.num_completed, stats.queue_depth, stats.num_running, stats.kv_blocks_used) == (3, 0, 0, 0)
+    assert stats.kv_blocks_total > 0 and stats.num_steps >= 6 and stats.num_scheduled >= 18
+    assert stats.step_seconds > 0
+    assert table.splitlines()[1].split()[0] == "text"
+    assert found["request_time_per_output_token_seconds_count", "0"] == 3
+    assert len(tracks(read_events(tmp_path / "trace.json"))["stage 0: text", "slot 0"]) >= 3
+    roots = {f"{span.context.span_id:016x}" for span in spans_here.get_finished_spans()}
+    for name in ("stage text", "llm_request"):
+        spans = [span for span in collector.spans if span.name == name]
+        assert {span.parent_id for span in spans} == roots and len(spans) == 3
+        assert all(span.attributes["gen_ai.usage.completion_tokens"] == 6 for span in spans)

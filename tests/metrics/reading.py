@@ -26,7 +26,7 @@ def read_events(path: Path) -> list[dict]:
 
 
 def tracks(events: list[dict]) -> dict[tuple[str, str], list[dict]]:
-    """The slices of a timeline, by the names of their group and track."""
+    """The slices of a timeline, by the names of their group and track as Perfetto shows them."""
     named: dict[str, dict] = {"process_name": {}, "thread_name": {}}
     for event in events:
         if event["name"] in named:
@@ -35,7 +35,8 @@ def tracks(events: list[dict]) -> dict[tuple[str, str], list[dict]]:
     for event in events:
         if event["ph"] == "X":
             group = named["process_name"][event["pid"], None]
-            found.setdefault((group, named["thread_name"][event["pid"], event["tid"]]), []).append(event)
+            track = f"{named['thread_name'][event['pid'], event['tid']]} {event['tid']}"
+            found.setdefault((group, track), []).append(event)
     return found
 
 

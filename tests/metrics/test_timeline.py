@@ -38,16 +38,16 @@ def test_a_request_has_a_slice_in_each_stage_that_it_ran(config, summarize, tmp_
     events = read_events(tmp_path / "t.json")
     by_track = tracks(events)
     assert {track: [e["name"] for e in slices] for track, slices in by_track.items()} == {
-        ("requests", "slot 0"): ["request 7"],
-        ("stage 0: thinker", "slot 0"): ["request 7", "queue", "work"],
-        ("stage 3: talker", "slot 0"): ["request 7", "queue", "work"],
+        ("requests", "slot 1000"): ["request 7"],
+        ("stage 0: thinker", "slot 1000"): ["request 7", "queue", "work"],
+        ("stage 3: talker", "slot 1000"): ["request 7", "queue", "work"],
     }
     for slices in by_track.values():
         assert_nested(slices)
-    (root,) = by_track["requests", "slot 0"]
+    (root,) = by_track["requests", "slot 1000"]
     begin = root["ts"]
     assert (root["dur"], root["args"]["outcome"], root["args"]["num_text_tokens"]) == (10_000_000, "completed", 5)
-    whole, queue, work = by_track["stage 0: thinker", "slot 0"]
+    whole, queue, work = by_track["stage 0: thinker", "slot 1000"]
     assert [(e["ts"] - begin, e["dur"]) for e in (whole, queue, work)] == [
         (0, 6_000_000),
         (0, 1_000_000),
@@ -73,7 +73,7 @@ def test_requests_that_overlap_do_not_share_a_track(config, summarize, clock, tm
     requests = {
         track: [e["name"] for e in slices] for (group, track), slices in by_track.items() if group == "requests"
     }
-    assert requests == {"slot 0": ["request a"], "slot 1": ["request b", "request d"], "slot 2": ["request c"]}
+    assert requests == {"slot 1000": ["request a"], "slot 1001": ["request b", "request d"], "slot 1002": ["request c"]}
     for slices in by_track.values():
         assert_nested(slices)
 
@@ -87,7 +87,7 @@ def test_a_request_that_waited_for_admission_does_not_cover_the_one_before(confi
     timeline.request_ended(summarize("b", arrival=1004.0, stages=[], ended=1015.0))
     timeline.close()
     by_track = tracks(read_events(tmp_path / "t.json"))
-    first, second = by_track["requests", "slot 0"]
+    first, second = by_track["requests", "slot 1000"]
     assert first["ts"] + first["dur"] == second["ts"]
     assert second["args"]["seconds_until_admitted"] == 6.0
 
@@ -100,7 +100,7 @@ def test_a_failed_request_shows_where_it_got_to(config, summarize, tmp_path: Pat
     timeline.close()
     by_track = tracks(read_events(tmp_path / "t.json"))
     assert {group for group, _ in by_track} == {"requests", "stage 0: thinker"}
-    args = by_track["requests", "slot 0"][0]["args"]
+    args = by_track["requests", "slot 1000"][0]["args"]
     assert (args["outcome"], args["failed_stage"]) == ("StageDeadError", "talker")
 
 
@@ -110,7 +110,7 @@ def test_a_stage_that_had_nothing_to_do_has_no_work(config, summarize, tmp_path:
     timeline.request_ended(summarize(stages=[StageMetrics(stage_id=0, name="x", arrival=1001.0, finished=1001.5)]))
     timeline.close()
     by_track = tracks(read_events(tmp_path / "t.json"))
-    assert [e["name"] for e in by_track["stage 0: thinker", "slot 0"]] == ["request 7"]
+    assert [e["name"] for e in by_track["stage 0: thinker", "slot 1000"]] == ["request 7"]
 
 
 def test_after_a_crash_only_the_bracket_is_missing(config, summarize, tmp_path: Path):
@@ -148,4 +148,4 @@ def test_tracks_are_used_again(config, summarize, clock, tmp_path: Path):
         timeline.request_started(str(i), ["text"])
         timeline.request_ended(summarize(str(i), arrival=clock.now))
     timeline.close()
-    assert {track for _, track in tracks(read_events(tmp_path / "t.json"))} == {"slot 0"}
+    assert {track for _, track in tracks(read_events(tmp_path / "t.json"))} == {"slot 1000"}

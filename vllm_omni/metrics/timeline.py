@@ -30,9 +30,11 @@ logger = get_logger(__name__)
 
 Event = dict[str, Any]
 
-# Perfetto takes process 0 for the idle process.
+# Perfetto shows `NAME NUMBER` of a group and of a track. It takes process 0 for the idle process, and draws the track
+# with its group's number first, as that of a main thread.
 _REQUESTS_PID = 1
 _FIRST_STAGE_PID = 2
+_FIRST_SLOT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Timeline(PipelineObserver):
     def _take_slot(self) -> int:
         if self._free_slots:
             return heapq.heappop(self._free_slots)
-        slot = len(self._running)
+        slot = _FIRST_SLOT + len(self._running)
         self._write(_thread_name(pid, slot) for pid in (_REQUESTS_PID, *self._pids.values()))
         return slot
 
@@ -143,7 +145,7 @@ def _group(pid: int, name: str) -> Iterator[Event]:
 
 
 def _thread_name(pid: int, slot: int) -> Event:
-    return {"name": "thread_name", "ph": "M", "pid": pid, "tid": slot, "args": {"name": f"slot {slot}"}}
+    return {"name": "thread_name", "ph": "M", "pid": pid, "tid": slot, "args": {"name": "slot"}}
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:

@@ -6,10 +6,10 @@ from dataclasses import fields
 
 import pytest
 import torch
-from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_omni.core.sched.output import OmniModelRunnerOutput, OmniNewRequestData
+from vllm_omni.core.sched.output import InputChunk, OmniModelRunnerOutput, OmniNewRequestData, OmniSchedulerOutput
 from vllm_omni.engine.payloads import AdditionalInformationPayload
 
 
@@ -23,7 +23,23 @@ def test_new_request_data():
     base = filled(NewRequestData)
     ours = OmniNewRequestData.from_base(base, payload)
     assert all(getattr(ours, field.name) is getattr(base, field.name) for field in fields(NewRequestData))
-    assert ours.additional_information is payload
+    assert ours.additional_information is payload and ours.is_input_complete
+    assert not OmniNewRequestData.from_base(base, None, False).is_input_complete
+
+
+def test_scheduler_output():
+    chunks = {"a": [InputChunk(is_last=True)]}
+    base = filled(SchedulerOutput)
+    ours = OmniSchedulerOutput.from_base(base, chunks)
+    assert all(getattr(ours, field.name) is getattr(base, field.name) for field in fields(SchedulerOutput))
+    assert ours.input_chunks is chunks
+
+
+def test_chunks_reach_workers_in_other_processes():
+    payload = AdditionalInformationPayload.from_dict({"rows": torch.arange(3.0)})
+    output = OmniSchedulerOutput.from_base(SchedulerOutput.make_empty(), {"a": [InputChunk(payload, True)]})
+    (chunk,) = pickle.loads(pickle.dumps(output)).input_chunks["a"]
+    assert chunk.is_last and chunk.information.to_dict()["rows"].tolist() == [0, 1, 2]
 
 
 def test_model_runner_output():

@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from tests.engine.hooked_models import DoublingVocoder, HookedQwen3
+from tests.engine.hooked_models import CollectingQwen3, DoublingVocoder, HookedQwen3
 from vllm_omni.worker.host_copy import HostCopy
 from vllm_omni.worker.model_hooks import ModelHooks
 
@@ -25,6 +25,12 @@ def test_a_model_with_all():
     hooks = ModelHooks.of(model)
     assert hooks == ModelHooks(model, model, model, aux_layers=(2,), wants_information=False)
     assert not hooks.emits_prompt_rows
+
+
+def test_a_model_that_takes_chunks_in_by_itself():
+    model = without_weights(CollectingQwen3)
+    assert ModelHooks.of(model).input_chunks is model
+    assert ModelHooks.of(without_weights(HookedQwen3)).input_chunks is None
 
 
 def test_a_forward_that_wants_information():

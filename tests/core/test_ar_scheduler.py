@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests a step takes, on the scheduler of a real engine; nothing here looks at outputs."""
+
+import pytest
+
+from tests.engine.running import greedy, random_prompts
+from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.errors import InvalidRequestError
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_qwen3):
+    from vllm_omni.engine.engine_args import create_engine_args
+
+    arguments = {"max_model_len": 128, "kv_cache_memory_bytes": 16 << 20, "block_size": 32, "max_num_seqs": 4}
+    engine = OmniLLMEngine.from_omni_engine_args(create_engine_args(str(tiny_qwen3), dtype="float32", **arguments))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def idle(engine):
+    yield
+    engine.fail_all()
+    while engine.has_work():
+        engine.step()
+
+
+def add(engine, request_id, length=8, num_ready_tokens=None, **parameters):
+    (prompt,) = random_prompts(length)
+    engine.add_request(request_id, {"prompt_token_ids": prompt}, greedy(20, **parameters))
+    if num_ready_tokens is not None:
+        engine.await_input(request_id, num_ready_tokens)
+
+
+def batches(engine, num_steps):
+    """Who takes part in each of the next steps."""
+    names = []
+    for _ in range(num_steps):
+        engine.step()
+        names.append("".join(sorted(engine.last_batch())))
+    return names
+
+
+def test_only_the_starved_one_is_held(engine):
+    add(engine, "a")
+    add(engine, "b", num_ready_tokens=9)
+    assert batches(engine, 4) == ["ab", "ab", "a", "a"]
+    engine.add_input("b", {}, 10, is_last=False)
+    assert batches(engine, 3) == ["ab", "a", "a"]
+    engine.add_input("b", {}, None, is_last=True)
+    assert batches(engine, 2) == ["ab", "ab"]
+
+
+def test_there_is_work_only_where_a_step_can_do_something(engine):
+    assert not engine.has_work()
+    add(engine, "a", num_ready_tokens=8)
+    assert engine.has_work()
+    engine.step()
+    assert not engine.has_work() and engine.has_unfinished_requests()
+    engine.add_input("a", {"x": 1}, 8, is_last=False)
+    assert not engine.has_work()
+    engine.add_input("a", {}, 9, is_last=False)
+    assert engine.has_work()
+    engine.step()
+    assert not engine.has_work()
+    engine.abort_request(["a"])
+    assert engine.has_work(), "the workers do not know yet"
+    engine.step()
+    assert not engine.has_work() and engine.last_batch_size == 0
+
+
+def test_held_while_preempted(engine):
+    add(engine, "a", num_ready_tokens=9)
+    add(engine, "b")
+    assert batches(engine, 3) == ["ab", "ab", "b"]
+    assert engine.reset_prefix_cache(reset_running_requests=True)
+    assert batches(engine, 2) == ["b", "b"]
+    engine.add_input("a", {}, None, is_last=True)
+    assert batches(engine, 1) == ["ab"]
+    assert engine.last_batch()["a"] == 10  # All that it has, again.
+
+
+def test_blocks(engine):
+    used, total = engine.kv_blocks()
+    assert used == 0 and total > 8
+    add(engine, "a", length=40)
+    engine.step()
+    assert engine.kv_blocks() == (2, total)
+
+
+def test_several_sequences_are_one_request(engine):
+    add(engine, "a", n=2, temperature=1.0, num_ready_tokens=8)
+    assert batches(engine, 1) == ["a"] and engine.last_batch_size == 2
+    assert not engine.has_work()
+    engine.add_input("a", {}, None, is_last=True)
+    assert batches(engine, 1) == ["a"] and engine.last_batch_size == 2
+
+
+def test_input_for_nobody_and_input_that_cannot_travel(engine):
+    engine.add_input("unknown", {"x": 1}, None, is_last=True)
+    add(engine, "a", num_ready_tokens=8)
+    engine.step()
+    with pytest.raises(InvalidRequestError, match="set"):
+        engine.add_input("a", {"x": {1}}, None, is_last=True)
+    assert not engine.has_work()
+
+
+class TestQuarantine:
+    def test_every_other_step_until_it_is_past(self, engine):
+        for request_id in "abcd":
+            add(engine, request_id)
+        engine.quarantine("b", 9)
+        engine.quarantine("d", 8)
+        assert batches(engine, 8) == ["b", "ac", "b", "abc", "d", "abcd", "abcd", "abcd"]
+
+    def test_among_suspects_only(self, engine):
+        add(engine, "a")
+        add(engine, "b", num_ready_tokens=8)
+        engine.quarantine("a", 9)
+        engine.quarantine("b", 9)
+        assert batches(engine, 6) == ["a", "a", "a", "b", "a", "a"]
+
+    def test_of_one_that_is_aborted(self, engine):
+        add(engine, "a")
+        add(engine, "b")
+        engine.quarantine("a", 30)
+        assert batches(engine, 1) == ["a"]
+        engine.abort_request(["a"])
+        assert batches(engine, 2) == ["b", "b"]

@@ -34,7 +34,7 @@ class RunDir:
 
         To be called before anything is sent to the stage's next process.
         """
-        own = payload_prefix(pid, stage_id, "*")
+        own = payload_prefix(pid, stage_id, "")
         for pattern in (f"payload-*-to{stage_id}-*", f"{own}*", f"pool-{own}*"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)

@@ -6,10 +6,12 @@ Most processes hold one stage. It knows no kind of engine and no model.
 
 import os
 import socket
+import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 from vllm.utils.system_utils import decorate_logs, set_process_title
@@ -23,6 +25,8 @@ from vllm_omni.stage.input_processor import load_stage_input_processor
 from vllm_omni.stage.placement import alone_on_devices, set_stage_gpu_devices
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import StageSpec
+
+_T = TypeVar("_T")
 
 
 class HostedStage:
@@ -67,10 +71,22 @@ class HostedStage:
 
     def _start_thread(self, what: str, work: Callable[[], None]) -> None:
         thread = threading.Thread(
-            target=_run_or_die, args=(self, work, self._lifeline), name=f"{self.spec.stage.name}-{what}", daemon=True
+            target=self.run_or_die, args=(work,), name=f"{self.spec.stage.name}-{what}", daemon=True
         )
         thread.start()
         self._threads.append(thread)
+
+    def run_or_die(self, work: Callable[[], _T]) -> _T:
+        """Does a part of the stage's work. If it fails, the process ends with the stage's error as its last words."""
+        try:
+            return work()
+        except BaseException as error:
+            try:
+                traceback.print_exc()
+                sys.stdout.flush()
+                self._lifeline.sendall(f"{self.label}: {type(error).__name__}: {error}".encode())
+            finally:
+                os._exit(1)
 
 
 def main(spec_bytes: bytes, lifeline: socket.socket) -> None:
@@ -81,7 +97,7 @@ def main(spec_bytes: bytes, lifeline: socket.socket) -> None:
         lifeline: Its end-of-file says that the parent is gone. Gets the last words of a stage that fails in a thread.
 
     Raises:
-        Exception: A stage could not start, or its engine broke; its parent is told.
+        Exception: A stage that has the process to itself could not start, or its engine broke; its parent is told.
     """
     specs = msgspec.json.decode(spec_bytes, type=list[StageSpec])
     _set_up_process(specs)
@@ -107,34 +123,16 @@ def _run_together(stages: list[HostedStage]) -> None:
     They start one after the other, and all before any works: vLLM sets defaults of the whole process while it loads.
     """
     for stage in stages:
-        _blaming(stage, stage.make_engine)
-    in_order = sorted(stages, key=lambda stage: not stage.engine.must_start_first())
+        stage.run_or_die(stage.make_engine)
+    in_order = sorted(stages, key=lambda stage: not stage.run_or_die(stage.engine.must_start_first))
     for stage in in_order:
-        _blaming(stage, stage.start)
+        stage.run_or_die(stage.start)
     for stage in stages:
         stage.run_in_thread()
     for stage in stages:
         stage.join()
     for stage in reversed(in_order):
         stage.engine.close()
-
-
-def _blaming(stage: HostedStage, work: Callable[[], None]) -> None:
-    """Does a stage's part; an error names the stage, because the process holds others too."""
-    try:
-        work()
-    except Exception as error:
-        raise RuntimeError(f"{stage.label}: {type(error).__name__}: {error}") from error
-
-
-def _run_or_die(stage: HostedStage, work: Callable[[], None], lifeline: socket.socket) -> None:
-    """A thread's life. If it fails the process ends, with the error as its last words: no stage works without it."""
-    try:
-        work()
-    except BaseException as error:
-        traceback.print_exc()
-        lifeline.sendall(f"{stage.label}: {type(error).__name__}: {error}".encode())
-        os._exit(1)
 
 
 def _set_up_process(specs: list[StageSpec]) -> None:

@@ -24,8 +24,21 @@ SIGNATURES = {
     # Scheduler
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": (
         "self, throttle_prefills=...",
+        f"{SCHED}.omni_ar_scheduler:OmniARScheduler",
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler._handle_blocked_waiting_request": (
+        "self, request",
         f"{SCHED}.omni_scheduler_mixin:OmniSchedulerMixin",
     ),
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": (
+        "self, request, timestamp, drop_stale_output=...",
+        f"{SCHED}.omni_scheduler_mixin:OmniSchedulerMixin",
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.has_finished_requests": (
+        "self",
+        f"{SCHED}.omni_scheduler_mixin:OmniSchedulerMixin",
+    ),
+    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": ("self", f"{ENGINE}.omni_llm_engine:OmniLLMEngine"),
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
         "self, scheduler_output, model_runner_output",
         f"{SCHED}.omni_generation_scheduler:OmniGenerationScheduler",

@@ -14,6 +14,7 @@ import torch
 
 import vllm_omni
 from vllm_omni.errors import StageConfigError
+from vllm_omni.stage import placement
 from vllm_omni.stage.placement import alone_on_devices, set_stage_gpu_devices, stage_devices
 
 from .machines import VARIABLE, install, pipeline
@@ -84,9 +85,12 @@ def test_devices_are_not_changed_under_a_process_that_uses_them(monkeypatch: pyt
     assert os.environ[VARIABLE] == "0,1"
 
 
-def test_on_a_cpu_devices_are_ignored_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_cpu_devices_are_ignored_with_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = dict(os.environ)
-    with caplog.at_level(logging.DEBUG, "vllm_omni.stage.placement"):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.DEBUG, placement.logger.name):
         vllm_omni.set_stage_gpu_devices("99", "stage 0 (thinker)")
     assert [record.message for record in caplog.records] == ["stage 0 (thinker): devices '99' have no effect on a CPU"]
     assert dict(os.environ) == environment

@@ -7,7 +7,6 @@ It knows no engine. How much memory a stage takes there is the business of `stag
 
 import contextlib
 import fcntl
-import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,9 @@ from vllm.platforms import current_platform
 from vllm_omni.config.placement import parse_devices, process_devices
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
+from vllm_omni.metrics.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def set_stage_gpu_devices(devices: str | int | None, stage: str = "this process") -> None:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three vLLM engines in one process, on one core: held against HF transformers, as three processes are."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+
+from vllm_omni import OmniLLM
+from vllm_omni.config.paths import stage_configs_dir
+from vllm_omni.testing.hf_oracle import HFOracle
+from vllm_omni.testing.media import mixed_prompts
+
+THINKER_TOKENS, TALKER_TOKENS = 24, 48
+GREEDY = [
+    None,
+    {"temperature": 0.0, "repetition_penalty": 1.05, "max_tokens": TALKER_TOKENS, "detokenize": False},
+    {"temperature": 0.0, "max_tokens": THINKER_TOKENS},
+]
+CORE = max(os.sched_getaffinity(0))
+
+
+def shared_configuration() -> dict[str, Any]:
+    """The shipped one, in one process, and backwards: the first stage to be listed is the one without experts."""
+    raw = yaml.safe_load((stage_configs_dir() / "qwen3_omni_moe.yaml").read_text())
+    for stage in raw["stage_args"]:
+        stage["stage_id"] = 2 - stage["stage_id"]
+        stage["engine_input_source"] = [2 - source for source in stage.get("engine_input_source", [])]
+        stage["runtime"] |= {"process": "one"}
+    raw["stage_args"][0]["runtime"] |= {"cpus": str(CORE), "memory": "64MiB"}
+    raw["stage_args"][0]["engine_args"].pop("gpu_memory_utilization")
+    raw["runtime"]["edges"] = []
+    return raw
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
+    path = tmp_path_factory.mktemp("config") / "shared.yaml"
+    path.write_text(yaml.safe_dump(shared_configuration()))
+    overrides = {name: {"kv_cache_memory_bytes": 64 << 20} for name in ("talker", "code2wav")}
+    with OmniLLM(
+        str(tiny_qwen3_omni_moe),
+        str(path),
+        stage_overrides=overrides,
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=8,
+    ) as llm:
+        yield llm
+
+
+def test_eight_different_prompts_at_once_equal_hf(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+    prompts = mixed_prompts(tiny_qwen3_omni_moe, 8, seed=10)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    oracle = HFOracle(tiny_qwen3_omni_moe)
+    for prompt, speech, text in zip(prompts, outputs[::2], outputs[1::2], strict=True):
+        expected = oracle.generate(prompt, thinker_max_tokens=THINKER_TOKENS, talker_max_tokens=TALKER_TOKENS)
+        assert text.outputs[0].token_ids == expected.thinker_token_ids
+        torch.testing.assert_close(speech.multimodal_output["audio"], expected.audio, rtol=0, atol=1e-4)
+
+
+def test_they_are_in_one_process_on_one_core(llm: OmniLLM) -> None:
+    children = [child for child in psutil.Process().children(recursive=True) if "vllm_omni::" in child.cmdline()[0]]
+    assert [child.cmdline()[0] for child in children] == ["vllm_omni::code2wav+talker+thinker"]
+    threads = [os.sched_getaffinity(thread.id) for thread in children[0].threads()]
+    assert threads == [{CORE}] * len(threads) and len(threads) > 6  # three engines, three for input and output

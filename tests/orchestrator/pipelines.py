@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines of fake and function stages, and a caller who keeps account of what becomes of every request."""
 
+import functools
 import queue
 from collections.abc import Mapping
 from typing import Any
@@ -42,10 +43,23 @@ def make_config(*stages: dict, **runtime: Any) -> PipelineConfig:
 TRIANGLE = (fake_stage(0, "a", (), "text"), fake_stage(1, "b", (0,)), fake_stage(2, "c", (0, 1), "audio"))
 
 
-def open_orchestrator(config: PipelineConfig, init_timeout: float = 120.0, **options: Any) -> Orchestrator:
-    return Orchestrator(
-        config, "", shm_threshold_bytes=65536, init_timeout=init_timeout, server=ForkServer(), **options
-    )
+class KeptForkServer(ForkServer):
+    """Serves one pipeline after another, since its imports take longer than any test. Ends with the interpreter."""
+
+    def close(self) -> None:
+        pass
+
+
+@functools.cache
+def kept_server() -> ForkServer:
+    return KeptForkServer()
+
+
+def open_orchestrator(
+    config: PipelineConfig, init_timeout: float = 120.0, server: ForkServer | None = None, **options: Any
+) -> Orchestrator:
+    server = server or kept_server()
+    return Orchestrator(config, "", shm_threshold_bytes=65536, init_timeout=init_timeout, server=server, **options)
 
 
 class Caller:

@@ -21,6 +21,7 @@ from vllm_omni.errors import (
 )
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.orchestrator.run_dir import RunDir
+from vllm_omni.stage.fork_server import ForkServer
 
 CONFIG = make_config(*TRIANGLE)
 
@@ -94,7 +95,7 @@ def test_nothing_is_left_of_payloads_when_all_is_quiet(caller: Caller, orchestra
 
 def test_close_ends_what_runs_and_leaves_nothing() -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    orchestrator = open_orchestrator(CONFIG)
+    orchestrator = open_orchestrator(CONFIG, server=ForkServer())
     orchestrator.wait_until_started()
     caller = Caller(orchestrator, CONFIG)
     running = caller.submit("running", fake_seconds=0.3)
@@ -119,7 +120,7 @@ def test_a_stage_that_cannot_start_ends_the_start_with_its_own_error() -> None:
         ]
     }  # fmt: skip
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    orchestrator = open_orchestrator(parse_pipeline_config(raw, "test"))
+    orchestrator = open_orchestrator(parse_pipeline_config(raw, "test"), server=ForkServer())
     with pytest.raises(StageStartError, match=r"stage 1 \(painter\) failed to start: StageConfigError") as error:
         orchestrator.wait_until_started()
     assert error.value.stage_id == 1
@@ -129,7 +130,7 @@ def test_a_stage_that_cannot_start_ends_the_start_with_its_own_error() -> None:
 
 
 def test_a_start_that_takes_too_long_is_ended() -> None:
-    orchestrator = open_orchestrator(CONFIG, init_timeout=0.2)
+    orchestrator = open_orchestrator(CONFIG, init_timeout=0.2, server=ForkServer())
     with pytest.raises(StageStartError, match=r"init_timeout|timed out"):
         orchestrator.wait_until_started()
     assert not orchestrator._run_dir.path.exists()
@@ -138,8 +139,8 @@ def test_a_start_that_takes_too_long_is_ended() -> None:
 def test_when_the_parent_is_killed_its_stages_go_too_and_the_next_start_cleans_up() -> None:
     script = textwrap.dedent("""
         import psutil, sys
-        from tests.orchestrator.test_orchestrator import CONFIG, open_orchestrator
-        orchestrator = open_orchestrator(CONFIG)
+        from tests.orchestrator.test_orchestrator import CONFIG, ForkServer, open_orchestrator
+        orchestrator = open_orchestrator(CONFIG, server=ForkServer())
         orchestrator.wait_until_started()
         pids = [child.pid for child in psutil.Process().children(recursive=True)]
         print(orchestrator._run_dir.path, *pids, flush=True)

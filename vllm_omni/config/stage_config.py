@@ -148,8 +148,8 @@ class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     Attributes:
         window_size: As in `edges`.
         max_inflight, max_queued: As in a stage's `runtime`.
-        high_watermark_bytes: Bytes that a stage may have waiting for its engine; above this its sources begin nothing
-            new until half of it is left.
+        high_watermark_bytes: Bytes that may wait in a stage for its engine. Above this, whoever feeds it begins
+            nothing new.
     """
 
     window_size: int = -1

@@ -4,7 +4,7 @@
     orchestrator -> stage         SubmitMessage, AbortMessage, PeerDownMessage, PeerUpMessage, StatsQuery,
                                   ShutdownMessage
     stage -> next stage           DataMessage
-    stage -> whoever feeds it     WatermarkMessage
+    stage -> whoever feeds it     RefundMessage
     stage -> orchestrator         ReadyMessage, OutputMessage, ResultMessage, ErrorMessage, StatsMessage, FaultMessage
 
 A message is a frame that says who sent it in which version of this page, and a msgpack frame. A payload that is carried
@@ -104,11 +104,12 @@ class DataMessage(Message):
     payload: PayloadRef
 
 
-class WatermarkMessage(Message):
-    """Too much waits in this stage: begin nothing new for it; or, again, little enough."""
+class RefundMessage(Message):
+    """So much of what this stage was sent does not wait in it any more. See `stage.credit`."""
 
     stage_id: int
-    is_above: bool
+    num_requests: int
+    num_bytes: int
 
 
 class ReadyMessage(Message):
@@ -174,10 +175,10 @@ StageInbound = (
     | StatsQuery
     | ShutdownMessage
     | DataMessage
-    | WatermarkMessage
+    | RefundMessage
 )
 OrchestratorInbound = (
-    ReadyMessage | OutputMessage | ResultMessage | ErrorMessage | StatsMessage | FaultMessage | WatermarkMessage
+    ReadyMessage | OutputMessage | ResultMessage | ErrorMessage | StatsMessage | FaultMessage | RefundMessage
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 import msgspec
 import zmq
 
-from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.distributed.connectors import ThresholdConnector
 from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.errors import (
@@ -45,10 +45,10 @@ from vllm_omni.orchestrator.messages import (
     PeerDownMessage,
     PeerUpMessage,
     ReadyMessage,
+    RefundMessage,
     ResultMessage,
     StatsMessage,
     StatsQuery,
-    WatermarkMessage,
     recv_at_orchestrator,
 )
 from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
@@ -56,6 +56,7 @@ from vllm_omni.orchestrator.run_dir import RunDir
 from vllm_omni.orchestrator.spec_factory import SpecFactory
 from vllm_omni.orchestrator.supervisor import StageHealth, Supervisor
 from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.credit import Credit
 from vllm_omni.stage.fork_server import ForkServer
 from vllm_omni.stage.omni_stage import OmniStage, StageState
 from vllm_omni.stage.spec import StagePlacement
@@ -211,10 +212,10 @@ class Orchestrator:
                 self._start_stages()
                 self._started.set_result(None)
                 while not self._closing:
-                    self._poll(self._next_due())
                     self._run_commands()
                     self._act_on_time()
                     self._admit()
+                    self._poll(self._next_due())
             except BaseException as error:
                 failure = error
             self._end_requests()
@@ -238,7 +239,7 @@ class Orchestrator:
         connector = ThresholdConnector(self._run_dir.path, "orchestrator", self._shm_threshold_bytes)
         self._channel = PayloadChannel(connector)
         self._stages = {
-            stage_id: OmniStage(stage, self._run_dir, context, self._shm_threshold_bytes)
+            stage_id: OmniStage(stage, self._run_dir, context, self._shm_threshold_bytes, self._make_credit(stage))
             for stage_id, stage in self._config.stages.items()
         }
         self._supervisor = Supervisor(
@@ -250,6 +251,9 @@ class Orchestrator:
             self._command,
         )
         cleanup.callback(self._supervisor.stop_all)
+
+    def _make_credit(self, stage: OmniStageConfig) -> Credit:
+        return Credit(self._config.max_queued(stage), self._config.runtime.defaults.high_watermark_bytes)
 
     def _start_stages(self) -> None:
         deadline = time.monotonic() + self._init_timeout
@@ -336,7 +340,7 @@ class Orchestrator:
     def _takes_new(self, request: PipelineRequest) -> bool:
         """Whether the stages that it begins with have room for more."""
         return not any(
-            self._stages[stage_id].is_above
+            self._stages[stage_id].credit.is_spent
             for stage_id in request.stages
             if not self._config.stages[stage_id].engine_input_source
         )
@@ -442,8 +446,8 @@ class Orchestrator:
                 self._on_result(stage, message, frames)
             case ErrorMessage():
                 self._on_error(stage, message)
-            case WatermarkMessage():
-                stage.is_above = message.is_above
+            case RefundMessage():
+                stage.credit.refund(message.num_requests, message.num_bytes)
             case StatsMessage():
                 self._on_stats(message.stats)
             case FaultMessage():

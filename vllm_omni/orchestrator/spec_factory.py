@@ -63,6 +63,8 @@ class SpecFactory:
             epoch=target.epoch,
             streams=self._window(stage.stage_id, target.config).streams,
             reads=self._reads(target.config),
+            max_queued=self._config.max_queued(target.config),
+            high_watermark_bytes=self._config.runtime.defaults.high_watermark_bytes,
             shm_threshold_bytes=self._config.shm_threshold_bytes(stage, target.stage_id, self._shm_threshold_bytes),
         )
 

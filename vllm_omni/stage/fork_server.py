@@ -19,8 +19,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 _MAX_MESSAGE = 1 << 20
 _WORKER = "vllm_omni.stage.worker"
@@ -71,24 +72,32 @@ class StageProcess:
 
 
 class ForkServer:
-    """Starts the server, and forks stages from it. Used by one thread at a time."""
+    """Starts the server, and forks stages from it. Starts another one, should it die. For use from any thread."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         """
         Args:
             preload: Modules that the server imports before it forks, beside the stage shell itself.
         """
+        self._modules = list(preload)
+        self._has_forked = False
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._launch()
+
+    def _launch(self) -> None:
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
             import_path = json.dumps([str(entry) for entry in sys.path])
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND, str(server_end.fileno()), import_path, *preload],
+                [sys.executable, "-c", _COMMAND, str(server_end.fileno()), import_path, *self._modules],
                 pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
             )
 
     def preload(self, modules: Sequence[str]) -> None:
         """Makes the server import further modules before it forks; does not wait for it."""
+        self._modules += modules
         self._control.send(b"load" + "\n".join(modules).encode())
 
     def fork(self, spec: bytes, timeout: float) -> StageProcess:
@@ -100,22 +109,40 @@ class ForkServer:
             EOFError: The server died; what it wrote on stderr says why.
             TimeoutError: It did not finish its imports in time.
         """
+        with self._lock:
+            try:
+                return self._fork(spec, timeout)
+            except (EOFError, BrokenPipeError, ConnectionResetError):
+                if not self._has_forked or self._is_closed:
+                    raise
+            self._end()
+            self._launch()
+            return self._fork(spec, timeout)
+
+    def _fork(self, spec: bytes, timeout: float) -> StageProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._control.settimeout(max(0.0, timeout))
             socket.send_fds(self._control, [b"fork" + spec], [theirs.fileno()])
-            return StageProcess(json.loads(self._reply()), ours, self)
+            process = StageProcess(json.loads(self._reply()), ours, self)
+        self._has_forked = True
+        return process
 
     def wait_for(self, pid: int) -> int | None:
         """The wait status of an ended stage, or None if the server is gone too."""
         try:
-            self._control.send(b"wait" + str(pid).encode())
-            return json.loads(self._reply())
+            with self._lock:
+                self._control.send(b"wait" + str(pid).encode())
+                return json.loads(self._reply())
         except (EOFError, OSError):
             return None
 
     def close(self) -> None:
         """Ends the server. Stages that still run are not touched. May be called twice."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -139,9 +166,16 @@ def serve(control: socket.socket) -> None:
                 importlib.import_module(module)
             _freeze()
         elif verb == b"wait":
-            control.send(json.dumps(os.waitpid(int(body), 0)[1]).encode())
+            control.send(json.dumps(_wait_for(int(body))).encode())
         else:
             return
+
+
+def _wait_for(pid: int) -> int | None:
+    try:
+        return os.waitpid(pid, 0)[1]
+    except ChildProcessError:
+        return None  # Another server's child: that one died.
 
 
 def _fork_stage(control: socket.socket, spec: bytes, lifeline_fd: int) -> int:
@@ -169,10 +203,32 @@ def main() -> None:
     # Ctrl-C reaches the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
-    for module in (_WORKER, *sys.argv[3:]):
-        importlib.import_module(module)
+    with _ending_with_parent(control):
+        for module in (_WORKER, *sys.argv[3:]):
+            importlib.import_module(module)
     _freeze()
     serve(control)
+
+
+@contextlib.contextmanager
+def _ending_with_parent(control: socket.socket) -> Iterator[None]:
+    """Imports take seconds: if the parent goes meanwhile, so does this process. The watch ends before any fork."""
+    stop_reader, stop_writer = os.pipe()
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(control, 0)  # for the hang-up alone
+        poller.register(stop_reader, select.POLLIN)
+        if any(fd == control.fileno() for fd, _ in poller.poll()):
+            os._exit(1)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield
+    os.write(stop_writer, b"\0")
+    thread.join()
+    os.close(stop_reader)
+    os.close(stop_writer)
 
 
 def _freeze() -> None:

@@ -12,6 +12,7 @@ from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.inputs import StageRequest
 from vllm_omni.orchestrator.messages import ORCHESTRATOR, AbortMessage, Message, SubmitMessage, send
 from vllm_omni.orchestrator.run_dir import RunDir, payload_prefix
+from vllm_omni.stage.credit import Credit
 
 
 class StageState(Enum):
@@ -32,17 +33,17 @@ class OmniStage:
         state: What it is doing.
         epoch: Counts its processes, from 0.
         death: How its last process ended; empty if none has.
-        is_above: It has asked to be sent nothing new.
+        credit: What it may be sent, where it is a first stage.
     """
 
     def __init__(
-        self, config: OmniStageConfig, run_dir: RunDir, context: zmq.Context, shm_threshold_bytes: int
+        self, config: OmniStageConfig, run_dir: RunDir, context: zmq.Context, shm_threshold_bytes: int, credit: Credit
     ) -> None:
         self.config = config
         self.state = StageState.STARTING
         self.epoch = 0
         self.death = ""
-        self.is_above = False
+        self.credit = credit
         self._run_dir = run_dir
         self._context = context
         self._socket: zmq.Socket
@@ -88,6 +89,8 @@ class OmniStage:
             streams=streams,
             payload=payload,
         )
+        if not sources:
+            self.credit.spend(1, payload.num_bytes)
         send(self._socket, message, frames, sender=ORCHESTRATOR)
 
     def abort(self, request_ids: list[str]) -> None:
@@ -106,7 +109,7 @@ class OmniStage:
         """Its process ended. What was sent to it is lost; the next one has another address."""
         self.state = StageState.RESTARTING
         self.death = how
-        self.is_above = False
+        self.credit.reset()
         self.epoch += 1
         self._socket.close(linger=0)
         self._connect()

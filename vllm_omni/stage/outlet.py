@@ -53,6 +53,12 @@ class Outlet:
         """Whether all that read this request's output have room for more."""
         return all(self.targets[target].takes_new_requests for target in state.submit.targets)
 
+    def reserve(self, state: RequestState) -> None:
+        """A request is begun with: its outputs will be sent."""
+        for target in state.submit.targets:
+            self.targets[target].credit.spend(1, 0)
+            state.reserved.add(target)
+
     def streams(self, state: RequestState) -> bool:
         """Whether somebody reads this request's output while it is made."""
         return state.submit.streams or any(self.targets[target].spec.streams for target in state.submit.targets)
@@ -101,7 +107,7 @@ class Outlet:
         """
         target = self.targets[message.stage_id]
         target.connect(message.epoch)
-        target.is_above = False
+        target.credit.reset()
         errors: dict[str, OSError] = {}
         for state, output in self._backlog.pop(message.stage_id, ()):
             try:
@@ -110,8 +116,10 @@ class Outlet:
                 errors[state.request_id] = error
         return errors
 
-    def forget(self, request_id: str) -> None:
-        """Drops what is kept of a request that has failed."""
+    def forget(self, request_id: str, state: RequestState | None) -> None:
+        """Drops what is kept of a request that has failed, or ended earlier (then it has no state)."""
+        for target in state.reserved if state is not None else ():
+            self.targets[target].credit.refund(1, 0)
         for entries in self._backlog.values():
             entries[:] = [entry for entry in entries if entry[0].request_id != request_id]
 
@@ -132,6 +140,7 @@ class Outlet:
             payload=payload,
         )
         state.num_sent[target_id] = sequence + 1
+        state.reserved.discard(target_id)
         target.send(message, frames)
 
     def _for_caller(self, output: StageOutput) -> StageOutput:

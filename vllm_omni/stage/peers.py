@@ -11,13 +11,14 @@ from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.orchestrator.messages import Frames, Message, PayloadRef, send
 from vllm_omni.orchestrator.run_dir import payload_prefix, stage_address
 from vllm_omni.outputs import StageOutput, select_fields
+from vllm_omni.stage.credit import Credit
 from vllm_omni.stage.spec import TargetSpec
 
 _LINGER_MS = 1000
 
 
 def make_socket(context: zmq.Context, kind: int) -> zmq.Socket:
-    """A socket without a limit of its own: watermarks bound what is sent (see `WaitingLine`)."""
+    """A socket without a limit of its own: credit bounds what is sent."""
     sock = context.socket(kind)
     sock.setsockopt(zmq.SNDHWM, 0)
     sock.setsockopt(zmq.RCVHWM, 0)
@@ -61,24 +62,26 @@ class Target(Peer):
 
     Attributes:
         spec: What it reads, and how.
-        is_above: It has asked to be sent nothing new.
+        credit: What it may be sent.
     """
 
     def __init__(self, context: zmq.Context, run_dir: Path, own_id: int, stage_id: int, spec: TargetSpec) -> None:
         super().__init__(context, run_dir, own_id, stage_id, spec.epoch)
         self.spec = spec
-        self.is_above = False
+        self.credit = Credit(spec.max_queued, spec.high_watermark_bytes)
         prefix = payload_prefix(os.getpid(), own_id, stage_id)
         self._channel = PayloadChannel(ThresholdConnector(run_dir, prefix, spec.shm_threshold_bytes))
 
     @property
     def takes_new_requests(self) -> bool:
-        return self.epoch is not None and not self.is_above
+        return self.epoch is not None and not self.credit.is_spent
 
     def put(self, output: StageOutput) -> tuple[PayloadRef, Frames]:
-        """Makes the part of an output that the target reads available to it.
+        """Makes the part of an output that the target reads available to it, at the cost of credit.
 
         Raises:
             OSError: There is no room for it.
         """
-        return self._channel.put(select_fields(output, self.spec.reads))
+        payload, frames = self._channel.put(select_fields(output, self.spec.reads))
+        self.credit.spend(0, payload.num_bytes)
+        return payload, frames

@@ -101,7 +101,8 @@ class RequestState:
     Attributes:
         streamed_to: Targets that have been sent a part of the output.
         num_received, num_sent: Pieces that have come from each source, and gone to each target.
-        num_waiting_bytes: Payload bytes that wait for the engine.
+        reserved: Targets whose credit was spent on the request, and that have not been sent anything.
+        owed: Feeders, requests and bytes to give back when the request does not wait any more.
     """
 
     submit: SubmitMessage
@@ -112,9 +113,10 @@ class RequestState:
     is_queued: bool = False
     is_running: bool = False
     is_in_engine: bool = False
-    num_waiting_bytes: int = 0
     num_received: dict[int, int] = field(default_factory=dict)
     num_sent: dict[int, int] = field(default_factory=dict)
+    reserved: set[int] = field(default_factory=set)
+    owed: list[tuple[int, int, int]] = field(default_factory=list)  # (feeder, requests, bytes)
 
     @property
     def request_id(self) -> str:

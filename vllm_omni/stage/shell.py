@@ -5,7 +5,6 @@ It receives requests and the outputs of other stages, cuts them into windows, ru
 results on. It knows no kind of engine and no model.
 """
 
-import logging
 import math
 import os
 import socket
@@ -20,6 +19,7 @@ from vllm_omni.distributed.connectors import ThresholdConnector
 from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.metrics.logs import about, get_logger
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.orchestrator.messages import (
@@ -33,16 +33,17 @@ from vllm_omni.orchestrator.messages import (
     PeerDownMessage,
     PeerUpMessage,
     ReadyMessage,
+    RefundMessage,
     ShutdownMessage,
     StageInbound,
     StatsMessage,
     StatsQuery,
     SubmitMessage,
-    WatermarkMessage,
     recv_at_stage,
 )
 from vllm_omni.orchestrator.run_dir import stage_address
 from vllm_omni.outputs import StageMetrics, StageOutput
+from vllm_omni.stage.credit import Refund
 from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, Result, StageEngine, Started, Stream, StreamChunk
 from vllm_omni.stage.input_processor import StageInputProcessor
 from vllm_omni.stage.outlet import Outlet
@@ -50,9 +51,8 @@ from vllm_omni.stage.peers import Peer, make_socket
 from vllm_omni.stage.request_state import InputCall, InputStreams, OutputStream, RequestState
 from vllm_omni.stage.segments import Segmenter
 from vllm_omni.stage.spec import StageSpec
-from vllm_omni.stage.waiting_line import WaitingLine
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _LOST_AFTER_S = 0.5
 """How long the last output of a stage that died may still be on its way through the kernel."""
@@ -73,6 +73,7 @@ class StageShell:
     ) -> None:
         self._spec = spec
         self._stage_id = spec.stage.stage_id
+        self._log = about(logger, stage=f"stage {self._stage_id} ({spec.stage.name})")
         self._lifeline = lifeline
         self._outbox = outbox
         self._recorder = recorder
@@ -83,8 +84,10 @@ class StageShell:
         self._is_running = True
         self._requests: dict[str, RequestState] = {}
         self._num_running = 0
-        self._line = WaitingLine(spec.max_queued, spec.high_watermark_bytes)
-        self._was_above = False
+        self._waiting: dict[str, RequestState] = {}  # in order of arrival
+        self._refunds = {
+            feeder: Refund(spec.max_queued, spec.high_watermark_bytes) for feeder in (ORCHESTRATOR, *spec.sources)
+        }
         self._blocked_since: float | None = None
         self._last_number = 0
         self._early: dict[str, list[tuple[DataMessage, list[memoryview]]]] = defaultdict(list)
@@ -122,7 +125,7 @@ class StageShell:
             self._take_messages()
             self._take_outbox()
             self._begin_waiting()
-            self._report_watermark()
+            self._send_refunds()
             self._act_on_time()
             self._plan_stats()
         self._context.destroy()
@@ -155,8 +158,8 @@ class StageShell:
             case AbortMessage():
                 for request_id in message.request_ids:
                     self._abort(request_id)
-            case WatermarkMessage():
-                self._outlet.targets[message.stage_id].is_above = message.is_above
+            case RefundMessage():
+                self._outlet.targets[message.stage_id].credit.refund(message.num_requests, message.num_bytes)
             case PeerDownMessage():
                 self._on_peer_down(message)
             case PeerUpMessage():
@@ -192,7 +195,7 @@ class StageShell:
             self._send_stats()
 
     def _on_fault(self, error: MessageError) -> None:
-        logger.error("a message from stage %s cannot be understood: %s", error.sender, error)
+        self._log.error("a message from stage %s cannot be understood: %s", error.sender, error)
         if error.sender is not None and error.sender != ORCHESTRATOR:
             self._tell(FaultMessage(stage_id=self._stage_id, peer=error.sender, error=str(error)))
 
@@ -216,7 +219,7 @@ class StageShell:
         for early in self._early.pop(message.request_id, ()):
             self._on_data(*early)
         if not message.sources:
-            state.num_waiting_bytes = message.payload.num_bytes
+            state.owed.append((ORCHESTRATOR, 1, message.payload.num_bytes))
             self._enqueue(state)
 
     def _make_state(self, message: SubmitMessage, request: StageRequest) -> RequestState:
@@ -235,7 +238,7 @@ class StageShell:
             self._early[message.request_id].append((message, frames))
             return
         if state is None:
-            self._channel.discard(message.payload)
+            self._discard(message)
             return
         try:
             piece = self._channel.get(StageOutput, message.payload, frames)
@@ -250,32 +253,48 @@ class StageShell:
         self._recorder.received(message.source, message.payload.num_bytes, time.monotonic() - message.sent)
         for _ in range(state.inputs.add(message.source, piece)):
             self._recorder.window(message.source)
-        self._advance(state, message.payload.num_bytes)
+        self._advance(state, message)
 
-    def _advance(self, state: RequestState, num_bytes: int) -> None:
+    def _advance(self, state: RequestState, message: DataMessage) -> None:
         """More of the request's input has arrived."""
         if state.is_running:
             self._feed(state)
-            return
-        state.num_waiting_bytes += num_bytes
-        if state.is_queued:
-            self._line.add_bytes(num_bytes)
-        elif state.inputs.is_ready:
+        elif not state.is_queued and state.inputs.is_ready:
             self._enqueue(state)
+        owed = (message.source, int(message.sequence == 0), message.payload.num_bytes)
+        if state.is_queued:
+            state.owed.append(owed)
+        else:
+            self._refund(*owed)
+
+    def _discard(self, message: DataMessage) -> None:
+        self._channel.discard(message.payload)
+        self._refund(message.source, int(message.sequence == 0), message.payload.num_bytes)
 
     def _enqueue(self, state: RequestState) -> None:
         state.metrics.arrival = time.monotonic()
         self._recorder.enqueued()
-        self._line.append(state)
+        state.is_queued = True
+        self._waiting[state.request_id] = state
 
     def _begin_waiting(self) -> None:
-        """Hands over requests as long as the engine, and the stages that read their outputs, have room for more."""
-        while self._num_running < self._capacity and len(self._line):
-            state = self._line.take_next(self._outlet.takes_new)
+        """Hands over requests as long as the engine, and the stages that read their outputs, have room for more.
+
+        First come, first served; but one that has to wait for another stage does not hold up those behind it.
+        """
+        while self._num_running < self._capacity and self._waiting:
+            state = next((state for state in self._waiting.values() if self._outlet.takes_new(state)), None)
             if state is None:
                 break
             self._begin(state)
-        self._note_blocking(self._num_running < self._capacity and len(self._line) > 0)
+        self._note_blocking(self._num_running < self._capacity and len(self._waiting) > 0)
+
+    def _leave_queue(self, state: RequestState) -> None:
+        state.is_queued = False
+        del self._waiting[state.request_id]
+        for owed in state.owed:
+            self._refund(*owed)
+        state.owed.clear()
 
     def _note_blocking(self, is_blocked: bool) -> None:
         if is_blocked and self._blocked_since is None:
@@ -285,6 +304,8 @@ class StageShell:
             self._blocked_since = None
 
     def _begin(self, state: RequestState) -> None:
+        self._leave_queue(state)
+        self._outlet.reserve(state)
         self._recorder.dequeued()
         state.metrics.started = time.monotonic()
         state.is_running = True
@@ -370,7 +391,7 @@ class StageShell:
     def _on_error(self, error: Error, tell_engine: bool = True) -> None:
         state = self._forget(error.request_id, tell_engine)
         if state is not None:
-            self._outlet.forget(error.request_id)
+            self._outlet.forget(error.request_id, state)
             self._fail(error, state)
 
     def _fail(self, error: Error, state: RequestState | None = None) -> None:
@@ -390,9 +411,9 @@ class StageShell:
 
     def _abort(self, request_id: str) -> None:
         for message, _ in self._early.pop(request_id, ()):
-            self._channel.discard(message.payload)
-        self._outlet.forget(request_id)
+            self._discard(message)
         state = self._forget(request_id)
+        self._outlet.forget(request_id, state)
         if state is not None:
             self._recorder.aborted()
             state.metrics.finished = time.monotonic()
@@ -405,7 +426,7 @@ class StageShell:
             return None
         self._holding.pop(request_id, None)
         if state.is_queued:
-            self._line.remove(state)
+            self._leave_queue(state)
         if state.is_running:
             state.is_running = False
             self._num_running -= 1
@@ -415,13 +436,18 @@ class StageShell:
 
     # Neighbours.
 
-    def _report_watermark(self) -> None:
-        if self._line.is_above != self._was_above:
-            self._was_above = self._line.is_above
-            message = WatermarkMessage(stage_id=self._stage_id, is_above=self._was_above)
-            self._tell(message)
-            for source in self._sources.values():
-                source.send(message)
+    def _refund(self, feeder: int, num_requests: int, num_bytes: int) -> None:
+        self._refunds[feeder].add(num_requests, num_bytes)
+
+    def _send_refunds(self) -> None:
+        for feeder, refund in self._refunds.items():
+            due = refund.take_due()
+            if due is not None:
+                message = RefundMessage(stage_id=self._stage_id, num_requests=due[0], num_bytes=due[1])
+                if feeder == ORCHESTRATOR:
+                    self._tell(message)
+                else:
+                    self._sources[feeder].send(message)
 
     def _on_peer_down(self, message: PeerDownMessage) -> None:
         peer = message.stage_id
@@ -442,17 +468,14 @@ class StageShell:
                 self._report_dead(request_id, source)
 
     def _report_dead(self, request_id: str, dead_stage: int) -> None:
-        self._forget(request_id)
+        self._outlet.forget(request_id, self._forget(request_id))
         text = "it died with data of the request"
         message = ErrorMessage(request_id=request_id, stage_id=self._stage_id, error=text, dead_stage=dead_stage)
         self._tell(message)
 
     def _on_peer_up(self, message: PeerUpMessage) -> None:
         if message.stage_id in self._sources:
-            source = self._sources[message.stage_id]
-            source.connect(message.epoch)
-            if self._was_above:
-                source.send(WatermarkMessage(stage_id=self._stage_id, is_above=True))
+            self._sources[message.stage_id].connect(message.epoch)
         if message.stage_id in self._outlet.targets:
             for request_id, error in self._outlet.on_target_up(message).items():
                 self._fail(Error.from_exception(request_id, error))
@@ -469,5 +492,5 @@ class StageShell:
 
     def _send_stats(self) -> None:
         self._stats_due = None
-        stats = self._recorder.snapshot(len(self._line), self._num_running, self._engine.kv_blocks())
+        stats = self._recorder.snapshot(len(self._waiting), self._num_running, self._engine.kv_blocks())
         self._tell(StatsMessage(stats=stats))

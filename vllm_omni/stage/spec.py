@@ -37,12 +37,15 @@ class TargetSpec(msgspec.Struct, kw_only=True):
         epoch: Counts its processes; part of its address.
         streams: It gets the output in segments, while it is made.
         reads: What of the output it reads (see `StageInputProcessor.reads`).
+        max_queued, high_watermark_bytes: What may wait in it for its engine.
         shm_threshold_bytes: From this size on, payloads to it go through shared memory.
     """
 
     epoch: int
     streams: bool
     reads: list[str] | None
+    max_queued: int
+    high_watermark_bytes: int
     shm_threshold_bytes: int
 
 
@@ -57,7 +60,7 @@ class StageSpec(msgspec.Struct, kw_only=True):
         sources, targets: Its neighbours, by stage id.
         segments: When its output is passed on while it is made; None: whenever there is some.
         max_inflight: Requests that its engine holds at once; None leaves it to the engine.
-        max_queued, high_watermark_bytes: What may wait in it before those who feed it are told to wait.
+        max_queued, high_watermark_bytes: What may wait in it for its engine; then those who feed it wait.
         shm_threshold_bytes: From this size on, payloads to the orchestrator go through shared memory.
         placement: The cores that it may use.
         records_stats: It keeps count of what it does.

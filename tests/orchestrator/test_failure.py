@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dead processes, full memory, messages that make no sense: who is told, who goes on, and what is left."""
+
+import os
+import resource
+import signal
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+import zmq
+
+from tests.orchestrator.pipelines import (
+    TRIANGLE,
+    Caller,
+    error_of,
+    fake_stage,
+    function_stage,
+    make_config,
+    open_orchestrator,
+    state_of,
+    texts,
+)
+from vllm_omni.errors import StageDeadError, StageExecutionError
+from vllm_omni.events import ARSegmentEvent, CompletedEvent
+from vllm_omni.inputs import StageRequest
+from vllm_omni.orchestrator.messages import PROTOCOL_VERSION, DataMessage, PayloadRef
+from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.fork_server import ForkServer
+
+QUICKLY = {"backoff_s": 0.05, "max_restarts": 20}
+
+
+@contextmanager
+def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
+    config = make_config(*stages, restart=runtime.pop("restart", QUICKLY), **runtime)
+    orchestrator = open_orchestrator(config)
+    try:
+        orchestrator.wait_until_started()
+        yield Caller(orchestrator, config)
+    finally:
+        orchestrator.close()
+
+
+def processes(caller: Caller) -> dict[str, int]:
+    """Process ids by stage name."""
+    groups = caller.orchestrator._supervisor.groups
+    return {stage.config.name: group.process.pid for group in groups if group.process for stage in group.stages}
+
+
+def kill(caller: Caller, name: str) -> None:
+    os.kill(processes(caller)[name], signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)  # there is nothing to be woken by: what is awaited is seen from outside
+    raise AssertionError("it never became true")
+
+
+def is_ready(caller: Caller) -> bool:
+    return set(state_of(caller.orchestrator).values()) == {"ready"}
+
+
+def limit_files(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+    """A stage function that finds the memory file system full: files may not be larger than 1 MB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+    return {"text": request.prompt, "bytes": torch.zeros(request.options["size"], dtype=torch.uint8)}
+
+
+def test_a_killed_stage_fails_what_it_held_and_comes_back() -> None:
+    """`b` dies at work. What `a` and `c` work on, and what has not come to `b` yet, goes on."""
+    with running(*TRIANGLE) as caller:
+        at_c = caller.submit("at c", fake_seconds=0.5, fake_only="c")
+        wait_until(lambda: caller.orchestrator.activity()["c"] == 1)
+        at_b = [caller.submit(f"at b {i}", fake_seconds=30, fake_only="b") for i in range(3)]
+        wait_until(lambda: caller.orchestrator.activity()["b"] == 3)
+        at_a = [caller.submit(f"at a {i}", fake_seconds=0.2, fake_only="a") for i in range(3)]
+        text = caller.submit("text", ("text",))
+        wait_until(lambda: caller.orchestrator.activity()["a"] == 4)
+        kill(caller, "b")
+        ends = caller.wait(8)
+        for request_id in at_b:
+            error = error_of(ends[request_id])
+            assert isinstance(error, StageDeadError) and error.recoverable and error.stage_id == 1
+            assert "stage 1 (b) died: it was killed by SIGKILL" in str(error)
+        assert texts(ends[at_c])[0] == "at c>a"
+        assert [texts(ends[r])[1] for r in at_a] == [f"at a {i}>a+at a {i}>a>b>c" for i in range(3)]
+        assert texts(ends[text]) == ["text>a"]
+        health = {stage.name: stage for stage in caller.orchestrator.health()}
+        assert (health["b"].state, health["b"].num_restarts) == ("ready", 1)
+        assert health["b"].last_death == "it was killed by SIGKILL"
+        assert health["a"].num_restarts == 0
+
+
+def test_health_says_that_a_stage_is_away_and_requests_wait_for_it() -> None:
+    with running(*TRIANGLE, restart={"backoff_s": 1.0}) as caller:
+        kill(caller, "b")
+        wait_until(lambda: state_of(caller.orchestrator)["b"] == "restarting")
+        waiting = caller.submit("waits for b")
+        spared = caller.submit("does not need b", ("text",))
+        assert caller.wait_one().request_id == spared
+        assert state_of(caller.orchestrator) == {"a": "ready", "b": "restarting", "c": "ready"}
+        end = caller.wait_one()
+        assert end.request_id == waiting
+        assert texts(end)[1] == "waits for b>a+waits for b>a>b>c"
+        assert is_ready(caller)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_a_stage_that_dies_in_a_stream_ends_the_stream(name: str) -> None:
+    edges = [
+        {"from": 0, "to": 1, "window_size": 2, "unit": "rows"},
+        {"from": 1, "to": 2, "window_size": 2, "unit": "rows"},
+    ]
+    chain = (fake_stage(0, "a", (), "text"), fake_stage(1, "b", (0,)), fake_stage(2, "c", (1,), "audio"))
+    with running(*chain, edges=edges) as caller:
+        caller.submit("p", streams=True, fake_tokens=10_000, fake_seconds=0.01, fake_only="a")
+        while not (isinstance(event := caller.next(), ARSegmentEvent) and event.stage_id == 2):
+            pass
+        kill(caller, name)
+        while not (event := caller.next()).is_terminal:
+            pass
+        error = error_of(event)
+        assert isinstance(error, StageDeadError) and f"({name}) died" in str(error)
+        wait_until(lambda: is_ready(caller))
+        caller.submit("again", fake_tokens=5)
+        assert texts(caller.wait_one())[1] == "0 1 2 3 4 >b>c"
+
+
+def test_a_stage_that_dies_too_often_stays_dead() -> None:
+    with running(*TRIANGLE, restart={"max_restarts": 1, "backoff_s": 0.01}) as caller:
+        caller.submit("p", fake_die="b")
+        assert isinstance(error_of(caller.wait_one()), StageDeadError)
+        wait_until(lambda: is_ready(caller))
+        held = caller.submit("p", fake_die="b")
+        assert caller.wait_one().request_id == held
+        wait_until(lambda: state_of(caller.orchestrator)["b"] == "dead")
+        caller.submit("needs b")
+        assert isinstance(error_of(caller.wait_one()), StageDeadError)
+        caller.submit("does not", ("text",))
+        assert texts(caller.wait_one()) == ["does not>a"]
+
+
+def test_a_dead_fork_server_does_not_keep_stages_from_coming_back() -> None:
+    config = make_config(*TRIANGLE, restart=QUICKLY)
+    server = ForkServer()
+    orchestrator = open_orchestrator(config, server=server)
+    try:
+        orchestrator.wait_until_started()
+        caller = Caller(orchestrator, config)
+        os.kill(server._process.pid, signal.SIGKILL)
+        caller.submit("goes on")
+        assert texts(caller.wait_one())[0] == "goes on>a"
+        caller.submit("p", fake_die="a")
+        assert isinstance(error_of(caller.wait_one()), StageDeadError)
+        caller.submit("again")
+        assert texts(caller.wait_one())[0] == "again>a"
+    finally:
+        orchestrator.close()
+    assert not [child for child in psutil.Process().children(recursive=True) if child.pid == server._process.pid]
+
+
+def test_nothing_of_a_dead_process_is_left() -> None:
+    with running(*TRIANGLE) as caller:
+        for _ in range(5):
+            caller.submit("p", fake_bytes=300_000, fake_seconds=0.05)
+        wait_until(lambda: caller.orchestrator.activity()["b"] > 0)
+        pid = processes(caller)["b"]
+        kill(caller, "b")
+        caller.wait(5)
+        wait_until(lambda: is_ready(caller))
+        names = [path.name for path in caller.orchestrator._run_dir.path.iterdir()]
+        assert [name for name in names if name.startswith("payload") or f"payload-{pid}-" in name] == []
+
+
+def test_memory_that_is_full_fails_the_request_that_does_not_fit() -> None:
+    stages = (function_stage(0, "maker", limit_files, (), "text"), fake_stage(1, "reader", (0,), "audio"))
+    with running(*stages) as caller:
+        large = caller.submit("large", size=2_000_000)
+        small = caller.submit("small", size=200_000)
+        ends = caller.wait(2)
+        error = error_of(ends[large])
+        assert isinstance(error, StageExecutionError) and "stage 0 (maker): OSError" in str(error)
+        assert texts(ends[small]) == ["small", "small>reader"]
+
+
+def raw_socket(caller: Caller, stage_id: int) -> zmq.Socket:
+    sock = zmq.Context.instance().socket(zmq.PUSH)
+    sock.connect(caller.orchestrator._run_dir.stage_address(stage_id, 0))
+    return sock
+
+
+def test_a_payload_that_cannot_be_decoded_fails_its_request() -> None:
+    with running(*TRIANGLE) as caller:
+        victim = caller.submit("p", fake_seconds=5, fake_only="a")
+        wait_until(lambda: caller.orchestrator.activity()["a"] == 1)
+        message = DataMessage(
+            request_id=victim, number=1, source=0, sequence=0, is_last=True, sent=0.0, payload=PayloadRef(sizes=[3])
+        )
+        sock = raw_socket(caller, 1)
+        head = struct.pack("<Hi", PROTOCOL_VERSION, 0)
+        sock.send_multipart([head, msgspec.msgpack.encode(message), b"bad"])
+        error = error_of(caller.wait_one())
+        assert isinstance(error, StageExecutionError) and error.request_id == victim and error.stage_id == 1
+        caller.submit("next")
+        assert texts(caller.wait_one())[0] == "next>a"
+        sock.close(linger=0)
+
+
+def test_a_stage_of_another_version_is_replaced() -> None:
+    with running(*TRIANGLE) as caller:
+        sock = raw_socket(caller, 1)
+        sock.send_multipart([b"no header at all"])
+        sock.send_multipart([struct.pack("<Hi", PROTOCOL_VERSION + 1, 0), b"from the future"])
+        wait_until(lambda: caller.orchestrator.health()[0].num_restarts == 1 and is_ready(caller))
+        assert f"it speaks protocol {PROTOCOL_VERSION + 1}" in caller.orchestrator.health()[0].last_death
+        caller.submit("next")
+        assert isinstance(caller.wait_one(), CompletedEvent)
+        sock.close(linger=0)

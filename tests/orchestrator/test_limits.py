@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deadlines, admission, watermarks: what waits, what is refused, and that nothing is lost."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.orchestrator.pipelines import Caller, error_of, fake_stage, make_config, open_orchestrator, texts
+from vllm_omni.errors import PipelineClosedError, PipelineFullError, RequestAbortedError, RequestTimeoutError
+from vllm_omni.events import CompletedEvent
+
+STAGES = (fake_stage(0, "quick"), fake_stage(1, "slow", (0,), "text"))
+
+
+@contextmanager
+def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
+    config = make_config(*stages, **runtime)
+    orchestrator = open_orchestrator(config, records_stats=True)
+    try:
+        orchestrator.wait_until_started()
+        yield Caller(orchestrator, config)
+    finally:
+        orchestrator.close()
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    with running(*STAGES, max_inflight=2) as caller:
+        working = caller.submit("working", timeout_s=0.2, fake_seconds=30, fake_only="slow")
+        queued = caller.submit("queued in a stage", timeout_s=0.2, fake_seconds=30, fake_only="slow")
+        waiting = caller.submit("waiting for admission", timeout_s=0.2)
+        free = caller.submit("no deadline")
+        ends = caller.wait(4)
+        for request_id in (working, queued, waiting):
+            error = error_of(ends[request_id])
+            assert isinstance(error, RequestTimeoutError) and error.request_id == request_id
+        assert texts(ends[free]) == ["no deadline>quick>slow"]
+        caller.submit("in time", timeout_s=60)
+        assert texts(caller.wait_one()) == ["in time>quick>slow"]
+
+
+def test_an_abort_reaches_a_request_that_waits_for_admission() -> None:
+    with running(*STAGES, max_inflight=1) as caller:
+        caller.submit("first", fake_seconds=0.2, fake_only="slow")
+        second = caller.submit("second")
+        third = caller.submit("third")
+        caller.orchestrator.abort([second])
+        ends = caller.wait(3)
+        assert isinstance(error_of(ends[second]), RequestAbortedError)
+        assert texts(ends[third]) == ["third>quick>slow"]
+
+
+def test_a_full_pipeline_refuses_or_lets_wait() -> None:
+    with running(*STAGES, max_inflight=2, max_queued=1) as caller:
+        for i in range(3):
+            caller.submit(f"p{i}", fake_seconds=0.3, fake_only="slow")
+        with pytest.raises(PipelineFullError, match=r"3 requests.*max_queued") as full:
+            caller.submit("refused", wait=False)
+        assert full.value.retry_after_s >= 1 and full.value.recoverable
+        submitting = threading.Thread(target=caller.submit, args=("patient",))
+        submitting.start()
+        ends = caller.wait(4)
+        submitting.join(10)
+        assert sum(isinstance(end, CompletedEvent) for end in ends.values()) == 4
+        caller.submit("room again", wait=False)
+        caller.wait_one()
+
+
+def test_closing_wakes_those_who_wait_for_room() -> None:
+    errors: list[Exception] = []
+    with running(*STAGES, max_inflight=1, max_queued=0) as caller:
+        caller.submit("first", fake_seconds=30, fake_only="slow")
+
+        def submit() -> None:
+            try:
+                caller.submit("second")
+            except PipelineClosedError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and len(errors) == 1
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_queued": 3}, {"max_queued": 1000, "high_watermark_bytes": 600_000}], ids=["requests", "bytes"]
+)
+def test_a_slow_stage_holds_up_those_that_feed_it_and_nothing_is_lost(limits: dict[str, int]) -> None:
+    """The quick stage could be done with all of them in no time; it must not run ahead of the slow one."""
+    with running(*STAGES, defaults=limits) as caller:
+        for i in range(30):
+            caller.submit(f"p{i}", fake_bytes=300_000, fake_seconds=0.01)
+        deepest = 0
+        for _ in range(30):
+            caller.next()
+            quick, slow = caller.orchestrator.stats()
+            deepest = max(deepest, slow.queue_depth)
+        # How many bytes a request makes is known when it is made: two more had been begun with.
+        assert deepest <= (3 if limits["max_queued"] == 3 else 2 + 2)
+        assert slow.num_completed == 30
+        assert quick.blocked_seconds > 0
+
+
+def test_waiting_reaches_back_to_admission() -> None:
+    """With the last stage at work for long, no more may be in the pipeline than its queues hold."""
+    stages = (*STAGES, fake_stage(2, "slowest", (1,), "audio"))
+    with running(*stages, defaults={"max_queued": 2}) as caller:
+        for i in range(30):
+            caller.submit(f"p{i}", fake_seconds=0.03, fake_only="slowest")
+        for _ in range(20):
+            caller.next()
+            entered = caller.orchestrator.stats()[0].num_enqueued
+            left = caller.orchestrator.stats()[2].num_completed
+            assert entered - left <= 3 * (2 + 2), "in each stage two wait and two are in the engine"
+        caller.wait(10)
+
+
+def test_requests_that_need_no_slow_stage_pass_those_that_do() -> None:
+    stages = (fake_stage(0, "first", (), "text"), fake_stage(1, "slow", (0,), "audio"))
+    with running(*stages, defaults={"max_queued": 1}) as caller:
+        stuck = [caller.submit(f"p{i}", fake_seconds=30, fake_only="slow") for i in range(3)]
+        text = caller.submit("text", ("text",))
+        assert caller.wait_one().request_id == text
+        caller.orchestrator.abort(stuck)
+        caller.wait(3)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What callers see while a request is worked on, and that windows of any size lead to the same end."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.orchestrator.pipelines import Caller, fake_stage, make_config, open_orchestrator, texts
+from vllm_omni.errors import StageExecutionError
+from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent
+
+# writer makes tokens; speaker reads their rows three at a time (the first time two), with one row of context;
+# singer reads the speaker's whole result.
+STAGES = (
+    fake_stage(0, "writer", (), "text"),
+    fake_stage(1, "speaker", (0,), "audio"),
+    fake_stage(2, "singer", (1,), "song"),
+)
+EDGE = {"from": 0, "to": 1, "window_size": 3, "first_window_size": 2, "left_context": 1, "unit": "rows"}
+CONFIG = make_config(*STAGES, edges=[EDGE])
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[Caller]:
+    orchestrator = open_orchestrator(CONFIG)
+    orchestrator.wait_until_started()
+    yield Caller(orchestrator, CONFIG)
+    orchestrator.close()
+
+
+def segments(events: list, stage_id: int) -> list[ARSegmentEvent]:
+    return [event for event in events if isinstance(event, ARSegmentEvent) and event.stage_id == stage_id]
+
+
+def test_a_caller_reads_along_and_gets_the_whole_at_the_end(caller: Caller) -> None:
+    events = caller.story(caller.submit("p", streams=True, fake_tokens=10, fake_seconds=0.02, fake_only="writer"))
+    written, spoken = segments(events, 0), segments(events, 1)
+    assert len(written) > 2
+    assert [token for event in written for token in event.tokens] == list(range(10))
+    assert "".join(event.text for event in written) == "0 1 2 3 4 5 6 7 8 9 "
+    assert [event.is_last for event in written] == [False] * (len(written) - 1) + [True]
+    assert [event.is_last for event in spoken] == [False] * (len(spoken) - 1) + [True]
+    assert all(event.multimodal_output == {} for event in written), "a text comes without what other stages read"
+    assert sorted(event.ts for event in events) == [event.ts for event in events]
+    end = events[-1]
+    assert isinstance(end, CompletedEvent)
+    assert end.outputs[0].outputs[0].token_ids == list(range(10))
+    assert torch.equal(end.outputs[1].multimodal_output["rows"][:, 0], torch.arange(10.0))
+    rows = torch.cat([event.multimodal_output["rows"] for event in spoken if event.multimodal_output])
+    assert torch.equal(rows, end.outputs[1].multimodal_output["rows"])
+
+
+def test_the_first_window_leaves_before_the_source_is_done(caller: Caller) -> None:
+    events = caller.story(caller.submit("p", streams=True, fake_tokens=12, fake_seconds=0.03, fake_only="writer"))
+    first_spoken = events.index(segments(events, 1)[0])
+    last_written = events.index(segments(events, 0)[-1])
+    assert first_spoken < last_written
+    sizes = [event.multimodal_output["rows"].shape[0] for event in segments(events, 1) if event.multimodal_output]
+    assert sizes == [2, 3, 3, 3, 1]
+
+
+def test_without_streaming_only_the_end_is_told(caller: Caller) -> None:
+    (end,) = caller.story(caller.submit("p", fake_tokens=7))
+    assert isinstance(end, CompletedEvent)
+    assert end.outputs[1].multimodal_output["rows"].shape == (7, 4)
+    assert end.outputs[2].outputs[0].text == "0 1 2 3 4 5 6 >speaker>singer"
+
+
+def test_progress_is_told_and_is_no_part_of_the_result(caller: Caller) -> None:
+    events = caller.story(caller.submit("p", ("song",), streams=True, fake_steps=4, fake_only="singer"))
+    progress = [event for event in events if isinstance(event, ImageProgressEvent)]
+    assert [(event.step, event.num_steps) for event in progress] == [(i, 4) for i in range(4)]
+    assert [int(event.image[0, 0, 0]) for event in progress if event.image is not None] == [0, 1, 2, 3]
+    assert texts(events[-1]) == ["p>writer>speaker>singer"]
+    assert isinstance(events[-1], CompletedEvent) and events[-1].outputs[0].multimodal_output == {}
+
+
+def test_a_failure_in_the_middle_is_the_one_end(caller: Caller) -> None:
+    request_id = caller.submit("p", streams=True, fake_tokens=5, fake_fail="singer")
+    events = caller.story(request_id)
+    assert isinstance(events[-1], ErrorEvent)
+    error = events[-1].error
+    assert isinstance(error, StageExecutionError) and error.stage_id == 2
+    assert segments(events, 0), "what was made before is told"
+    assert [event.is_terminal for event in events[:-1]] == [False] * (len(events) - 1)
+
+
+def test_an_abort_between_two_windows_ends_all(caller: Caller) -> None:
+    request_id = caller.submit("p", streams=True, fake_tokens=10_000, fake_seconds=0.01, fake_only="writer")
+    while not isinstance(event := caller.next(), ARSegmentEvent) or event.stage_id != 1:
+        pass
+    caller.orchestrator.abort([request_id])
+    while not (event := caller.next()).is_terminal:
+        pass
+    assert isinstance(event, ErrorEvent)
+    caller.story(caller.submit("next", fake_tokens=2))  # nothing of the old one comes between
+    assert [(stats.num_running, stats.queue_depth) for stats in caller.orchestrator.stats()] == [(0, 0)] * 3
+
+
+@pytest.fixture(scope="module")
+def reference(caller: Caller) -> CompletedEvent:
+    end = caller.story(caller.submit("p", fake_tokens=23, fake_fail="nobody"))[-1]
+    assert isinstance(end, CompletedEvent)
+    return end
+
+
+@pytest.mark.parametrize("size", [-1, 1, 4, 23, 100])
+def test_every_window_size_gives_the_same(size: int, reference: CompletedEvent) -> None:
+    edges = [
+        {"from": 0, "to": 1, "window_size": size, "unit": "rows", "left_context": 2},
+        {"from": 1, "to": 2, "window_size": size, "unit": "rows", "left_context": 1},
+    ]
+    config = make_config(*STAGES, edges=edges)
+    orchestrator = open_orchestrator(config)
+    try:
+        caller = Caller(orchestrator, config)
+        for _ in range(5):
+            caller.submit("p", fake_tokens=23, fake_fail="nobody")
+        for event in caller.wait(5).values():
+            assert texts(event)[0] == texts(reference)[0]
+            assert isinstance(event, CompletedEvent)
+            for ours, theirs in zip(event.outputs, reference.outputs, strict=True):
+                assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+                assert ours.multimodal_output.keys() == theirs.multimodal_output.keys()
+                for name, tensor in ours.multimodal_output.items():
+                    assert torch.equal(tensor, theirs.multimodal_output[name])
+    finally:
+        orchestrator.close()

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig
 
 from vllm_omni import OmniLLM
 from vllm_omni.config.paths import stage_configs_dir
@@ -22,6 +23,7 @@ GREEDY = [
     {"temperature": 0.0, "repetition_penalty": 1.05, "max_tokens": TALKER_TOKENS, "detokenize": False},
     {"temperature": 0.0, "max_tokens": THINKER_TOKENS},
 ]
+BLOCK_SIZE = 128  # vLLM's on a CPU
 CORE = max(os.sched_getaffinity(0))
 
 
@@ -32,8 +34,9 @@ def shared_configuration() -> dict[str, Any]:
         stage["stage_id"] = 2 - stage["stage_id"]
         stage["engine_input_source"] = [2 - source for source in stage.get("engine_input_source", [])]
         stage["runtime"] |= {"process": "one"}
-    raw["stage_args"][0]["runtime"] |= {"cpus": str(CORE), "memory": "64MiB"}
-    raw["stage_args"][0]["engine_args"].pop("gpu_memory_utilization")
+        stage["engine_args"].pop("gpu_memory_utilization")
+    thinker, talker, code2wav = (stage["runtime"] for stage in raw["stage_args"])
+    thinker["memory"], talker["memory"], code2wav["cpus"] = "64MiB", 32 << 20, str(CORE)
     raw["runtime"]["edges"] = []
     return raw
 
@@ -42,15 +45,7 @@ def shared_configuration() -> dict[str, Any]:
 def llm(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
     path = tmp_path_factory.mktemp("config") / "shared.yaml"
     path.write_text(yaml.safe_dump(shared_configuration()))
-    overrides = {name: {"kv_cache_memory_bytes": 64 << 20} for name in ("talker", "code2wav")}
-    with OmniLLM(
-        str(tiny_qwen3_omni_moe),
-        str(path),
-        stage_overrides=overrides,
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=8,
-    ) as llm:
+    with OmniLLM(str(tiny_qwen3_omni_moe), str(path), dtype="float32", max_model_len=1024, max_num_seqs=8) as llm:
         yield llm
 
 
@@ -69,3 +64,13 @@ def test_they_are_in_one_process_on_one_core(llm: OmniLLM) -> None:
     assert [child.cmdline()[0] for child in children] == ["vllm_omni::code2wav+talker+thinker"]
     threads = [os.sched_getaffinity(thread.id) for thread in children[0].threads()]
     assert threads == [{CORE}] * len(threads) and len(threads) > 6  # three engines, three for input and output
+
+
+def test_each_has_the_kv_cache_of_its_budget(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny_qwen3_omni_moe)
+    text_configs = {"thinker": config.thinker_config.text_config, "talker": config.talker_config.text_config}
+    budgets = {"thinker": 64 << 20, "talker": 32 << 20}
+    stats = {stage.name: stage for stage in llm.stats()}
+    for name, model in text_configs.items():
+        block = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * BLOCK_SIZE * 4
+        assert stats[name].kv_blocks_total == budgets[name] // block - 1  # vLLM keeps one back

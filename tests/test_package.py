@@ -20,7 +20,20 @@ def test_public_names_resolve(name):
 
 
 def test_public_surface():
-    assert vllm_omni.__all__ == ["Omni", "OmniLLM", "OmniRequestOutput", "OmniStageConfig", "__version__"]
+    assert vllm_omni.__all__ == [
+        "ARSegmentEvent",
+        "AsyncOmni",
+        "AsyncOmniLLM",
+        "CompletedEvent",
+        "ErrorEvent",
+        "ImageProgressEvent",
+        "Omni",
+        "OmniLLM",
+        "OmniRequestOutput",
+        "OmniStageConfig",
+        "__version__",
+        "set_stage_gpu_devices",
+    ]
     assert vllm_omni.Omni is vllm_omni.OmniLLM
     with pytest.raises(AttributeError, match="no attribute 'OmniLLMM'"):
         _ = vllm_omni.OmniLLMM

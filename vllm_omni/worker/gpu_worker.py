@@ -7,12 +7,17 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
+from vllm_omni.worker.timer_slack import patient_threads
 
 
 class OmniGPUWorker(Worker):
     """vLLM's worker. Subclasses name the model runner."""
 
     omni_runner_cls: ClassVar[type[OmniGPUModelRunner]]
+
+    def init_device(self) -> None:
+        with patient_threads():
+            super().init_device()
 
     def _make_model_runner(self) -> GPUModelRunner:
         if self.use_v2_model_runner:

@@ -100,9 +100,10 @@ def test_on_a_cpu_devices_are_ignored_with_one_line(
 def test_every_stage_is_told_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, *[GIB] * 3, visible="4,5,6")
     two_wide = {"engine_args": {"tensor_parallel_size": 2}}
+    context = {"engine_args": {"prefill_context_parallel_size": 2}}
     config = pipeline(
         {"devices": "1,2", **two_wide},
-        two_wide,
+        context,
         {"process": "x"},
         {"process": "x", "devices": 2},
         {"devices": "0,1", "engine_type": "fake"},
@@ -113,8 +114,11 @@ def test_every_stage_is_told_its_devices(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("stage", "says"),
     [
-        ({"devices": "0,1"}, r"stage 0 \(a\): runtime.devices names 2 devices \(0, 1\), but tensor_.* is 1; make"),
-        ({"devices": "0", "engine_args": {"pipeline_parallel_size": 2}}, r"names 1 devices \(0\), but .* is 2"),
+        (
+            {"devices": "0,1"},
+            r"stage 0 \(a\): runtime.devices names 2 \(0, 1\), but its engine takes 1 .* make the two equal",
+        ),
+        ({"devices": "0", "engine_args": {"pipeline_parallel_size": 2}}, r"names 1 \(0\), but its engine takes 2"),
         ({"devices": "5"}, r"stage 0 \(a\): runtime.devices names device 5, but this process sees 2"),
         ({"engine_args": {"tensor_parallel_size": 4}}, r"stage 0 \(a\).*device 2, but this process sees 2"),
     ],

@@ -174,7 +174,8 @@ def _check_sum(claims: Sequence[_Claim], limit: float) -> None:
     where = "this machine's memory" if current_platform.is_cpu() else f"device {claims[0].device}"
     raise StageConfigError(
         f"the stages want more than {where} has:\n{table}\n"
-        "give each of them its part with runtime.memory: a fraction (0.3), or bytes ('20GiB')"
+        "give each of them its part with runtime.memory: a fraction (0.3), or bytes ('20GiB'); an engine argument "
+        "given to OmniLLM for all stages wins over that, so leave it out"
     )
 
 

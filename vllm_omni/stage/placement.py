@@ -7,6 +7,7 @@ It knows no engine. How much memory a stage takes there is the business of `stag
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from vllm_omni.errors import StageConfigError
 from vllm_omni.metrics.logs import get_logger
 
 logger = get_logger(__name__)
+
+_PARALLEL = ("tensor", "pipeline", "prefill_context")
 
 
 def set_stage_gpu_devices(devices: str | int | None, stage: str = "this process") -> None:
@@ -103,16 +106,16 @@ def stage_devices(config: PipelineConfig) -> dict[int, list[str]]:
             names = resolve_devices(entries or [str(i) for i in range(width)], visible, label)
             if entries and stage.runs_vllm and len(names) != width:
                 raise StageConfigError(
-                    f"{label}: runtime.devices names {len(names)} devices ({', '.join(entries)}), but "
-                    f"tensor_parallel_size x pipeline_parallel_size is {width}; make the two equal"
+                    f"{label}: runtime.devices names {len(names)} ({', '.join(entries)}), but its engine takes {width} "
+                    "(tensor_parallel_size x pipeline_parallel_size); make the two equal"
                 )
             found[stage.stage_id] = names
     return found
 
 
 def _num_devices(stage: OmniStageConfig) -> int:
-    arguments = stage.engine_args
-    return arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
+    """How many devices a stage's engine takes: vLLM's `world_size`."""
+    return math.prod(stage.engine_args.get(f"{name}_parallel_size", 1) for name in _PARALLEL)
 
 
 @contextlib.contextmanager

@@ -42,8 +42,10 @@ def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
     config = make_config(*stages, restart=runtime.pop("restart", QUICKLY), **runtime)
     orchestrator = open_orchestrator(config)
     try:
-        orchestrator.wait_until_started()
-        yield Caller(orchestrator, config)
+        caller = Caller(orchestrator, config)
+        caller.submit("once through all stages, so that all are connected")
+        caller.wait_one()
+        yield caller
     finally:
         orchestrator.close()
 
@@ -73,7 +75,7 @@ def is_ready(caller: Caller) -> bool:
 def limit_files(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
     """A stage function that finds the memory file system full: files may not be larger than 1 MB."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
-    return {"text": request.prompt, "bytes": torch.zeros(request.options["size"], dtype=torch.uint8)}
+    return {"text": request.prompt, "bytes": torch.zeros(request.options.get("size", 0), dtype=torch.uint8)}
 
 
 def test_a_killed_stage_fails_what_it_held_and_comes_back() -> None:
@@ -204,7 +206,7 @@ def test_a_payload_that_cannot_be_decoded_fails_its_request() -> None:
         victim = caller.submit("p", fake_seconds=5, fake_only="a")
         wait_until(lambda: caller.orchestrator.activity()["a"] == 1)
         message = DataMessage(
-            request_id=victim, number=1, source=0, sequence=0, is_last=True, sent=0.0, payload=PayloadRef(sizes=[3])
+            request_id=victim, number=2, source=0, sequence=0, is_last=True, sent=0.0, payload=PayloadRef(sizes=[3])
         )
         sock = raw_socket(caller, 1)
         head = struct.pack("<Hi", PROTOCOL_VERSION, 0)

@@ -15,6 +15,8 @@ from vllm_omni.stage.credit import Credit
 from vllm_omni.stage.spec import TargetSpec
 
 _LINGER_MS = 1000
+_RECONNECT_MS = 10
+"""Peers start at the same time, so the first attempt to connect may come too early."""
 
 
 def make_socket(context: zmq.Context, kind: int) -> zmq.Socket:
@@ -23,6 +25,7 @@ def make_socket(context: zmq.Context, kind: int) -> zmq.Socket:
     sock.setsockopt(zmq.SNDHWM, 0)
     sock.setsockopt(zmq.RCVHWM, 0)
     sock.setsockopt(zmq.LINGER, _LINGER_MS)
+    sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     return sock
 
 

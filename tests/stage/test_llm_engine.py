@@ -7,7 +7,7 @@ from vllm import SamplingParams
 
 from tests.engine.running import greedy, random_prompts
 from tests.stage.running_engine import RunningEngine, chunk, new_request
-from vllm_omni.inputs import StageInput
+from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Result, Stream, StreamChunk
 
@@ -96,16 +96,19 @@ class TestInputInChunks:
         assert len(output.completions[0].token_ids) == 30
 
     def test_chunks_that_arrive_before_the_first_step(self, ar, feed):
-        (prompt,) = random_prompts(12)
+        """All places are taken for some steps."""
+        prompt, *others = random_prompts(12, 5, 6, 7, 8)
         ar.put(whole("whole", prompt, greedy(18), feed))
         ar.wait_asleep()
         ar.put(
+            *(whole(str(index), other, greedy(4)) for index, other in enumerate(others)),
             first_part("a", prompt, greedy(18), feed, 2),
             next_part("a", prompt, feed, 2, 7),
             next_part("a", prompt, feed, 7, 16),
             chunk("a", is_last=True),
         )
         assert_equal(*ar.finish("a", "whole"))
+        assert ar.counter.batch_sizes[18:] == [4] * 4 + [1] * 18
 
     def test_a_prompt_that_is_not_ready_waits(self, ar, feed):
         prompt, other = random_prompts(20, 5)
@@ -135,6 +138,31 @@ class TestInputInChunks:
         for request_id, expected in (("a", "0"), ("b", "1")):
             assert_equal(*ar.finish(request_id, expected))
         assert_nothing_is_left(ar)
+
+    def test_who_runs_takes_blocks_from_who_is_held(self, ar, feed):
+        """The one that runs needs the 11th block of 10, and came last: it is not the one that starts over."""
+        held, other = random_prompts(150, 158)
+        ar.put(first_part("held", held, greedy(5), feed, 1))
+        ar.wait_asleep()
+        ar.counter.batch_sizes.clear()
+        ar.put(whole("other", other, greedy(20)))
+        ar.finish("other")
+        assert ar.counter.batch_sizes == [1] * (3 + 19)  # The prompt takes 3 steps of at most 64 tokens.
+        ar.put(chunk("held", is_last=True))
+        ar.finish("held")
+        assert_nothing_is_left(ar)
+
+    def test_chunks_wait_for_their_request(self, ar, feed):
+        """Others' steps do not take them along."""
+        prompt, other = random_prompts(12, 20)
+        ar.put(whole("whole", prompt, greedy(18), feed))
+        ar.wait_asleep()
+        ar.put(first_part("a", prompt, greedy(18), feed, 2))
+        ar.wait_asleep()
+        ar.put(chunk("a", as_input([], len(prompt) + 2, feed=feed[2:9])), whole("b", other, greedy(4)))
+        ar.finish("b")
+        ar.put(next_part("a", prompt, feed, 9, 16, is_last=True))
+        assert_equal(*ar.finish("a", "whole"))
 
     def test_a_request_may_end_before_its_input_does(self, ar, feed):
         (prompt,) = random_prompts(10)
@@ -309,6 +337,40 @@ def test_an_idle_engine_tells_its_workers_who_has_ended(ar):
     ar.finish("0", "1")
     assert ar.counter.batch_sizes == [2] * 5
     assert_nothing_is_left(ar)
+
+
+def ready_made(running: RunningEngine, request_id: str, prompt: list[int], params: SamplingParams) -> NewRequest:
+    """A request of a first stage, preprocessed by its caller."""
+    processor = running.engine._engine.input_processor
+    engine_request = processor.process_inputs(request_id, {"prompt_token_ids": prompt}, params)
+    return NewRequest(StageRequest(request_id=request_id, engine_request=engine_request, sampling_params=params))
+
+
+def test_requests_that_were_preprocessed_by_their_caller(ar):
+    (prompt,) = random_prompts(30)
+    ar.put(whole("whole", prompt, greedy(9, logprobs=1)))
+    ar.wait_asleep()
+    requests = [ready_made(ar, request_id, prompt, greedy(9, logprobs=1)) for request_id in ("a", "b")]
+    requests[0].streams_output = True
+    requests[0].request.trace_headers = {"traceparent": "00-1-2-01"}
+    ar.put(*requests)
+    streamed, complete, expected = ar.finish("a", "b", "whole")
+    assert_equal(streamed, expected)
+    assert_equal(complete, expected)
+    assert (len(ar.items["a"]), len(ar.items["b"])) == (9, 1)
+    assert requests[0].request.engine_request.request_id == "a"  # What was given is as it was.
+
+
+def test_the_trace_goes_with_the_request(ar, feed):
+    (prompt,) = random_prompts(8)
+    request = first_part("a", prompt, greedy(5), feed, 1)
+    request.request.trace_headers = {"traceparent": "00-1-2-01"}
+    ar.put(request, first_part("b", prompt, greedy(5), feed, 1))
+    ar.wait_asleep()
+    requests = ar.engine._engine._core.scheduler.requests.values()
+    assert [r.trace_headers for r in requests] == [{"traceparent": "00-1-2-01"}, None]
+    ar.put(AbortRequest("a"), AbortRequest("b"))
+    ar.wait_asleep()
 
 
 def test_capacity(ar):

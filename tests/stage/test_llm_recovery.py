@@ -6,7 +6,15 @@ import torch
 
 from tests.engine.running import greedy, random_prompts
 from tests.stage.running_engine import RunningEngine
-from tests.stage.test_llm_engine import assert_equal, assert_nothing_is_left, chunk, first_part, next_part, whole
+from tests.stage.test_llm_engine import (
+    assert_equal,
+    assert_nothing_is_left,
+    chunk,
+    first_part,
+    next_part,
+    ready_made,
+    whole,
+)
 from vllm_omni.inputs import StageInput
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Outbox
@@ -46,6 +54,16 @@ def test_only_the_guilty_one_fails(ar, raise_at):
     assert f"asked to raise at {raise_at}" in ar.error("b").error and "_extra" in ar.error("b").traceback
     assert 2 in ar.counter.batch_sizes  # The others do not stay alone.
     assert_nothing_is_left(ar)
+
+
+def test_requests_that_were_preprocessed_by_their_caller(ar):
+    prompts = random_prompts(20, 11, 70)
+    expected = alone(ar, whole("a", prompts[0], greedy(25)), whole("c", prompts[2], greedy(25)))
+    good = [ready_made(ar, "a", prompts[0], greedy(25)), ready_made(ar, "c", prompts[2], greedy(25))]
+    ar.put(good[0], bad("b", prompts[1], 15), good[1])
+    for output, one in zip(ar.finish("a", "c"), expected, strict=True):
+        assert_equal(output, one)
+    assert "raise at 15" in ar.error("b").error
 
 
 def test_several_guilty_ones(ar):

@@ -9,15 +9,20 @@ from pathlib import Path
 import pytest
 import zmq
 
-from vllm_omni.config.stage_config import OmniStageConfig
+from vllm_omni.config.stage_config import OmniStageConfig, WindowConfig
 from vllm_omni.distributed.connectors import ThresholdConnector
 from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.metrics.recorder import NullRecorder
+from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.orchestrator.messages import (
+    ORCHESTRATOR,
     AbortMessage,
     DataMessage,
     ErrorMessage,
+    Frames,
     Message,
+    PayloadRef,
     ReadyMessage,
     ResultMessage,
     ShutdownMessage,
@@ -30,7 +35,7 @@ from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Outbox, Result, StageEngine, Started, Stop
 from vllm_omni.stage.input_processor import StageInputProcessor
 from vllm_omni.stage.shell import StageShell
-from vllm_omni.stage.spec import StageSpec
+from vllm_omni.stage.spec import SourceSpec, StageSpec
 
 
 class NotingEngine(StageEngine):
@@ -61,18 +66,23 @@ class Peers:
         self.engine = NotingEngine(self.outbox)
         self.parent_end, lifeline = socket.socketpair()
         spec = StageSpec(
-            stage=OmniStageConfig(stage_id=2), model="", targets={}, shm_threshold_bytes=512, run_dir=str(run_dir)
+            stage=OmniStageConfig(stage_id=2),
+            sources={source: SourceSpec(epoch=0, window=WindowConfig()) for source in (0, 1)},
+            shm_threshold_bytes=512,
+            max_inflight=8,
+            max_queued=4,
+            run_dir=str(run_dir),
         )
         self._context = zmq.Context()
         self.orchestrator = self._context.socket(zmq.PULL)
         self.orchestrator.setsockopt(zmq.RCVTIMEO, 10_000)
         self.orchestrator.bind(orchestrator_address(run_dir))
-        shell = StageShell(spec, lifeline, self.outbox)
+        shell = StageShell(spec, lifeline, self.outbox, NullRecorder(2, "joiner"), StageTracer())
         shell.attach(self.engine, Joiner(None))
         self.thread = threading.Thread(target=shell.run)
         self.thread.start()
         self.socket = self._context.socket(zmq.PUSH)
-        self.socket.connect(stage_address(run_dir, 2))
+        self.socket.connect(stage_address(run_dir, 2, 0))
         self._channel = PayloadChannel(ThresholdConnector(run_dir, "peer", 512))
         self.outbox.put(Started())
         assert isinstance(self.receive(), ReadyMessage)
@@ -80,15 +90,28 @@ class Peers:
     def submit(self, request_id: str, number: int) -> None:
         payload, frames = self._channel.put(StageRequest(request_id=request_id))
         message = SubmitMessage(
-            request_id=request_id, number=number, sources=[0, 1], targets=[], is_final=True, payload=payload
+            request_id=request_id,
+            number=number,
+            sources=[0, 1],
+            targets=[],
+            is_final=True,
+            streams=False,
+            payload=payload,
         )
-        send(self.socket, message, frames)
+        self.send(message, frames)
 
     def data(self, request_id: str, number: int, source: int, text: str) -> None:
         output = StageOutput(request_id=request_id, stage_id=source, completions=[Completion(text=text)])
         payload, frames = self._channel.put(output)
-        message = DataMessage(request_id=request_id, number=number, source=source, payload=payload)
-        send(self.socket, message, frames)
+        self.send(self.data_message(request_id, number, source, payload), frames)
+
+    def data_message(self, request_id: str, number: int, source: int, payload: PayloadRef) -> DataMessage:
+        return DataMessage(
+            request_id=request_id, number=number, source=source, sequence=0, is_last=True, sent=0.0, payload=payload
+        )
+
+    def send(self, message: Message, frames: Frames = ()) -> None:
+        send(self.socket, message, frames, sender=ORCHESTRATOR)
 
     def receive(self) -> Message:
         assert self.orchestrator.poll(10_000)
@@ -97,7 +120,7 @@ class Peers:
         return received[0]
 
     def close(self) -> None:
-        send(self.socket, ShutdownMessage())
+        self.send(ShutdownMessage())
         self.thread.join(10)
         self.parent_end.close()
         self._context.destroy(linger=0)
@@ -135,7 +158,7 @@ def test_data_that_runs_ahead_waits_for_its_request(peers: Peers) -> None:
 
 def test_data_that_comes_too_late_is_dropped(peers: Peers, tmp_path: Path) -> None:
     peers.submit("r", 1)
-    send(peers.socket, AbortMessage(request_ids=["r"]))
+    peers.send(AbortMessage(request_ids=["r"]))
     peers.data("r", 1, 0, "a" * 1000)
     peers.data("r", 1, 1, "b")
     peers.submit("s", 2)
@@ -148,7 +171,7 @@ def test_data_that_comes_too_late_is_dropped(peers: Peers, tmp_path: Path) -> No
 
 def test_an_abort_forgets_data_that_ran_ahead(peers: Peers, tmp_path: Path) -> None:
     peers.data("r", 1, 0, "a" * 1000)
-    send(peers.socket, AbortMessage(request_ids=["r"]))
+    peers.send(AbortMessage(request_ids=["r"]))
     peers.submit("s", 2)
     peers.data("s", 2, 0, "c")
     peers.data("s", 2, 1, "d")
@@ -162,7 +185,7 @@ def test_results_of_aborted_requests_are_not_sent(peers: Peers) -> None:
         peers.data(request_id, number, 0, "a")
         peers.data(request_id, number, 1, "b")
         peers.engine.next()
-    send(peers.socket, AbortMessage(request_ids=["r"]))
+    peers.send(AbortMessage(request_ids=["r"]))
     assert isinstance(peers.engine.next(), AbortRequest)
     for request_id in "rs":
         peers.outbox.put(Result(request_id, StageOutput(request_id=request_id, stage_id=2), num_output_tokens=3))
@@ -192,13 +215,13 @@ def test_an_input_processor_that_fails_fails_its_request(peers: Peers) -> None:
 def test_a_payload_that_cannot_be_read_fails_its_request(peers: Peers) -> None:
     peers.submit("r", 1)
     payload, frames = PayloadChannel(ThresholdConnector(peers.run_dir, "x", 512)).put([1, 2, 3])
-    send(peers.socket, DataMessage(request_id="r", number=1, source=0, payload=payload), frames)
+    peers.send(peers.data_message("r", 1, 0, payload), frames)
     message = peers.receive()
     assert isinstance(message, ErrorMessage) and message.request_id == "r"
 
 
 def test_shutdown_stops_the_engine(peers: Peers) -> None:
-    send(peers.socket, ShutdownMessage())
+    peers.send(ShutdownMessage())
     assert isinstance(peers.engine.next(), Stop)
     peers.thread.join(10)
     assert not peers.thread.is_alive()

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fan-in: which of a request's inputs come together in one call of the stage input processor."""
+
+import torch
+
+from vllm_omni.config.stage_config import WindowConfig
+from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.request_state import InputStreams
+
+WHOLE = WindowConfig()
+TWO_ROWS = WindowConfig(window_size=2, first_window_size=2, unit="rows")
+
+
+def rows(source: int, count: int, is_last: bool = False) -> StageOutput:
+    return StageOutput(request_id="r", stage_id=source, tensors={"rows": torch.full((count,), source)}, is_last=is_last)
+
+
+def calls(streams: InputStreams) -> list[tuple[dict[int, int], bool]]:
+    """The calls that are ready: the rows of each source, and whether it is the last."""
+    found = []
+    while streams.is_ready:
+        call = streams.next_call()
+        found.append(({source: len(o.tensors["rows"]) for source, o in call.sources.items()}, call.is_last))
+    return found
+
+
+def test_a_first_stage_begins_at_once() -> None:
+    assert calls(InputStreams({})) == [({}, True)]
+
+
+def test_whole_results_come_together() -> None:
+    streams = InputStreams({0: WHOLE, 1: WHOLE})
+    streams.add(0, rows(0, 3, True))
+    assert calls(streams) == []
+    streams.add(1, rows(1, 1))
+    assert calls(streams) == []
+    streams.add(1, rows(1, 1, True))
+    assert calls(streams) == [({0: 3, 1: 2}, True)]
+    assert not streams.is_ready
+
+
+def test_a_whole_result_is_in_every_call() -> None:
+    streams = InputStreams({0: WHOLE, 1: TWO_ROWS})
+    assert streams.add(1, rows(1, 4)) == 2
+    assert calls(streams) == []
+    streams.add(0, rows(0, 5, True))
+    assert calls(streams) == [({0: 5, 1: 2}, False)] * 2
+    streams.add(1, rows(1, 1, True))
+    assert calls(streams) == [({0: 5, 1: 1}, True)]
+
+
+def test_two_streams_go_side_by_side_until_one_ends() -> None:
+    streams = InputStreams({0: TWO_ROWS, 1: TWO_ROWS})
+    streams.add(0, rows(0, 2, True))
+    assert calls(streams) == []
+    streams.add(1, rows(1, 6))
+    assert calls(streams) == [({0: 2, 1: 2}, False), ({1: 2}, False), ({1: 2}, False)]
+    streams.add(1, rows(1, 0, True))
+    assert calls(streams) == [({1: 0}, True)], "the end is told, though nothing is left for it"

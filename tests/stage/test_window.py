@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows: every unit is handed over once as a window's own, in order, with the context that was asked for."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vllm_omni.config.stage_config import WindowConfig
+from vllm_omni.outputs import Completion, StageOutput
+from vllm_omni.stage.window import WindowState
+
+
+def pieces(sizes: list[int]) -> Iterator[StageOutput]:
+    """A stream of units 0, 1, ... as tokens, as rows of `codes`, and as words, cut into pieces of these sizes."""
+    start = 0
+    for number, size in enumerate(sizes):
+        units = list(range(start, start + size))
+        text = "".join(f"{unit} " for unit in units)
+        yield StageOutput(
+            request_id="r",
+            stage_id=0,
+            prompt_token_ids=[9] if number == 0 else [],
+            completions=[Completion(text=text, token_ids=units)],
+            tensors={"codes": torch.tensor(units).reshape(-1, 1)} if units else {},
+            is_last=number == len(sizes) - 1,
+        )
+        start += size
+
+
+def units_of(window: StageOutput, unit: str) -> list[int]:
+    if unit == "tokens":
+        return window.completions[0].token_ids
+    return window.tensors[unit].flatten().tolist() if unit in window.tensors else []
+
+
+@pytest.mark.parametrize("unit", ["tokens", "codes"])
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("left_context", [0, 1, 7])
+def test_any_stream_in_any_windows(unit: str, size: int, first: int, left_context: int) -> None:
+    config = WindowConfig(window_size=size, first_window_size=first, left_context=left_context, unit=unit)
+    for seed in range(20):
+        sizes = [random.Random(seed).choice([0, 1, 1, 3, 8]) for _ in range(random.Random(-seed).randint(1, 9))]
+        state = WindowState(config)
+        windows = [window for piece in pieces(sizes) for window in state.add(piece)]
+        total = sum(sizes)
+        own = [units_of(window, unit)[window.context :] for window in windows]
+        assert [u for units in own for u in units] == list(range(total))
+        assert [window.is_last for window in windows] == [False] * (len(windows) - 1) + [True]
+        assert state.has_ended
+        assert [len(units) for units in own[:-1]] == ([first] + [size] * len(own))[: len(own) - 1]
+        for window in windows:
+            units = units_of(window, unit)
+            if units:
+                assert units == list(range(window.start - window.context, window.start - window.context + len(units)))
+                assert window.context == min(left_context, window.start) or len(units) == window.context == 0
+        assert "".join(w.completions[0].text for w in windows if w.completions) == "".join(
+            f"{u} " for u in range(total)
+        )
+        assert windows[0].prompt_token_ids == [9] and not any(window.prompt_token_ids for window in windows[1:])
+
+
+def test_a_window_leaves_as_soon_as_it_is_full() -> None:
+    state = WindowState(WindowConfig(window_size=4, first_window_size=2, unit="codes"))
+    counts = [len(state.add(piece)) for piece in pieces([1, 1, 3, 1, 9, 0])]
+    assert counts == [0, 1, 0, 1, 2, 1]
+
+
+def test_the_whole_is_one_window_at_the_end() -> None:
+    state = WindowState(WindowConfig())
+    *none, (whole,) = [state.add(piece) for piece in pieces([2, 0, 3])]
+    assert none == [[], []]
+    assert whole.completions[0].token_ids == [0, 1, 2, 3, 4]
+    assert whole.tensors["codes"].flatten().tolist() == [0, 1, 2, 3, 4]
+    assert (whole.start, whole.context, whole.is_last) == (0, 0, True)
+
+
+def test_what_is_not_the_unit_goes_along_uncut() -> None:
+    state = WindowState(WindowConfig(window_size=2, first_window_size=2, unit="codes"))
+    first, last = [window for piece in pieces([1, 3]) for window in state.add(piece)]
+    assert (first.completions[0].token_ids, units_of(first, "codes")) == ([0, 1, 2, 3], [0, 1])
+    assert (last.completions, units_of(last, "codes")) == ([], [2, 3])

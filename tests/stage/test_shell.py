@@ -164,7 +164,6 @@ def test_data_that_comes_too_late_is_dropped(peers: Peers, tmp_path: Path) -> No
     peers.submit("s", 2)
     peers.data("s", 2, 0, "c")
     peers.data("s", 2, 1, "d")
-    assert isinstance(peers.engine.next(), AbortRequest)
     assert words(peers.engine.next()) == ["c", "d"]
     assert not list(tmp_path.glob("peer*"))  # the late payload was not left lying
 

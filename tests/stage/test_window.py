@@ -56,9 +56,8 @@ def test_any_stream_in_any_windows(unit: str, size: int, first: int, left_contex
             if units:
                 assert units == list(range(window.start - window.context, window.start - window.context + len(units)))
                 assert window.context == min(left_context, window.start) or len(units) == window.context == 0
-        assert "".join(w.completions[0].text for w in windows if w.completions) == "".join(
-            f"{u} " for u in range(total)
-        )
+        text = "".join(window.completions[0].text for window in windows if window.completions)
+        assert text == "".join(f"{unit} " for unit in range(total))
         assert windows[0].prompt_token_ids == [9] and not any(window.prompt_token_ids for window in windows[1:])
 
 

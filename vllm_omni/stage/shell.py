@@ -246,7 +246,8 @@ class StageShell:
             self._on_error(Error.from_exception(message.request_id, error))
             return
         if message.sequence != state.num_received.get(message.source, 0):
-            self._on_error(Error(message.request_id, f"a piece of the output of stage {message.source} was lost", ""))
+            lost = RuntimeError(f"a piece of the output of stage {message.source} was lost")
+            self._on_error(Error.from_exception(message.request_id, lost))
             return
         state.num_received[message.source] = message.sequence + 1
         piece.is_last = message.is_last

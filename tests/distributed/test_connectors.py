@@ -38,6 +38,13 @@ def test_buffers_arrive_as_they_were_sent(connector: Connector, tmp_path: Path) 
     assert payloads(tmp_path) == []
 
 
+def test_tensors_can_be_made_of_what_is_received(connector: Connector) -> None:
+    ref, frames = connector.put([b"x" * size for size in (1, 8, 24, 3, 16)])
+    received = connector.get(ref, [memoryview(frame) for frame in frames])
+    tensors = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received]
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)  # as far as any dtype asks for
+
+
 def test_a_discarded_payload_leaves_nothing(connector: Connector, tmp_path: Path) -> None:
     ref, _ = connector.put(BUFFERS)
     connector.discard(ref)

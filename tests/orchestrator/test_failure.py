@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 import torch
@@ -30,7 +29,7 @@ from tests.orchestrator.pipelines import (
 from vllm_omni.errors import StageDeadError, StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
 from vllm_omni.inputs import StageRequest
-from vllm_omni.orchestrator.messages import PROTOCOL_VERSION, DataMessage, PayloadRef
+from vllm_omni.orchestrator.messages import PROTOCOL_VERSION, DataMessage, PayloadRef, send
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.fork_server import ForkServer
 
@@ -209,8 +208,7 @@ def test_a_payload_that_cannot_be_decoded_fails_its_request() -> None:
             request_id=victim, number=2, source=0, sequence=0, is_last=True, sent=0.0, payload=PayloadRef(sizes=[3])
         )
         sock = raw_socket(caller, 1)
-        head = struct.pack("<Hi", PROTOCOL_VERSION, 0)
-        sock.send_multipart([head, msgspec.msgpack.encode(message), b"bad"])
+        send(sock, message, [b"bad"], sender=0)
         error = error_of(caller.wait_one())
         assert isinstance(error, StageExecutionError) and error.request_id == victim and error.stage_id == 1
         caller.submit("next")
@@ -221,8 +219,8 @@ def test_a_payload_that_cannot_be_decoded_fails_its_request() -> None:
 def test_a_stage_of_another_version_is_replaced() -> None:
     with running(*TRIANGLE) as caller:
         sock = raw_socket(caller, 1)
-        sock.send_multipart([b"no header at all"])
-        sock.send_multipart([struct.pack("<Hi", PROTOCOL_VERSION + 1, 0), b"from the future"])
+        sock.send(b"no header at all")
+        sock.send(struct.pack("<4sHi", b"omni", PROTOCOL_VERSION + 1, 0) + b"from the future")
         wait_until(lambda: caller.orchestrator.health()[0].num_restarts == 1 and is_ready(caller))
         assert f"it speaks protocol {PROTOCOL_VERSION + 1}" in caller.orchestrator.health()[0].last_death
         caller.submit("next")

@@ -123,7 +123,8 @@ class StageShell:
             if self._lifeline.fileno() in ready:
                 os._exit(1)  # The parent is gone: whatever the engine is doing, nobody wants it.
             self._take_messages()
-            self._take_outbox()
+            if self._outbox.fileno() in ready:
+                self._take_outbox()
             self._begin_waiting()
             self._send_refunds()
             self._act_on_time()
@@ -209,9 +210,12 @@ class StageShell:
 
     def _on_submit(self, message: SubmitMessage, frames: list[memoryview]) -> None:
         self._last_number = message.number
+        self._drop_stale()
         try:
             request = self._channel.get(StageRequest, message.payload, frames)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
+            if not message.sources:
+                self._refund(ORCHESTRATOR, 1, message.payload.num_bytes)
             self._fail(Error.from_exception(message.request_id, error))
             return
         state = self._make_state(message, request)
@@ -221,6 +225,13 @@ class StageShell:
         if not message.sources:
             state.owed.append((ORCHESTRATOR, 1, message.payload.num_bytes))
             self._enqueue(state)
+
+    def _drop_stale(self) -> None:
+        """Drops data that ran ahead of requests which will not come: they ended while this process was starting."""
+        for request_id, entries in list(self._early.items()):
+            if entries[0][0].number < self._last_number:
+                for message, _ in self._early.pop(request_id):
+                    self._discard(message)
 
     def _make_state(self, message: SubmitMessage, request: StageRequest) -> RequestState:
         windows = {source: self._spec.sources[source].window for source in message.sources}
@@ -240,37 +251,39 @@ class StageShell:
         if state is None:
             self._discard(message)
             return
-        try:
-            piece = self._channel.get(StageOutput, message.payload, frames)
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
-            self._on_error(Error.from_exception(message.request_id, error))
-            return
-        if message.sequence != state.num_received.get(message.source, 0):
-            lost = RuntimeError(f"a piece of the output of stage {message.source} was lost")
-            self._on_error(Error.from_exception(message.request_id, lost))
-            return
-        state.num_received[message.source] = message.sequence + 1
-        piece.is_last = message.is_last
         self._recorder.received(message.source, message.payload.num_bytes, time.monotonic() - message.sent)
-        for _ in range(state.inputs.add(message.source, piece)):
-            self._recorder.window(message.source)
-        self._advance(state, message)
-
-    def _advance(self, state: RequestState, message: DataMessage) -> None:
-        """More of the request's input has arrived."""
-        if state.is_running:
-            self._feed(state)
-        elif not state.is_queued and state.inputs.is_ready:
-            self._enqueue(state)
-        owed = (message.source, int(message.sequence == 0), message.payload.num_bytes)
+        try:
+            self._take_piece(state, message, frames)
+        except Exception as error:
+            self._on_error(Error.from_exception(message.request_id, error))
+        owed = _cost(message)
         if state.is_queued:
             state.owed.append(owed)
         else:
             self._refund(*owed)
 
+    def _take_piece(self, state: RequestState, message: DataMessage, frames: list[memoryview]) -> None:
+        """More of the request's input has arrived.
+
+        Raises:
+            OSError, ValueError, msgspec.MsgspecError: It cannot be read.
+            RuntimeError: A piece before it did not arrive.
+        """
+        piece = self._channel.get(StageOutput, message.payload, frames)
+        if message.sequence != state.num_received.get(message.source, 0):
+            raise RuntimeError(f"a piece of the output of stage {message.source} was lost")
+        state.num_received[message.source] = message.sequence + 1
+        piece.is_last = message.is_last
+        for _ in range(state.inputs.add(message.source, piece)):
+            self._recorder.window(message.source)
+        if state.is_running:
+            self._feed(state)
+        elif not state.is_queued and state.inputs.is_ready:
+            self._enqueue(state)
+
     def _discard(self, message: DataMessage) -> None:
         self._channel.discard(message.payload)
-        self._refund(message.source, int(message.sequence == 0), message.payload.num_bytes)
+        self._refund(*_cost(message))
 
     def _enqueue(self, state: RequestState) -> None:
         state.metrics.arrival = time.monotonic()
@@ -495,3 +508,8 @@ class StageShell:
         self._stats_due = None
         stats = self._recorder.snapshot(len(self._waiting), self._num_running, self._engine.kv_blocks())
         self._tell(StatsMessage(stats=stats))
+
+
+def _cost(message: DataMessage) -> tuple[int, int, int]:
+    """The sender, and the requests and bytes that it spent on the message."""
+    return message.source, int(message.sequence == 0), message.payload.num_bytes

@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small payloads, carried in the control message itself."""
 
+import itertools
+
 from vllm_omni.distributed.connectors.base import Connector
 from vllm_omni.orchestrator.messages import Frames, PayloadRef
 
+_ALIGNMENT = 16  # of tensors in a bytearray
+
 
 class InlineConnector(Connector):
-    """Sends the buffers as further frames of the control message."""
+    """Sends the buffers as one frame, which follows the control message."""
 
     def put(self, buffers: Frames) -> tuple[PayloadRef, Frames]:
         # Copied, because the socket sends later and a tensor's memory may be written to by then.
-        frames = [bytes(buffer) for buffer in buffers]
-        return PayloadRef(sizes=[len(frame) for frame in frames]), frames
+        sizes = [memoryview(buffer).nbytes for buffer in buffers]
+        padded = zip(buffers, (bytes(-size % _ALIGNMENT) for size in sizes), strict=True)
+        return PayloadRef(sizes=sizes), [b"".join(itertools.chain.from_iterable(padded))]
 
     def get(self, ref: PayloadRef, frames: list[memoryview]) -> list[memoryview]:
         # Copied into writable memory: received frames are read-only, and tensors alias these buffers.
-        return [memoryview(bytearray(frame)) for frame in frames]
+        view = memoryview(bytearray().join(frames))
+        buffers, offset = [], 0
+        for size in ref.sizes:
+            buffers.append(view[offset : offset + size])
+            offset += -size % _ALIGNMENT + size
+        return buffers
 
     def discard(self, ref: PayloadRef) -> None:
         pass

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages arrive with their payload, and what is none of ours is refused with a reason."""
+
+import struct
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from vllm_omni.orchestrator.messages import (
+    PROTOCOL_VERSION,
+    AbortMessage,
+    MessageError,
+    recv_at_orchestrator,
+    recv_at_stage,
+    send,
+)
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[zmq.Socket, zmq.Socket]]:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
+        push.connect("inproc://messages")
+        pull.bind("inproc://messages")
+        yield push, pull
+
+
+def test_message_and_payload_arrive(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
+    push, pull = sockets
+    assert recv_at_stage(pull) is None
+    send(push, AbortMessage(request_ids=["é"]), sender=3)
+    send(push, AbortMessage(request_ids=["b"]), [b"pay", bytearray(b"load")], sender=3)
+    assert recv_at_stage(pull) == (AbortMessage(request_ids=["é"]), [])
+    assert recv_at_stage(pull) == (AbortMessage(request_ids=["b"]), [b"payload"])
+    assert recv_at_stage(pull) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "reason", "sender"),
+    [
+        (b"", "no header", None),
+        (b"anything that is long enough", "no header", None),
+        (struct.pack("<4sHi", b"omni", PROTOCOL_VERSION + 1, 5) + b"?", f"speaks protocol {PROTOCOL_VERSION + 1}", 5),
+        (struct.pack("<4sHi", b"omni", PROTOCOL_VERSION, 5), "error", 5),
+        (struct.pack("<4sHiI", b"omni", PROTOCOL_VERSION, 5, 3) + b"bad", "ValidationError", 5),
+    ],
+)
+def test_what_cannot_be_understood_is_refused_and_gone(
+    data: bytes, reason: str, sender: int | None, sockets: tuple[zmq.Socket, zmq.Socket]
+) -> None:
+    push, pull = sockets
+    push.send(data)
+    with pytest.raises(MessageError, match=reason) as caught:
+        recv_at_stage(pull)
+    assert caught.value.sender == sender
+    assert recv_at_stage(pull) is None
+
+
+def test_a_message_for_somebody_else_is_refused(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
+    push, pull = sockets
+    send(push, AbortMessage(request_ids=["a"]), sender=3)
+    with pytest.raises(MessageError, match="AbortMessage"):
+        recv_at_orchestrator(pull)

@@ -92,7 +92,7 @@ def test_a_slow_stage_holds_up_those_that_feed_it_and_nothing_is_lost(limits: di
     """The quick stage could be done with all of them in no time; it must not run ahead of the slow one."""
     with running(*STAGES, defaults=limits) as caller:
         for i in range(30):
-            caller.submit(f"p{i}", fake_bytes=300_000, fake_seconds=0.01)
+            caller.submit(f"p{i}", fake_bytes=300_000, fake_seconds={"slow": 0.02})
         deepest = 0
         for _ in range(30):
             caller.next()

@@ -173,7 +173,7 @@ class Supervisor:
         running = [group for group in self.groups if group.process is not None]
         for group in running:
             for stage in group.stages:
-                stage.ask_to_stop(ShutdownMessage())
+                stage.send(ShutdownMessage())
         deadline = time.monotonic() + _SHUTDOWN_GRACE_S
         for group in running:
             assert group.process is not None

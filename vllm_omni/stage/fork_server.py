@@ -130,12 +130,15 @@ class ForkServer:
 
     def wait_for(self, pid: int) -> int | None:
         """The wait status of an ended stage, or None if the server is gone too."""
+        if not self._lock.acquire(timeout=_LAST_WORDS_S):
+            return None  # Another server is being started: the one that could know is gone.
         try:
-            with self._lock:
-                self._control.send(b"wait" + str(pid).encode())
-                return json.loads(self._reply())
+            self._control.send(b"wait" + str(pid).encode())
+            return json.loads(self._reply())
         except (EOFError, OSError):
             return None
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Ends the server. Stages that still run are not touched. May be called twice."""

@@ -99,10 +99,10 @@ class OmniStage:
     def tell(self, message: Message) -> None:
         """Sends to the stage, if it is there to listen."""
         if self.is_ready:
-            send(self._socket, message, sender=ORCHESTRATOR)
+            self.send(message)
 
-    def ask_to_stop(self, message: Message) -> None:
-        """Sends to the stage, whether it has said that it listens or not."""
+    def send(self, message: Message) -> None:
+        """Sends to the stage's process; one that is still loading, or not even there, gets it when it listens."""
         send(self._socket, message, sender=ORCHESTRATOR)
 
     def on_death(self, how: str) -> None:

@@ -24,7 +24,8 @@ class FakeStageEngine(SerialEngine):
     What it does with a request is said by the request's options:
         `fake_tokens`: the first stage makes so many tokens 0, 1, ..., one by one, and their `rows`;
         `fake_steps`: it shows so many steps of progress first, as a diffusion stage does, each with an `image`;
-        `fake_seconds`: each call, and each token, takes this long; `fake_bytes`: adds a tensor `bytes` of this size;
+        `fake_seconds`: each call, and each token, takes this long (a number, or one for each stage by name);
+        `fake_bytes`: adds a tensor `bytes` of this size;
         `fake_fail`, `fake_die`: name of the stage that raises, or whose process dies, on this request;
         `fake_only`: name of the stage that `fake_seconds`, `fake_bytes` and `fake_steps` are for (default: all).
     """
@@ -98,7 +99,8 @@ class FakeStageEngine(SerialEngine):
 
     def _pause(self, request: StageRequest, options: Mapping[str, Any]) -> None:
         """Works for as long as it is told to; stops at once when the request is aborted."""
-        deadline = time.monotonic() + options.get("fake_seconds", 0.0)
+        seconds = options.get("fake_seconds", 0.0)
+        deadline = time.monotonic() + (seconds.get(self._name, 0.0) if isinstance(seconds, dict) else seconds)
         while self.is_live(request.request_id) and (left := deadline - time.monotonic()) > 0:
             try:
                 self._take_in(self.inbox.get(timeout=left))

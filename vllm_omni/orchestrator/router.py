@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of a pipeline: which stages hear of them, what comes back, and how they end.
+
+Belongs to the orchestrator's thread. Knows nothing of sockets and processes.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.errors import (
+    InvalidRequestError,
+    RequestAbortedError,
+    RequestError,
+    RequestTimeoutError,
+    StageDeadError,
+    StageExecutionError,
+)
+from vllm_omni.metrics.observer import PipelineObserver
+from vllm_omni.orchestrator.admission import Admission
+from vllm_omni.orchestrator.messages import (
+    ErrorMessage,
+    OutputMessage,
+    PayloadRef,
+    PeerDownMessage,
+    PeerUpMessage,
+    ResultMessage,
+)
+from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
+from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.omni_stage import OmniStage, StageState
+
+
+class RequestRouter:
+    """Each request that was admitted, until its terminal event."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        stages: Mapping[int, OmniStage],
+        admission: Admission,
+        channel: PayloadChannel,
+        observer: PipelineObserver,
+    ) -> None:
+        self._config = config
+        self._stages = stages
+        self._admission = admission
+        self._channel = channel
+        self._observer = observer
+        self._number = 0
+        self._records: dict[str, RequestRecord] = {}
+        self._deadlines: list[tuple[float, str]] = []  # a heap; requests that have ended stay in it until their time
+
+    @property
+    def due(self) -> float | None:
+        """When `end_overdue` has something to do."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def activity(self) -> dict[str, int]:
+        """How many requests each stage has work with, by stage name, in stage order. For any thread."""
+        records = list(self._records.values())
+        return {
+            stage.name: sum(record.is_working(stage.stage_id) for record in records)
+            for stage in self._config.stage_args
+        }
+
+    # How requests begin.
+
+    def watch_deadline(self, request: PipelineRequest) -> None:
+        """The request has arrived, and waits for admission."""
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+
+    def admit(self) -> None:
+        """Begins with those whose turn it is, as long as there is room."""
+        while len(self._records) < self._config.runtime.max_inflight:
+            request = self._admission.peek()
+            if request is None or not self._takes_new(request):
+                return
+            self._begin(self._admission.take())
+
+    def _takes_new(self, request: PipelineRequest) -> bool:
+        """Whether the stages that it begins with have room for more."""
+        firsts = (stage_id for stage_id in request.stages if not self._config.stages[stage_id].engine_input_source)
+        return not any(self._stages[stage_id].credit.is_spent for stage_id in firsts)
+
+    def _begin(self, request: PipelineRequest) -> None:
+        self._number += 1
+        record = RequestRecord(request, self._number, self._config)
+        self._records[request.request_id] = record
+        modalities = next(iter(request.stages.values())).modalities
+        headers = self._observer.request_started(request.request_id, modalities, request.trace_headers)
+        for stage_request in request.stages.values():
+            stage_request.trace_headers = headers
+        # The last stages first, so that they know of a request before its data comes.
+        for stage_id in sorted(request.stages, reverse=True):
+            if request.request_id in self._records:
+                self._submit_to(self._stages[stage_id], record)
+
+    def _submit_to(self, stage: OmniStage, record: RequestRecord) -> None:
+        """Tells the stage of a request, now or when it has been restarted."""
+        request = record.request
+        if stage.state is StageState.DEAD:
+            self._fail_dead(record, stage)
+        elif not stage.is_ready:
+            record.unsubmitted.add(stage.stage_id)
+        else:
+            record.unsubmitted.discard(stage.stage_id)
+            try:
+                stage.submit(
+                    request.stages[stage.stage_id],
+                    record.number,
+                    sources=record.sources(stage.stage_id),
+                    targets=record.targets(stage.stage_id),
+                    is_final=stage.stage_id in request.final_stages,
+                    streams=request.streams,
+                )
+            except OSError as error:
+                text = f"the request's data could not be handed over: {error}"
+                self._fail(record, StageExecutionError(text, request.external_id, stage.stage_id))
+
+    # What stages say of them.
+
+    def on_output(self, stage: OmniStage, message: OutputMessage, frames: list[memoryview]) -> None:
+        self._take_piece(stage, message.request_id, message.payload, frames, is_last=False)
+
+    def on_result(self, stage: OmniStage, message: ResultMessage, frames: list[memoryview]) -> None:
+        if message.payload is not None:
+            self._take_piece(stage, message.request_id, message.payload, frames, is_last=True)
+        record = self._records.get(message.request_id)
+        if record is None:
+            return
+        record.finish(message.stage_id, message.metrics)
+        for target, epoch in message.sent_to.items():
+            if target in record.pending and epoch != self._stages[target].epoch:
+                self._fail_dead(record, self._stages[target])  # It was sent to a process that is no more.
+                return
+        if not record.pending:
+            del self._records[message.request_id]
+            self._observer.request_ended(record.summarize())
+            record.complete()
+
+    def on_error(self, stage: OmniStage, message: ErrorMessage) -> None:
+        record = self._records.get(message.request_id)
+        if record is None:
+            return
+        if message.dead_stage is not None:
+            self._fail_dead(record, self._stages[message.dead_stage])
+            return
+        kind = InvalidRequestError if message.invalid else StageExecutionError
+        error = kind(f"{stage.label}: {message.error}", record.request.external_id, stage.stage_id)
+        error.stage_traceback = message.traceback
+        self._fail(record, error)
+
+    def _take_piece(
+        self, stage: OmniStage, request_id: str, payload: PayloadRef, frames: list[memoryview], is_last: bool
+    ) -> None:
+        record = self._records.get(request_id)
+        if record is None:  # It has ended.
+            self._channel.discard(payload)
+            return
+        try:
+            piece = self._channel.get(StageOutput, payload, frames)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            text = f"the output of {stage.label} could not be read: {error}"
+            self._fail(record, StageExecutionError(text, record.request.external_id, stage.stage_id))
+        else:
+            piece.is_last = is_last
+            record.add_piece(stage.stage_id, piece)
+
+    # Stages that die and come back.
+
+    def on_stage_down(self, stage: OmniStage) -> None:
+        """Fails the requests that the stage's process held; those that it knew nothing of wait for the next one."""
+        finished = []
+        for record in list(self._records.values()):
+            if stage.stage_id not in record.request.stages:
+                continue
+            if stage.stage_id not in record.pending:
+                finished.append(record.request.request_id)
+            elif stage.state is StageState.DEAD or self._has_begun(stage, record):
+                self._fail_dead(record, stage)
+            else:
+                record.unsubmitted.add(stage.stage_id)
+        self._tell_others(stage, PeerDownMessage(stage_id=stage.stage_id, finished=finished))
+
+    def on_stage_up(self, stage: OmniStage) -> None:
+        """The stage takes requests again: it is told of those that waited for it, in order, then its data may come."""
+        for record in sorted(self._records.values(), key=lambda record: record.number):
+            if stage.stage_id in record.unsubmitted:
+                self._submit_to(stage, record)
+        self._tell_others(stage, PeerUpMessage(stage_id=stage.stage_id, epoch=stage.epoch))
+
+    def _has_begun(self, stage: OmniStage, record: RequestRecord) -> bool:
+        """Whether some input of the request was sent to the stage, as far as is known here.
+
+        A source that hands over windows knows better, and will say so.
+        """
+        if stage.stage_id in record.unsubmitted:
+            return False
+        sources = record.sources(stage.stage_id)
+        return not sources or any(source not in record.pending for source in sources)
+
+    def _tell_others(self, stage: OmniStage, message: PeerDownMessage | PeerUpMessage) -> None:
+        """Also those that are still loading: the peers that they were told of at their start may be gone by now."""
+        for other in self._stages.values():
+            if other is not stage and other.state is not StageState.DEAD:
+                other.send(message)
+
+    # How requests end.
+
+    def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._end(request_id, lambda external_id: RequestAbortedError("the request was aborted", external_id))
+
+    def end_overdue(self, now: float) -> None:
+        """Ends the requests whose deadline has passed."""
+        text = "the request was not complete at its deadline (request_timeout_s)"
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            self._end(request_id, lambda external_id: RequestTimeoutError(text, external_id))
+
+    def end_all(self) -> None:
+        """The pipeline is closed; nothing is admitted any more."""
+        text = "the pipeline was closed"
+        for request in self._admission.close():
+            self._end_waiting(request, RequestAbortedError(text, request.external_id))
+        for record in list(self._records.values()):
+            self._fail(record, RequestAbortedError(text, record.request.external_id))
+
+    def _end(self, request_id: str, make_error: Callable[[str], RequestError]) -> None:
+        """Ends a request, whether it works or waits. Does nothing if it has ended."""
+        waiting = self._admission.withdraw(request_id)
+        if waiting is not None:
+            self._end_waiting(waiting, make_error(waiting.external_id))
+        elif request_id in self._records:
+            record = self._records[request_id]
+            self._fail(record, make_error(record.request.external_id))
+
+    def _end_waiting(self, request: PipelineRequest, error: RequestError) -> None:
+        """Ends a request that no stage has heard of."""
+        self._observer.request_started(request.request_id, [], request.trace_headers)
+        self._report_failure(RequestRecord(request, 0, self._config), error)
+
+    def _fail_dead(self, record: RequestRecord, stage: OmniStage) -> None:
+        text = f"{stage.label} died: {stage.death}"
+        self._fail(record, StageDeadError(text, record.request.external_id, stage.stage_id))
+
+    def _fail(self, record: RequestRecord, error: RequestError) -> None:
+        """Ends a request with an error and makes every stage forget it."""
+        del self._records[record.request.request_id]
+        for stage_id in record.request.stages:
+            self._stages[stage_id].abort([record.request.request_id])
+        self._report_failure(record, error)
+
+    def _report_failure(self, record: RequestRecord, error: RequestError) -> None:
+        stage = None if error.stage_id is None else self._stages[error.stage_id].config.name
+        self._observer.request_ended(record.summarize(type(error).__name__, stage))
+        record.fail(error)

@@ -211,6 +211,8 @@ def main() -> None:
             importlib.import_module(module)
     _freeze()
     serve(control)
+    # Not by the interpreter's own end: it cannot take down what is frozen, and libraries complain about that.
+    os._exit(0)
 
 
 @contextlib.contextmanager

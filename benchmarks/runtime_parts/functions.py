@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function stages that `runtime.py` measures. They do nothing but look at the clock.
+
+`time.monotonic()` is one clock for all processes of a machine. They import nothing of the benchmark, because every
+stage process imports them.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_omni.inputs import StageRequest
+from vllm_omni.outputs import StageOutput
+
+_payloads: dict[int, torch.Tensor] = {}
+
+
+def nothing(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+    """A stage's least work."""
+    return {"text": ""}
+
+
+def send(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+    """Hands over the time, and a tensor of the option `num_bytes`, which is made once: the hop begins when it ends."""
+    num_bytes = request.options["num_bytes"]
+    values: dict[str, Any] = {}
+    if num_bytes:
+        if num_bytes not in _payloads:
+            _payloads[num_bytes] = torch.ones(num_bytes, dtype=torch.uint8)
+        values["payload"] = _payloads[num_bytes]
+    return values | {"sent": time.monotonic()}
+
+
+def receive(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+    """Answers how many seconds the hop took.
+
+    Memory that has arrived may still have to be mapped when it is first read. A first read that takes longer than a
+    second one is therefore part of the hop.
+    """
+    received = time.monotonic()
+    (source,) = sources.values()
+    seconds = received - source.data["sent"]
+    if "payload" in source.tensors:
+        payload = source.tensors["payload"].view(torch.int64)
+        seconds += max(0.0, _time_of_reading(payload) - _time_of_reading(payload))
+    return {"text": repr(seconds)}
+
+
+def _time_of_reading(tensor: torch.Tensor) -> float:
+    started = time.monotonic()
+    tensor.max()
+    return time.monotonic() - started

@@ -12,8 +12,10 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
+from tests.entrypoints.faces import by_request, check_story, wait_until_free
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError, PipelineClosedError, StageConfigError, StageExecutionError
+from vllm_omni.events import ARSegmentEvent
 from vllm_omni.outputs import OmniRequestOutput, StageMetrics
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import PROMPT_KINDS, example_prompts, make_prompt, mixed_prompts
@@ -146,6 +148,43 @@ def test_a_request_that_fails_in_a_stage_spares_the_others(llm: OmniLLM, tiny_qw
         )
 
 
+def test_text_is_read_along_while_the_speech_comes_in_one_piece(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+    """Speech is handed from stage to stage in full; the text does not wait for it."""
+    prompts = example_prompts(tiny_qwen3_omni_moe)
+    kinds = ("text", "image", "audio", "video")
+    stories = by_request(llm.generate([prompts[kind] for kind in kinds], GREEDY, stream=True))
+    at_once = llm.generate([prompts[kind] for kind in kinds], GREEDY, use_tqdm=False)
+    for i, request_id in enumerate(sorted(stories, key=int)):
+        events = stories[request_id]
+        end = check_story(events)
+        for output, reference in zip(end.outputs, at_once[2 * i : 2 * i + 2], strict=True):
+            assert output.prompt_token_ids == reference.prompt_token_ids and output.prompt == reference.prompt
+            assert output.outputs[0].token_ids == reference.outputs[0].token_ids
+            assert output.outputs[0].text == reference.outputs[0].text
+            assert output.outputs[0].finish_reason == reference.outputs[0].finish_reason
+        audio, expected = (outputs[1].multimodal_output["audio"] for outputs in (end.outputs, at_once[2 * i :]))
+        torch.testing.assert_close(audio, expected, rtol=0, atol=1e-4)
+        pieces = [event for event in events if isinstance(event, ARSegmentEvent)]
+        num_tokens = len(end.outputs[0].outputs[0].token_ids)
+        assert len([piece for piece in pieces if piece.stage_id == 0]) >= min(num_tokens, 2)
+        assert [piece.final_output_type for piece in pieces if piece.stage_id != 0] == ["audio"]
+        assert all(piece.multimodal_output == {} for piece in pieces if piece.stage_id == 0)
+
+
+def test_giving_up_in_every_stage_frees_every_kv_block(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+    prompt = make_prompt(tiny_qwen3_omni_moe, "text")
+    endless = [{"max_tokens": 900, "ignore_eos": True}, None, None]
+    events = llm.generate([prompt] * 6, endless, stream=True)
+    next(events)
+    assert any(stage.kv_blocks_used for stage in llm.stats())
+    events.close()  # type: ignore[attr-defined]
+    wait_until_free(llm)
+    for event in llm.generate([prompt] * 3, GREEDY, stream=True):
+        if isinstance(event, ARSegmentEvent) and event.is_last:
+            break  # The text of one is complete; its speech is being made, others are still written.
+    wait_until_free(llm)
+
+
 def test_default_sampling_parameters_come_from_the_configuration(tiny_qwen3_omni_moe: Path, llm: OmniLLM) -> None:
     prompt = make_prompt(tiny_qwen3_omni_moe, "text") | {"modalities": ["audio"]}
     capped = [{"temperature": 0.0, "max_tokens": 8}, {"temperature": 0.0, "max_tokens": 5, "detokenize": False}, None]
@@ -165,10 +204,15 @@ def test_an_unknown_argument_is_refused_before_anything_starts(tiny_qwen3_omni_m
     assert len(psutil.Process().children(recursive=True)) == before
 
 
+def own_run_dirs() -> set[str]:
+    """What pipelines of this process have in shared memory."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(f"vllm_omni-{os.getpid()}-")}
+
+
 def test_arguments_reach_stages_and_close_or_an_exception_leaves_nothing(tiny_qwen3: Path) -> None:
     """A plain text model, without a configuration of its own, is a pipeline of one stage."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    shared_memory = set(os.listdir("/dev/shm"))
+    run_dirs = own_run_dirs()
     with pytest.raises(ZeroDivisionError), OmniLLM(
         str(tiny_qwen3), dtype="float32", stage_overrides={"text": {"max_model_len": 32}}, kv_cache_memory_bytes=1 << 24
     ) as llm:  # fmt: skip
@@ -180,4 +224,4 @@ def test_arguments_reach_stages_and_close_or_an_exception_leaves_nothing(tiny_qw
     with pytest.raises(PipelineClosedError):
         llm.generate("user hello", use_tqdm=False)
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert own_run_dirs() <= run_dirs

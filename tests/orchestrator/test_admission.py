@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The line before a pipeline: its limit, its order, and what it says to those whom it refuses."""
 
+import threading
+
 import pytest
 
 from vllm_omni.errors import PipelineClosedError, PipelineFullError
@@ -54,3 +56,34 @@ def test_a_closed_line_gives_back_who_waits_and_lets_nobody_in() -> None:
             admission.put(request("b"), wait=wait)
     with pytest.raises(PipelineClosedError):
         admission.check_room()
+
+
+def test_who_waits_for_room_can_give_up() -> None:
+    """What takes the room may be for ever, or the caller's own."""
+    admission = Admission(max_inflight=1, max_queued=0)
+    admission.put(request("a"), wait=True)
+    given_up = threading.Event()
+    errors: list[Exception] = []
+
+    def put() -> None:
+        try:
+            admission.put(request("b"), wait=True, given_up=given_up)
+        except PipelineFullError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    given_up.set()
+    admission.release("b")
+    thread.join(10)
+    assert not thread.is_alive() and len(errors) == 1
+    admission.release("a")
+    admission.check_room()
+
+
+def test_those_that_are_on_their_way_take_room_too() -> None:
+    admission = Admission(max_inflight=2, max_queued=1)
+    admission.put(request("a"), wait=False)
+    admission.check_room(num_coming=1)
+    with pytest.raises(PipelineFullError, match="3 requests"):
+        admission.check_room(num_coming=2)

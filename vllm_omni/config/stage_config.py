@@ -240,6 +240,12 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             for stage_id in self.stages
         }
 
+    @cached_property
+    def streaming_edges(self) -> set[tuple[int, int]]:
+        """The edges, as (source, target), on which output is handed over before it is complete."""
+        edges = ((source, stage.stage_id) for stage in self.stage_args for source in stage.engine_input_source)
+        return {edge for edge in edges if self.window(*edge, None).streams}
+
     @property
     def processes(self) -> list[list[OmniStageConfig]]:
         """The stages of each process, in stage order; a process stands where its first stage does."""

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ class AsyncOmniLLM(PipelineFace):
         super().__init__(*args, **kwargs)
         # One thread: tokenizers and processors are not made for several.
         self._preprocessing = ThreadPoolExecutor(1, thread_name_prefix="omni-preprocessing")
+        self._num_preprocessing = 0
 
     async def generate(
         self,
@@ -59,13 +59,17 @@ class AsyncOmniLLM(PipelineFace):
             PipelineClosedError: `close()` was called.
         """
         loop = asyncio.get_running_loop()
+        orchestrator = self._pipeline.orchestrator
         events: asyncio.Queue[OmniEvent] = asyncio.Queue()
 
         def on_event(event: OmniEvent) -> None:
-            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+            try:
                 loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:  # The loop was closed without a word to this generator: nobody waits any more.
+                orchestrator.give_up([request.request_id])
 
         def build() -> PipelineRequest:
+            self._check_open()  # The prompt may have waited for its turn.
             return self._pipeline.builder.build(
                 prompt,
                 sampling_params_list,
@@ -75,20 +79,27 @@ class AsyncOmniLLM(PipelineFace):
                 trace_headers=trace_headers,
             )
 
-        orchestrator = self._pipeline.orchestrator
-        orchestrator.check_room()
-        request = await loop.run_in_executor(self._preprocessing, build)
+        request = await self._preprocess(build)
         orchestrator.submit(request, wait=False)
         try:
-            while True:
-                event = await events.get()
+            while not (event := await events.get()).is_terminal:
                 yield event
-                if event.is_terminal:
-                    return
-        finally:
+        except BaseException:  # The caller has left, or was cancelled.
             orchestrator.give_up([request.request_id])
+            raise
+        orchestrator.release(request.request_id)
+        yield event
+
+    async def _preprocess(self, build: Callable[[], PipelineRequest]) -> PipelineRequest:
+        """Runs `build` while the event loop goes on; raises at once where there will be no room for the request."""
+        self._pipeline.orchestrator.check_room(self._num_preprocessing)
+        self._num_preprocessing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._preprocessing, build)
+        finally:
+            self._num_preprocessing -= 1
 
     def close(self) -> None:
         """Ends all stages. Running requests end with an `ErrorEvent`. May be called twice."""
-        self._preprocessing.shutdown(wait=False, cancel_futures=True)
         super().close()
+        self._preprocessing.shutdown(wait=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from vllm_omni.entrypoints.launch import launch_pipeline
+from vllm_omni.errors import PipelineClosedError
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm_omni.metrics.stats import StageStats
@@ -98,6 +99,10 @@ class PipelineFace:
     def close(self) -> None:
         """Ends all stages. Running requests fail with `RequestAbortedError`. May be called twice."""
         self._finalizer()
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise PipelineClosedError("the pipeline is closed; make a new one")
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -36,7 +38,7 @@ class OmniLLM(PipelineFace):
         self,
         prompts: Prompts,
         sampling_params_list: Sequence[StageSamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
         *,
         stream: Literal[False] = False,
     ) -> list[OmniRequestOutput]: ...
@@ -46,7 +48,7 @@ class OmniLLM(PipelineFace):
         self,
         prompts: Prompts,
         sampling_params_list: Sequence[StageSamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
         *,
         stream: Literal[True],
     ) -> Iterator[OmniEvent]: ...
@@ -55,7 +57,7 @@ class OmniLLM(PipelineFace):
         self,
         prompts: Prompts,
         sampling_params_list: Sequence[StageSamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
         *,
         stream: bool = False,
     ) -> list[OmniRequestOutput] | Iterator[OmniEvent]:
@@ -65,7 +67,8 @@ class OmniLLM(PipelineFace):
             prompts: A prompt or several; each a string or a dict (see `OmniPrompt`).
             sampling_params_list: One `SamplingParams` (or dict of its fields) for each stage, in stage order; None, or
                 None in a stage's place, means the configuration's defaults.
-            use_tqdm: Show a progress bar.
+            use_tqdm: Show a progress bar on stderr: prompts done, and how many each stage has work with. None: yes, but
+                not with `stream`, whose caller shows something itself.
             stream: Return an iterator over the events of all prompts, as they happen, instead of waiting for the end.
                 A prompt's events have its `request_id`: "0", "1", ... in the order of all prompts ever given. One that
                 fails ends with an `ErrorEvent`, and nothing is raised for it. Closing the iterator aborts the rest.
@@ -79,8 +82,8 @@ class OmniLLM(PipelineFace):
             RequestError: A prompt failed inside a stage. The others were completed: see the error's `results`.
             PipelineClosedError: `close()` was called.
         """
-        batch = _Batch(self._pipeline, _as_list(prompts), sampling_params_list, stream)
-        events = batch.events(use_tqdm)
+        batch = _Batch(self, _as_list(prompts), sampling_params_list, stream)
+        events = batch.events(use_tqdm=not stream if use_tqdm is None else use_tqdm)
         return events if stream else _collect(events)
 
 
@@ -89,83 +92,103 @@ class _Batch:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        owner: OmniLLM,
         prompts: Sequence[str | OmniPrompt],
         sampling_params_list: Sequence[StageSamplingParams] | None,
         streams: bool,
     ) -> None:
-        self._pipeline = pipeline
+        self._owner = owner  # Keeps it from being closed as long as somebody reads its events.
+        self._pipeline = owner._pipeline
         self._prompts = prompts
         self._sampling_params_list = sampling_params_list
         self._streams = streams
         self._events: queue.SimpleQueue[OmniEvent | Exception] = queue.SimpleQueue()
-        self._is_stopped = threading.Event()
-        self._submitted: list[str] = []
+        self._is_given_up = threading.Event()
+        self._running: dict[str, None] = {}  # an ordered set
 
     def events(self, use_tqdm: bool) -> Iterator[OmniEvent]:
         """All events of all prompts; the terminal ones are as many as the prompts."""
         feeder = threading.Thread(target=self._submit_all, name="omni-feeder", daemon=True)
-        feeder.start()
         try:
+            feeder.start()
             with _ProgressBar(self._pipeline, len(self._prompts), use_tqdm) as bar:
                 while bar.num_done < len(self._prompts):
                     event = self._next_event(bar)
                     if event.is_terminal:
-                        self._pipeline.orchestrator.release(event.request_id)
+                        self._release(event.request_id)
                         bar.advance()
                     yield event
         finally:
-            self._stop(feeder)
+            self._give_up(feeder)
 
     def _next_event(self, bar: _ProgressBar) -> OmniEvent:
         while True:
+            bar.refresh_if_due()
             try:
-                event = self._events.get(timeout=bar.interval)
+                event = self._events.get(timeout=bar.seconds_until_due)
             except queue.Empty:
-                bar.refresh()
                 continue
             if isinstance(event, Exception):
                 raise event
             return event
 
+    def _release(self, request_id: str) -> None:
+        del self._running[request_id]
+        self._pipeline.orchestrator.release(request_id)
+
+    # On the feeder's thread.
+
     def _submit_all(self) -> None:
         try:
             for prompt in self._prompts:
-                if self._is_stopped.is_set():
+                if self._is_given_up.is_set():
                     return
-                request = self._pipeline.builder.build(
-                    prompt, self._sampling_params_list, self._events.put, streams=self._streams
-                )
-                self._submitted.append(request.request_id)
-                self._pipeline.orchestrator.submit(request)
+                self._submit(prompt)
         except Exception as error:
             self._events.put(error)
 
-    def _stop(self, feeder: threading.Thread) -> None:
-        """Whatever is still running was given up by the caller."""
-        self._is_stopped.set()
+    def _submit(self, prompt: str | OmniPrompt) -> None:
+        request = self._pipeline.builder.build(
+            prompt, self._sampling_params_list, self._events.put, streams=self._streams
+        )
+        self._running[request.request_id] = None
         orchestrator = self._pipeline.orchestrator
-        orchestrator.give_up(self._submitted)
-        feeder.join()
-        orchestrator.give_up(self._submitted)
+        orchestrator.submit(request, given_up=self._is_given_up)
+        if self._is_given_up.is_set():  # It may have come too late for `_give_up`.
+            orchestrator.give_up([request.request_id])
+
+    def _give_up(self, feeder: threading.Thread) -> None:
+        """Ends what is still running: the caller does not want it any more, or there was an error."""
+        self._is_given_up.set()
+        if self._running:
+            self._pipeline.orchestrator.give_up(list(self._running))
+        if feeder.is_alive() and not sys.is_finalizing():  # Threads stand still while the interpreter ends.
+            feeder.join()
 
 
 class _ProgressBar:
-    """Requests done, and with how many each stage is busy."""
+    """Prompts done, and with how many each stage has work. Where it is not shown, all that it does is count."""
+
+    interval_s = 0.5
 
     def __init__(self, pipeline: Pipeline, total: int, is_shown: bool) -> None:
         self._pipeline = pipeline
         self._bar = tqdm(total=total, desc="Processed prompts", disable=not is_shown, dynamic_ncols=True)
+        self._due = time.monotonic() + self.interval_s if is_shown else None
         self.num_done = 0
-        self.interval = self._bar.mininterval * 5 if not self._bar.disable else None
+
+    @property
+    def seconds_until_due(self) -> float | None:
+        """None: it need not be refreshed."""
+        return None if self._due is None else max(0.0, self._due - time.monotonic())
 
     def advance(self) -> None:
         self.num_done += 1
         self._bar.update()
-        self.refresh()
 
-    def refresh(self) -> None:
-        if not self._bar.disable:
+    def refresh_if_due(self) -> None:
+        if self._due is not None and self._due <= time.monotonic():
+            self._due = time.monotonic() + self.interval_s
             activity = self._pipeline.orchestrator.activity()
             self._bar.set_postfix_str(", ".join(f"{name} {count}" for name, count in activity.items()))
 
@@ -173,6 +196,7 @@ class _ProgressBar:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._bar.set_postfix_str("", refresh=False)
         self._bar.close()
 
 

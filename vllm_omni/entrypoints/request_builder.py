@@ -6,6 +6,7 @@ processor; the first stage receives a request that is ready for its engine. Wron
 """
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,11 +30,12 @@ StageSamplingParams = SamplingParams | Mapping[str, Any] | None
 
 
 class RequestBuilder:
-    """Builds the requests of one pipeline."""
+    """Builds the requests of one pipeline. For use from any thread."""
 
     def __init__(self, config: PipelineConfig, model: str) -> None:
         self._config = config
         self._ids = itertools.count()
+        self._lock = threading.Lock()  # tokenizers and processors are not made for several threads at once
         self._input_processors = {
             stage.stage_id: _make_input_processor(stage, model)
             for stage in config.stage_args
@@ -71,7 +73,8 @@ class RequestBuilder:
         # A caller's id may come again; ours never does, so that nothing late can be taken for something new.
         internal_id = external_id if request_id is None else f"{request_id}-{number}"
         try:
-            stages, final_stages = self._build(internal_id, _as_prompt(prompt), sampling_params_list)
+            with self._lock:
+                stages, final_stages = self._build(internal_id, _as_prompt(prompt), sampling_params_list)
         except (ValueError, TypeError, VLLMClientError) as error:
             raise InvalidRequestError(str(error), external_id) from error
         return PipelineRequest(

@@ -27,33 +27,38 @@ class Admission:
         self._last_release = time.monotonic()
         self._seconds_per_request = 0.0
 
-    def put(self, request: PipelineRequest, wait: bool) -> None:
+    def put(self, request: PipelineRequest, wait: bool, given_up: threading.Event | None = None) -> None:
         """
         Args:
             wait: Wait for room, instead of raising.
+            given_up: Ends the waiting. Whoever sets it releases the request, whether it is in already or not.
 
         Raises:
             PipelineFullError: There is no room.
             PipelineClosedError: The pipeline is closed.
         """
         with self._changed:
-            while wait and not self._is_closed and len(self._open) >= self._limit:
+            while wait and self._is_full() and not self._is_closed and not (given_up and given_up.is_set()):
                 self._changed.wait()
             self._check_room()
             self._open.add(request.request_id)
             self._waiting.append(request)
 
-    def check_room(self) -> None:
-        """Raises what `put` would raise without `wait`."""
+    def check_room(self, num_coming: int = 0) -> None:
+        """Raises what `put` would raise without `wait`, if `num_coming` others were in."""
         with self._changed:
-            self._check_room()
+            self._check_room(num_coming)
 
-    def _check_room(self) -> None:
+    def _is_full(self, num_coming: int = 0) -> bool:
+        return len(self._open) + num_coming >= self._limit
+
+    def _check_room(self, num_coming: int = 0) -> None:
         if self._is_closed:
             raise PipelineClosedError("the pipeline is closed; make a new one")
-        if len(self._open) >= self._limit:
+        if self._is_full(num_coming):
+            count = len(self._open) + num_coming
             raise PipelineFullError(
-                f"the pipeline is full ({len(self._open)} requests); try again later, or raise runtime.max_queued",
+                f"the pipeline is full ({count} requests); try again later, or raise runtime.max_queued",
                 self._retry_after(),
             )
 
@@ -81,7 +86,8 @@ class Admission:
             if request_id in self._open:
                 self._open.remove(request_id)
                 self._note_release()
-                self._changed.notify()
+            # All of them: one may wait with the very request that is given up here.
+            self._changed.notify_all()
 
     def close(self) -> list[PipelineRequest]:
         """Nothing is let in any more; returns those that were waiting."""

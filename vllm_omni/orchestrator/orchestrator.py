@@ -98,7 +98,8 @@ class Orchestrator:
         self._admission = Admission(config.runtime.max_inflight, config.runtime.max_queued)
         self._stages: dict[int, OmniStage] = {}
         self._inquiries: list[StatsInquiry] = []
-        self._lock = threading.Lock()
+        # May be taken twice by one thread: where the garbage collector closes a forgotten pipeline in its middle.
+        self._lock = threading.RLock()
         # A daemon: at interpreter exit it must outlive the main thread until `close` has run.
         self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
         self._thread.start()
@@ -112,23 +113,28 @@ class Orchestrator:
         """
         self._started.result()
 
-    def submit(self, request: PipelineRequest, *, wait: bool = True) -> None:
+    def submit(self, request: PipelineRequest, *, wait: bool = True, given_up: threading.Event | None = None) -> None:
         """Starts a request; its `on_event` will be called with exactly one terminal event, after any others.
 
         Args:
             wait: Where as many requests as may wait are waiting: wait too, instead of raising.
+            given_up: Once it is set, and `give_up` called with this request, waits no longer.
 
         Raises:
-            PipelineFullError: There is no room, and `wait` is false.
+            PipelineFullError: There is no room, and `wait` is false, or the request was given up.
             PipelineClosedError: The pipeline is closed.
         """
-        self._admission.put(request, wait)
+        self._admission.put(request, wait, given_up)
         with contextlib.suppress(PipelineClosedError):  # Then the request ends with those that wait.
             self._command(lambda: self._router.watch_deadline(request))
 
-    def check_room(self) -> None:
-        """Raises what `submit` would raise without `wait`, before anybody takes pains over a request."""
-        self._admission.check_room()
+    def check_room(self, num_coming: int = 0) -> None:
+        """Raises what `submit` would raise without `wait`, before anybody takes pains over a request.
+
+        Args:
+            num_coming: Requests of the caller's that are being prepared, and will be submitted before this one.
+        """
+        self._admission.check_room(num_coming)
 
     def release(self, request_id: str) -> None:
         """Makes room for another request. For callers to say when they have taken a request's last event."""
@@ -169,7 +175,8 @@ class Orchestrator:
             if not self._closing:
                 self._closing = True
                 self._wake()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # The collector runs on any thread, on this one too.
+            self._thread.join()
 
     def _command(self, command: Callable[[], None]) -> None:
         """Runs a function on the orchestrator's thread, soon."""

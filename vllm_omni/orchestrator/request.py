@@ -79,8 +79,15 @@ class RequestRecord:
         return [i for i in self._config.targets[stage_id] if i in self.request.stages]
 
     def is_working(self, stage_id: int) -> bool:
-        """Whether the stage has all it needs of this request, and has not answered."""
-        return stage_id in self.pending and not any(source in self.pending for source in self.sources(stage_id))
+        """Whether the stage has input of this request to work on, as far as is known here, and has not answered."""
+        return stage_id in self.pending and not any(
+            self._waits_for(source, stage_id) for source in self.sources(stage_id)
+        )
+
+    def _waits_for(self, source: int, stage_id: int) -> bool:
+        if (source, stage_id) in self._config.streaming_edges:
+            return source in self.pending and not self.is_working(source)
+        return source in self.pending
 
     def add_piece(self, stage_id: int, piece: StageOutput) -> None:
         """A piece of a final stage's output; tells a caller who reads along."""

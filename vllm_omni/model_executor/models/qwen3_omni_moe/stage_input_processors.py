@@ -60,6 +60,7 @@ class ThinkerToTalker(StageInputProcessor):
         "second_per_grid_ts",
         "audio_feature_lengths",
     )
+    reads: ClassVar[tuple[str, ...]] = ("prompt_token_ids", f"tensors.{TALKER_INPUT}")
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
         super().__init__(hf_config)
@@ -149,6 +150,8 @@ class ThinkerToTalker(StageInputProcessor):
 
 class TalkerToCode2Wav(StageInputProcessor):
     """The talker's frames become the vocoder's input: one placeholder id for each frame."""
+
+    reads: ClassVar[tuple[str, ...]] = ("tensors.codes",)
 
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
         """

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AsyncOmniLLM` on an event loop: many callers, each of whom may leave at any moment."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.entrypoints.faces import WINDOWS, WRITER, ask, check_story, is_idle, long, running, wait_until_free
+from tests.metrics.collector import Collector
+from tests.orchestrator.pipelines import function_stage
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.errors import (
+    InvalidRequestError,
+    PipelineClosedError,
+    PipelineFullError,
+    RequestAbortedError,
+    RequestTimeoutError,
+    StageExecutionError,
+)
+from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
+from vllm_omni.testing.media import example_prompts
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:
+    with running(AsyncOmniLLM, tmp_path_factory.mktemp("config"), args={"log_stats": True}, **WINDOWS) as llm:
+        yield llm
+
+
+async def read(events: AsyncIterator[OmniEvent]) -> list[OmniEvent]:
+    return [event async for event in events]
+
+
+def test_eight_tasks_at_once_each_read_their_own_story(llm: AsyncOmniLLM) -> None:
+    async def main() -> list[list[OmniEvent]]:
+        prompts = [ask(f"p{i}", fake_tokens=3 + i, fake_seconds=0.01, fake_only="writer") for i in range(8)]
+        return await asyncio.gather(*[read(llm.generate(prompt)) for prompt in prompts])
+
+    for i, events in enumerate(asyncio.run(main())):
+        end = check_story(events)
+        assert end.outputs[0].outputs[0].token_ids == list(range(3 + i))
+        assert len({event.request_id for event in events}) == 1
+
+
+def test_without_stream_only_the_end_is_told(llm: AsyncOmniLLM) -> None:
+    (end,) = asyncio.run(read(llm.generate(ask(fake_tokens=5), stream=False)))
+    assert isinstance(end, CompletedEvent) and end.outputs[0].outputs[0].text == "0 1 2 3 4 "
+
+
+def test_a_failure_is_the_last_event(llm: AsyncOmniLLM) -> None:
+    *_, end = asyncio.run(read(llm.generate(ask(fake_tokens=5, fake_fail="speaker"), request_id="mine")))
+    assert isinstance(end, ErrorEvent) and isinstance(end.error, StageExecutionError)
+    assert end.request_id == end.error.request_id == "mine"
+
+
+def test_an_id_may_be_used_twice_at_the_same_time(llm: AsyncOmniLLM) -> None:
+    async def main() -> list[list[OmniEvent]]:
+        return await asyncio.gather(
+            *[read(llm.generate(ask(f"p{i}", fake_seconds=0.05), request_id="same")) for i in range(2)]
+        )
+
+    for i, events in enumerate(asyncio.run(main())):
+        end = check_story(events)
+        assert {event.request_id for event in events} == {"same"}
+        assert end.outputs[0].request_id == "same"
+        assert end.outputs[1].outputs[0].text == f"p{i}>writer>speaker"
+
+
+async def leave_by_break(llm: AsyncOmniLLM) -> None:
+    async for _ in llm.generate(long()):
+        break
+
+
+async def leave_by_aclose(llm: AsyncOmniLLM) -> None:
+    async with aclosing(llm.generate(long())) as events:
+        await anext(events)
+
+
+async def leave_by_exception(llm: AsyncOmniLLM) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async for _ in llm.generate(long()):
+            raise ZeroDivisionError
+
+
+async def cancelled_while_it_waits(llm: AsyncOmniLLM) -> None:
+    started = asyncio.Event()
+
+    async def consume() -> None:
+        async for _ in llm.generate(long()):
+            started.set()
+
+    task = asyncio.create_task(consume())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def cancelled_by_a_timeout(llm: AsyncOmniLLM) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(read(llm.generate(ask(fake_seconds=60))), 0.1)
+
+
+@pytest.mark.parametrize(
+    "leave", [leave_by_break, leave_by_aclose, leave_by_exception, cancelled_while_it_waits, cancelled_by_a_timeout]
+)
+def test_who_leaves_early_leaves_nothing_running(
+    leave: Callable[[AsyncOmniLLM], Coroutine[Any, Any, None]], llm: AsyncOmniLLM
+) -> None:
+    async def main() -> None:
+        stays = asyncio.create_task(read(llm.generate(ask(fake_tokens=20, fake_seconds=0.01, fake_only="writer"))))
+        await asyncio.gather(*[leave(llm) for _ in range(3)])
+        check_story(await stays)
+        assert is_idle(llm)
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_was_closed_without_a_word_is_given_up(llm: AsyncOmniLLM) -> None:
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(anext(llm.generate(long())))
+    loop.close()
+    while not is_idle(llm):  # It is noticed with the next event.
+        pass
+
+
+class SlowBuilder:
+    """Preprocessing that lasts until it is let go on."""
+
+    def __init__(self, llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_building = threading.Event()
+        self.goes_on = threading.Event()
+        self.count = 0
+        self._build = llm._pipeline.builder.build
+        monkeypatch.setattr(llm._pipeline.builder, "build", self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        self.is_building.set()
+        assert self.goes_on.wait(60)
+        return self._build(*args, **kwargs)
+
+
+async def until_set(event: threading.Event) -> None:
+    await asyncio.to_thread(event.wait, 60)
+
+
+def test_the_loop_goes_on_while_a_prompt_is_preprocessed(llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        running = llm.generate(ask(fake_tokens=50, fake_seconds=0.01, fake_only="writer"))
+        events = [await anext(running)]
+        builder = SlowBuilder(llm, monkeypatch)
+        waiting = asyncio.create_task(read(llm.generate("waits")))
+        await until_set(builder.is_building)
+        events += [event async for event in running]  # From its second event to its end, while the other is built.
+        check_story(events)
+        assert not waiting.done()
+        builder.goes_on.set()
+        check_story(await waiting)
+
+    asyncio.run(main())
+
+
+def test_a_task_that_is_cancelled_while_its_prompt_is_preprocessed_submits_nothing(
+    llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        builder = SlowBuilder(llm, monkeypatch)
+        tasks = [asyncio.create_task(read(llm.generate(long()))) for _ in range(3)]
+        await until_set(builder.is_building)
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [asyncio.CancelledError] * 3
+        builder.goes_on.set()
+        check_story(await read(llm.generate("next")))  # It is preprocessed after them.
+        assert builder.count == 2, "those that had not begun are not preprocessed any more"
+        assert is_idle(llm)
+
+    asyncio.run(main())
+
+
+def test_a_wrong_prompt_is_refused_before_anything_is_submitted(
+    llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("submitted")
+
+    monkeypatch.setattr(llm._pipeline.orchestrator, "submit", submit)
+    with pytest.raises(InvalidRequestError, match="cannot output 'audios'") as error:
+        asyncio.run(read(llm.generate(ask(modalities=["audios"]), request_id="mine")))
+    assert error.value.request_id == "mine"
+
+
+def test_a_full_pipeline_refuses_with_the_time_to_retry_after(tmp_path: Path) -> None:
+    async def main(llm: AsyncOmniLLM) -> None:
+        works = llm.generate(long())
+        await anext(works)
+        wait = [asyncio.create_task(read(llm.generate(f"p{i}"))) for i in range(2)]
+        await asyncio.sleep(0)  # They begin.
+        with pytest.raises(PipelineFullError, match=r"3 requests.*max_queued") as full:
+            await anext(llm.generate("refused"))
+        assert full.value.retry_after_s >= 1 and full.value.recoverable
+        await works.aclose()
+        for task in wait:
+            check_story(await task)
+        check_story(await read(llm.generate("room again")))
+        assert is_idle(llm)
+
+    with running(AsyncOmniLLM, tmp_path, args={"max_inflight": 2, "max_queued": 1}) as llm:
+        asyncio.run(main(llm))
+
+
+def test_prompts_that_are_being_preprocessed_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(llm: AsyncOmniLLM) -> None:
+        builder = SlowBuilder(llm, monkeypatch)
+        admitted = [asyncio.create_task(read(llm.generate(f"p{i}"))) for i in range(2)]
+        await until_set(builder.is_building)
+        with pytest.raises(PipelineFullError, match="2 requests"):
+            await anext(llm.generate("refused"))
+        assert builder.count == 1, "refused before anybody takes pains over its prompt"
+        builder.goes_on.set()
+        for task in admitted:
+            check_story(await task)
+
+    with running(AsyncOmniLLM, tmp_path, args={"max_inflight": 1, "max_queued": 1}) as llm:
+        asyncio.run(main(llm))
+
+
+def test_a_deadline_is_the_last_event(tmp_path: Path) -> None:
+    with running(AsyncOmniLLM, tmp_path, args={"request_timeout_s": 0.3}) as llm:
+        *_, end = asyncio.run(read(llm.generate(long())))
+        assert isinstance(end, ErrorEvent) and isinstance(end.error, RequestTimeoutError)
+        assert is_idle(llm)
+
+
+def test_a_closed_pipeline_says_so_to_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(llm: AsyncOmniLLM) -> None:
+        works = asyncio.create_task(read(llm.generate(ask(fake_seconds=60))))
+        await asyncio.to_thread(wait_for_work, llm)
+        builder = SlowBuilder(llm, monkeypatch)
+        preprocessed = [asyncio.create_task(read(llm.generate("p"))) for _ in range(2)]
+        await until_set(builder.is_building)
+        llm.close()
+        builder.goes_on.set()
+        (end,) = await works
+        assert isinstance(end, ErrorEvent) and isinstance(end.error, RequestAbortedError)
+        for outcome in await asyncio.gather(*preprocessed, return_exceptions=True):
+            assert isinstance(outcome, PipelineClosedError)
+        assert builder.count == 1
+        with pytest.raises(PipelineClosedError):
+            await anext(llm.generate("late"))
+
+    with running(AsyncOmniLLM, tmp_path) as llm:
+        asyncio.run(main(llm))
+
+
+def wait_for_work(llm: AsyncOmniLLM) -> None:
+    while not any(llm._pipeline.orchestrator.activity().values()):
+        pass
+
+
+def tell_trace(request: Any, sources: Any) -> dict[str, Any]:
+    return {"text": request.trace_headers.get("traceparent", "none")}
+
+
+def test_the_trace_of_the_caller_reaches_the_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    stages = [WRITER, function_stage(1, "teller", tell_trace, (0,), "trace")]
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+
+    async def main(llm: AsyncOmniLLM) -> str:
+        (end,) = await read(llm.generate("p", stream=False, trace_headers=headers))
+        assert isinstance(end, CompletedEvent)
+        return end.outputs[1].outputs[0].text
+
+    with (
+        closing(Collector()) as collector,
+        running(AsyncOmniLLM, tmp_path, stages, {"otlp_traces_endpoint": collector.url}) as llm,
+    ):
+        assert asyncio.run(main(llm)).split("-")[1] == trace
+
+
+# Real engines.
+
+GREEDY = [{"temperature": 0.0, "max_tokens": 24}, {"temperature": 0.0, "max_tokens": 32, "detokenize": False}, None]
+
+
+@pytest.fixture(scope="module")
+def qwen(tiny_qwen3_omni_moe: Path) -> Iterator[AsyncOmniLLM]:
+    with AsyncOmniLLM(
+        str(tiny_qwen3_omni_moe), dtype="float32", max_model_len=1024, max_num_seqs=8, kv_cache_memory_bytes=64 << 20
+    ) as llm:
+        yield llm
+
+
+def test_qwen_answers_many_as_it_answers_one(qwen: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+    prompts = list(example_prompts(tiny_qwen3_omni_moe).values())
+
+    async def main() -> None:
+        alone = [(await read(qwen.generate(prompt, GREEDY, stream=False)))[-1] for prompt in prompts]
+        stories = await asyncio.gather(*[read(qwen.generate(prompt, GREEDY)) for prompt in prompts * 2])
+        for reference, events in zip(alone * 2, stories, strict=True):
+            assert isinstance(reference, CompletedEvent)
+            (text, speech), (text_alone, speech_alone) = check_story(events).outputs, reference.outputs
+            assert text.outputs[0].text == text_alone.outputs[0].text
+            assert text.outputs[0].token_ids == text_alone.outputs[0].token_ids
+            audio, expected = (output.multimodal_output["audio"] for output in (speech, speech_alone))
+            torch.testing.assert_close(audio, expected, rtol=0, atol=1e-4)
+
+    asyncio.run(main())
+
+
+def test_qwen_forgets_those_who_leave(qwen: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+    prompt = example_prompts(tiny_qwen3_omni_moe)["text"]
+    endless = [{"max_tokens": 900, "ignore_eos": True}, None, None]
+
+    async def main() -> None:
+        streams = [qwen.generate(prompt, endless) for _ in range(4)]
+        for events in streams:
+            assert isinstance(await anext(events), ARSegmentEvent)
+        assert any(stage.kv_blocks_used for stage in qwen.stats())
+        for events in streams:
+            await events.aclose()
+        await asyncio.to_thread(wait_until_free, qwen)
+        check_story(await read(qwen.generate(prompt, GREEDY)))
+
+    asyncio.run(main())

@@ -190,7 +190,7 @@ def _fork_stage(control: socket.socket, spec: bytes, lifeline_fd: int) -> int:
     lifeline = socket.socket(fileno=lifeline_fd)
     status = 1
     try:
-        importlib.import_module(_WORKER).main(spec, lifeline)
+        stages = importlib.import_module(_WORKER).main(spec, lifeline)  # noqa: F841 (see there why they are kept)
         status = 0
     except BaseException as error:
         traceback.print_exc()

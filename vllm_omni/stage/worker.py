@@ -89,12 +89,16 @@ class HostedStage:
                 os._exit(1)
 
 
-def main(spec_bytes: bytes, lifeline: socket.socket) -> None:
+def main(spec_bytes: bytes, lifeline: socket.socket) -> list[HostedStage]:
     """The whole life of a stage process; returns when every stage in it was told to stop.
 
     Args:
         spec_bytes: A list of `StageSpec` as JSON.
         lifeline: Its end-of-file says that the parent is gone. Gets the last words of a stage that fails in a thread.
+
+    Returns:
+        The stages. Whoever lets go of them has their engines taken apart, which takes seconds; the end of the process
+        does it at once.
 
     Raises:
         Exception: A stage that has the process to itself could not start, or its engine broke; its parent is told.
@@ -106,6 +110,7 @@ def main(spec_bytes: bytes, lifeline: socket.socket) -> None:
         _run_alone(stages[0])
     else:
         _run_together(stages)
+    return stages
 
 
 def _run_alone(stage: HostedStage) -> None:

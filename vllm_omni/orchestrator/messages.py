@@ -113,9 +113,10 @@ class RefundMessage(Message):
 
 
 class ReadyMessage(Message):
-    """The stage takes requests."""
+    """The stage takes requests. `epoch` says which of its processes speaks."""
 
     stage_id: int
+    epoch: int
 
 
 class OutputMessage(Message):

@@ -47,7 +47,7 @@ from vllm_omni.orchestrator.stats_inquiry import StatsInquiry
 from vllm_omni.orchestrator.supervisor import StageHealth, Supervisor
 from vllm_omni.stage.credit import Credit
 from vllm_omni.stage.fork_server import ForkServer
-from vllm_omni.stage.omni_stage import OmniStage
+from vllm_omni.stage.omni_stage import OmniStage, StageState
 from vllm_omni.stage.spec import StagePlacement
 
 logger = logging.getLogger("vllm.omni.orchestrator")
@@ -239,6 +239,7 @@ class Orchestrator:
             self._config.runtime.restart,
             self._config.runtime.stage_init_timeout,
             self._command,
+            self._on_stage_down,
         )
         cleanup.callback(self._supervisor.stop_all)
 
@@ -285,9 +286,7 @@ class Orchestrator:
             os.read(self._wake_reader, 65536)
         # What a stage said before it died counts, so messages come first.
         self._take_messages()
-        for group in self._supervisor.find_dead({fd for fd in ready if isinstance(fd, int)}):
-            for stage in group.stages:
-                self._on_stage_down(stage)
+        self._supervisor.take_down_dead({fd for fd in ready if isinstance(fd, int)})
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -324,7 +323,7 @@ class Orchestrator:
         stage = self._stages[message.stats.stage_id if isinstance(message, StatsMessage) else message.stage_id]
         match message:
             case ReadyMessage():
-                self._on_ready(stage)
+                self._on_ready(stage, message.epoch)
             case OutputMessage():
                 self._router.on_output(stage, message, frames)
             case ResultMessage():
@@ -346,15 +345,19 @@ class Orchestrator:
         else:
             self._supervisor.kill(stage, f"a message from it could not be understood: {error}")
 
-    def _on_ready(self, stage: OmniStage) -> None:
+    def _on_ready(self, stage: OmniStage, epoch: int) -> None:
+        if epoch != stage.epoch:
+            return  # The last word of a process that is no more.
         self._supervisor.on_ready(stage)
         if stage.epoch > 0:
             logger.warning("%s: serves again", stage.label)
-            self._run_dir.remove_payloads(stage.stage_id, self._supervisor.dead_pid(stage))
+            self._run_dir.remove_payloads(stage.stage_id)
             self._router.on_stage_up(stage)
 
     def _on_stage_down(self, stage: OmniStage) -> None:
         self._router.on_stage_down(stage)
+        if stage.state is StageState.DEAD:
+            self._run_dir.remove_payloads(stage.stage_id)
         for inquiry in self._inquiries:
             inquiry.give_up_on(stage.stage_id)
 

@@ -101,6 +101,7 @@ class RequestRecord:
     def finish(self, stage_id: int, metrics: StageMetrics) -> None:
         """The stage is done with the request."""
         self.pending.discard(stage_id)
+        self.unsubmitted.discard(stage_id)  # What a dead process said last may come after word of its death.
         self._metrics[stage_id] = metrics
 
     def complete(self) -> CompletedEvent:

@@ -179,12 +179,12 @@ class RequestRouter:
         for record in list(self._records.values()):
             if stage.stage_id not in record.request.stages:
                 continue
-            if stage.stage_id not in record.pending:
-                finished.append(record.request.request_id)
-            elif stage.state is StageState.DEAD or self._has_begun(stage, record):
+            if self._is_lost(record, stage):
                 self._fail_dead(record, stage)
-            else:
+            elif stage.stage_id in record.pending:
                 record.unsubmitted.add(stage.stage_id)
+            else:
+                finished.append(record.request.request_id)
         self._tell_others(stage, PeerDownMessage(stage_id=stage.stage_id, finished=finished))
 
     def on_stage_up(self, stage: OmniStage) -> None:
@@ -193,6 +193,13 @@ class RequestRouter:
             if stage.stage_id in record.unsubmitted:
                 self._submit_to(stage, record)
         self._tell_others(stage, PeerUpMessage(stage_id=stage.stage_id, epoch=stage.epoch))
+
+    def _is_lost(self, record: RequestRecord, stage: OmniStage) -> bool:
+        """Whether the stage's process took something of the request with it that is not to be had again."""
+        if stage.stage_id in record.pending:
+            return stage.state is StageState.DEAD or self._has_begun(stage, record)
+        # What it had made for a stage that is away it had kept until that comes back.
+        return any(target in record.unsubmitted for target in record.targets(stage.stage_id))
 
     def _has_begun(self, stage: OmniStage, record: RequestRecord) -> bool:
         """Whether some input of the request was sent to the stage, as far as is known here.

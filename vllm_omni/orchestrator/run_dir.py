@@ -29,12 +29,12 @@ class RunDir:
     def stage_address(self, stage_id: int, epoch: int) -> str:
         return stage_address(self.path, stage_id, epoch)
 
-    def remove_payloads(self, stage_id: int, pid: int) -> None:
-        """Removes what nobody will ever read: what a stage's dead process was sent, and what it sent itself.
+    def remove_payloads(self, stage_id: int) -> None:
+        """Removes what nobody will ever read: what a stage's dead processes were sent, and what they sent themselves.
 
-        To be called before anything is sent to the stage's next process.
+        To be called before anything is sent to the stage's next process, or by it.
         """
-        own = payload_prefix(pid, stage_id, "")
+        own = payload_prefix("*", stage_id, "")
         for pattern in (f"payload-*-to{stage_id}-*", f"{own}*", f"pool-{own}*"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
@@ -52,7 +52,7 @@ def stage_address(path: Path, stage_id: int, epoch: int) -> str:
     return f"ipc://{path}/stage-{stage_id}.{epoch}.sock"
 
 
-def payload_prefix(pid: int, sender: int, receiver: int | str) -> str:
+def payload_prefix(pid: int | str, sender: int, receiver: int | str) -> str:
     """How the names begin of the payloads that a process sends from one stage to another."""
     return f"payload-{pid}-from{sender}-to{receiver}"
 

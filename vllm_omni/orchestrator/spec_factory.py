@@ -42,7 +42,7 @@ class SpecFactory:
             epoch=stage.epoch,
             run_dir=str(run_dir.path),
             sources={
-                source: SourceSpec(epoch=stages[source].epoch, window=self._window(source, config))
+                source: SourceSpec(epoch=stages[source].serving_epoch, window=self._window(source, config))
                 for source in config.engine_input_source
             },
             targets={
@@ -60,7 +60,7 @@ class SpecFactory:
 
     def _make_target(self, stage: OmniStageConfig, target: OmniStage) -> TargetSpec:
         return TargetSpec(
-            epoch=target.epoch,
+            epoch=target.serving_epoch,
             streams=self._window(stage.stage_id, target.config).streams,
             reads=self._reads(target.config),
             max_queued=self._config.max_queued(target.config),

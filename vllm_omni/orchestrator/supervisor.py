@@ -48,7 +48,6 @@ class StageGroup:
 
     Attributes:
         process: Their process; None while there is none.
-        last_pid: The process that they had before.
         end_reason: Why we ended the process; empty if we did not.
         fork_due: When the next one is to be started; None if it need not be.
         ready_due: When it must be ready; None once it is.
@@ -57,7 +56,6 @@ class StageGroup:
     def __init__(self, stages: list[OmniStage]) -> None:
         self.stages = stages
         self.process: StageProcess | None = None
-        self.last_pid = 0
         self.end_reason = ""
         self.fork_due: float | None = None
         self.ready_due: float | None = None
@@ -88,6 +86,7 @@ class Supervisor:
         restart: RestartConfig,
         stage_init_timeout: float,
         command: Callable[[Callable[[], None]], None],
+        on_down: Callable[[OmniStage], None],
     ) -> None:
         """
         Args:
@@ -96,6 +95,7 @@ class Supervisor:
             restart: How often, and when, a process is replaced.
             stage_init_timeout: Seconds that a process may take to become ready.
             command: Runs a function on the orchestrator's thread.
+            on_down: Is told of each stage whose process died, or could not be started again.
         """
         self.restarts = False
         self.groups = [StageGroup(stages) for stages in groups]
@@ -104,6 +104,7 @@ class Supervisor:
         self._restart = restart
         self._stage_init_timeout = stage_init_timeout
         self._command = command
+        self._on_down = on_down
         self.health = self._make_health()
 
     @property
@@ -127,10 +128,6 @@ class Supervisor:
                 raise StageStartError(message, group.stages[0].stage_id) from error
             group.ready_due = time.monotonic() + self._stage_init_timeout
 
-    def dead_pid(self, stage: OmniStage) -> int:
-        """The process that the stage had before this one."""
-        return self._group_of(stage).last_pid
-
     def on_ready(self, stage: OmniStage) -> None:
         """The stage has said that it takes requests."""
         stage.state = StageState.READY
@@ -139,12 +136,11 @@ class Supervisor:
             group.ready_due = None
         self.health = self._make_health()
 
-    def find_dead(self, readable: set[int]) -> list[StageGroup]:
-        """Of the readable file numbers those that tell of a death; the stages of these processes are taken down."""
+    def take_down_dead(self, readable: set[int]) -> None:
+        """Takes down the stages of those processes whose file numbers are readable, which tells of a death."""
         dead = [group for group in self.groups if group.process is not None and group.process.fileno() in readable]
         for group in dead:
             self._on_death(group)
-        return dead
 
     def act_on_time(self) -> None:
         """Starts processes that are due, and ends those that are overdue."""
@@ -184,14 +180,18 @@ class Supervisor:
     def _on_death(self, group: StageGroup) -> None:
         assert group.process is not None
         how = group.process.reap()
-        group.last_pid = group.process.pid
         how, group.end_reason = group.end_reason or how, ""
         group.process, group.ready_due = None, None
+        self._take_down(group, how)
+
+    def _take_down(self, group: StageGroup, how: str) -> None:
         for stage in group.stages:
             stage.on_death(how)
         if self.restarts:
             self._plan_restart(group)
         self.health = self._make_health()
+        for stage in group.stages:
+            self._on_down(stage)
 
     def _plan_restart(self, group: StageGroup) -> None:
         now = time.monotonic()
@@ -218,7 +218,7 @@ class Supervisor:
             except (OSError, EOFError) as error:
                 reason = str(error)
                 with contextlib.suppress(PipelineClosedError):
-                    self._command(lambda: self._on_fork_failed(group, reason))
+                    self._command(lambda: self._take_down(group, reason))
                 return
             try:
                 self._command(lambda: self._on_forked(group, process))
@@ -229,13 +229,8 @@ class Supervisor:
 
     def _on_forked(self, group: StageGroup, process: StageProcess) -> None:
         group.process = process
-        group.ready_due = time.monotonic() + self._stage_init_timeout
-
-    def _on_fork_failed(self, group: StageGroup, reason: str) -> None:
-        for stage in group.stages:
-            stage.death = reason
-        self._plan_restart(group)
-        self.health = self._make_health()
+        if not all(stage.is_ready for stage in group.stages):  # It may have been faster than word of it.
+            group.ready_due = time.monotonic() + self._stage_init_timeout
 
     def _encode_specs(self, group: StageGroup) -> bytes:
         return msgspec.json.encode([self._make_spec(stage) for stage in group.stages])

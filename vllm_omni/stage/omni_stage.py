@@ -64,6 +64,11 @@ class OmniStage:
     def is_ready(self) -> bool:
         return self.state is StageState.READY
 
+    @property
+    def serving_epoch(self) -> int | None:
+        """Where its peers find it: the process that serves, or is the first to; None while one is awaited."""
+        return self.epoch if self.state in (StageState.STARTING, StageState.READY) else None
+
     def submit(
         self,
         request: StageRequest,

@@ -32,14 +32,15 @@ def make_socket(context: zmq.Context, kind: int) -> zmq.Socket:
 class Peer:
     """The way to another stage. `epoch` is that of the process at its end, None while there is none."""
 
-    def __init__(self, context: zmq.Context, run_dir: Path, own_id: int, stage_id: int, epoch: int) -> None:
+    def __init__(self, context: zmq.Context, run_dir: Path, own_id: int, stage_id: int, epoch: int | None) -> None:
         self.stage_id = stage_id
         self.epoch: int | None = None
         self._context = context
         self._run_dir = run_dir
         self._own_id = own_id
         self._socket: zmq.Socket
-        self.connect(epoch)
+        if epoch is not None:
+            self.connect(epoch)
 
     def connect(self, epoch: int) -> None:
         """Connects to the stage's process of this epoch."""

@@ -182,7 +182,7 @@ class StageShell:
                     self._on_error(item, tell_engine=False)
                 case Started():
                     self._capacity = self._spec.max_inflight or self._engine.capacity
-                    self._tell(ReadyMessage(stage_id=self._stage_id))
+                    self._tell(ReadyMessage(stage_id=self._stage_id, epoch=self._spec.epoch))
 
     def _act_on_time(self) -> None:
         now = time.monotonic()

@@ -22,11 +22,11 @@ class SourceSpec(msgspec.Struct, kw_only=True):
     """A stage whose output this one reads.
 
     Attributes:
-        epoch: Counts its processes; part of its address.
+        epoch: Counts its processes; part of its address. None while it has none that serves: word of that will come.
         window: How its output is cut into windows.
     """
 
-    epoch: int
+    epoch: int | None
     window: WindowConfig
 
 
@@ -34,14 +34,14 @@ class TargetSpec(msgspec.Struct, kw_only=True):
     """A stage that reads this one's output.
 
     Attributes:
-        epoch: Counts its processes; part of its address.
+        epoch: As in `SourceSpec`.
         streams: It gets the output in segments, while it is made.
         reads: What of the output it reads (see `StageInputProcessor.reads`).
         max_queued, high_watermark_bytes: What may wait in it for its engine.
         shm_threshold_bytes: From this size on, payloads to it go through shared memory.
     """
 
-    epoch: int
+    epoch: int | None
     streams: bool
     reads: list[str] | None
     max_queued: int

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several stages away at once, messages of the dead, stages that cannot be replaced: no request may wait for ever."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import zmq
+
+from tests.orchestrator.pipelines import (
+    Caller,
+    error_of,
+    fake_stage,
+    kept_server,
+    make_config,
+    open_orchestrator,
+    state_of,
+    texts,
+)
+from tests.orchestrator.test_failure import is_ready, kill, processes, wait_until
+from vllm_omni.errors import StageDeadError
+from vllm_omni.orchestrator.messages import ReadyMessage, send
+from vllm_omni.stage.fork_server import ForkServer, StageProcess
+from vllm_omni.stage.spec import StageSpec
+
+PAIR = (fake_stage(0, "a"), fake_stage(1, "b", (0,), "text"))
+SLOW = fake_stage(1, "b", (0,), "audio") | {
+    "engine_type": "function",
+    "function": "tests.orchestrator.slow_to_load.speak",
+}
+
+
+class Gate(ForkServer):
+    """Says when a stage may come back, and whether."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        self.before_return: Callable[[], None] = lambda: None
+        self._open = {name: threading.Event() for name in "ab"}
+        for name in "ab":
+            self.open(name)
+
+    def open(self, name: str) -> None:
+        self._open[name].set()
+
+    def shut(self, name: str) -> None:
+        self._open[name].clear()
+
+    def fork(self, spec: bytes, timeout: float) -> StageProcess:
+        for one in msgspec.json.decode(spec, type=list[StageSpec]):
+            self._open[one.stage.name].wait()
+        if self.is_broken:
+            raise EOFError("the server is broken")
+        process = kept_server().fork(spec, timeout)
+        self.before_return()
+        return process
+
+    def close(self) -> None:
+        self.is_broken = True
+        for gate in self._open.values():
+            gate.set()
+
+
+@contextmanager
+def running(*stages: dict) -> Iterator[tuple[Caller, Gate]]:
+    config = make_config(*(stages or PAIR), restart={"backoff_s": 0.0, "max_restarts": 10})
+    gate = Gate()
+    orchestrator = open_orchestrator(config, server=gate, records_stats=True)
+    try:
+        orchestrator.wait_until_started()
+        yield Caller(orchestrator, config), gate
+    finally:
+        orchestrator.close()
+
+
+def kill_and_wait(caller: Caller, name: str) -> None:
+    num_restarts = restarts_of(caller, name)
+    kill(caller, name)
+    wait_until(lambda: restarts_of(caller, name) > num_restarts)
+
+
+def restarts_of(caller: Caller, name: str) -> int:
+    return next(stage.num_restarts for stage in caller.orchestrator.health() if stage.name == name)
+
+
+def wait_until_a(caller: Caller, **figures: int) -> None:
+    """Until stage `a` says so of itself."""
+    wait_until(
+        lambda: any(
+            stats.name == "a" and all(getattr(stats, name) == figure for name, figure in figures.items())
+            for stats in caller.orchestrator.stats()
+        )
+    )
+
+
+def test_output_that_dies_with_its_maker_while_its_reader_is_away() -> None:
+    with running(PAIR[0], SLOW) as (caller, gate):
+        gate.shut("b")
+        held = caller.submit("held by a for b", fake_seconds=1, fake_only="a")
+        wait_until_a(caller, num_running=1)
+        kill_and_wait(caller, "b")
+        wait_until_a(caller, num_completed=1)
+        wait_until(lambda: caller.orchestrator.activity() == {"a": 0, "b": 1})
+        kill_and_wait(caller, "a")
+        gate.open("b")
+        end = caller.wait_one()
+        error = error_of(end)
+        assert end.request_id == held and isinstance(error, StageDeadError) and error.stage_id == 0
+        caller.submit("next")
+        assert texts(caller.wait_one()) == ["next>a>b"]
+
+
+def test_a_stage_that_comes_back_first_waits_for_the_other() -> None:
+    """What `a` makes must not be sent to where `b` is not yet."""
+    with running() as (caller, gate):
+        gate.shut("b")
+        kill_and_wait(caller, "b")
+        kill_and_wait(caller, "a")
+        wait_until(lambda: state_of(caller.orchestrator)["a"] == "ready")
+        caller.submit("large", fake_bytes=300_000)
+        wait_until_a(caller, num_enqueued=1)
+        gate.open("b")
+        assert texts(caller.wait_one()) == ["large>a>b"]
+
+
+def test_the_last_word_of_a_dead_process_is_not_taken_for_its_successor() -> None:
+    with running() as (caller, gate):
+        gate.shut("b")
+        kill_and_wait(caller, "b")
+        sock = zmq.Context.instance().socket(zmq.PUSH)
+        sock.connect(caller.orchestrator._run_dir.orchestrator_address)
+        send(sock, ReadyMessage(stage_id=1, epoch=0), sender=1)
+        caller.submit("p", fake_bytes=300_000)
+        wait_until_a(caller, num_enqueued=1)
+        assert state_of(caller.orchestrator)["b"] == "restarting"
+        gate.open("b")
+        assert texts(caller.wait_one()) == ["p>a>b"]
+        sock.close(linger=0)
+
+
+def test_requests_do_not_wait_for_a_stage_that_cannot_be_started_any_more() -> None:
+    with running() as (caller, gate):
+        gate.shut("b")
+        kill_and_wait(caller, "b")
+        caller.submit("waits for b")
+        wait_until_a(caller, num_enqueued=1)
+        gate.is_broken = True
+        gate.open("b")
+        error = error_of(caller.wait_one())
+        assert isinstance(error, StageDeadError) and "the server is broken" in str(error)
+        assert state_of(caller.orchestrator) == {"a": "ready", "b": "dead"}
+
+
+def test_nothing_is_left_of_processes_that_died_one_after_the_other() -> None:
+    with running(PAIR[0], SLOW) as (caller, _):
+        caller.submit("p", size=300_000)
+        caller.wait_one()
+        num_deaths = 2  # the second process while it loads
+        for _ in range(num_deaths):
+            wait_until(lambda: "b" in processes(caller))
+            kill_and_wait(caller, "b")
+        wait_until(lambda: is_ready(caller) and len(processes(caller)) == 2)
+        pids = [f"-{pid}-" for pid in (*processes(caller).values(), os.getpid())]
+        names = [path.name for path in caller.orchestrator._run_dir.path.iterdir() if "payload" in path.name]
+        assert [name for name in names if not any(pid in name for pid in pids)] == []
+
+
+def test_a_process_that_is_ready_before_word_of_it_is_not_overdue_later() -> None:
+    with running() as (caller, gate):
+        gate.before_return = lambda: wait_until(lambda: is_ready(caller))
+        kill_and_wait(caller, "b")
+        wait_until(lambda: len(processes(caller)) == 2)
+        assert caller.orchestrator._supervisor.due is None

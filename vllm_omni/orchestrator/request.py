@@ -147,7 +147,7 @@ class RequestRecord:
         if sample_rate is None:
             return 0.0
         waves = [piece.tensors["audio"] for piece in self._pieces[stage_id] if "audio" in piece.tensors]
-        return sum(wave.shape[-1] for wave in waves) / sample_rate
+        return sum(wave.shape[-1] if wave.ndim else 1 for wave in waves) / sample_rate
 
     def _make_events(self, stage_id: int, output_type: str, piece: StageOutput) -> list[OmniEvent]:
         if piece.step is not None:

@@ -7,8 +7,6 @@ Belongs to the orchestrator's thread. Knows nothing of sockets and processes.
 import heapq
 from collections.abc import Callable, Mapping
 
-import msgspec
-
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.errors import (
@@ -118,8 +116,8 @@ class RequestRouter:
                     is_final=stage.stage_id in request.final_stages,
                     streams=request.streams,
                 )
-            except OSError as error:
-                text = f"the request's data could not be handed over: {error}"
+            except Exception as error:
+                text = f"the request's data could not be handed over: {type(error).__name__}: {error}"
                 self._fail(record, StageExecutionError(text, request.external_id, stage.stage_id))
 
     # What stages say of them.
@@ -164,12 +162,11 @@ class RequestRouter:
             return
         try:
             piece = self._channel.get(StageOutput, payload, frames)
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
-            text = f"the output of {stage.label} could not be read: {error}"
-            self._fail(record, StageExecutionError(text, record.request.external_id, stage.stage_id))
-        else:
             piece.is_last = is_last
             record.add_piece(stage.stage_id, piece)
+        except Exception as error:
+            text = f"the output of {stage.label} could not be read: {type(error).__name__}: {error}"
+            self._fail(record, StageExecutionError(text, record.request.external_id, stage.stage_id))
 
     # Stages that die and come back.
 

@@ -57,6 +57,12 @@ def payload_prefix(pid: int | str, sender: int, receiver: int | str) -> str:
     return f"payload-{pid}-from{sender}-to{receiver}"
 
 
+def remove_unread(path: Path, pid: int, sender: int, receiver: int) -> None:
+    """Removes the payloads that a process sent from one stage to another, and that this has not taken."""
+    for payload in path.glob(f"{payload_prefix(pid, sender, receiver)}-*"):
+        payload.unlink(missing_ok=True)
+
+
 def remove_leftovers(parent: Path) -> None:
     """Removes the directories under `parent` whose process is gone."""
     for path in parent.glob(f"{_PREFIX}*-*"):

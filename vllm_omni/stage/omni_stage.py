@@ -11,7 +11,7 @@ from vllm_omni.distributed.connectors import ThresholdConnector
 from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.inputs import StageRequest
 from vllm_omni.orchestrator.messages import ORCHESTRATOR, AbortMessage, Message, SubmitMessage, send
-from vllm_omni.orchestrator.run_dir import RunDir, payload_prefix
+from vllm_omni.orchestrator.run_dir import RunDir, payload_prefix, remove_unread
 from vllm_omni.stage.credit import Credit
 
 
@@ -117,6 +117,7 @@ class OmniStage:
         self.credit.reset()
         self.epoch += 1
         self._socket.close(linger=0)
+        remove_unread(self._run_dir.path, os.getpid(), ORCHESTRATOR, self.stage_id)
         self._connect()
 
     def _connect(self) -> None:

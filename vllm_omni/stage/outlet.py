@@ -56,8 +56,7 @@ class Outlet:
     def reserve(self, state: RequestState) -> None:
         """A request is begun with: its outputs will be sent."""
         for target in state.submit.targets:
-            self.targets[target].credit.spend(1, 0)
-            state.reserved.add(target)
+            self.targets[target].reserve(state.request_id)
 
     def streams(self, state: RequestState) -> bool:
         """Whether somebody reads this request's output while it is made."""
@@ -72,6 +71,7 @@ class Outlet:
 
         Raises:
             OSError: There is no room for it.
+            Exception: It holds something that cannot be sent.
         """
         for target in state.submit.targets:
             if self.targets[target].spec.streams:
@@ -99,7 +99,7 @@ class Outlet:
         )
         self.tell(message, frames)
 
-    def on_target_up(self, message: PeerUpMessage) -> dict[str, OSError]:
+    def on_target_up(self, message: PeerUpMessage) -> dict[str, Exception]:
         """Connects to a target's new process and sends what was kept for it.
 
         Returns:
@@ -107,19 +107,19 @@ class Outlet:
         """
         target = self.targets[message.stage_id]
         target.connect(message.epoch)
-        target.credit.reset()
-        errors: dict[str, OSError] = {}
+        errors: dict[str, Exception] = {}
         for state, output in self._backlog.pop(message.stage_id, ()):
             try:
                 self._send_data(state, message.stage_id, output)
-            except OSError as error:
+            except Exception as error:
+                self.forget(state.request_id)
                 errors[state.request_id] = error
         return errors
 
-    def forget(self, request_id: str, state: RequestState | None) -> None:
-        """Drops what is kept of a request that has failed, or ended earlier (then it has no state)."""
-        for target in state.reserved if state is not None else ():
-            self.targets[target].credit.refund(1, 0)
+    def forget(self, request_id: str) -> None:
+        """Drops what is kept of a request that has failed."""
+        for target in self.targets.values():
+            target.unreserve(request_id)
         for entries in self._backlog.values():
             entries[:] = [entry for entry in entries if entry[0].request_id != request_id]
 
@@ -128,7 +128,7 @@ class Outlet:
         if target.epoch is None:
             self._backlog[target_id].append((state, output))
             return
-        payload, frames = target.put(output)
+        payload, frames = target.put(state.request_id, output)
         sequence = state.num_sent.get(target_id, 0)
         message = DataMessage(
             request_id=state.request_id,
@@ -140,7 +140,6 @@ class Outlet:
             payload=payload,
         )
         state.num_sent[target_id] = sequence + 1
-        state.reserved.discard(target_id)
         target.send(message, frames)
 
     def _for_caller(self, output: StageOutput) -> StageOutput:

@@ -9,7 +9,7 @@ import zmq
 from vllm_omni.distributed.connectors import ThresholdConnector
 from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.orchestrator.messages import Frames, Message, PayloadRef, send
-from vllm_omni.orchestrator.run_dir import payload_prefix, stage_address
+from vllm_omni.orchestrator.run_dir import payload_prefix, remove_unread, stage_address
 from vllm_omni.outputs import StageOutput, select_fields
 from vllm_omni.stage.credit import Credit
 from vllm_omni.stage.spec import TargetSpec
@@ -70,22 +70,46 @@ class Target(Peer):
     """
 
     def __init__(self, context: zmq.Context, run_dir: Path, own_id: int, stage_id: int, spec: TargetSpec) -> None:
-        super().__init__(context, run_dir, own_id, stage_id, spec.epoch)
         self.spec = spec
         self.credit = Credit(spec.max_queued, spec.high_watermark_bytes)
         prefix = payload_prefix(os.getpid(), own_id, stage_id)
         self._channel = PayloadChannel(ThresholdConnector(run_dir, prefix, spec.shm_threshold_bytes))
+        self._reserved: set[str] = set()  # requests that were begun with, and of which nothing was sent
+        super().__init__(context, run_dir, own_id, stage_id, spec.epoch)
 
     @property
     def takes_new_requests(self) -> bool:
         return self.epoch is not None and not self.credit.is_spent
 
-    def put(self, output: StageOutput) -> tuple[PayloadRef, Frames]:
+    def connect(self, epoch: int) -> None:
+        """Connects to a process in which nothing waits yet."""
+        super().connect(epoch)
+        self.credit.reset()
+        self.credit.spend(len(self._reserved), 0)
+
+    def disconnect(self) -> None:
+        if self.epoch is not None:
+            super().disconnect()
+            remove_unread(self._run_dir, os.getpid(), self._own_id, self.stage_id)
+
+    def reserve(self, request_id: str) -> None:
+        """A request is begun with, whose output will be sent."""
+        self._reserved.add(request_id)
+        self.credit.spend(1, 0)
+
+    def unreserve(self, request_id: str) -> None:
+        """Nothing will be sent of the request. Harmless if something was, or nothing was to be."""
+        if request_id in self._reserved:
+            self._reserved.remove(request_id)
+            self.credit.refund(1, 0)
+
+    def put(self, request_id: str, output: StageOutput) -> tuple[PayloadRef, Frames]:
         """Makes the part of an output that the target reads available to it, at the cost of credit.
 
         Raises:
             OSError: There is no room for it.
         """
         payload, frames = self._channel.put(select_fields(output, self.spec.reads))
+        self._reserved.discard(request_id)  # What was spent on it the target will give back.
         self.credit.spend(0, payload.num_bytes)
         return payload, frames

@@ -101,7 +101,6 @@ class RequestState:
     Attributes:
         streamed_to: Targets that have been sent a part of the output.
         num_received, num_sent: Pieces that have come from each source, and gone to each target.
-        reserved: Targets whose credit was spent on the request, and that have not been sent anything.
         owed: Feeders, requests and bytes to give back when the request does not wait any more.
     """
 
@@ -115,7 +114,6 @@ class RequestState:
     is_in_engine: bool = False
     num_received: dict[int, int] = field(default_factory=dict)
     num_sent: dict[int, int] = field(default_factory=dict)
-    reserved: set[int] = field(default_factory=set)
     owed: list[tuple[int, int, int]] = field(default_factory=list)  # (feeder, requests, bytes)
 
     @property

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -187,9 +188,7 @@ class StageShell:
     def _act_on_time(self) -> None:
         now = time.monotonic()
         for state in list(self._holding.values()):
-            segment = state.outputs.flush_if_due()
-            if segment is not None:
-                self._send_segment(state, segment)
+            self._send_segment(state, state.outputs.flush_if_due)
         while self._lost and self._lost[0][0] <= now:
             self._fail_lost(*self._lost.pop(0)[1:])
         if self._stats_due is not None and self._stats_due <= now:
@@ -332,10 +331,9 @@ class StageShell:
             call = state.inputs.next_call()
             try:
                 stage_input = None if self._processor is None else self._processor.process(state.request, call.sources)
+                self._hand_over(state, call, stage_input)
             except Exception as error:
                 self._on_error(Error.from_exception(state.request_id, error, isinstance(error, InvalidRequestError)))
-                return
-            self._hand_over(state, call, stage_input)
 
     def _hand_over(self, state: RequestState, call: InputCall, stage_input: StageInput | None) -> None:
         has_nothing_to_do = self._processor is not None and stage_input is None
@@ -363,11 +361,8 @@ class StageShell:
         if state is None:
             return  # Aborted meanwhile.
         self._note_output(state, item.output)
-        segment = state.outputs.add(item.output)
-        if segment is not None:
-            self._send_segment(state, segment)
-        else:
-            self._holding[state.request_id] = state
+        self._holding[state.request_id] = state
+        self._send_segment(state, lambda: state.outputs.add(item.output))
 
     def _note_output(self, state: RequestState, output: StageOutput) -> None:
         output.prompt = state.request.prompt if not state.metrics.num_chunks else None
@@ -375,15 +370,18 @@ class StageShell:
         if state.metrics.first_output is None:
             state.metrics.first_output = time.monotonic()
 
-    def _send_segment(self, state: RequestState, segment: StageOutput) -> None:
-        self._holding.pop(state.request_id, None)
+    def _send_segment(self, state: RequestState, make: Callable[[], StageOutput | None]) -> None:
+        """Sends a piece of the request's output, if there is one to send now. If it cannot, the request fails."""
         try:
-            self._outlet.send_segment(state, segment)
-        except OSError as error:
+            segment = make()
+            if segment is not None:
+                del self._holding[state.request_id]
+                self._outlet.send_segment(state, segment)
+        except Exception as error:
             self._on_error(Error.from_exception(state.request_id, error))
 
     def _on_result(self, result: Result) -> None:
-        state = self._forget(result.request_id, tell_engine=False)
+        state = self._requests.get(result.request_id)
         if state is None:
             return  # Aborted meanwhile.
         self._note_output(state, result.output)
@@ -394,9 +392,10 @@ class StageShell:
         metrics.num_input_tokens, metrics.num_output_tokens = result.num_input_tokens, result.num_output_tokens
         try:
             self._outlet.send_result(state, result.output)
-        except OSError as error:
-            self._fail(Error.from_exception(result.request_id, error), state)
+        except Exception as error:
+            self._on_error(Error.from_exception(result.request_id, error), tell_engine=False)
         else:
+            self._forget(result.request_id, tell_engine=False)
             self._recorder.completed()
             self._tracer.stage_done(state.request_id, state.request.trace_headers, metrics, "completed")
 
@@ -405,7 +404,7 @@ class StageShell:
     def _on_error(self, error: Error, tell_engine: bool = True) -> None:
         state = self._forget(error.request_id, tell_engine)
         if state is not None:
-            self._outlet.forget(error.request_id, state)
+            self._outlet.forget(error.request_id)
             self._fail(error, state)
 
     def _fail(self, error: Error, state: RequestState | None = None) -> None:
@@ -427,7 +426,7 @@ class StageShell:
         for message, _ in self._early.pop(request_id, ()):
             self._discard(message)
         state = self._forget(request_id)
-        self._outlet.forget(request_id, state)
+        self._outlet.forget(request_id)
         if state is not None:
             self._recorder.aborted()
             state.metrics.finished = time.monotonic()
@@ -482,7 +481,8 @@ class StageShell:
                 self._report_dead(request_id, source)
 
     def _report_dead(self, request_id: str, dead_stage: int) -> None:
-        self._outlet.forget(request_id, self._forget(request_id))
+        self._forget(request_id)
+        self._outlet.forget(request_id)
         text = "it died with data of the request"
         message = ErrorMessage(request_id=request_id, stage_id=self._stage_id, error=text, dead_stage=dead_stage)
         self._tell(message)

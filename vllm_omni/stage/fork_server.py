@@ -28,6 +28,7 @@ _WORKER = "vllm_omni.stage.worker"
 # With the caller's import path: what the caller can import, such as a function next to its script, its stages can too.
 _COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import main; main()"
 _LAST_WORDS_S = 2.0
+_DIED = "the server that starts stage processes died; what it wrote on stderr says why"
 
 
 class StageProcess:
@@ -112,7 +113,7 @@ class ForkServer:
         with self._lock:
             try:
                 return self._fork(spec, timeout)
-            except (EOFError, BrokenPipeError, ConnectionResetError):
+            except EOFError:
                 if not self._has_forked or self._is_closed:
                     raise
             self._end()
@@ -123,8 +124,12 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         with theirs:
             self._control.settimeout(max(0.0, timeout))
-            socket.send_fds(self._control, [b"fork" + spec], [theirs.fileno()])
-            process = StageProcess(json.loads(self._reply()), ours, self)
+            try:
+                socket.send_fds(self._control, [b"fork" + spec], [theirs.fileno()])
+                reply = self._reply()
+            except ConnectionError as error:
+                raise EOFError(_DIED) from error
+            process = StageProcess(json.loads(reply), ours, self)
         self._has_forked = True
         return process
 
@@ -153,7 +158,7 @@ class ForkServer:
     def _reply(self) -> bytes:
         reply = self._control.recv(_MAX_MESSAGE)
         if not reply:
-            raise EOFError("the server that starts stage processes died")
+            raise EOFError(_DIED)
         return reply
 
 
@@ -229,11 +234,13 @@ def _ending_with_parent(control: socket.socket) -> Iterator[None]:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    yield
-    os.write(stop_writer, b"\0")
-    thread.join()
-    os.close(stop_reader)
-    os.close(stop_writer)
+    try:
+        yield
+    finally:  # Else a failed import would wait for the thread, and the parent for the server.
+        os.write(stop_writer, b"\0")
+        thread.join()
+        os.close(stop_reader)
+        os.close(stop_writer)
 
 
 def _freeze() -> None:

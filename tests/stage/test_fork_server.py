@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the server of stage processes ends, well or badly."""
+
+import contextlib
+
+import pytest
+
+from vllm_omni.stage.fork_server import ForkServer
+
+
+def test_it_ends_with_its_parent_and_without_a_word(capfd: pytest.CaptureFixture) -> None:
+    """Libraries complain about what is alive when an interpreter ends; here that is on purpose, and no news."""
+    server = ForkServer()
+    server.preload(["vllm_omni.stage.engines.llm"])
+    assert server.wait_for(1) is None  # It has imported everything: 1 is not its child.
+    server._control.close()
+    assert server._process.wait(60) == 0
+    server.close()
+    said = capfd.readouterr().err
+    assert "leaked" not in said and "Traceback" not in said
+
+
+def test_a_module_that_cannot_be_imported_is_an_error_at_once(capfd: pytest.CaptureFixture) -> None:
+    with contextlib.closing(ForkServer(preload=["vllm_omni.no_such_module"])) as server:
+        with pytest.raises(EOFError, match="server that starts stage processes died"):
+            server.fork(b"[]", timeout=60)
+        assert server._process.wait(60) == 1
+    assert "no_such_module" in capfd.readouterr().err

@@ -5,6 +5,7 @@ vLLM's msgpack coders carry tensors, arrays and multimodal features beside the m
 connector. A channel belongs to one thread.
 """
 
+import threading
 from typing import Any, TypeVar, cast
 
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -13,6 +14,10 @@ from vllm_omni.distributed.connectors import Connector
 from vllm_omni.orchestrator.messages import Frames, PayloadRef
 
 T = TypeVar("T")
+
+# msgspec keeps what it knows of a struct for all threads, and shows it to others while it is still finding out: two
+# that make the first decoders of one type at the same time crash the process (stages that share a process do).
+_making_decoder = threading.Lock()
 
 
 class PayloadChannel:
@@ -34,7 +39,8 @@ class PayloadChannel:
         """
         decoder = self._decoders.get(payload_type)
         if decoder is None:
-            decoder = self._decoders[payload_type] = MsgpackDecoder(payload_type)
+            with _making_decoder:
+                decoder = self._decoders[payload_type] = MsgpackDecoder(payload_type)
         return decoder.decode(self._connector.get(ref, frames))
 
     def discard(self, ref: PayloadRef) -> None:

@@ -4,7 +4,7 @@
 1. writes a tiny Qwen3-Omni checkpoint (the real architecture, random weights)
 2. makes a picture and a spoken-like clip
 3. asks the pipeline about both
-4. shows the answer's text, writes its speech, and says what each stage did
+4. shows the answer's text as it is written, writes its speech, and says what each stage did
 
     python examples/demo.py [OUTPUT_DIR]
 """
@@ -56,6 +56,21 @@ def make_question(model: Path, output_dir: Path) -> dict:
     return {"prompt": prompt, "multi_modal_data": {"image": [image], "audio": [(voice, SAMPLE_RATE)]}}
 
 
+def ask(llm: OmniLLM, prompt: dict) -> "list[OmniRequestOutput]":
+    """Shows the text while it is written; returns what the pipeline made: text and speech."""
+    from vllm_omni import ARSegmentEvent, ErrorEvent  # here, because it takes long, and the pipeline starts meanwhile
+
+    sampling = [{"temperature": 0.0, "max_tokens": 32}, {"max_tokens": 64}, None]
+    print("\n  text:   ", end="")
+    for event in llm.generate(prompt, sampling, stream=True):
+        if isinstance(event, ErrorEvent):
+            raise event.error
+        if isinstance(event, ARSegmentEvent) and event.final_output_type == "text":
+            print(repr(event.text)[1:-1], end="", flush=True)
+    print()
+    return event.outputs  # The last event is the CompletedEvent.
+
+
 def print_stages(speech: "OmniRequestOutput", seconds_of_speech: float) -> None:
     print(f"\n  {'stage':<10} {'in':>6} {'out':>6} {'seconds':>9} {'real-time factor':>18}")
     units = {"thinker": "tokens", "talker": "frames", "code2wav": "frames"}
@@ -78,12 +93,10 @@ def main() -> None:
         print("[3/4] starting the pipeline: thinker, talker and code2wav, each a vLLM engine in its own process")
         with OmniLLM(str(model), dtype="float32", max_model_len=1024, use_tqdm_on_load=False) as llm:
             print(f"[4/4] asking about both (ready after {time.perf_counter() - begin:.0f} s)")
-            greedy = {"temperature": 0.0, "max_tokens": 32}
-            text, speech = llm.generate(prompt, [greedy, {"max_tokens": 64}, None], use_tqdm=False)
+            text, speech = ask(llm, prompt)
     audio = speech.multimodal_output["audio"].numpy()
     write_wav(output_dir / "answer.wav", audio, SPEECH_RATE)
     (output_dir / "answer.txt").write_text(text.outputs[0].text, encoding="utf-8")
-    print(f"\n  text:   {text.outputs[0].text!r}")
     print(f"  speech: {output_dir}/answer.wav, {len(audio) / SPEECH_RATE:.2f} s, 24 kHz mono")
     print_stages(speech, len(audio) / SPEECH_RATE)
     print("\nThe weights are random, so the answer means nothing; the pipeline that made it is the real one.")

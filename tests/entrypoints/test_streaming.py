@@ -3,6 +3,7 @@
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -171,7 +172,9 @@ def test_a_pipeline_lives_as_long_as_its_events_are_read(tmp_path: Path) -> None
     for event in events:
         if isinstance(event, CompletedEvent):
             break
-    del events  # in the middle of the second prompt
+    cycle: list = [events]
+    cycle.append(cycle)
+    del events, cycle  # In the middle of the second prompt; the collector finds them.
     gc.collect()
     assert gone() is None
     assert not any(process.is_running() for process in own)
@@ -196,3 +199,27 @@ def test_a_pipeline_without_windows_streams_its_text_all_the_same(tmp_path: Path
     check_story(story)
     pieces = [event.stage_id for event in story if isinstance(event, ARSegmentEvent)]
     assert pieces.count(0) > 3 and pieces.count(1) == 1
+
+
+def test_a_progress_bar_says_what_the_stages_are_doing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    prompts = [ask(f"p{i}", fake_seconds=0.3, fake_only="speaker") for i in range(5)]
+    with running(OmniLLM, tmp_path) as llm:
+        capsys.readouterr()
+        llm.generate(prompts)
+        shown = capsys.readouterr().err.split("\r")
+        llm.generate(prompts[:1], use_tqdm=False)
+        list(llm.generate(prompts[:1], stream=True))
+        assert capsys.readouterr().err == ""
+        list(llm.generate(prompts[:1], stream=True, use_tqdm=True))
+        assert "1/1" in capsys.readouterr().err
+    assert "Processed prompts:   0%" in shown[1] and "0/5" in shown[1]
+    assert any(re.search(r"writer 0, speaker [1-5]\]", line) for line in shown)
+    assert "100%" in shown[-1] and "5/5" in shown[-1] and "speaker" not in shown[-1]
+
+
+def test_stages_that_read_along_are_shown_at_work(llm: OmniLLM) -> None:
+    events = llm.generate(long(), stream=True)
+    next(events)
+    assert llm._pipeline.orchestrator.activity() == {"writer": 1, "speaker": 1}
+    del events
+    assert is_idle(llm) and llm._pipeline.orchestrator.activity() == {"writer": 0, "speaker": 0}

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.face import PipelineFace
+from vllm_omni.errors import PipelineClosedError
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm_omni.entrypoints.request_builder import StageSamplingParams
@@ -69,7 +70,8 @@ class AsyncOmniLLM(PipelineFace):
                 orchestrator.give_up([request.request_id])
 
         def build() -> PipelineRequest:
-            self._check_open()  # The prompt may have waited for its turn.
+            if not self.is_open:  # The prompt may have waited for its turn.
+                raise PipelineClosedError("the pipeline was closed before the prompt was preprocessed")
             return self._pipeline.builder.build(
                 prompt,
                 sampling_params_list,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from vllm_omni.entrypoints.launch import launch_pipeline
-from vllm_omni.errors import PipelineClosedError
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm_omni.metrics.stats import StageStats
@@ -78,6 +77,11 @@ class PipelineFace:
         # Also runs when the interpreter exits, so that a forgotten close() leaves no process behind.
         self._finalizer = weakref.finalize(self, self._pipeline.orchestrator.close)
 
+    @property
+    def is_open(self) -> bool:
+        """False as soon as `close()` was called."""
+        return self._finalizer.alive
+
     def health(self) -> list[StageHealth]:
         """How each stage is: `starting`, `ready`, `restarting` or `dead`, in stage order."""
         return self._pipeline.orchestrator.health()
@@ -99,10 +103,6 @@ class PipelineFace:
     def close(self) -> None:
         """Ends all stages. Running requests fail with `RequestAbortedError`. May be called twice."""
         self._finalizer()
-
-    def _check_open(self) -> None:
-        if not self._finalizer.alive:
-            raise PipelineClosedError("the pipeline is closed; make a new one")
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -159,10 +158,12 @@ class _Batch:
 
     def _give_up(self, feeder: threading.Thread) -> None:
         """Ends what is still running: the caller does not want it any more, or there was an error."""
+        if not self._owner.is_open:
+            return  # All has ended, maybe with the interpreter: then threads stand still, and modules are empty.
         self._is_given_up.set()
         if self._running:
             self._pipeline.orchestrator.give_up(list(self._running))
-        if feeder.is_alive() and not sys.is_finalizing():  # Threads stand still while the interpreter ends.
+        if feeder.is_alive():
             feeder.join()
 
 

@@ -3,6 +3,7 @@
 
 import contextlib
 
+import psutil
 import pytest
 
 from vllm_omni.stage.fork_server import ForkServer
@@ -12,7 +13,7 @@ def test_it_ends_with_its_parent_and_without_a_word(capfd: pytest.CaptureFixture
     """Libraries complain about what is alive when an interpreter ends; here that is on purpose, and no news."""
     server = ForkServer()
     server.preload(["vllm_omni.stage.engines.llm"])
-    assert server.wait_for(1) is None  # It has imported everything: 1 is not its child.
+    assert server._ask(b"wait", b"1", timeout=60) is None  # It has imported everything: 1 is not its child.
     server._control.close()
     assert server._process.wait(60) == 0
     server.close()
@@ -26,3 +27,14 @@ def test_a_module_that_cannot_be_imported_is_an_error_at_once(capfd: pytest.Capt
             server.fork(b"[]", timeout=60)
         assert server._process.wait(60) == 1
     assert "no_such_module" in capfd.readouterr().err
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
+    """Else a stage would have the id of another process, and be killed in its place."""
+    with contextlib.closing(ForkServer()) as server:
+        with pytest.raises(TimeoutError):
+            server.fork(b"[]", timeout=0.01)  # it is still importing
+        process = server.fork(b"[]", timeout=60)
+        _, second = sorted(psutil.Process(server._process.pid).children(), key=lambda child: child.pid)
+        assert process.pid == second.pid
+        assert "IndexError" in process.reap(), "no stage at all makes no process"

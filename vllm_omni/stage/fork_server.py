@@ -4,7 +4,8 @@
 Importing vLLM takes seconds; a fork takes milliseconds. Unlike `multiprocessing`'s fork server this one belongs to one
 pipeline, ends with it, and does not run the user's main module again in every child.
 
-Parent and server talk over a `SOCK_SEQPACKET` socket, one request and one reply at a time. Each child has a *lifeline*,
+Parent and server talk over a `SOCK_SEQPACKET` socket, one request and one reply at a time; replies carry the number of
+their request, so that one that nobody waits for any more is not taken for another's. Each child has a *lifeline*,
 a socket pair with the parent. Its end-of-file tells either side that the other is gone, however that came about; all
 that is ever sent on it is the last words of a stage that fails.
 """
@@ -12,18 +13,22 @@ that is ever sent on it is the last words of a stage that fails.
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 _MAX_MESSAGE = 1 << 20
+_head = struct.Struct("<4sI")  # verb, number
 _WORKER = "vllm_omni.stage.worker"
 # With the caller's import path: what the caller can import, such as a function next to its script, its stages can too.
 _COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import main; main()"
@@ -84,6 +89,7 @@ class ForkServer:
         self._has_forked = False
         self._is_closed = False
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._launch()
 
     def _launch(self) -> None:
@@ -95,11 +101,14 @@ class ForkServer:
                 pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
             )
+        if self._is_closed:  # in the meantime, by somebody who could only end the one before
+            self._end()
+            raise EOFError(_DIED)
 
     def preload(self, modules: Sequence[str]) -> None:
         """Makes the server import further modules before it forks; does not wait for it."""
         self._modules += modules
-        self._control.send(b"load" + "\n".join(modules).encode())
+        self._control.send(_head.pack(b"load", next(self._numbers)) + "\n".join(modules).encode())
 
     def fork(self, spec: bytes, timeout: float) -> StageProcess:
         """Forks a stage that runs `vllm_omni.stage.worker.main(spec, lifeline)`.
@@ -123,13 +132,11 @@ class ForkServer:
     def _fork(self, spec: bytes, timeout: float) -> StageProcess:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._control.settimeout(max(0.0, timeout))
             try:
-                socket.send_fds(self._control, [b"fork" + spec], [theirs.fileno()])
-                reply = self._reply()
+                pid = self._ask(b"fork", spec, timeout, [theirs.fileno()])
             except ConnectionError as error:
                 raise EOFError(_DIED) from error
-            process = StageProcess(json.loads(reply), ours, self)
+            process = StageProcess(pid, ours, self)
         self._has_forked = True
         return process
 
@@ -138,8 +145,7 @@ class ForkServer:
         if not self._lock.acquire(timeout=_LAST_WORDS_S):
             return None  # Another server is being started: the one that could know is gone.
         try:
-            self._control.send(b"wait" + str(pid).encode())
-            return json.loads(self._reply())
+            return self._ask(b"wait", str(pid).encode(), _LAST_WORDS_S)
         except (EOFError, OSError):
             return None
         finally:
@@ -155,28 +161,44 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
 
-    def _reply(self) -> bytes:
-        reply = self._control.recv(_MAX_MESSAGE)
-        if not reply:
-            raise EOFError(_DIED)
-        return reply
+    def _ask(self, verb: bytes, body: bytes, timeout: float, fds: Sequence[int] = ()) -> Any:
+        """The server's answer.
+
+        Raises:
+            EOFError, ConnectionError: The server died.
+            TimeoutError: It did not answer in `timeout` seconds.
+        """
+        number = next(self._numbers)
+        self._control.settimeout(max(0.001, timeout))
+        socket.send_fds(self._control, [_head.pack(verb, number) + body], fds)
+        while True:
+            reply = self._control.recv(_MAX_MESSAGE)
+            if not reply:
+                raise EOFError(_DIED)
+            answered, answer = json.loads(reply)
+            if answered == number:
+                return answer
 
 
 def serve(control: socket.socket) -> None:
     """The server's loop; returns when the parent has closed its end, or died."""
     while True:
         message, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
-        verb, body = message[:4], message[4:]
-        if verb == b"fork":
-            control.send(json.dumps(_fork_stage(control, body, fds[0])).encode())
-        elif verb == b"load":
-            for module in body.decode().splitlines():
-                importlib.import_module(module)
-            _freeze()
-        elif verb == b"wait":
-            control.send(json.dumps(_wait_for(int(body))).encode())
-        else:
+        if not message:
             return
+        verb, number = _head.unpack_from(message)
+        body = message[_head.size :]
+        if verb == b"load":
+            _load(body.decode().splitlines())
+            continue
+        answer = _fork_stage(control, body, fds[0]) if verb == b"fork" else _wait_for(int(body))
+        control.send(json.dumps([number, answer]).encode())
+
+
+def _load(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    _freeze()
 
 
 def _wait_for(pid: int) -> int | None:

@@ -47,7 +47,7 @@ from vllm_omni.orchestrator.stats_inquiry import StatsInquiry
 from vllm_omni.orchestrator.supervisor import StageHealth, Supervisor
 from vllm_omni.stage.credit import Credit
 from vllm_omni.stage.fork_server import ForkServer
-from vllm_omni.stage.omni_stage import OmniStage, StageState
+from vllm_omni.stage.omni_stage import OmniStage
 from vllm_omni.stage.spec import StagePlacement
 
 logger = logging.getLogger("vllm.omni.orchestrator")
@@ -356,8 +356,7 @@ class Orchestrator:
 
     def _on_stage_down(self, stage: OmniStage) -> None:
         self._router.on_stage_down(stage)
-        if stage.state is StageState.DEAD:
-            self._run_dir.remove_payloads(stage.stage_id)
+        self._run_dir.remove_segments(stage.stage_id)
         for inquiry in self._inquiries:
             inquiry.give_up_on(stage.stage_id)
 

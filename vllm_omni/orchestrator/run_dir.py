@@ -34,10 +34,19 @@ class RunDir:
 
         To be called before anything is sent to the stage's next process, or by it.
         """
-        own = payload_prefix("*", stage_id, "")
-        for pattern in (f"payload-*-to{stage_id}-*", f"{own}*", f"pool-{own}*"):
-            for path in self.path.glob(pattern):
-                path.unlink(missing_ok=True)
+        for pattern in (f"payload-*-to{stage_id}-*", f"{payload_prefix('*', stage_id, '')}*"):
+            self._remove(pattern)
+
+    def remove_segments(self, stage_id: int) -> None:
+        """Removes the memory that a stage's dead processes kept for further payloads.
+
+        Not those payloads that are on their way: they have names of their own.
+        """
+        self._remove(f"pool-{payload_prefix('*', stage_id, '')}*")
+
+    def _remove(self, pattern: str) -> None:
+        for path in self.path.glob(pattern):
+            path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

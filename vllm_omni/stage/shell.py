@@ -130,7 +130,7 @@ class StageShell:
             self._send_refunds()
             self._act_on_time()
             self._plan_stats()
-        self._context.destroy()
+        self._context.destroy(linger=0)  # Nobody reads any more what is still to be sent.
 
     def _timeout(self) -> int | None:
         """Milliseconds until something is due; None while nothing is."""

@@ -44,11 +44,12 @@ from vllm_omni.orchestrator.messages import (
 )
 from vllm_omni.orchestrator.run_dir import stage_address
 from vllm_omni.outputs import StageMetrics, StageOutput
-from vllm_omni.stage.credit import Refund
+from vllm_omni.stage.bookkeeper import Bookkeeper
 from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, Result, StageEngine, Started, Stream, StreamChunk
+from vllm_omni.stage.feeders import Feeders, cost_of
 from vllm_omni.stage.input_processor import StageInputProcessor
 from vllm_omni.stage.outlet import Outlet
-from vllm_omni.stage.peers import Peer, make_socket
+from vllm_omni.stage.peers import make_socket
 from vllm_omni.stage.request_state import InputCall, InputStreams, OutputStream, RequestState
 from vllm_omni.stage.segments import Segmenter
 from vllm_omni.stage.spec import StageSpec
@@ -57,8 +58,6 @@ logger = get_logger(__name__)
 
 _LOST_AFTER_S = 0.5
 """How long the last output of a stage that died may still be on its way through the kernel."""
-
-_STATS_INTERVAL_S = 1.0
 
 
 class StageShell:
@@ -77,8 +76,8 @@ class StageShell:
         self._log = about(logger, stage=f"stage {self._stage_id} ({spec.stage.name})")
         self._lifeline = lifeline
         self._outbox = outbox
+        self._books = Bookkeeper(recorder, tracer)
         self._recorder = recorder
-        self._tracer = tracer
         self._engine: StageEngine
         self._processor: StageInputProcessor | None
         self._capacity = 0
@@ -86,16 +85,10 @@ class StageShell:
         self._requests: dict[str, RequestState] = {}
         self._num_running = 0
         self._waiting: dict[str, RequestState] = {}  # in order of arrival
-        self._refunds = {
-            feeder: Refund(spec.max_queued, spec.high_watermark_bytes) for feeder in (ORCHESTRATOR, *spec.sources)
-        }
-        self._blocked_since: float | None = None
         self._last_number = 0
         self._early: dict[str, list[tuple[DataMessage, list[memoryview]]]] = defaultdict(list)
         self._lost: list[tuple[float, int, list[str]]] = []  # (when, source that died, requests it had finished)
         self._holding: dict[str, RequestState] = {}  # those with pieces of output that are not due yet
-        self._stats_due: float | None = None
-        self._has_worked = False
         self._connect()
 
     def _connect(self) -> None:
@@ -104,11 +97,8 @@ class StageShell:
         self._inbound = make_socket(self._context, zmq.PULL)
         self._inbound.bind(stage_address(run_dir, self._stage_id, spec.epoch))
         self._channel = PayloadChannel(ThresholdConnector(run_dir, "", spec.shm_threshold_bytes))
-        self._sources = {
-            source: Peer(self._context, run_dir, self._stage_id, source, source_spec.epoch)
-            for source, source_spec in spec.sources.items()
-        }
         self._outlet = Outlet(spec, self._context)
+        self._feeders = Feeders(spec, self._context, self._tell)
 
     def attach(self, engine: StageEngine, processor: StageInputProcessor | None) -> None:
         """Gives the shell what it works with. Called before the stage is announced as ready."""
@@ -127,15 +117,14 @@ class StageShell:
             if self._outbox.fileno() in ready:
                 self._take_outbox()
             self._begin_waiting()
-            self._send_refunds()
+            self._feeders.send_refunds()
             self._act_on_time()
-            self._plan_stats()
         self._context.destroy(linger=0)  # Nobody reads any more what is still to be sent.
 
     def _timeout(self) -> int | None:
         """Milliseconds until something is due; None while nothing is."""
         due = [state.outputs.due for state in self._holding.values()]
-        due += [self._lost[0][0] if self._lost else None, self._stats_due]
+        due += [self._lost[0][0] if self._lost else None, self._books.due]
         times = [when for when in due if when is not None]
         return max(0, math.ceil((min(times) - time.monotonic()) * 1000)) if times else None
 
@@ -151,7 +140,8 @@ class StageShell:
             self._on_message(*received)
 
     def _on_message(self, message: StageInbound, frames: list[memoryview]) -> None:
-        self._has_worked = self._has_worked or not isinstance(message, StatsQuery)
+        if not isinstance(message, StatsQuery):
+            self._books.note_work()
         match message:
             case SubmitMessage():
                 self._on_submit(message, frames)
@@ -173,7 +163,7 @@ class StageShell:
 
     def _take_outbox(self) -> None:
         for item in self._outbox.take_all():
-            self._has_worked = True
+            self._books.note_work()
             match item:
                 case Stream():
                     self._on_stream(item)
@@ -191,7 +181,7 @@ class StageShell:
             self._send_segment(state, state.outputs.flush_if_due)
         while self._lost and self._lost[0][0] <= now:
             self._fail_lost(*self._lost.pop(0)[1:])
-        if self._stats_due is not None and self._stats_due <= now:
+        if self._books.due is not None and self._books.due <= now:
             self._send_stats()
 
     def _on_fault(self, error: MessageError) -> None:
@@ -214,7 +204,7 @@ class StageShell:
             request = self._channel.get(StageRequest, message.payload, frames)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             if not message.sources:
-                self._refund(ORCHESTRATOR, 1, message.payload.num_bytes)
+                self._feeders.refund(cost_of(message))
             self._fail(Error.from_exception(message.request_id, error))
             return
         state = self._make_state(message, request)
@@ -222,7 +212,7 @@ class StageShell:
         for early in self._early.pop(message.request_id, ()):
             self._on_data(*early)
         if not message.sources:
-            state.owed.append((ORCHESTRATOR, 1, message.payload.num_bytes))
+            state.owed.append(cost_of(message))
             self._enqueue(state)
 
     def _drop_stale(self) -> None:
@@ -255,11 +245,11 @@ class StageShell:
             self._take_piece(state, message, frames)
         except Exception as error:
             self._on_error(Error.from_exception(message.request_id, error))
-        owed = _cost(message)
+        owed = cost_of(message)
         if state.is_queued:
             state.owed.append(owed)
         else:
-            self._refund(*owed)
+            self._feeders.refund(owed)
 
     def _take_piece(self, state: RequestState, message: DataMessage, frames: list[memoryview]) -> None:
         """More of the request's input has arrived.
@@ -282,7 +272,7 @@ class StageShell:
 
     def _discard(self, message: DataMessage) -> None:
         self._channel.discard(message.payload)
-        self._refund(*_cost(message))
+        self._feeders.refund(cost_of(message))
 
     def _enqueue(self, state: RequestState) -> None:
         state.metrics.arrival = time.monotonic()
@@ -300,21 +290,14 @@ class StageShell:
             if state is None:
                 break
             self._begin(state)
-        self._note_blocking(self._num_running < self._capacity and len(self._waiting) > 0)
+        self._books.note_blocking(self._num_running < self._capacity and len(self._waiting) > 0)
 
     def _leave_queue(self, state: RequestState) -> None:
         state.is_queued = False
         del self._waiting[state.request_id]
         for owed in state.owed:
-            self._refund(*owed)
+            self._feeders.refund(owed)
         state.owed.clear()
-
-    def _note_blocking(self, is_blocked: bool) -> None:
-        if is_blocked and self._blocked_since is None:
-            self._blocked_since = time.monotonic()
-        elif not is_blocked and self._blocked_since is not None:
-            self._recorder.blocked(time.monotonic() - self._blocked_since)
-            self._blocked_since = None
 
     def _begin(self, state: RequestState) -> None:
         self._leave_queue(state)
@@ -396,8 +379,7 @@ class StageShell:
             self._on_error(Error.from_exception(result.request_id, error), tell_engine=False)
         else:
             self._forget(result.request_id, tell_engine=False)
-            self._recorder.completed()
-            self._tracer.stage_done(state.request_id, state.request.trace_headers, metrics, "completed")
+            self._books.completed(state)
 
     # Ends other than a result.
 
@@ -408,11 +390,7 @@ class StageShell:
             self._fail(error, state)
 
     def _fail(self, error: Error, state: RequestState | None = None) -> None:
-        cause = error.error.partition(":")[0]
-        self._recorder.failed(cause)
-        if state is not None:
-            state.metrics.finished = time.monotonic()
-            self._tracer.stage_done(state.request_id, state.request.trace_headers, state.metrics, cause)
+        self._books.failed(state, cause=error.error.partition(":")[0])
         message = ErrorMessage(
             request_id=error.request_id,
             stage_id=self._stage_id,
@@ -428,9 +406,7 @@ class StageShell:
         state = self._forget(request_id)
         self._outlet.forget(request_id)
         if state is not None:
-            self._recorder.aborted()
-            state.metrics.finished = time.monotonic()
-            self._tracer.stage_done(request_id, state.request.trace_headers, state.metrics, "aborted")
+            self._books.aborted(state)
 
     def _forget(self, request_id: str, tell_engine: bool = True) -> RequestState | None:
         """Drops the state of a request; the engine, too, stops working on it."""
@@ -449,19 +425,6 @@ class StageShell:
 
     # Neighbours.
 
-    def _refund(self, feeder: int, num_requests: int, num_bytes: int) -> None:
-        self._refunds[feeder].add(num_requests, num_bytes)
-
-    def _send_refunds(self) -> None:
-        for feeder, refund in self._refunds.items():
-            due = refund.take_due()
-            if due is not None:
-                message = RefundMessage(stage_id=self._stage_id, num_requests=due[0], num_bytes=due[1])
-                if feeder == ORCHESTRATOR:
-                    self._tell(message)
-                else:
-                    self._sources[feeder].send(message)
-
     def _on_peer_down(self, message: PeerDownMessage) -> None:
         peer = message.stage_id
         if peer in self._outlet.targets:
@@ -469,8 +432,8 @@ class StageShell:
             for state in list(self._requests.values()):
                 if peer in state.num_sent:
                     self._report_dead(state.request_id, peer)
-        if peer in self._sources:
-            self._sources[peer].disconnect()
+        if peer in self._feeders:
+            self._feeders.disconnect(peer)
             self._lost.append((time.monotonic() + _LOST_AFTER_S, peer, message.finished))
 
     def _fail_lost(self, source: int, request_ids: list[str]) -> None:
@@ -488,8 +451,8 @@ class StageShell:
         self._tell(message)
 
     def _on_peer_up(self, message: PeerUpMessage) -> None:
-        if message.stage_id in self._sources:
-            self._sources[message.stage_id].connect(message.epoch)
+        if message.stage_id in self._feeders:
+            self._feeders.connect(message.stage_id, message.epoch)
         if message.stage_id in self._outlet.targets:
             for request_id, error in self._outlet.on_target_up(message).items():
                 self._fail(Error.from_exception(request_id, error))
@@ -498,18 +461,7 @@ class StageShell:
         """Sends to the orchestrator."""
         self._outlet.tell(message)
 
-    def _plan_stats(self) -> None:
-        """While something happens, and once after that."""
-        if self._recorder.enabled and self._has_worked:
-            self._stats_due = self._stats_due or time.monotonic() + _STATS_INTERVAL_S
-        self._has_worked = False
-
     def _send_stats(self) -> None:
-        self._stats_due = None
+        self._books.due = None
         stats = self._recorder.snapshot(len(self._waiting), self._num_running, self._engine.kv_blocks())
         self._tell(StatsMessage(stats=stats))
-
-
-def _cost(message: DataMessage) -> tuple[int, int, int]:
-    """The sender, and the requests and bytes that it spent on the message."""
-    return message.source, int(message.sequence == 0), message.payload.num_bytes

@@ -4,6 +4,7 @@
 import difflib
 import importlib
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from vllm_omni.config.placement import check_placement
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
 
+# msgspec shows other threads what it is still learning of a type: pipelines may be opened in several at once.
+_learning_types = threading.Lock()
 _READABLE = ("prompt", "prompt_token_ids", "completions", "tensors", "data")
 
 
@@ -40,7 +43,8 @@ def parse_pipeline_config(raw: Any, source: str) -> PipelineConfig:
     if not isinstance(raw, Mapping):
         raise StageConfigError(f"{source}: must be a mapping with the key 'stage_args'")
     try:
-        config = msgspec.convert(raw, PipelineConfig)
+        with _learning_types:
+            config = msgspec.convert(raw, PipelineConfig)
     except msgspec.ValidationError as error:
         raise StageConfigError(f"{source}: {_explain(str(error))}") from error
     config = config.with_stage_args(sorted(config.stage_args, key=lambda stage: stage.stage_id))

@@ -18,6 +18,7 @@ from tests.metrics.reading import assert_nested, read_events, scrape, tracks
 from tests.orchestrator.pipelines import TRIANGLE, Caller, make_config, open_orchestrator
 from vllm_omni import OmniLLM
 from vllm_omni.metrics.observer import make_observer
+from vllm_omni.stage.fork_server import ForkServer
 
 CONFIG = make_config(*TRIANGLE)
 STAGES = ("stage 0: a", "stage 1: b", "stage 2: c")
@@ -46,7 +47,14 @@ def test_a_pipeline_is_seen_in_every_way(
 ) -> None:
     path = tmp_path / "trace.json"
     observer = make_observer(CONFIG, log_stats=True, trace_file=str(path), otlp_traces_endpoint=collector.url)
-    orchestrator = open_orchestrator(CONFIG, observer=observer, records_stats=True, otlp_traces_endpoint=collector.url)
+    # A server of its own: one that is kept has the environment of the test that started it, without the collector's.
+    orchestrator = open_orchestrator(
+        CONFIG,
+        server=ForkServer(),
+        observer=observer,
+        records_stats=True,
+        otlp_traces_endpoint=collector.url,
+    )
     try:
         orchestrator.wait_until_started()
         caller = Caller(orchestrator, CONFIG)

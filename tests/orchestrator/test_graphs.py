@@ -160,6 +160,7 @@ def test_windows_that_make_no_sense_are_refused() -> None:
         ({"window_size": -2}, "window_size -2 is neither -1"),
         ({"window_size": 2, "first_window_size": -3}, "first_window_size -3"),
         ({"window_size": 2, "left_context": -1}, "left_context -1 is negative"),
+        ({"window_size": 9, "first_window_size": 2, "window_growth": 0.5}, "window_growth 0.5 does not grow"),
     ):
         with pytest.raises(StageConfigError, match=message):
             make_config(*stages, edges=[{"from": 0, "to": 1, **window}])

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """When what an engine has made is passed on: by count, by the clock, and at the end."""
 
-from vllm_omni.config.stage_config import SegmentConfig
+import pytest
+import torch
+
+from vllm_omni.config.stage_config import SegmentConfig, WindowConfig
 from vllm_omni.outputs import Completion, StageOutput
-from vllm_omni.stage.segments import Segmenter
+from vllm_omni.stage.segments import CallerReader, Segmenter, WindowReader
+from vllm_omni.stage.window import WindowState
 
 
 class Clock:
@@ -17,12 +21,17 @@ def piece(*tokens: int, step: int | None = None) -> StageOutput:
     return StageOutput(request_id="r", stage_id=0, completions=[Completion(token_ids=list(tokens))], step=step)
 
 
+def for_caller(max_segment_tokens: int, min_flush_interval_ms: float, clock: Clock) -> Segmenter:
+    config = SegmentConfig(max_segment_tokens=max_segment_tokens, min_flush_interval_ms=min_flush_interval_ms)
+    return Segmenter([CallerReader(config, clock)], clock)
+
+
 def tokens(segment: StageOutput | None) -> list[int] | None:
     return None if segment is None else segment.completions[0].token_ids
 
 
 def test_the_first_token_goes_at_once_and_then_it_takes_enough_of_them() -> None:
-    segmenter = Segmenter(SegmentConfig(max_segment_tokens=3, min_flush_interval_ms=1000), Clock())
+    segmenter = for_caller(3, 1000, Clock())
     assert [tokens(segmenter.add(piece(i))) for i in range(6)] == [[0], None, None, [1, 2, 3], None, None]
     last = segmenter.finish(piece(6))
     assert tokens(last) == [4, 5, 6] and last.is_last
@@ -30,12 +39,12 @@ def test_the_first_token_goes_at_once_and_then_it_takes_enough_of_them() -> None
 
 def test_what_is_held_goes_when_its_time_has_come() -> None:
     clock = Clock()
-    segmenter = Segmenter(SegmentConfig(max_segment_tokens=100, min_flush_interval_ms=50), clock)
+    segmenter = for_caller(100, 50, clock)
     segmenter.add(piece(0))
-    assert segmenter.due is None
+    due = [segmenter.due]
     clock.now += 0.02
     assert segmenter.add(piece(1)) is None
-    assert segmenter.due == 100.05
+    assert [*due, segmenter.due] == [None, 100.05]
     assert segmenter.flush_if_due() is None
     clock.now = 100.05
     segment = segmenter.flush_if_due()
@@ -45,14 +54,48 @@ def test_what_is_held_goes_when_its_time_has_come() -> None:
 
 
 def test_a_segment_may_be_large_and_is_never_cut() -> None:
-    segmenter = Segmenter(SegmentConfig(max_segment_tokens=2, min_flush_interval_ms=1000), Clock())
+    segmenter = for_caller(2, 1000, Clock())
     segmenter.add(piece(0))
     assert tokens(segmenter.add(piece(1, 2, 3, 4))) == [1, 2, 3, 4]
 
 
 def test_without_a_policy_and_for_progress_nothing_is_held() -> None:
-    assert tokens(Segmenter(None).add(piece(1))) == [1]
-    segmenter = Segmenter(SegmentConfig(max_segment_tokens=100, min_flush_interval_ms=1e6), Clock())
+    assert tokens(Segmenter().add(piece(1))) == [1]
+    segmenter = for_caller(100, 1e6, Clock())
     segmenter.add(piece(0))
     segment = segmenter.add(piece(step=3))
     assert segment is not None and segment.step == 3
+
+
+def rows(count: int) -> StageOutput:
+    codes = {"codes": torch.zeros(count, 4)} if count else {}
+    return StageOutput(request_id="r", stage_id=0, completions=[Completion(token_ids=[1] * count)], tensors=codes)
+
+
+@pytest.mark.parametrize("unit", ["tokens", "codes"])
+def test_a_stage_that_reads_in_windows_gets_each_as_soon_as_it_is_complete(unit: str) -> None:
+    config = WindowConfig(window_size=8, first_window_size=2, window_growth=2, unit=unit)
+    segmenter, state = Segmenter([WindowReader(config)]), WindowState(config)
+    sent = []
+    for number in range(1, 31):
+        segment = segmenter.add(rows(1))
+        if segment is not None:
+            (window,) = state.add(segment)
+            sent.append((number, window.start))
+    assert sent == [(2, 0), (6, 2), (14, 6), (22, 14), (30, 22)]
+    assert segmenter.due is None
+    assert state.add(segmenter.finish(rows(0)))[0].is_last
+
+
+def test_a_segment_goes_when_one_of_its_readers_wants_it() -> None:
+    window = WindowReader(WindowConfig(window_size=5, first_window_size=2))
+    clock = Clock()
+    caller = CallerReader(SegmentConfig(max_segment_tokens=3, min_flush_interval_ms=1e6), clock)
+    segmenter = Segmenter([caller, window], clock)
+    sent = [tokens(segmenter.add(piece(i))) for i in range(8)]
+    assert sent == [[0], [1], None, None, [2, 3, 4], None, [5, 6], None]
+
+
+def test_pieces_larger_than_windows() -> None:
+    segmenter = Segmenter([WindowReader(WindowConfig(window_size=3, first_window_size=3))])
+    assert [tokens(segmenter.add(rows(n))) is not None for n in (7, 1, 1, 2, 1)] == [True, False, True, False, True]

@@ -81,3 +81,10 @@ def test_what_is_not_the_unit_goes_along_uncut() -> None:
     first, last = [window for piece in pieces([1, 3]) for window in state.add(piece)]
     assert (first.completions[0].token_ids, units_of(first, "codes")) == ([0, 1, 2, 3], [0, 1])
     assert (last.completions, units_of(last, "codes")) == ([], [2, 3])
+
+
+def test_windows_grow() -> None:
+    config = WindowConfig(window_size=25, first_window_size=4, window_growth=1.5, unit="codes")
+    state = WindowState(config)
+    windows = [window for piece in pieces([1] * 100) for window in state.add(piece)]
+    assert [len(units_of(window, "codes")) for window in windows] == [4, 6, 9, 14, 21, 25, 21]

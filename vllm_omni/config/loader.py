@@ -180,6 +180,8 @@ def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -
         size = getattr(window, name)
         if size != -1 and size < 1:
             raise StageConfigError(f"{where}: {name} {size} is neither -1 (the whole result) nor a number of units")
+    if window.window_growth is not None and window.window_growth <= 1:
+        raise StageConfigError(f"{where}: window_growth {window.window_growth} does not grow; it must be above 1")
     if window.left_context < 0:
         raise StageConfigError(f"{where}: left_context {window.left_context} is negative")
     if window.streams and path is not None and declared is None:

@@ -118,6 +118,8 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         window_size: Units that are handed over at a time; -1: the whole result, when it is complete.
         first_window_size: Units of the first window; default: what the consumer declares, else `window_size`.
+        window_growth: Each window is so many times as large as the one before it, until `window_size` is reached; above
+            1. Default: the second one has `window_size`.
         left_context: Units before a window that are handed over again with it; default: what the consumer declares.
         unit: What is counted: `tokens`, or the name of a tensor, whose rows are; default: what the consumer declares.
     """
@@ -126,6 +128,7 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     to: int
     window_size: int | None = None
     first_window_size: int | None = None
+    window_growth: float | None = None
     left_context: int | None = None
     unit: str | None = None
 
@@ -214,6 +217,7 @@ class WindowConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     window_size: int = -1
     first_window_size: int = -1
+    window_growth: float | None = None
     left_context: int = 0
     unit: str = "tokens"
 
@@ -296,6 +300,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return WindowConfig(
             window_size=size,
             first_window_size=size if first == -1 else first,
+            window_growth=edge.window_growth or declared.window_growth,
             left_context=declared.left_context if edge.left_context is None else edge.left_context,
             unit=edge.unit or declared.unit,
         )

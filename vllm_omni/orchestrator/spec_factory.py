@@ -61,7 +61,7 @@ class SpecFactory:
     def _make_target(self, stage: OmniStageConfig, target: OmniStage) -> TargetSpec:
         return TargetSpec(
             epoch=target.serving_epoch,
-            streams=self._window(stage.stage_id, target.config).streams,
+            window=self._window(stage.stage_id, target.config),
             reads=self._reads(target.config),
             max_queued=self._config.max_queued(target.config),
             high_watermark_bytes=self._config.runtime.defaults.high_watermark_bytes,

@@ -23,12 +23,14 @@ from vllm_omni.orchestrator.messages import (
     PayloadRef,
     PeerUpMessage,
     ResultMessage,
+    SubmitMessage,
     send,
 )
 from vllm_omni.orchestrator.run_dir import orchestrator_address, payload_prefix
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.peers import Target, make_socket
 from vllm_omni.stage.request_state import RequestState
+from vllm_omni.stage.segments import CallerReader, Reader, Segmenter, WindowReader
 from vllm_omni.stage.spec import StageSpec
 
 
@@ -38,6 +40,7 @@ class Outlet:
     def __init__(self, spec: StageSpec, context: zmq.Context) -> None:
         run_dir = Path(spec.run_dir)
         self._stage_id = spec.stage.stage_id
+        self._segments = spec.segments
         self._hides_tensors = spec.stage.final_output_type == "text"
         prefix = payload_prefix(os.getpid(), self._stage_id, ORCHESTRATOR)
         self._orchestrator = make_socket(context, zmq.PUSH)
@@ -60,7 +63,17 @@ class Outlet:
 
     def streams(self, state: RequestState) -> bool:
         """Whether somebody reads this request's output while it is made."""
-        return state.submit.streams or any(self.targets[target].spec.streams for target in state.submit.targets)
+        return state.submit.streams or any(self.targets[target].spec.window.streams for target in state.submit.targets)
+
+    def segmenter(self, submit: SubmitMessage) -> Segmenter:
+        """Of a request's output: when it is passed on. Only tokens come in so small pieces that they are gathered."""
+        if self._segments is None:
+            return Segmenter()
+        windows = [self.targets[target].spec.window for target in submit.targets]
+        readers: list[Reader] = [WindowReader(window) for window in windows if window.streams]
+        if submit.is_final and submit.streams:
+            readers.append(CallerReader(self._segments))
+        return Segmenter(readers)
 
     def tell(self, message: Message, frames: Frames = ()) -> None:
         """Sends to the orchestrator."""
@@ -74,7 +87,7 @@ class Outlet:
             Exception: It holds something that cannot be sent.
         """
         for target in state.submit.targets:
-            if self.targets[target].spec.streams:
+            if self.targets[target].spec.window.streams:
                 self._send_data(state, target, segment)
         if state.submit.is_final and state.submit.streams:
             payload, frames = self._channel.put(self._for_caller(segment))
@@ -84,7 +97,7 @@ class Outlet:
         """Sends what is left to those who read along, all of it to the others, and word of the end. Raises as above."""
         segment, whole = state.outputs.finish(last_piece)
         for target in state.submit.targets:
-            self._send_data(state, target, segment if self.targets[target].spec.streams else whole)
+            self._send_data(state, target, segment if self.targets[target].spec.window.streams else whole)
         payload: PayloadRef | None = None
         frames: Frames = ()
         if state.submit.is_final:

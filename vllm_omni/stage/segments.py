@@ -1,40 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a stage passes on what its engine has made so far (design document 002, section 6)."""
+"""When a stage passes on what its engine has made so far (design document 002, section 6).
+
+Whoever reads along says when the next piece is of use to him; a segment goes to all of them when it is to one.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from vllm_omni.config.stage_config import SegmentConfig
+from vllm_omni.config.stage_config import SegmentConfig, WindowConfig
 from vllm_omni.outputs import StageOutput, merge_stage_outputs
+from vllm_omni.stage.window import WindowSizes
+
+
+class Reader(Protocol):
+    """One who reads along."""
+
+    def add(self, piece: StageOutput) -> bool:
+        """Takes note of the next piece. Whether all that is held must go now."""
+        ...
+
+    @property
+    def due(self) -> float | None:
+        """When what is held must go, in seconds on the clock; None: whenever enough is there."""
+        ...
+
+    def note_flush(self) -> None:
+        """What was held has gone."""
+        ...
+
+
+class CallerReader:
+    """The pipeline's caller: so many tokens, or so much time. The first token goes at once."""
+
+    def __init__(self, config: SegmentConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            clock: Seconds.
+        """
+        self._config = config
+        self._clock = clock
+        self._num_tokens = 0
+        self._last_flush = float("-inf")
+
+    def add(self, piece: StageOutput) -> bool:
+        self._num_tokens += sum(len(completion.token_ids) for completion in piece.completions)
+        return self._num_tokens >= self._config.max_segment_tokens or self._clock() >= self.due
+
+    @property
+    def due(self) -> float:
+        return self._last_flush + self._config.min_flush_interval_ms / 1000
+
+    def note_flush(self) -> None:
+        self._num_tokens, self._last_flush = 0, self._clock()
+
+
+class WindowReader:
+    """A stage that reads in windows: the next one is complete."""
+
+    def __init__(self, config: WindowConfig) -> None:
+        self._unit = config.unit
+        self._sizes = WindowSizes(config)
+        self._num_missing = self._sizes.current
+
+    @property
+    def due(self) -> None:
+        return None
+
+    def note_flush(self) -> None:
+        """What has gone without it is part of the next window all the same."""
+
+    def add(self, piece: StageOutput) -> bool:
+        self._num_missing -= self._count(piece)
+        is_due = self._num_missing <= 0
+        while self._num_missing <= 0:
+            self._sizes.advance()
+            self._num_missing += self._sizes.current
+        return is_due
+
+    def _count(self, piece: StageOutput) -> int:
+        if self._unit == "tokens":
+            return len(piece.completions[0].token_ids) if piece.completions else 0
+        rows = piece.tensors.get(self._unit)
+        return 0 if rows is None else rows.shape[0]
 
 
 class Segmenter:
     """Gathers the pieces of one request's output into segments."""
 
-    def __init__(self, config: SegmentConfig | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, readers: Sequence[Reader] = (), clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            config: None passes every piece on at once.
+            readers: Who reads along; without any, every piece goes at once.
             clock: Seconds.
         """
-        self._config = config
+        self._readers = readers
         self._clock = clock
         self._pieces: list[StageOutput] = []
-        self._num_tokens = 0
-        self._last_flush = float("-inf")
 
     @property
     def due(self) -> float | None:
-        """When the pieces held must go, on the clock; None while nothing is held."""
-        if not self._pieces or self._config is None:
+        """When the pieces held must go, on the clock; None while nothing is held, or nobody minds the time."""
+        if not self._pieces:
             return None
-        return self._last_flush + self._config.min_flush_interval_ms / 1000
+        times = [reader.due for reader in self._readers]
+        return min((due for due in times if due is not None), default=None)
 
     def add(self, piece: StageOutput) -> StageOutput | None:
         """Takes in a piece; returns a segment if one is due."""
         self._pieces.append(piece)
-        self._num_tokens += sum(len(completion.token_ids) for completion in piece.completions)
-        return self._flush() if self._is_due(piece) else None
+        is_due = [reader.add(piece) for reader in self._readers]
+        return self._flush() if any(is_due) or not self._readers or piece.step is not None else None
 
     def flush_if_due(self) -> StageOutput | None:
         due = self.due
@@ -47,14 +123,10 @@ class Segmenter:
         segment.is_last = True
         return segment
 
-    def _is_due(self, piece: StageOutput) -> bool:
-        due = self.due
-        if self._config is None or due is None or piece.step is not None:
-            return True
-        return self._num_tokens >= self._config.max_segment_tokens or self._clock() >= due
-
     def _flush(self) -> StageOutput:
         segment = merge_stage_outputs(self._pieces)
         segment.is_last = False
-        self._pieces, self._num_tokens, self._last_flush = [], 0, self._clock()
+        self._pieces = []
+        for reader in self._readers:
+            reader.note_flush()
         return segment

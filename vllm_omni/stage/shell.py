@@ -51,7 +51,6 @@ from vllm_omni.stage.input_processor import StageInputProcessor
 from vllm_omni.stage.outlet import Outlet
 from vllm_omni.stage.peers import make_socket
 from vllm_omni.stage.request_state import InputCall, InputStreams, OutputStream, RequestState
-from vllm_omni.stage.segments import Segmenter
 from vllm_omni.stage.spec import StageSpec
 
 logger = get_logger(__name__)
@@ -228,7 +227,7 @@ class StageShell:
             submit=message,
             request=request,
             inputs=InputStreams(windows),
-            outputs=OutputStream(Segmenter(self._spec.segments)),
+            outputs=OutputStream(self._outlet.segmenter(message)),
             metrics=StageMetrics(stage_id=self._stage_id, name=self._spec.stage.name),
         )
 

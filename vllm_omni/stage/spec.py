@@ -35,14 +35,14 @@ class TargetSpec(msgspec.Struct, kw_only=True):
 
     Attributes:
         epoch: As in `SourceSpec`.
-        streams: It gets the output in segments, while it is made.
+        window: How it cuts the output into windows; it gets segments of it, while it is made, if it does.
         reads: What of the output it reads (see `StageInputProcessor.reads`).
         max_queued, high_watermark_bytes: What may wait in it for its engine.
         shm_threshold_bytes: From this size on, payloads to it go through shared memory.
     """
 
     epoch: int | None
-    streams: bool
+    window: WindowConfig
     reads: list[str] | None
     max_queued: int
     high_watermark_bytes: int
@@ -58,7 +58,7 @@ class StageSpec(msgspec.Struct, kw_only=True):
         epoch: Counts the processes that the stage has had, from 0.
         run_dir: The pipeline's directory of sockets and payloads.
         sources, targets: Its neighbours, by stage id.
-        segments: When its output is passed on while it is made; None: whenever there is some.
+        segments: When its output is passed on to a caller while it is made; None: whenever there is some.
         max_inflight: Requests that its engine holds at once; None leaves it to the engine.
         max_queued, high_watermark_bytes: What may wait in it for its engine; then those who feed it wait.
         shm_threshold_bytes: From this size on, payloads to the orchestrator go through shared memory.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cutting the stream of one source into the windows that a stage works on (design document 002, sections 6 and 10)."""
 
+import math
+
 import msgspec
 import torch
 
@@ -8,18 +10,32 @@ from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
 
 
+class WindowSizes:
+    """The sizes of the windows of one stream: the first one, growing ones, and then `window_size` for ever."""
+
+    def __init__(self, config: WindowConfig) -> None:
+        self._config = config
+        self.current = config.first_window_size
+
+    def advance(self) -> None:
+        config = self._config
+        grown = config.window_size if config.window_growth is None else math.ceil(self.current * config.window_growth)
+        self.current = min(grown, config.window_size)
+
+
 class WindowState:
     """One request's stream on one edge.
 
     With `window_size` -1 there is one window, the whole result, when it is complete. With n there is a window for
-    every n units, the first one for `first_window_size`, each with up to `left_context` units before it, and one for
-    what is left at the end. Only the unit itself is cut; all else that has arrived goes with the next window.
+    every n units, the first ones smaller (see `WindowSizes`), each with up to `left_context` units before it, and one
+    for what is left at the end. Only the unit itself is cut; all else that has arrived goes with the next window.
     """
 
     def __init__(self, config: WindowConfig) -> None:
         self._config = config
         self._pieces: list[StageOutput] = []
         self._units = _TokenUnits() if config.unit == "tokens" else _RowUnits(config.unit)
+        self._sizes = WindowSizes(config)
         self._next = 0
         self.has_ended = False
 
@@ -31,17 +47,15 @@ class WindowState:
             return [merge_stage_outputs(self._take_pieces())] if piece.is_last else []
         self._pieces.append(self._units.take_from(piece))
         windows = []
-        while self._num_waiting() > self._size() or (self._num_waiting() == self._size() and not piece.is_last):
-            windows.append(self._cut(self._size(), is_last=False))
+        while self._num_waiting() >= self._sizes.current + piece.is_last:  # the last window is not left without units
+            windows.append(self._cut(self._sizes.current, is_last=False))
+            self._sizes.advance()
         if piece.is_last:
             windows.append(self._cut(self._num_waiting(), is_last=True))
         return windows
 
     def _num_waiting(self) -> int:
         return self._units.end - self._next
-
-    def _size(self) -> int:
-        return self._config.window_size if self._next else self._config.first_window_size
 
     def _cut(self, size: int, is_last: bool) -> StageOutput:
         context = min(self._config.left_context, self._next) if size else 0

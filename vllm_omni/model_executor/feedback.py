@@ -3,8 +3,8 @@
 
 The loop stays inside one engine step. `FeedbackARModelRunner` knows which rows of a step are prompt, which feed a
 sampled token back, and whose they are; a `FeedbackStrategy`, one for each model, turns them into embeddings. A request
-keeps a *slot*, a small number that indexes the strategy's buffers, from its first step to its end, preemptions included,
-so that a strategy works on all requests of a step at once, by indexing.
+keeps a *slot*, a small number that indexes the strategy's buffers (`feedback_buffers`), from its first step to its end,
+preemptions included, so that a strategy works on all requests of a step at once, by indexing.
 
 This file knows no model and no runner.
 """
@@ -57,7 +57,7 @@ class FeedbackStrategy(ABC):
 
     @abstractmethod
     def begin(self, slot: int, information: dict[str, Any], params: SamplingParams, is_input_complete: bool) -> None:
-        """A request takes this slot. `information` is what came with it, tensors on the CPU."""
+        """A request takes this slot, unless this raises. `information` is what came with it, tensors on the CPU."""
 
     @abstractmethod
     def extend(self, pieces: list[InputPiece]) -> None:
@@ -77,7 +77,10 @@ class FeedbackStrategy(ABC):
 
     @abstractmethod
     def replay(self, rows: FedBackRows) -> FedBack:
-        """The same rows as an earlier `feed_back`, after a preemption: nothing may be drawn a second time."""
+        """The same rows as an earlier `feed_back`, after a preemption: nothing may be drawn a second time.
+
+        Their outputs have left already, and are not looked at.
+        """
 
     @abstractmethod
     def remember(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:

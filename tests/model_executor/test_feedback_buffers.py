@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows by slot against lists, whatever the order in which slots begin, grow and are read."""
+
+import random
+
+import torch
+
+from vllm_omni.model_executor.feedback_buffers import SlotBuffer, SlotRows
+
+PADDING = torch.tensor([-1.0, -2.0])
+
+
+def read(rows: SlotBuffer, slots: list[int], indices: list[int]) -> torch.Tensor:
+    return rows.read(torch.tensor(slots), torch.tensor(indices))
+
+
+def test_rows_are_those_of_the_slot_and_padding_beyond_its_end() -> None:
+    rows = SlotRows(2, PADDING)
+    rows.begin(0)
+    rows.begin(1)
+    rows.append(0, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert read(rows, [0, 1, 0, 0, 0], [1, 0, 2, 99_999, 0]).tolist() == [[3, 4], [-1, -2], [-1, -2], [-1, -2], [1, 2]]
+
+
+def test_a_slot_that_begins_again_has_nothing_of_before() -> None:
+    rows = SlotRows(1, PADDING)
+    rows.begin(0)
+    rows.append(0, torch.ones(5, 2))
+    rows.begin(0)
+    assert rows.size(0) == 0
+    assert read(rows, [0, 0], [0, 4]).tolist() == [[-1, -2], [-1, -2]]
+
+
+def test_any_order_of_growth_gives_what_lists_give() -> None:
+    random.seed(0)
+    rows, lists = SlotRows(2, PADDING), {}
+    for _ in range(400):
+        slot = random.randrange(9)
+        if slot not in lists or random.random() < 0.05:
+            rows.begin(slot)
+            lists[slot] = torch.zeros(0, 2)
+        new = torch.randn(random.choice([0, 1, 1, 3, 40]), 2)
+        rows.append(slot, new)
+        lists[slot] = torch.cat((lists[slot], new))
+        assert rows.size(slot) == len(lists[slot])
+    slots = [random.choice(list(lists)) for _ in range(200)]
+    indices = [random.randrange(300) for _ in slots]
+    expected = [
+        lists[slot][index] if index < len(lists[slot]) else PADDING for slot, index in zip(slots, indices, strict=True)
+    ]
+    assert torch.equal(read(rows, slots, indices), torch.stack(expected))
+
+
+def test_what_is_written_survives_growth() -> None:
+    buffer = SlotBuffer((3,), 2, dtype=torch.int64, device="cpu")
+    buffer.reserve(1, 10)
+    buffer.write(torch.tensor([1, 0]), torch.tensor([9, 0]), torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    buffer.reserve(7, 1000)
+    buffer.write(torch.tensor([7]), torch.tensor([999]), torch.tensor([[7, 8, 9]]))
+    assert buffer.num_slots >= 8
+    assert read(buffer, [7, 1, 0], [999, 9, 0]).tolist() == [[7, 8, 9], [1, 2, 3], [4, 5, 6]]

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of feedback strategies: rows of many requests in one tensor, read and written for all of a step at once.
+
+Memory grows where it must and is used again by the slot's next request; it never shrinks. Indices are taken as they
+come: nothing here waits for the device to check them. This file knows no model and no runner.
+"""
+
+import torch
+
+_FIRST_CAPACITY = 64
+
+
+class SlotBuffer:
+    """A row for each index of each slot, `[*row_shape]` each. What was never written is undefined."""
+
+    def __init__(
+        self, row_shape: tuple[int, ...], num_slots: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """
+        Args:
+            num_slots: How many slots to have memory for at first.
+        """
+        self._rows = torch.zeros(num_slots, _FIRST_CAPACITY, *row_shape, dtype=dtype, device=device)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that there is memory for."""
+        return self._rows.shape[0]
+
+    def reserve(self, slot: int, capacity: int) -> None:
+        """Makes room for a slot, and for so many rows in every slot."""
+        num_slots, known = self._rows.shape[:2]
+        if slot < num_slots and capacity <= known:
+            return
+        wanted_slots = num_slots if slot < num_slots else max(2 * num_slots, slot + 1)
+        wanted = known if capacity <= known else max(2 * known, capacity)
+        grown = self._rows.new_zeros(wanted_slots, wanted, *self._rows.shape[2:])
+        grown[:num_slots, :known] = self._rows
+        self._rows = grown
+
+    def write(self, slots: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
+        """Writes `[N, *row_shape]` rows.
+
+        Args:
+            slots, indices: `[N]` int64 each, on the device, within what was reserved.
+        """
+        self._rows[slots, indices] = rows
+
+    def read(self, slots: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """`[N, *row_shape]`, the rows at `[N]` int64 slots and indices, on the device."""
+        return self._rows[slots, indices]
+
+
+class SlotRows(SlotBuffer):
+    """Lists of rows that grow at their end. What is read beyond an end is one and the same row, the padding."""
+
+    def __init__(self, num_slots: int, padding: torch.Tensor) -> None:
+        """
+        Args:
+            num_slots: How many slots to have memory for at first.
+            padding: `[*row_shape]`, on the device and in the rows' dtype.
+        """
+        super().__init__(tuple(padding.shape), num_slots, dtype=padding.dtype, device=padding.device)
+        self._padding = padding
+        self._sizes: list[int] = []
+        self._ends = torch.zeros(num_slots, dtype=torch.int64, device=padding.device)
+
+    def size(self, slot: int) -> int:
+        """Rows of a slot that has begun."""
+        return self._sizes[slot]
+
+    def begin(self, slot: int) -> None:
+        """Empties a slot, which may be a new one."""
+        self.reserve(slot, 1)
+        missing = self.num_slots - len(self._sizes)
+        self._sizes += [0] * missing
+        self._ends = torch.nn.functional.pad(self._ends, (0, self.num_slots - self._ends.shape[0]))
+        self._end_at(slot, 0)
+
+    def append(self, slot: int, rows: torch.Tensor) -> None:
+        """
+        Args:
+            rows: `[n, *row_shape]`, on the device; `n` may be 0.
+        """
+        start, stop = self._sizes[slot], self._sizes[slot] + rows.shape[0]
+        self.reserve(slot, stop + 1)  # and the padding
+        self._rows[slot, start:stop] = rows
+        self._end_at(slot, stop)
+
+    def read(self, slots: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """`[N, *row_shape]`, the rows at `[N]` int64 slots and indices, on the device."""
+        return super().read(slots, torch.minimum(indices, self._ends[slots]))
+
+    def _end_at(self, slot: int, size: int) -> None:
+        self._sizes[slot] = size
+        self._ends[slot] = size
+        self._rows[slot, size] = self._padding

@@ -174,12 +174,18 @@ def _check_graph(config: PipelineConfig) -> None:
 def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -> None:
     where = f"edge {source} -> {stage.stage_id}"
     path = stage.custom_process_input_func
-    declared = None if path is None else resolve_dotted_path(path, "custom_process_input_func").window
+    processor = None if path is None else resolve_dotted_path(path, "custom_process_input_func")
+    declared = None if processor is None else processor.window
     window = config.window(source, stage.stage_id, declared)
     for name in ("window_size", "first_window_size"):
         size = getattr(window, name)
         if size != -1 and size < 1:
             raise StageConfigError(f"{where}: {name} {size} is neither -1 (the whole result) nor a number of units")
+    if window.streams and processor is not None and window.first_window_size < processor.min_first_window_size:
+        raise StageConfigError(
+            f"{where}: first_window_size {window.first_window_size} is too small; {path} begins with "
+            f"{processor.min_first_window_size} {window.unit}"
+        )
     if window.window_growth is not None and window.window_growth <= 1:
         raise StageConfigError(f"{where}: window_growth {window.window_growth} does not grow; it must be above 1")
     if window.left_context < 0:

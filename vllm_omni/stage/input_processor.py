@@ -31,8 +31,11 @@ class StageInputProcessor(ABC):
     None: everything."""
 
     window: ClassVar[WindowConfig | None] = None
-    """How it wants its input cut where the edge has a window size: `unit`, `left_context`, `first_window_size`.
-    None: it reads whole results only."""
+    """How it wants its input cut where the edge has a window size: `unit`, `left_context`, `first_window_size`,
+    `window_growth`. None: it reads whole results only."""
+
+    min_first_window_size: ClassVar[int] = 1
+    """Units without which it cannot begin."""
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
         """

@@ -15,7 +15,7 @@ from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.models.qwen3_omni_moe.stage_input_processors import ThinkerToTalker
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
-from vllm_omni.outputs import StageOutput
+from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.testing.hf_oracle import OracleResult
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image, make_video
 
@@ -55,13 +55,19 @@ class Case:
         metadata = {ours: self.inputs[hf] for hf, ours in names.items() if hf in self.inputs}
         if "feature_attention_mask" in self.inputs:
             metadata["audio_feature_lengths"] = self.inputs["feature_attention_mask"].sum(1)
-        return StageRequest(request_id=request_id, mm_metadata=metadata, options=options)
+        return StageRequest(
+            request_id=request_id,
+            prompt_token_ids=self.expected.prompt_token_ids,
+            mm_metadata=metadata,
+            options=options,
+        )
 
     def thinker_output(self, config: PretrainedConfig) -> StageOutput:
         return StageOutput(
             request_id="0",
             stage_id=0,
             prompt_token_ids=self.expected.prompt_token_ids,
+            completions=[Completion(token_ids=self.expected.thinker_token_ids)],
             tensors={TALKER_INPUT: self.thinker_rows(config)},
         )
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the stages hand over: selection of rows, positions, speakers, and requests with nothing to say."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import PretrainedConfig
 
+from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageRequest
 from vllm_omni.model_executor.models.qwen3_omni_moe.stage_input_processors import (
@@ -16,7 +19,8 @@ from vllm_omni.model_executor.models.qwen3_omni_moe.stage_input_processors impor
     find_user_positions,
 )
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import NUM_TAIL_ROWS, TALKER_INPUT
-from vllm_omni.outputs import StageOutput
+from vllm_omni.outputs import Completion, StageOutput
+from vllm_omni.stage.window import WindowState
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import PROMPT_KINDS
 
@@ -55,11 +59,19 @@ def render(config: PretrainedConfig, *turns: tuple[int, list[int]]) -> list[int]
 def thinker_output(config: PretrainedConfig, prompt_ids: list[int], num_generated: int) -> StageOutput:
     """Row `i` is filled with `i`."""
     rows = torch.arange(len(prompt_ids) + num_generated - 1).float()[:, None].expand(-1, 8)
-    return StageOutput(request_id="0", stage_id=0, prompt_token_ids=prompt_ids, tensors={TALKER_INPUT: rows})
+    return StageOutput(
+        request_id="0",
+        stage_id=0,
+        prompt_token_ids=prompt_ids,
+        completions=[Completion(token_ids=list(range(num_generated)))],
+        tensors={TALKER_INPUT: rows},
+    )
 
 
 def process(to_talker: ThinkerToTalker, output: StageOutput, **request: Any) -> Any:
-    return to_talker.process(StageRequest(request_id="0", **request), {0: output})
+    return to_talker.process(
+        StageRequest(request_id="0", prompt_token_ids=output.prompt_token_ids, **request), {0: output}
+    )
 
 
 def test_earlier_replies_and_the_system_prompt_are_left_out(
@@ -94,6 +106,47 @@ def test_a_reply_of_one_token_has_nothing_to_say(to_talker: ThinkerToTalker, con
     assert process(to_talker, thinker_output(config, prompt, num_generated=1)) is None
     assert process(to_talker, thinker_output(config, prompt, num_generated=2)) is not None
     assert to_talker.empty_output()["codes"].shape == (0, config.talker_config.num_code_groups)
+
+
+def as_stream(output: StageOutput) -> Iterator[StageOutput]:
+    """The thinker's output as it comes, token by token: the row of a token with the next one."""
+    tokens, rows = output.completions[0].token_ids, output.tensors[TALKER_INPUT]
+    num_prompt = len(output.prompt_token_ids)
+    for i, token in enumerate(tokens):
+        new = slice(0, num_prompt) if i == 0 else slice(num_prompt + i - 1, num_prompt + i)
+        yield msgspec.structs.replace(
+            output,
+            prompt_token_ids=output.prompt_token_ids if i == 0 else [],
+            completions=[Completion(token_ids=[token])],
+            tensors={TALKER_INPUT: rows[new]},
+            is_last=i == len(tokens) - 1,
+        )
+
+
+@pytest.mark.parametrize("num_generated", [1, 2, 3, 9, 10])
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_reply_in_windows_is_the_whole_in_pieces(
+    num_generated: int, size: int, to_talker: ThinkerToTalker, config: PretrainedConfig
+) -> None:
+    whole = thinker_output(config, render(config, (config.user_token_id, [30])), num_generated)
+    expected = process(to_talker, whole)
+    state = WindowState(WindowConfig(window_size=size, first_window_size=2))
+    windows = [window for piece in as_stream(whole) for window in state.add(piece)]
+    request = StageRequest(request_id="0", prompt_token_ids=whole.prompt_token_ids)
+    made = [to_talker.process(request, {0: window}) for window in windows]
+    if expected is None:
+        assert made == [None]
+        return
+    first, *more = made
+    assert first is not None and first.prompt_token_ids == expected.prompt_token_ids
+    parts = [first, *(part for part in more if part is not None)]
+    rows = torch.cat([part.additional_information["reply_rows"] for part in parts])
+    assert torch.equal(rows, expected.additional_information["reply_rows"])
+    # What has come is enough for a frame each: the header and the reply's first token are the prompt's.
+    num_rows = torch.tensor([len(part.additional_information["reply_rows"]) for part in parts]).cumsum(0)
+    ready = [None if part is None else part.num_ready_tokens for part in made]
+    assert ready[:-1] == (len(first.prompt_token_ids) + num_rows - 4).tolist()[: len(ready) - 1]
+    assert ready[-1] is None
 
 
 @pytest.mark.parametrize("speaker", ["Ethan", "ethan", "ETHAN"])

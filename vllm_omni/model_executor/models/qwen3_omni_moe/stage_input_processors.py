@@ -15,6 +15,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoePreTrainedModelForConditionalGeneration,
 )
 
+from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import (
@@ -52,7 +53,11 @@ def find_reply_start(prompt_ids: torch.Tensor, im_start_id: int, assistant_id: i
 
 
 class ThinkerToTalker(StageInputProcessor):
-    """The user's turns and the reply, as the thinker saw them, become the talker's prompt."""
+    """The user's turns and the reply, as the thinker saw them, become the talker's input.
+
+    The prompt of the talker ends with the reply's first token. Each further one is read with a frame of its own, so
+    the talker can start when the thinker has made two tokens (the row of a token is there when the next one is).
+    """
 
     mm_metadata_keys: ClassVar[tuple[str, ...]] = (
         "image_grid_thw",
@@ -60,7 +65,9 @@ class ThinkerToTalker(StageInputProcessor):
         "second_per_grid_ts",
         "audio_feature_lengths",
     )
-    reads: ClassVar[tuple[str, ...]] = ("prompt_token_ids", f"tensors.{TALKER_INPUT}")
+    reads: ClassVar[tuple[str, ...]] = ("completions", f"tensors.{TALKER_INPUT}")
+    window: ClassVar[WindowConfig] = WindowConfig(unit="tokens", first_window_size=2)
+    min_first_window_size: ClassVar[int] = 2
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
         super().__init__(hf_config)
@@ -92,35 +99,68 @@ class ThinkerToTalker(StageInputProcessor):
         Raises:
             InvalidRequestError: The speaker is unknown, or the prompt does not end in an assistant's turn.
         """
-        (thinker,) = sources.values()
-        speaker_id = self._find_speaker(request)
-        prompt_ids = torch.tensor(thinker.prompt_token_ids)
-        reply_start = find_reply_start(prompt_ids, self.hf_config.im_start_token_id, self.hf_config.assistant_token_id)
-        if reply_start is None:
-            raise InvalidRequestError("the prompt has no assistant turn that could be spoken", request.request_id)
-        rows = thinker.tensors[TALKER_INPUT]
-        if rows.shape[0] - reply_start <= NUM_HEADER_ROWS:
-            return None
+        (window,) = sources.values()
+        prompt_ids = torch.tensor(request.prompt_token_ids)
+        reply_start = self._find_reply_start(request, prompt_ids)
         user = find_user_positions(prompt_ids, self.hf_config.im_start_token_id, self.hf_config.user_token_id)
+        if window.start and TALKER_INPUT not in window.tensors:
+            return None  # The end of a reply whose rows have all been sent.
+        rows = window.tensors[TALKER_INPUT]
+        if window.start:
+            made = StageInput(additional_information={"reply_rows": rows})
+        elif rows.shape[0] - reply_start <= NUM_HEADER_ROWS:
+            return None
+        else:
+            made = self._make_prompt(request, prompt_ids, user, rows, reply_start)
+        if not window.is_last:
+            num_generated = window.start + len(window.completions[0].token_ids)
+            num_reply_rows = len(prompt_ids) - reply_start + num_generated - 1
+            num_text_rows = num_reply_rows - NUM_HEADER_ROWS - 1
+            made.num_ready_tokens = user.shape[0] + NUM_TAIL_ROWS + num_text_rows
+        return made
+
+    def empty_output(self) -> dict[str, torch.Tensor]:
+        return {"codes": torch.empty(0, self.talker_config.num_code_groups, dtype=torch.int64)}
+
+    def _find_reply_start(self, request: StageRequest, prompt_ids: torch.Tensor) -> int:
+        config = self.hf_config
+        start = find_reply_start(prompt_ids, config.im_start_token_id, config.assistant_token_id)
+        if start is None or len(prompt_ids) - start < NUM_HEADER_ROWS:
+            raise InvalidRequestError(
+                "the prompt has no assistant turn that could be spoken; end it with the chat template's "
+                "generation prompt, or ask for text only",
+                request.request_id,
+            )
+        return start
+
+    def _make_prompt(
+        self,
+        request: StageRequest,
+        prompt_ids: torch.Tensor,
+        user: torch.Tensor,
+        rows: torch.Tensor,
+        reply_start: int,
+    ) -> StageInput:
+        """
+        Args:
+            user: `[users]`, positions of the user's turns.
+            rows: The thinker's, from its prompt's first one on.
+        """
         user_ids = prompt_ids[user]
         thinker_rows = ThinkerRows(
             user_rows=rows[user],
             user_is_placeholder=torch.isin(user_ids, self.placeholder_ids),
             reply_rows=rows[reply_start:],
-            speaker_id=speaker_id,
+            speaker_id=self._find_speaker(request),
         )
-        # A prompt id that is never sampled, so that the repetition penalty sees generated codes only.
-        placeholders = [self.talker_config.codec_pad_id] * (user.shape[0] + NUM_TAIL_ROWS)
         information = thinker_rows.to_information()
         information["mrope_positions"] = self._mrope_positions(user_ids, request.mm_metadata)
         return StageInput(
-            prompt_token_ids=placeholders,
+            # A prompt id that is never sampled, so that the repetition penalty sees generated codes only.
+            prompt_token_ids=[self.talker_config.codec_pad_id] * (user.shape[0] + NUM_TAIL_ROWS),
             additional_information=information,
             stop_token_ids=[self.talker_config.codec_eos_token_id],
         )
-
-    def empty_output(self) -> dict[str, torch.Tensor]:
-        return {"codes": torch.empty(0, self.talker_config.num_code_groups, dtype=torch.int64)}
 
     def _find_speaker(self, request: StageRequest) -> int:
         speakers = self.talker_config.speaker_id
@@ -152,11 +192,12 @@ class TalkerToCode2Wav(StageInputProcessor):
     """The talker's frames become the vocoder's input: one placeholder id for each frame."""
 
     reads: ClassVar[tuple[str, ...]] = ("tensors.codes",)
+    window: ClassVar[WindowConfig] = WindowConfig(unit="codes")
 
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
         """
         Returns:
-            None where the talker said nothing.
+            None where the talker said nothing, or nothing more.
         """
         (talker,) = sources.values()
         codes = talker.tensors.get("codes")  # not there if the first token was the end

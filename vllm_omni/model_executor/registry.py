@@ -4,9 +4,12 @@
 It imports no model. An architecture that vLLM has itself never stands here.
 """
 
+_QWEN2_5_OMNI = "vllm_omni.model_executor.models.qwen2_5_omni"
 _QWEN3_OMNI_MOE = "vllm_omni.model_executor.models.qwen3_omni_moe"
 
 OMNI_MODELS: dict[str, str] = {
+    "Qwen2_5OmniThinkerForConditionalGeneration": f"{_QWEN2_5_OMNI}.thinker:OmniQwen2_5OmniThinker",
+    "Qwen2_5OmniTalkerForConditionalGeneration": f"{_QWEN2_5_OMNI}.talker:OmniQwen2_5OmniTalker",
     "Qwen3OmniMoeThinkerForConditionalGeneration": f"{_QWEN3_OMNI_MOE}.thinker:OmniQwen3OmniMoeThinker",
     "Qwen3OmniMoeTalkerForConditionalGeneration": f"{_QWEN3_OMNI_MOE}.talker:OmniQwen3OmniMoeTalker",
     "Qwen3OmniMoeCode2Wav": f"{_QWEN3_OMNI_MOE}.code2wav:OmniQwen3OmniMoeCode2Wav",

@@ -40,6 +40,7 @@ def load_speakers(model: str | Path, revision: str | None = None) -> dict[str, S
         ValueError: The file holds no voice.
     """
     path = cached_file(str(model), SPEAKERS_FILE, revision=revision)
+    assert path is not None  # it raises
     entries: dict[str, dict[str, Any]] = torch.load(path, map_location="cpu", weights_only=True)
     if not entries:
         raise ValueError(f"{path} holds no voice")
@@ -47,6 +48,4 @@ def load_speakers(model: str | Path, revision: str | None = None) -> dict[str, S
 
 
 def _as_speaker(entry: dict[str, Any]) -> Speaker:
-    return Speaker(
-        bos_token_id=int(entry["bos_token"]), cond=entry["cond"].float(), ref_mel=entry["ref_mel"].float()
-    )
+    return Speaker(bos_token_id=int(entry["bos_token"]), cond=entry["cond"].float(), ref_mel=entry["ref_mel"].float())

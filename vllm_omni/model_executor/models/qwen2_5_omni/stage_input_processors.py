@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How Qwen2.5-Omni's stages feed each other: thinker to talker, talker to vocoder.
+
+They hand rows on and compute positions; everything that needs weights happens in the consumer's model.
+Reference: `Qwen2_5OmniForConditionalGeneration.generate` of HF transformers.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from transformers import PretrainedConfig
+
+from vllm_omni.config.stage_config import WindowConfig
+from vllm_omni.errors import InvalidRequestError
+from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.model_executor.models.qwen2_5_omni.rope import MM_KEYS, RopeIndex
+from vllm_omni.model_executor.models.qwen2_5_omni.speakers import DEFAULT_SPEAKER, load_speakers
+from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import PROMPT_ROWS, REPLY_ROWS, SPEAKER
+from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT
+from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.input_processor import StageInputProcessor
+
+NUM_TAIL_ROWS = 2
+"""Rows of the talker's prompt after the thinker's: the voice, and the first token of the reply."""
+
+
+def speaker_names(hf_config: PretrainedConfig) -> list[str]:
+    """The voices of the checkpoint whose configuration this is, in lower case."""
+    if not hf_config.name_or_path:
+        raise ValueError("a configuration that does not say where it was read from leads to no voices")
+    return list(load_speakers(hf_config.name_or_path))
+
+
+def find_speaker(request: StageRequest, speakers: list[str]) -> str:
+    """The voice that a request asks for, in lower case.
+
+    Raises:
+        InvalidRequestError: There is no such voice; names those that there are.
+    """
+    name = request.options.get("speaker", DEFAULT_SPEAKER if DEFAULT_SPEAKER in speakers else speakers[0])
+    if not isinstance(name, str) or name.lower() not in speakers:
+        raise InvalidRequestError(
+            f"unknown speaker {name!r}; this checkpoint has {', '.join(speakers)}", request.request_id
+        )
+    return name.lower()
+
+
+class ThinkerToTalker(StageInputProcessor):
+    """The whole conversation and the reply, as the thinker saw them, become the talker's input.
+
+    The prompt of the talker ends with the reply's first token. Each further one is read with a codec token of its own,
+    so the talker can start when the thinker has made two (the row of a token is there when the next token is).
+    """
+
+    mm_metadata_keys: ClassVar[tuple[str, ...]] = MM_KEYS
+    reads: ClassVar[tuple[str, ...]] = ("completions", f"tensors.{TALKER_INPUT}")
+    window: ClassVar[WindowConfig] = WindowConfig(unit="tokens", first_window_size=2)
+    min_first_window_size: ClassVar[int] = 2
+
+    def __init__(self, hf_config: PretrainedConfig) -> None:
+        super().__init__(hf_config)
+        self.talker_config = hf_config.talker_config
+        self.speakers = speaker_names(hf_config)
+        self._rope_index = RopeIndex(hf_config.thinker_config)
+
+    def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
+        """
+        Returns:
+            None for a reply of one token, which holds no text that could be spoken, and for the end of a reply whose
+            rows have all been sent.
+
+        Raises:
+            InvalidRequestError: The speaker is unknown.
+        """
+        (window,) = sources.values()
+        rows = window.tensors.get(TALKER_INPUT)
+        if window.start == 0:
+            speaker = find_speaker(request, self.speakers)
+            assert rows is not None
+            if rows.shape[0] <= len(request.prompt_token_ids):
+                return None
+            made = self._make_prompt(request, rows, speaker)
+        elif rows is None:
+            return None
+        else:
+            made = StageInput(additional_information={REPLY_ROWS: rows})
+        if not window.is_last:
+            # With n tokens of the reply n - 1 rows of it are there, the first of which is in the prompt.
+            num_generated = window.start + len(window.completions[0].token_ids) - window.context
+            made.num_ready_tokens = len(request.prompt_token_ids) + NUM_TAIL_ROWS + num_generated - 2
+        return made
+
+    def empty_output(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def _make_prompt(self, request: StageRequest, rows: torch.Tensor, speaker: str) -> StageInput:
+        """
+        Args:
+            rows: The thinker's, from its prompt's first one on.
+        """
+        config, num_prompt_rows = self.talker_config, len(request.prompt_token_ids)
+        return StageInput(
+            # What the reference counts in its repetition penalty.
+            prompt_token_ids=[config.tts_codec_mask_token_id] * num_prompt_rows
+            + [config.tts_codec_pad_token_id, config.tts_codec_start_token_id],
+            additional_information={
+                PROMPT_ROWS: rows[:num_prompt_rows],
+                REPLY_ROWS: rows[num_prompt_rows:],
+                SPEAKER: speaker,
+                "mrope_positions": self._mrope_positions(request),
+            },
+            stop_token_ids=[config.tts_codec_pad_token_id, config.tts_codec_end_token_id],
+        )
+
+    def _mrope_positions(self, request: StageRequest) -> torch.Tensor:
+        """`[3, P + NUM_TAIL_ROWS]` int64, the thinker's and two of text.
+
+        The reference computes them over the voice's token and the reply's first one, and fails where that one happens
+        to be one that stands before media. Text is all that they are.
+        """
+        tail = [self.talker_config.tts_text_pad_token_id] * NUM_TAIL_ROWS
+        return self._rope_index(torch.tensor([*request.prompt_token_ids, *tail]), request.mm_metadata)
+
+
+class TalkerToToken2Wav(StageInputProcessor):
+    """The talker's tokens become the vocoder's input: one placeholder id for each code.
+
+    What the vocoder knows no sound for is left out: the end of speech, and the control tokens of a talker that was
+    sampled at a high temperature.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("completions",)
+    window: ClassVar[WindowConfig] = WindowConfig(unit="tokens")
+
+    def __init__(self, hf_config: PretrainedConfig) -> None:
+        super().__init__(hf_config)
+        self.speakers = speaker_names(hf_config)
+        talker = hf_config.talker_config
+        self._num_codes: int = hf_config.token2wav_config.dit_config.num_embeds
+        self._stop_ids = torch.tensor([talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id])
+
+    def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
+        """
+        Returns:
+            None where there is nothing to do: nothing was said in this window, and nothing before it that would have
+            to be brought to an end.
+
+        Raises:
+            InvalidRequestError: The speaker is unknown.
+        """
+        (window,) = sources.values()
+        codes = self._find_codes(window)
+        is_end = window.is_last and window.start > 0
+        if codes.shape[0] == 0 and not is_end:
+            return None
+        information: dict[str, Any] = {"codes": codes, SPEAKER: find_speaker(request, self.speakers)}
+        if request.sampling_params is not None and request.sampling_params.seed is not None:
+            information["seed"] = request.sampling_params.seed
+        return StageInput(prompt_token_ids=[0] * max(1, codes.shape[0]), additional_information=information)
+
+    def empty_output(self) -> dict[str, torch.Tensor]:
+        return {"audio": torch.empty(0)}
+
+    def _find_codes(self, window: StageOutput) -> torch.Tensor:
+        """`[T]` int64, what the window adds."""
+        if not window.completions:
+            return torch.empty(0, dtype=torch.int64)
+        tokens = torch.tensor(window.completions[0].token_ids[window.context :], dtype=torch.int64)
+        return tokens[(tokens < self._num_codes) & ~torch.isin(tokens, self._stop_ids)]

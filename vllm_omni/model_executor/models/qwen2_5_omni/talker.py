@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The talker: speaks the thinker's reply, one codec token a step.
+
+What a step reads is the sum of the token before it and of the next row of the thinker's reply, projected into the
+talker's space; `talker_feedback.py` makes it. Here are the layers and the weights.
+Reference: `Qwen2_5OmniTalkerForConditionalGeneration` of HF transformers.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import SupportsMRoPE
+from vllm.model_executor.models.llama import LlamaDecoderLayer
+from vllm.model_executor.models.qwen2 import Qwen2Model
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.sequence import IntermediateTensors
+
+from vllm_omni.model_executor.feedback import FeedbackStrategy
+from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
+from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import TalkerFeedback
+
+THINKER_EMBEDDING = "thinker.model.embed_tokens.weight"
+
+
+class OmniQwen2_5OmniTalker(nn.Module, SupportsMRoPE):
+    """Predicts codec tokens."""
+
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"talker.": "", "thinker.": None, "token2wav.": None})
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        model_config = vllm_config.model_config
+        config: Any = model_config.hf_config
+        self.config = config
+        self.speakers = load_speakers(model_config.model, model_config.revision)
+        self.model = _make_backbone(vllm_config, maybe_prefix(prefix, "model"))
+        # As wide as the thinker, not as the layers.
+        self.model.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.embedding_size)
+        self.thinker_to_talker_proj = nn.Linear(config.embedding_size, config.hidden_size).requires_grad_(False)
+        self.codec_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "codec_head"),
+        )
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.text_token_ids = [
+            config.tts_text_end_token_id,
+            config.tts_text_pad_token_id,
+            *(speaker.bos_token_id for speaker in self.speakers.values()),
+        ]
+        self.text_embeds: torch.Tensor  # the thinker's, of `text_token_ids`
+        self.register_buffer(
+            "text_embeds", torch.zeros(len(self.text_token_ids), config.embedding_size), persistent=False
+        )
+
+    # ---- vLLM's model interface
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Projected codec tokens, without the text that goes with them."""
+        return self.thinker_to_talker_proj(self.model.embed_input_ids(input_ids))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | IntermediateTensors:
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        logits = self.logits_processor(self.codec_head, hidden_states)
+        if logits is not None:
+            logits[:, self.config.tts_codec_start_token_id] = float("-inf")
+        return logits
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
+    ) -> tuple[torch.Tensor, int]:
+        """Linear positions; the stage input processor sends others with its prompts."""
+        return torch.arange(len(input_tokens)).expand(3, -1), 0
+
+    @staticmethod
+    def is_unused_checkpoint_weight(name: str) -> bool:
+        """Lets vLLM's loader skip files that hold only other stages' weights."""
+        return not name.startswith("talker.") and name != THINKER_EMBEDDING
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loader = AutoWeightsLoader(self)
+        text_embeds: list[torch.Tensor] = []
+        loaded = loader.load_weights(self._take_text_embeds(weights, text_embeds), mapper=self.hf_to_vllm_mapper)
+        if not text_embeds:
+            raise ValueError(f"the checkpoint has no {THINKER_EMBEDDING!r}, which the talker's prompt needs")
+        self.text_embeds.copy_(text_embeds[0])
+        return loaded
+
+    def _take_text_embeds(
+        self, weights: Iterable[tuple[str, torch.Tensor]], text_embeds: list[torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Passes weights on, and puts the thinker's embeddings of `text_token_ids` aside."""
+        for name, tensor in weights:
+            if name == THINKER_EMBEDDING:
+                text_embeds.append(tensor[self.text_token_ids].clone())
+            else:
+                yield name, tensor
+
+    # ---- the runner's
+
+    def make_feedback_strategy(self, max_batch_size: int) -> FeedbackStrategy:
+        end, pad, *voices = self.text_embeds.unbind(0)
+        config = self.config
+        codec_ids = torch.arange(config.vocab_size, device=self.text_embeds.device)
+        return TalkerFeedback(
+            projection=self.thinker_to_talker_proj,
+            codec_embeds=self.model.embed_input_ids(codec_ids),
+            prompt_codec_ids=(config.tts_codec_pad_token_id, config.tts_codec_start_token_id),
+            text_end=end,
+            text_pad=pad,
+            voices=dict(zip(self.speakers, voices, strict=True)),
+            max_batch_size=max_batch_size,
+        )
+
+
+def _make_backbone(vllm_config: VllmConfig, prefix: str) -> Qwen2Model:
+    """Qwen2's layers; made of Llama's, because vLLM's Qwen2 knows no `head_dim` of its own, which a talker has."""
+    layer_config: Any = copy.copy(vllm_config.model_config.hf_config)
+    layer_config.qkv_bias = True  # so Llama's layers have them where Qwen2's do, and nowhere else
+
+    def make_layer(prefix: str, **kwargs: Any) -> nn.Module:
+        return LlamaDecoderLayer(vllm_config, prefix, layer_config)
+
+    return Qwen2Model(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=make_layer)  # type: ignore[arg-type]

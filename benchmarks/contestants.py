@@ -21,7 +21,7 @@ from vllm_omni.testing.hf_oracle import HFOracle, OracleResult
 WAVE_RATE = 24_000
 REPETITION_PENALTY = 1.05
 CLEARLY_FASTER = 0.9
-TRIALS, TRIAL_TEXT_TOKENS, TRIAL_FRAMES = 2, 4, 8
+TRIALS, TRIAL_TEXT_TOKENS, TRIAL_TALKER_TOKENS = 2, 4, 9
 
 Prompts = list[dict[str, Any]]
 
@@ -33,14 +33,14 @@ class Load:
     Attributes:
         serial_prompts: Prompts for those who take one at a time.
         waves: How often as many prompts as the concurrency are given at once.
-        text_tokens, frames: Length of every answer.
+        text_tokens, talker_tokens: Length of every answer. The last token of a Qwen3-Omni talker makes no frame.
     """
 
     rounds: int
     serial_prompts: int
     waves: int
     text_tokens: int
-    frames: int
+    talker_tokens: int
 
     def num_prompts(self, concurrency: int) -> int:
         return max(self.serial_prompts, self.waves * concurrency)
@@ -99,11 +99,11 @@ class HFContestant:
 
     def try_out(self, prompts: Prompts) -> float:
         """Seconds for a short answer."""
-        return self._answer(prompts[0], TRIAL_TEXT_TOKENS, TRIAL_FRAMES).seconds
+        return self._answer(prompts[0], TRIAL_TEXT_TOKENS, TRIAL_TALKER_TOKENS).seconds
 
     def run(self, prompts: Prompts) -> None:
         for index, prompt in enumerate(prompts[: self._load.serial_prompts]):
-            result = self._answer(prompt, self._load.text_tokens, self._load.frames)
+            result = self._answer(prompt, self._load.text_tokens, self._load.talker_tokens)
             self._seconds.append(result.seconds)
             self._audio_seconds += len(result.audio) / WAVE_RATE
             self.replies[index] = Reply(result.thinker_token_ids, len(result.audio))
@@ -113,14 +113,14 @@ class HFContestant:
         busy = sum(self._seconds)
         return Figures(len(self._seconds) / busy, self._audio_seconds / busy, _queued(self._seconds, concurrency))
 
-    def _answer(self, prompt: dict[str, Any], text_tokens: int, frames: int) -> OracleResult:
+    def _answer(self, prompt: dict[str, Any], text_tokens: int, talker_tokens: int) -> OracleResult:
         self._oracle.num_threads = self._threads
         return self._oracle.generate(
             prompt,
             thinker_min_tokens=text_tokens,
             thinker_max_tokens=text_tokens,
-            talker_min_tokens=frames + 1,
-            talker_max_tokens=frames + 1,
+            talker_min_tokens=talker_tokens,
+            talker_max_tokens=talker_tokens,
             repetition_penalty=REPETITION_PENALTY,
         )
 
@@ -134,7 +134,7 @@ class OmniContestant:
         self.concurrency = concurrency
         self._llm = llm
         self._num_prompts = load.num_prompts(concurrency)
-        self._params = _sampling_params(load)
+        self._params = sampling_params(load)
         self._busy = 0.0
         self._audio_seconds = 0.0
         self._jct: list[float] = []
@@ -163,13 +163,13 @@ class OmniContestant:
             self.replies[index] = Reply(list(text.outputs[0].token_ids), samples)
 
 
-def _sampling_params(load: Load) -> list[SamplingParams | None]:
-    """Greedy, of fixed length. The talker's last code is never fed back, so it makes no frame."""
+def sampling_params(load: Load) -> list[SamplingParams | None]:
+    """Greedy, of fixed length."""
     thinker = SamplingParams(temperature=0, min_tokens=load.text_tokens, max_tokens=load.text_tokens)
     talker = SamplingParams(
         temperature=0,
-        min_tokens=load.frames + 1,
-        max_tokens=load.frames + 1,
+        min_tokens=load.talker_tokens,
+        max_tokens=load.talker_tokens,
         repetition_penalty=REPETITION_PENALTY,
         detokenize=False,
     )

@@ -94,7 +94,7 @@ def add_results(label: str, load: Load, hf: list[HFContestant], ours: list[OmniC
         add_row(report, label, one.name, one.concurrency, one.figures())
         add_ratios(report, label, one.concurrency, one.figures().ratios_to(best.figures(one.concurrency)))
     report.notes.append(
-        f"{label}: {load.text_tokens} text tokens and {load.frames} frames for each prompt, {load.rounds} "
+        f"{label}: {load.text_tokens} text tokens and {load.talker_tokens - 1} frames for each prompt, {load.rounds} "
         f"round(s); ratios are to {best.name}, its best; all gave the same text tokens and wave lengths"
     )
 
@@ -122,10 +122,10 @@ def add_ratios(report: Report, label: str, concurrency: int, ratios: dict[str, f
 def loads(quick: bool) -> dict[str, Load]:
     """By size of the checkpoint; a model of the user's own is measured like the default."""
     if quick:
-        default = Load(rounds=1, serial_prompts=4, waves=1, text_tokens=16, frames=32)
-        return {DEFAULT: default, LARGE: Load(rounds=1, serial_prompts=2, waves=1, text_tokens=8, frames=16)}
-    default = Load(rounds=5, serial_prompts=8, waves=2, text_tokens=24, frames=64)
-    return {DEFAULT: default, LARGE: Load(rounds=3, serial_prompts=4, waves=2, text_tokens=24, frames=64)}
+        default = Load(rounds=1, serial_prompts=4, waves=1, text_tokens=16, talker_tokens=33)
+        return {DEFAULT: default, LARGE: Load(rounds=1, serial_prompts=2, waves=1, text_tokens=8, talker_tokens=17)}
+    default = Load(rounds=5, serial_prompts=8, waves=2, text_tokens=24, talker_tokens=65)
+    return {DEFAULT: default, LARGE: Load(rounds=3, serial_prompts=4, waves=2, text_tokens=24, talker_tokens=65)}
 
 
 def main() -> None:

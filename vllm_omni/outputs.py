@@ -62,6 +62,7 @@ class StageOutput(msgspec.Struct, kw_only=True):
 
     Attributes:
         prompt_token_ids: The prompt of this stage's engine (placeholders expanded); in a stream, in its first piece.
+        prompt_logprobs: For each of them the likeliest tokens (None for the first), if asked for; as they in a stream.
         completions: Generated sequences; empty for stages that generate none. In a stream: what is new of each.
         tensors: The model's outputs by name, on the CPU, e.g. `audio` float32 `[samples]`. In a stream: new rows.
         data: Plain values made by function stages.
@@ -75,6 +76,7 @@ class StageOutput(msgspec.Struct, kw_only=True):
     stage_id: int
     prompt: str | None = None
     prompt_token_ids: list[int] = []
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     completions: list[Completion] = []
     tensors: dict[str, torch.Tensor] = {}
     data: dict[str, Any] = {}
@@ -98,6 +100,7 @@ def merge_stage_outputs(pieces: Sequence[StageOutput]) -> StageOutput:
         stage_id=pieces[0].stage_id,
         prompt=next((part.prompt for part in parts if part.prompt is not None), None),
         prompt_token_ids=next((part.prompt_token_ids for part in parts if part.prompt_token_ids), []),
+        prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs), None),
         completions=_merge_completions(parts),
         tensors=_merge_tensors(parts),
         data={name: value for part in parts for name, value in part.data.items()},
@@ -155,10 +158,16 @@ def select_fields(output: StageOutput, reads: Collection[str] | None) -> StageOu
         output,
         prompt=output.prompt if "prompt" in reads else None,
         prompt_token_ids=output.prompt_token_ids if "prompt_token_ids" in reads else [],
+        prompt_logprobs=None,
         completions=output.completions if "completions" in reads else [],
         tensors=_select(output.tensors, "tensors", reads),
         data=_select(output.data, "data", reads),
     )
+
+
+def reads_tensors(reads: Collection[str] | None) -> bool:
+    """Whether `reads` names any tensor."""
+    return reads is None or any(name.partition(".")[0] == "tensors" for name in reads)
 
 
 def _select(values: dict[str, Any], field: str, reads: Collection[str]) -> dict[str, Any]:
@@ -246,7 +255,7 @@ def make_omni_request_output(
         request_id=request_id,
         prompt=output.prompt,
         prompt_token_ids=output.prompt_token_ids,
-        prompt_logprobs=None,
+        prompt_logprobs=output.prompt_logprobs,
         outputs=completions,
         finished=True,
     )

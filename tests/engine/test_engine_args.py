@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a stage's engine arguments become, without an engine."""
 
+import logging
 import pickle
 
 import pytest
@@ -22,7 +23,6 @@ class TestRefused:
             ({"max_modellen": 3}, "did you mean 'max_model_len'"),
             ({"engine_type": "diffusion"}, "'diffusion' is not one of ar, generation"),
             ({"async_scheduling": True}, "async_scheduling"),
-            ({"engine_output_type": "latent", "enable_prefix_caching": True}, "rows of cached tokens"),
             ({"engine_output_type": "latent", "speculative_config": {"method": "ngram"}}, "rejected tokens"),
         ],
     )
@@ -88,9 +88,15 @@ class TestDefaults:
         arguments = create_engine_args(str(tiny_qwen3), additional_config={"mine": 1})
         assert arguments.additional_config["mine"] == 1 and "omni" in arguments.additional_config
 
-    def test_rows_need_an_empty_prefix_cache(self, tiny_qwen3):
+    def test_rows_need_an_empty_prefix_cache(self, tiny_qwen3, caplog, monkeypatch):
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         assert create_engine_args(str(tiny_qwen3), engine_output_type="latent").enable_prefix_caching is False
         assert create_engine_args(str(tiny_qwen3)).enable_prefix_caching is None
+        assert caplog.text == ""
+        asked = {"enable_prefix_caching": True, "model_stage": "thinker"}
+        assert create_engine_args(str(tiny_qwen3), engine_output_type="latent", **asked).enable_prefix_caching is False
+        assert "stage thinker runs without enable_prefix_caching" in caplog.text
+        assert create_engine_args(str(tiny_qwen3), **asked).enable_prefix_caching is True
 
     def test_a_callable_override(self, tiny_qwen3):
         def deeper(config):

@@ -10,12 +10,15 @@ from dataclasses import fields
 from typing import Any, cast, get_args
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_omni.engine.hf_override import StageConfigOverride
 from vllm_omni.engine.settings import EngineType, OmniEngineSettings
 from vllm_omni.errors import StageConfigError
 from vllm_omni.worker import worker_class_path
+
+logger = init_logger("vllm.omni.engine.engine_args")
 
 _SCHEDULERS = {
     "ar": "vllm_omni.core.sched.omni_ar_scheduler.OmniARScheduler",
@@ -64,6 +67,7 @@ def create_engine_args(
         uses_generation_config=hf_config_name is None and engine_type == "ar",
     )
     _refuse_unsupported(vllm_engine_args, settings)
+    _turn_off_prefix_caching(vllm_engine_args, settings)
     _choose_v1_model_runner()
     override = StageConfigOverride(
         hf_config_name, model_arch, engine_type == "generation", vllm_engine_args.pop("hf_overrides", None)
@@ -96,11 +100,11 @@ def _defaults(settings: OmniEngineSettings) -> dict[str, Any]:
     if not settings.uses_generation_config:
         # Tokenizer and generation defaults of a checkpoint are those of its language model.
         defaults |= {"skip_tokenizer_init": True, "generation_config": "vllm"}
-    if settings.emits_rows:
-        defaults |= {"enable_prefix_caching": False}  # There are no rows for tokens found in the cache.
+    if not settings.can_cache_prefixes:
+        defaults |= {"enable_prefix_caching": False}
     if settings.engine_type == "generation":
         # Without chunked prefill vLLM makes max_num_batched_tokens at least max_model_len.
-        defaults |= {"enable_prefix_caching": False, "enable_chunked_prefill": False, "enforce_eager": True}
+        defaults |= {"enable_chunked_prefill": False, "enforce_eager": True}
     return defaults
 
 
@@ -124,8 +128,19 @@ def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings)
     needs_text = f"needs engine_output_type 'text', not {settings.engine_output_type!r}"
     if arguments.get("speculative_config"):
         raise StageConfigError(f"speculative_config {needs_text}: rows of rejected tokens would leave the engine")
-    if arguments.get("enable_prefix_caching"):
-        raise StageConfigError(f"enable_prefix_caching {needs_text}: rows of cached tokens would be missing")
+
+
+def _turn_off_prefix_caching(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:
+    """Where it was asked for but cannot be: that may have been meant for another stage."""
+    if settings.can_cache_prefixes or not arguments.get("enable_prefix_caching"):
+        return
+    arguments["enable_prefix_caching"] = False
+    logger.warning_once(
+        "stage %s runs without enable_prefix_caching: what it makes for the next stage (engine_output_type %r) is made "
+        "where a token is computed, and tokens found in a cache are not",
+        settings.model_stage,
+        settings.engine_output_type,
+    )
 
 
 def _choose_v1_model_runner() -> None:

@@ -56,6 +56,7 @@ class OmniLLMEngine(LLMEngine):
         )
         assert isinstance(self.engine_core, InprocClient)
         self._core = OmniEngineCore.adopt(self.engine_core)
+        self._emits_rows = settings.emits_rows
 
     @classmethod
     def from_omni_engine_args(
@@ -165,6 +166,17 @@ class OmniLLMEngine(LLMEngine):
         chunk = InputChunk(payload, is_last)
         for req_id in self._internal_ids(request_id):
             self._core.ar_scheduler.add_input(req_id, chunk, num_ready_tokens)
+
+    def discard_rows(self, request_id: str, first: int) -> None:
+        """Says of a request that was just added that nobody reads what the model makes of it besides tokens.
+
+        Args:
+            request_id: The caller's id.
+            first: The first of its sequences for which this holds; it does for those after it.
+        """
+        for req_id in self._internal_ids(request_id) if self._emits_rows else ():
+            if self.output_processor.request_states[req_id].request_index >= first:
+                self._core.ar_scheduler.discard_rows(req_id)
 
     def has_work(self) -> bool:
         """Whether `step` would do anything. False also while every request is held: then only new input, a new request

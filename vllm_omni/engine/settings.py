@@ -33,6 +33,11 @@ class OmniEngineSettings:
         """Whether outputs of the model leave the engine besides tokens."""
         return self.engine_type == "ar" and self.engine_output_type != "text"
 
+    @property
+    def can_cache_prefixes(self) -> bool:
+        """There are no rows for tokens found in a cache."""
+        return self.engine_type == "ar" and not self.emits_rows
+
     def as_additional_config(self) -> dict[str, Any]:
         return {_KEY: asdict(self)}
 

@@ -12,6 +12,8 @@ from vllm_omni.entrypoints.face import PipelineFace
 from vllm_omni.errors import PipelineClosedError
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
+    from vllm.lora.request import LoRARequest
+
     from vllm_omni.entrypoints.request_builder import StageSamplingParams
     from vllm_omni.events import OmniEvent
     from vllm_omni.inputs import OmniPrompt
@@ -42,6 +44,7 @@ class AsyncOmniLLM(PipelineFace):
         *,
         stream: bool = True,
         trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[OmniEvent]:
         """The events of one prompt, as they happen; the last one is a `CompletedEvent` or an `ErrorEvent`.
 
@@ -53,6 +56,7 @@ class AsyncOmniLLM(PipelineFace):
             request_id: An id of the caller's for the events and errors; need not be unique. By default a number.
             stream: Give the pieces of the output, as they are made; else only the last event.
             trace_headers: W3C trace context of the caller (`traceparent`, ...).
+            lora_request: As for `OmniLLM.generate`.
 
         Raises:
             InvalidRequestError: The prompt or a parameter is wrong.
@@ -79,6 +83,7 @@ class AsyncOmniLLM(PipelineFace):
                 request_id=request_id,
                 streams=stream,
                 trace_headers=trace_headers,
+                lora_request=lora_request,
             )
 
         request = await self._preprocess(build)

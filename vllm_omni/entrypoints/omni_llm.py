@@ -14,6 +14,8 @@ from tqdm import tqdm
 from vllm_omni.entrypoints.face import PipelineFace
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
+    from vllm.lora.request import LoRARequest
+
     from vllm_omni.entrypoints.pipeline import Pipeline
     from vllm_omni.entrypoints.request_builder import StageSamplingParams
     from vllm_omni.events import OmniEvent
@@ -40,6 +42,7 @@ class OmniLLM(PipelineFace):
         use_tqdm: bool | None = None,
         *,
         stream: Literal[False] = False,
+        lora_request: LoRARequest | None = None,
     ) -> list[OmniRequestOutput]: ...
 
     @overload
@@ -50,6 +53,7 @@ class OmniLLM(PipelineFace):
         use_tqdm: bool | None = None,
         *,
         stream: Literal[True],
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[OmniEvent]: ...
 
     def generate(
@@ -59,6 +63,7 @@ class OmniLLM(PipelineFace):
         use_tqdm: bool | None = None,
         *,
         stream: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> list[OmniRequestOutput] | Iterator[OmniEvent]:
         """Runs prompts through the pipeline, many at a time.
 
@@ -71,6 +76,8 @@ class OmniLLM(PipelineFace):
             stream: Return an iterator over the events of all prompts, as they happen, instead of waiting for the end.
                 A prompt's events have its `request_id`: "0", "1", ... in the order of all prompts ever given. One that
                 fails ends with an `ErrorEvent`, and nothing is raised for it. Closing the iterator aborts the rest.
+            lora_request: The LoRA adapter that the first stage runs all these prompts with; that stage needs the
+                engine argument `enable_lora` (`stage_overrides={"thinker": {"enable_lora": True}}`).
 
         Returns:
             The outputs in the order of the prompts; for each prompt one output for each final stage that its
@@ -81,7 +88,7 @@ class OmniLLM(PipelineFace):
             RequestError: A prompt failed inside a stage. The others were completed: see the error's `results`.
             PipelineClosedError: `close()` was called.
         """
-        batch = _Batch(self, _as_list(prompts), sampling_params_list, stream)
+        batch = _Batch(self, _as_list(prompts), sampling_params_list, lora_request, stream)
         events = batch.events(use_tqdm=not stream if use_tqdm is None else use_tqdm)
         return events if stream else _collect(events)
 
@@ -94,12 +101,14 @@ class _Batch:
         owner: OmniLLM,
         prompts: Sequence[str | OmniPrompt],
         sampling_params_list: Sequence[StageSamplingParams] | None,
+        lora_request: LoRARequest | None,
         streams: bool,
     ) -> None:
         self._owner = owner  # Keeps it from being closed as long as somebody reads its events.
         self._pipeline = owner._pipeline
         self._prompts = prompts
         self._sampling_params_list = sampling_params_list
+        self._lora_request = lora_request
         self._streams = streams
         self._events: queue.SimpleQueue[OmniEvent | Exception] = queue.SimpleQueue()
         self._is_given_up = threading.Event()
@@ -148,7 +157,11 @@ class _Batch:
 
     def _submit(self, prompt: str | OmniPrompt) -> None:
         request = self._pipeline.builder.build(
-            prompt, self._sampling_params_list, self._events.put, streams=self._streams
+            prompt,
+            self._sampling_params_list,
+            self._events.put,
+            streams=self._streams,
+            lora_request=self._lora_request,
         )
         self._running[request.request_id] = None
         orchestrator = self._pipeline.orchestrator

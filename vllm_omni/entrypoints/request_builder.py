@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 import torch
 from vllm.exceptions import VLLMClientError
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-from vllm_omni.config.loader import nearest, resolve_dotted_path
+from vllm_omni.config.loader import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
@@ -25,6 +26,7 @@ from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import OmniPrompt, StageRequest
 from vllm_omni.orchestrator.request import PipelineRequest
+from vllm_omni.stage.input_processor import StageInputProcessor, load_stage_input_processor
 
 StageSamplingParams = SamplingParams | Mapping[str, Any] | None
 
@@ -41,7 +43,8 @@ class RequestBuilder:
             for stage in config.stage_args
             if stage.runs_vllm and not stage.engine_input_source
         }
-        self._mm_metadata_keys = _declared_mm_metadata_keys(config)
+        self._processors = _load_processors(config, model)
+        self._mm_metadata_keys = {key for processor in self._processors.values() for key in processor.mm_metadata_keys}
         self._default_params = {
             stage.stage_id: self._make_default_params(stage) for stage in config.stage_args if stage.runs_vllm
         }
@@ -55,6 +58,7 @@ class RequestBuilder:
         request_id: str | None = None,
         streams: bool = False,
         trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> PipelineRequest:
         """
         Args:
@@ -63,6 +67,7 @@ class RequestBuilder:
             request_id: The caller's own id for it; by default a number.
             streams: The caller wants the pieces of the output as they are made.
             trace_headers: W3C trace context of the caller.
+            lora_request: The adapter that the first stage runs with.
 
         Raises:
             InvalidRequestError: The prompt or the parameters are wrong; says what, and what would be right.
@@ -74,7 +79,8 @@ class RequestBuilder:
         internal_id = external_id if request_id is None else f"{request_id}-{number}"
         try:
             with self._lock:
-                stages, final_stages = self._build(internal_id, _as_prompt(prompt), sampling_params_list)
+                prompt = _as_prompt(prompt)
+                stages, final_stages = self._build(internal_id, prompt, sampling_params_list, lora_request)
         except (ValueError, TypeError, VLLMClientError) as error:
             raise InvalidRequestError(str(error), external_id) from error
         return PipelineRequest(
@@ -90,7 +96,11 @@ class RequestBuilder:
         )
 
     def _build(
-        self, request_id: str, prompt: OmniPrompt, sampling_params_list: Sequence[StageSamplingParams] | None
+        self,
+        request_id: str,
+        prompt: OmniPrompt,
+        sampling_params_list: Sequence[StageSamplingParams] | None,
+        lora_request: LoRARequest | None,
     ) -> tuple[dict[int, StageRequest], list[int]]:
         """What each stage is told, and which are final."""
         modalities = self._check_modalities(prompt.get("modalities"))
@@ -98,7 +108,11 @@ class RequestBuilder:
         stage_ids = self._config.stages_for(modalities)
         engine_requests = {
             stage_id: processor.process_inputs(
-                request_id, _engine_prompt(prompt), params[stage_id], supported_tasks=("generate",)
+                request_id,
+                _engine_prompt(prompt),
+                params[stage_id],
+                supported_tasks=("generate",),
+                lora_request=lora_request,
             )
             for stage_id, processor in self._input_processors.items()
             if stage_id in stage_ids
@@ -118,6 +132,9 @@ class RequestBuilder:
             )
             for stage_id in stage_ids
         }
+        for stage_id in stage_ids:
+            if stage_id in self._processors:
+                self._processors[stage_id].validate(stages[stage_id])
         final_stages = [
             i for i in stage_ids
             if self._config.stages[i].final_output and self._config.stages[i].final_output_type in modalities
@@ -166,10 +183,14 @@ def _make_input_processor(stage: OmniStageConfig, model: str) -> OmniInputProces
     return OmniInputProcessor(args.create_engine_config())
 
 
-def _declared_mm_metadata_keys(config: PipelineConfig) -> set[str]:
-    paths = [stage.custom_process_input_func for stage in config.stage_args if stage.custom_process_input_func]
-    classes = [resolve_dotted_path(path, "custom_process_input_func") for path in paths]
-    return {key for cls in classes for key in cls.mm_metadata_keys}
+def _load_processors(config: PipelineConfig, model: str) -> dict[int, StageInputProcessor]:
+    processors = {
+        stage.stage_id: load_stage_input_processor(
+            stage.custom_process_input_func, model, stage.engine_args.get("trust_remote_code", False)
+        )
+        for stage in config.stage_args
+    }
+    return {stage_id: processor for stage_id, processor in processors.items() if processor is not None}
 
 
 def _mm_metadata(request: OmniEngineCoreRequest, keys: set[str]) -> dict[str, torch.Tensor]:
@@ -208,6 +229,16 @@ def _as_sampling_params(value: SamplingParams | Mapping[str, Any], stage: OmniSt
         for key in value:
             if key not in known:
                 raise ValueError(f"unknown sampling parameter {key!r} for stage {stage.name!r}{nearest(key, known)}")
-    params = value.clone() if isinstance(value, SamplingParams) else SamplingParams(**value)
+    params = value.clone() if isinstance(value, SamplingParams) else _make_sampling_params(value)
+    if params.n > 1 and not (stage.final_output and stage.final_output_type == "text"):
+        raise ValueError(f"n={params.n} for stage {stage.name!r}: only a stage that writes text for the caller takes n")
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
+
+
+def _make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
+    """`structured_outputs`, too, may be a dict of its fields."""
+    constraint = values.get("structured_outputs")
+    if isinstance(constraint, Mapping):
+        values = {**values, "structured_outputs": StructuredOutputsParams(**constraint)}
+    return SamplingParams(**values)

@@ -36,6 +36,7 @@ class RequestSpan:
         additional_information: The request's own state: what the caller sent with the request,
             decoded to tensors, later chunks of its input, and what `postprocess` returned. Hooks may write to it.
         is_input_complete: No further chunk of input will be added to `additional_information`.
+        emits_rows: Somebody reads what the stage emits for it. Where nobody does, it need not be made.
     """
 
     req_id: str
@@ -47,6 +48,7 @@ class RequestSpan:
     sampling_params: SamplingParams
     additional_information: dict[str, Any] = field(default_factory=dict)
     is_input_complete: bool = True
+    emits_rows: bool = True
 
     @property
     def num_rows(self) -> int:

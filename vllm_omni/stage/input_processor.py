@@ -61,6 +61,15 @@ class StageInputProcessor(ABC):
             Exception: Fails this request alone, with this stage's name.
         """
 
+    def validate(self, request: StageRequest) -> None:  # noqa: B027 (not every processor has something to check)
+        """Refuses a request that `process` could not work with, as far as the request itself shows it.
+
+        Runs in the caller's process, before any stage hears of the request.
+
+        Raises:
+            ValueError: The request is wrong; the message says what is right.
+        """
+
     def empty_output(self) -> dict[str, torch.Tensor]:
         """The stage's output tensors for a request with nothing to do."""
         return {}

@@ -27,7 +27,7 @@ from vllm_omni.orchestrator.messages import (
     send,
 )
 from vllm_omni.orchestrator.run_dir import orchestrator_address, payload_prefix
-from vllm_omni.outputs import StageOutput
+from vllm_omni.outputs import StageOutput, reads_tensors
 from vllm_omni.stage.peers import Target, make_socket
 from vllm_omni.stage.request_state import RequestState
 from vllm_omni.stage.segments import CallerReader, Reader, Segmenter, WindowReader
@@ -64,6 +64,12 @@ class Outlet:
     def streams(self, state: RequestState) -> bool:
         """Whether somebody reads this request's output while it is made."""
         return state.submit.streams or any(self.targets[target].spec.window.streams for target in state.submit.targets)
+
+    def reads_tensors(self, state: RequestState) -> bool:
+        """Whether somebody reads more of this request's output than its tokens."""
+        if state.submit.is_final and not self._hides_tensors:
+            return True
+        return any(reads_tensors(self.targets[target].spec.reads) for target in state.submit.targets)
 
     def segmenter(self, submit: SubmitMessage) -> Segmenter:
         """Of a request's output: when it is passed on. Only tokens come in so small pieces that they are gathered."""

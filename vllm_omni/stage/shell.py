@@ -43,7 +43,7 @@ from vllm_omni.orchestrator.messages import (
     recv_at_stage,
 )
 from vllm_omni.orchestrator.run_dir import stage_address
-from vllm_omni.outputs import StageMetrics, StageOutput
+from vllm_omni.outputs import Completion, StageMetrics, StageOutput
 from vllm_omni.stage.bookkeeper import Bookkeeper
 from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, Result, StageEngine, Started, Stream, StreamChunk
 from vllm_omni.stage.feeders import Feeders, cost_of
@@ -325,15 +325,21 @@ class StageShell:
                 self._engine.inbox.put(StreamChunk(state.request_id, stage_input, sources, call.is_last))
         elif not has_nothing_to_do:
             state.is_in_engine = True
-            streams = self._outlet.streams(state)
-            self._engine.inbox.put(NewRequest(state.request, stage_input, call.sources, call.is_last, streams))
+            streams, reads_rows = self._outlet.streams(state), self._outlet.reads_tensors(state)
+            self._engine.inbox.put(
+                NewRequest(state.request, stage_input, call.sources, call.is_last, streams, reads_rows)
+            )
         elif call.is_last:
             assert self._processor is not None
             self._on_result(Result(state.request_id, self._empty_output(state, self._processor)))
 
     def _empty_output(self, state: RequestState, processor: StageInputProcessor) -> StageOutput:
         return StageOutput(
-            request_id=state.request_id, stage_id=self._stage_id, tensors=processor.empty_output(), is_last=True
+            request_id=state.request_id,
+            stage_id=self._stage_id,
+            completions=[Completion(finish_reason="stop")],
+            tensors=processor.empty_output(),
+            is_last=True,
         )
 
     # Outputs.

@@ -45,7 +45,7 @@ class GPUARModelRunner(OmniGPUModelRunner):
             return sample_tokens(grammar_output)
         # Before vLLM's bookkeeping, which appends the sampled tokens to the requests.
         spans = self.spans
-        rows = None if self._ledger is None else StepRows(self._make_rows(state, spans), self._ledger.select(spans))
+        rows = None if self._ledger is None else self._take_rows(state, spans, self._ledger)
         output = sample_tokens(grammar_output)
         if self.hooks.postprocess is not None:
             self._remember(state, spans)
@@ -57,6 +57,11 @@ class GPUARModelRunner(OmniGPUModelRunner):
         super()._forget(req_id)
         if self._ledger is not None:
             self._ledger.forget(req_id)
+
+    def _take_rows(self, state: ExecuteModelState, spans: list[RequestSpan], ledger: RowLedger) -> "StepRows":
+        selected = ledger.select(spans)
+        is_read = any(start < stop for start, stop in selected)
+        return StepRows(self._make_rows(state, spans) if is_read else {}, selected)
 
     def _make_rows(self, state: ExecuteModelState, spans: list[RequestSpan]) -> Rows:
         """Outputs by name, each `[num_tokens, ...]`, on the model's device."""

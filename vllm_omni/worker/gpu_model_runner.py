@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -26,6 +26,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         omni_info: Each request's additional information, by vLLM's internal id, tensors on the CPU. It lives from the
             request's first step to its end, preemptions included, and the model's hooks may write to it.
         open_inputs: Requests of whose input more is to come.
+        without_rows: Requests that emit nothing but tokens, because nobody reads more.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -33,6 +34,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         self.settings = OmniEngineSettings.from_vllm_config(vllm_config)
         self.omni_info: dict[str, dict[str, Any]] = {}
         self.open_inputs: set[str] = set()
+        self.without_rows: set[str] = set()
         self.hooks = ModelHooks()
         self.preprocessed: dict[str, torch.Tensor] = {}
         self._num_scheduled: dict[str, int] = {}
@@ -46,7 +48,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         """Forgets the step that raised. Returns all requests that are known here."""
         self.execute_model_state = None
         self._spans = None
-        return [*self.requests, *self.omni_info, *self.open_inputs]
+        return [*self.requests, *self.omni_info, *self.open_inputs, *self.without_rows]
 
     @property
     def spans(self) -> list[RequestSpan]:
@@ -61,19 +63,22 @@ class OmniGPUModelRunner(GPUModelRunner):
         for req_id in scheduler_output.finished_req_ids:
             self._forget(req_id)
         for data in scheduler_output.scheduled_new_reqs:
-            if isinstance(data, OmniNewRequestData):
-                self._remember_input(data)
+            self._remember_input(data)
         if isinstance(scheduler_output, OmniSchedulerOutput):
             for req_id, chunks in scheduler_output.input_chunks.items():
                 for chunk in chunks:
                     self._extend_input(req_id, chunk)
         return super()._update_states(scheduler_output)
 
-    def _remember_input(self, data: OmniNewRequestData) -> None:
+    def _remember_input(self, data: NewRequestData) -> None:
+        if not isinstance(data, OmniNewRequestData):
+            return  # It brought nothing besides its prompt.
         if data.additional_information is not None:
             self.omni_info[data.req_id] = data.additional_information.to_dict()
         if not data.is_input_complete:
             self.open_inputs.add(data.req_id)
+        if not data.emits_rows:
+            self.without_rows.add(data.req_id)
 
     def _extend_input(self, req_id: str, chunk: InputChunk) -> None:
         if chunk.is_last:
@@ -88,6 +93,7 @@ class OmniGPUModelRunner(GPUModelRunner):
     def _forget(self, req_id: str) -> None:
         self.omni_info.pop(req_id, None)
         self.open_inputs.discard(req_id)
+        self.without_rows.discard(req_id)
 
     def _init_mrope_positions(self, req_state: CachedRequestState) -> None:
         positions = self.omni_info.get(req_state.req_id, {}).get("mrope_positions")
@@ -143,6 +149,7 @@ class OmniGPUModelRunner(GPUModelRunner):
                     sampling_params=request.sampling_params,
                     additional_information=self.omni_info.setdefault(req_id, {}),
                     is_input_complete=req_id not in self.open_inputs,
+                    emits_rows=req_id not in self.without_rows,
                 )
             )
             start = stop

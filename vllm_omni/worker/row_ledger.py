@@ -24,7 +24,7 @@ class RowLedger:
 
     def select(self, spans: list[RequestSpan]) -> list[tuple[int, int]]:
         """For each span the rows `[start, stop)` of the flat batch that have not left yet; empty where none."""
-        return [(span.stop - self._num_new(span), span.stop) for span in spans]
+        return [(span.stop - (self._num_new(span) if span.emits_rows else 0), span.stop) for span in spans]
 
     def hand_out(self, spans: list[RequestSpan], rows: list[Rows]) -> list[Rows | None]:
         """Books the selected rows.

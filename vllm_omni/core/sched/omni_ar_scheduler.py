@@ -37,6 +37,10 @@ class OmniARScheduler(OmniSchedulerMixin):
         request.input_chunks.append(chunk)
         self._fed.add(req_id)
 
+    def discard_rows(self, req_id: str) -> None:
+        """Says of a request that was just added that nobody reads its rows."""
+        self._omni_request(req_id).emits_rows = False
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = super().schedule(throttle_prefills)
         return self._with_input_chunks(output) if self._fed else output

@@ -35,6 +35,7 @@ class OmniRequest(Request):
         input_chunks: Until the next step of the request.
         num_ready_tokens: Tokens, prompt and generated, that can be computed with the input that is here; None: all.
         is_input_complete: No chunk follows.
+        emits_rows: What the model makes of it besides tokens leaves the engine.
         alone_until: Tokens that it must have computed in steps of its own before it may share one; see
             `OmniSchedulerMixin.quarantine`.
     """
@@ -44,6 +45,7 @@ class OmniRequest(Request):
     input_chunks: list[InputChunk]
     num_ready_tokens: int | None
     is_input_complete: bool
+    emits_rows: bool
     alone_until: int
 
     @classmethod
@@ -56,6 +58,7 @@ class OmniRequest(Request):
         request.input_chunks = []
         request.num_ready_tokens = None
         request.is_input_complete = True
+        request.emits_rows = True
         request.alone_until = 0
 
     @property
@@ -74,6 +77,7 @@ class OmniNewRequestData(NewRequestData):
 
     additional_information: AdditionalInformationPayload | None = None
     is_input_complete: bool = True
+    emits_rows: bool = True
 
     @classmethod
     def from_base(
@@ -81,9 +85,15 @@ class OmniNewRequestData(NewRequestData):
         data: NewRequestData,
         additional_information: AdditionalInformationPayload | None,
         is_input_complete: bool = True,
+        emits_rows: bool = True,
     ) -> "OmniNewRequestData":
         base = {name: getattr(data, name) for name in _NEW_REQUEST_FIELDS}
-        return cls(**base, additional_information=additional_information, is_input_complete=is_input_complete)
+        return cls(
+            **base,
+            additional_information=additional_information,
+            is_input_complete=is_input_complete,
+            emits_rows=emits_rows,
+        )
 
 
 @dataclass

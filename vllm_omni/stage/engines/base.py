@@ -30,6 +30,7 @@ class NewRequest:
         sources: The outputs that it was made of, by stage id: whole results, or the first window of each.
         is_last: All of the input is here; else `StreamChunk`s follow, up to one that is the last.
         streams_output: Somebody reads the output while it is made: put `Stream` items.
+        emits_rows: Somebody reads what the model makes besides tokens; else it need not leave the model runner.
     """
 
     request: StageRequest
@@ -37,6 +38,7 @@ class NewRequest:
     sources: Mapping[int, StageOutput] = field(default_factory=dict)
     is_last: bool = True
     streams_output: bool = False
+    emits_rows: bool = True
 
     @property
     def request_id(self) -> str:

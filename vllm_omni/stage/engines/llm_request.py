@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -109,6 +110,7 @@ class LLMRequest(ABC):
             stage_id=self._stage_id,
             prompt=output.prompt if is_first else None,
             prompt_token_ids=prompt_token_ids,
+            prompt_logprobs=_as_prompt_logprobs(output) if is_first else None,
             completions=completions,
             # Rows are those of the first completion. In a stream each completion comes by itself.
             tensors=output.multimodal_output if output.outputs[0].index == 0 else {},
@@ -132,6 +134,7 @@ class ARRequest(LLMRequest):
         self._inputs = [replace(item, sources={})]
         output_kind = RequestOutputKind.DELTA if self._streams_output else RequestOutputKind.FINAL_ONLY
         _add_to_engine(self._engine, self.request_id, item.request, item.stage_input, output_kind)
+        self._engine.discard_rows(self.request_id, first=1 if item.emits_rows else 0)  # All read the first only.
         if not item.is_last:
             num_ready_tokens = None if item.stage_input is None else item.stage_input.num_ready_tokens
             self._engine.await_input(self.request_id, num_ready_tokens)
@@ -313,6 +316,12 @@ def _with_stage_input(params: SamplingParams, stage_input: StageInput) -> Sampli
     if stage_input.max_tokens is not None:
         params.max_tokens = min(params.max_tokens or stage_input.max_tokens, stage_input.max_tokens)
     return params
+
+
+def _as_prompt_logprobs(output: Any) -> list[dict[int, Logprob] | None] | None:
+    if output.prompt_logprobs is None:
+        return None
+    return [None if position is None else dict(position) for position in output.prompt_logprobs]
 
 
 def _is_empty(piece: StageOutput) -> bool:

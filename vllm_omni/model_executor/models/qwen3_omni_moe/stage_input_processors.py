@@ -91,6 +91,10 @@ class ThinkerToTalker(StageInputProcessor):
             get_llm_pos_ids_for_vision=lambda *args: HFRopeIndex.get_llm_pos_ids_for_vision(None, *args),
         )
 
+    def validate(self, request: StageRequest) -> None:
+        self._find_speaker(request)
+        self._find_reply_start(request, torch.tensor(request.prompt_token_ids))
+
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
         """
         Returns:

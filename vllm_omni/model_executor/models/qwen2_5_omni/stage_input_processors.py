@@ -64,6 +64,9 @@ class ThinkerToTalker(StageInputProcessor):
         self.speakers = speaker_names(hf_config)
         self._rope_index = RopeIndex(hf_config.thinker_config)
 
+    def validate(self, request: StageRequest) -> None:
+        find_speaker(request, self.speakers)
+
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
         """
         Returns:

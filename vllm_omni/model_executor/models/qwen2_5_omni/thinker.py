@@ -52,6 +52,8 @@ class OmniQwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
         self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None, spans: list[RequestSpan]
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """Keeps the input embeddings: the first layer's norm writes over them."""
+        if not any(span.emits_rows for span in spans):
+            return inputs_embeds, {}
         rows = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()
         if any(span.position < span.num_prompt_tokens for span in spans):
             rows.masked_fill_(self._find_placeholders(input_ids, spans)[:, None], 0.0)

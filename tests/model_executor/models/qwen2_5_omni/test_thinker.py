@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thinker's text and the rows that it hands to the talker, against HF's states."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.model_executor.models.qwen2_5_omni.rope import MM_KEYS
+from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT, OmniQwen2_5OmniThinker
+from vllm_omni.testing.hf_oracle import HFOracle
+from vllm_omni.testing.media import PROMPT_KINDS
+
+from ..qwen3_omni_moe.helpers import PreemptionCounter, run_engine
+from .helpers import HARD_KINDS, THINKER_TOKENS, Case
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS)
+
+
+def check(output: Any, case: Case, config: PretrainedConfig) -> None:
+    assert output.prompt_token_ids == case.expected.prompt_token_ids
+    assert list(output.outputs[0].token_ids) == case.expected.thinker_token_ids
+    rows = output.multimodal_output[TALKER_INPUT]
+    expected = case.thinker_rows(config)
+    assert rows.shape == expected.shape
+    torch.testing.assert_close(rows, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", [*PROMPT_KINDS, *HARD_KINDS])
+def test_a_prompt_alone(
+    kind: str, thinker_engine: OmniLLMEngine, cases: dict[str, Case], config: PretrainedConfig
+) -> None:
+    outputs = run_engine(thinker_engine, {kind: cases[kind].prompt}, GREEDY)
+    check(outputs[kind], cases[kind], config)
+
+
+def test_all_at_once_with_chunks_and_preemptions(
+    thinker_engine: OmniLLMEngine,
+    cases: dict[str, Case],
+    config: PretrainedConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    preemptions = PreemptionCounter(thinker_engine, monkeypatch)
+    outputs = run_engine(thinker_engine, {name: case.prompt for name, case in cases.items()}, GREEDY)
+    assert preemptions.count > 0
+    for name, case in cases.items():
+        check(outputs[name], case, config)
+
+
+def loaded_thinker(engine: OmniLLMEngine) -> OmniQwen2_5OmniThinker:
+    model = engine._core.model_executor.driver_worker.worker.model_runner.get_model()  # type: ignore[attr-defined]
+    assert isinstance(model, OmniQwen2_5OmniThinker)
+    return model
+
+
+def features_of(engine: OmniLLMEngine, case: Case) -> list[MultiModalFeatureSpec]:
+    return engine.input_processor.process_inputs("0", case.prompt, GREEDY).mm_features or []
+
+
+def hf_positions(oracle: HFOracle, case: Case) -> torch.Tensor:
+    metadata = case.mm_metadata()
+    ids = torch.tensor([case.expected.prompt_token_ids])
+    positions, _ = oracle.model.thinker.get_rope_index(
+        ids,
+        metadata.get("image_grid_thw"),
+        metadata.get("video_grid_thw"),
+        torch.ones_like(ids),
+        case.uses_audio_in_video,
+        metadata.get("audio_feature_lengths"),
+        metadata.get("second_per_grid_ts"),
+    )
+    return positions[:, 0].long()
+
+
+@pytest.mark.parametrize("kind", [*PROMPT_KINDS, *HARD_KINDS])
+def test_positions_equal_hf(kind: str, thinker_engine: OmniLLMEngine, cases: dict[str, Case], oracle: HFOracle) -> None:
+    case = cases[kind]
+    positions, delta = loaded_thinker(thinker_engine).get_mrope_input_positions(
+        case.expected.prompt_token_ids, features_of(thinker_engine, case)
+    )
+    expected = hf_positions(oracle, case)
+    assert torch.equal(positions, expected)
+    assert delta == int(expected.max()) + 1 - expected.shape[1]
+
+
+def test_vllm_itself_still_misplaces_audio_in_video(
+    thinker_engine: OmniLLMEngine, cases: dict[str, Case], oracle: HFOracle
+) -> None:
+    """Once it does not, `OmniQwen2_5OmniThinker.get_mrope_input_positions` can go."""
+    case = cases["audio_in_video"]
+    positions, _ = Qwen2_5OmniThinkerForConditionalGeneration.get_mrope_input_positions(
+        loaded_thinker(thinker_engine), case.expected.prompt_token_ids, features_of(thinker_engine, case)
+    )
+    assert not torch.equal(positions, hf_positions(oracle, case))
+
+
+def test_features_have_the_fields_that_positions_need(thinker_engine: OmniLLMEngine, cases: dict[str, Case]) -> None:
+    features = features_of(thinker_engine, cases["audio_in_video"])
+    keys = {key for feature in features for key in feature.data or {}}
+    assert keys >= set(MM_KEYS) - {"image_grid_thw"}

@@ -10,6 +10,16 @@ import torch
 _FIRST_CAPACITY = 64
 
 
+def with_room_for(tensor: torch.Tensor, slot: int) -> torch.Tensor:
+    """`[slots, ...]` with an entry for this slot: the tensor itself, or a longer copy, zeros at its end."""
+    num_slots = tensor.shape[0]
+    if slot < num_slots:
+        return tensor
+    grown = tensor.new_zeros(max(2 * num_slots, slot + 1), *tensor.shape[1:])
+    grown[:num_slots] = tensor
+    return grown
+
+
 class SlotBuffer:
     """A row for each index of each slot, `[*row_shape]` each. What was never written is undefined."""
 
@@ -29,14 +39,12 @@ class SlotBuffer:
 
     def reserve(self, slot: int, capacity: int) -> None:
         """Makes room for a slot, and for so many rows in every slot."""
+        self._rows = with_room_for(self._rows, slot)
         num_slots, known = self._rows.shape[:2]
-        if slot < num_slots and capacity <= known:
-            return
-        wanted_slots = num_slots if slot < num_slots else max(2 * num_slots, slot + 1)
-        wanted = known if capacity <= known else max(2 * known, capacity)
-        grown = self._rows.new_zeros(wanted_slots, wanted, *self._rows.shape[2:])
-        grown[:num_slots, :known] = self._rows
-        self._rows = grown
+        if capacity > known:
+            grown = self._rows.new_zeros(num_slots, max(2 * known, capacity), *self._rows.shape[2:])
+            grown[:, :known] = self._rows
+            self._rows = grown
 
     def write(self, slots: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Writes `[N, *row_shape]` rows.
@@ -72,9 +80,8 @@ class SlotRows(SlotBuffer):
     def begin(self, slot: int) -> None:
         """Empties a slot, which may be a new one."""
         self.reserve(slot, 1)
-        missing = self.num_slots - len(self._sizes)
-        self._sizes += [0] * missing
-        self._ends = torch.nn.functional.pad(self._ends, (0, self.num_slots - self._ends.shape[0]))
+        self._ends = with_room_for(self._ends, slot)
+        self._sizes += [0] * (len(self._ends) - len(self._sizes))
         self._end_at(slot, 0)
 
     def append(self, slot: int, rows: torch.Tensor) -> None:

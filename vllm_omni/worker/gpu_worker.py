@@ -23,7 +23,11 @@ class OmniGPUWorker(Worker):
         if self.use_v2_model_runner:
             raise RuntimeError("stages run on vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
         assert self.device is not None
-        return self.omni_runner_cls(self.vllm_config, self.device)
+        return self._choose_model_runner()(self.vllm_config, self.device)
+
+    def _choose_model_runner(self) -> type[OmniGPUModelRunner]:
+        """Asked once, before anything is loaded."""
+        return self.omni_runner_cls
 
     def abandon_step(self) -> list[str]:
         """Forgets the step that raised. Returns all requests that the runner knows."""

@@ -38,10 +38,11 @@ def test_prompt_and_text_rows_equal_hf(
     text = builder(rows, oracle.model.talker.get_input_embeddings())
     theirs = case.expected.talker_inputs
     torch.testing.assert_close(text.prompt, theirs["inputs_embeds"][0])
-    torch.testing.assert_close(text.trailing, theirs["trailing_text_hidden"][0])
+    trailing = torch.cat((text.trailing, builder.tts_eos[None]))
+    torch.testing.assert_close(trailing, theirs["trailing_text_hidden"][0])
     torch.testing.assert_close(builder.tts_pad, theirs["tts_pad_embed"][0, 0])
     assert text.prompt.shape[0] == len(stage_input.prompt_token_ids)
-    assert text.trailing.shape[0] == len(case.expected.thinker_token_ids) - 1
+    assert trailing.shape[0] == len(case.expected.thinker_token_ids) - 1
 
 
 def test_media_rows_take_the_other_projection(builder: TalkerPromptBuilder, config: PretrainedConfig) -> None:

@@ -54,7 +54,8 @@ class TalkerText:
     """
     Attributes:
         prompt: `[users + NUM_TAIL_ROWS, hidden]`, the input embeddings of the prompt.
-        trailing: `[frames, hidden]`, the text row added to the input of each frame; padding after that.
+        trailing: `[frames, hidden]`, the text rows that have come so far, each for the input of one frame. The end of
+            the text follows when the reply is complete, and padding after that.
     """
 
     prompt: torch.Tensor
@@ -78,6 +79,11 @@ class TalkerPromptBuilder(nn.Module):
         self.register_buffer("control", torch.zeros(3, hidden_size), persistent=False)
 
     @property
+    def tts_eos(self) -> torch.Tensor:
+        """`[hidden]`, the text row after the last one of the reply."""
+        return self.control[1]
+
+    @property
     def tts_pad(self) -> torch.Tensor:
         """`[hidden]`, the text row of a frame after the text has ended."""
         return self.control[2]
@@ -89,15 +95,19 @@ class TalkerPromptBuilder(nn.Module):
             self.control.copy_(self.text_projection(embeds.to(weight)))
 
     def forward(self, rows: ThinkerRows, codec_embedding: nn.Module) -> TalkerText:
-        bos, eos, pad = self.control[:, None]  # [1, hidden] each
-        reply = self.text_projection(rows.reply_rows.to(self.control))
+        bos, pad = self.control[:1], self.control[2:]
+        reply = self.project_reply(rows.reply_rows)
         header, first = reply[:NUM_HEADER_ROWS], reply[NUM_HEADER_ROWS : NUM_HEADER_ROWS + 1]
         tail = torch.cat((header, pad.expand(4, -1), bos, first))
         tail[NUM_HEADER_ROWS:] += codec_embedding(self._control_codes(rows.speaker_id))
         return TalkerText(
             prompt=torch.cat((self._project_user(rows), tail)),
-            trailing=torch.cat((reply[NUM_HEADER_ROWS + 1 :], eos)),
+            trailing=reply[NUM_HEADER_ROWS + 1 :],
         )
+
+    def project_reply(self, reply_rows: torch.Tensor) -> torch.Tensor:
+        """`[n, thinker_hidden]` on any device -> `[n, hidden]`."""
+        return self.text_projection(reply_rows.to(self.control))
 
     def _project_user(self, rows: ThinkerRows) -> torch.Tensor:
         user_rows, is_media = rows.user_rows.to(self.control), rows.user_is_placeholder.to(self.control.device)

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner of talkers on the CPU: the GPU's, over vLLM's CPU runner."""
+
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_omni.worker.cpu_idle_generators import CPUIdleGenerators
+from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
+
+
+class CPUFeedbackARModelRunner(FeedbackARModelRunner, CPUIdleGenerators, CPUModelRunner):
+    pass

@@ -8,6 +8,7 @@ import torch
 from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
+from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.models.qwen2_5_omni.stage_input_processors import ThinkerToTalker
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT
@@ -80,3 +81,8 @@ class Case:
         made = ThinkerToTalker(config).process(self.stage_request(), {0: self.thinker_output(config)})
         assert made is not None
         return made
+
+
+def loaded_model(engine: OmniLLMEngine) -> Any:
+    """The model that an engine of this process runs."""
+    return engine._core.model_executor.driver_worker.worker.model_runner.get_model()  # type: ignore[attr-defined]

@@ -88,10 +88,10 @@ def test_text_that_arrives_in_pieces_is_the_same_text(pieces: list[int]) -> None
     start = 1
     for index, count in enumerate(pieces):
         more = {"reply_rows": reply[start : start + count]} if count else {}
-        step = [InputPiece(0, more, is_last=index == len(pieces) - 1)]
+        arrived = [InputPiece(0, more, is_last=index == len(pieces) - 1)]
         if index == 0:
-            step.insert(0, InputPiece(1, {"reply_rows": other[1:]}, is_last=True))
-        strategy.extend(step)
+            arrived.insert(0, InputPiece(1, {"reply_rows": other[1:]}, is_last=True))
+        strategy.extend(arrived)
         start += count
     for slot, text in enumerate((reply, other)):
         step = fed_back([3] * 8, [slot] * 8, list(range(8)))

@@ -12,12 +12,12 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen2_5_omni.rope import MM_KEYS
-from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT, OmniQwen2_5OmniThinker
+from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import PROMPT_KINDS
 
 from ..qwen3_omni_moe.helpers import PreemptionCounter, run_engine
-from .helpers import HARD_KINDS, THINKER_TOKENS, Case
+from .helpers import HARD_KINDS, THINKER_TOKENS, Case, loaded_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS)
 
@@ -52,12 +52,6 @@ def test_all_at_once_with_chunks_and_preemptions(
         check(outputs[name], case, config)
 
 
-def loaded_thinker(engine: OmniLLMEngine) -> OmniQwen2_5OmniThinker:
-    model = engine._core.model_executor.driver_worker.worker.model_runner.get_model()  # type: ignore[attr-defined]
-    assert isinstance(model, OmniQwen2_5OmniThinker)
-    return model
-
-
 def features_of(engine: OmniLLMEngine, case: Case) -> list[MultiModalFeatureSpec]:
     return engine.input_processor.process_inputs("0", case.prompt, GREEDY).mm_features or []
 
@@ -80,7 +74,7 @@ def hf_positions(oracle: HFOracle, case: Case) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [*PROMPT_KINDS, *HARD_KINDS])
 def test_positions_equal_hf(kind: str, thinker_engine: OmniLLMEngine, cases: dict[str, Case], oracle: HFOracle) -> None:
     case = cases[kind]
-    positions, delta = loaded_thinker(thinker_engine).get_mrope_input_positions(
+    positions, delta = loaded_model(thinker_engine).get_mrope_input_positions(
         case.expected.prompt_token_ids, features_of(thinker_engine, case)
     )
     expected = hf_positions(oracle, case)
@@ -94,7 +88,7 @@ def test_vllm_itself_still_misplaces_audio_in_video(
     """Once it does not, `OmniQwen2_5OmniThinker.get_mrope_input_positions` can go."""
     case = cases["audio_in_video"]
     positions, _ = Qwen2_5OmniThinkerForConditionalGeneration.get_mrope_input_positions(
-        loaded_thinker(thinker_engine), case.expected.prompt_token_ids, features_of(thinker_engine, case)
+        loaded_model(thinker_engine), case.expected.prompt_token_ids, features_of(thinker_engine, case)
     )
     assert not torch.equal(positions, hf_positions(oracle, case))
 

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feedback runner, on a model whose loop is computed again in plain torch, with the draws that it emitted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.feedback_models import ECHO, EchoStrategy, register
+from tests.engine.running import greedy, run, step_until_idle
+from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.testing.hf_oracle import HFTextOracle
+from vllm_omni.worker.cpu_feedback_ar_model_runner import CPUFeedbackARModelRunner
+
+HIDDEN = 128
+
+
+@pytest.fixture(scope="session")
+def echo_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) -> OmniLLMEngine:
+    """Room for 10 blocks of 32 tokens, so that requests preempt each other."""
+    register()
+    return start_engine(
+        tiny_qwen3,
+        engine_output_type="draws",
+        model_arch="EchoQwen3",
+        skip_tokenizer_init=True,
+        enable_prompt_embeds=True,
+        max_model_len=160,
+        max_num_batched_tokens=64,
+        block_size=32,
+        num_gpu_blocks_override=11,
+    )
+
+
+@pytest.fixture
+def runner(echo_engine: OmniLLMEngine) -> CPUFeedbackARModelRunner:
+    """What is left of other tests is dropped with a step; a test of this file leaves nothing."""
+    worker: Any = echo_engine.model_executor.driver_worker
+    return worker.model_runner
+
+
+@pytest.fixture
+def strategy(runner: CPUFeedbackARModelRunner) -> EchoStrategy:
+    assert isinstance(runner.strategy, EchoStrategy)
+    runner.strategy.calls.clear()
+    return runner.strategy
+
+
+def make_prompt(length: int, seed: int, feed: int = 0, **information: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    rows, feed_rows = (0.3 * torch.randn(n, HIDDEN, generator=generator) for n in (length, feed))
+    return {
+        "prompt_token_ids": [0] * length,
+        "additional_information": {"prompt": rows, "feed": feed_rows, **information},
+    }
+
+
+@torch.no_grad()
+def expected_tokens(model: Any, prompt: dict[str, Any], draws: torch.Tensor) -> list[int]:
+    """The same loop; `draws` `[frames, 1]` are those that the engine used."""
+    information = prompt["additional_information"]
+    embeds, tokens = information["prompt"], []
+    feed = torch.cat((information["feed"], torch.zeros(len(draws) + 1, HIDDEN)))
+    for frame in range(len(draws) + 1):
+        last = model.model(inputs_embeds=embeds[None]).last_hidden_state[0, -1]
+        tokens.append(int(model.lm_head(last).argmax()))
+        if frame < len(draws):
+            row = model.get_input_embeddings()(torch.tensor(tokens[-1:])) + ECHO * (last + draws[frame])
+            embeds = torch.cat((embeds, row + feed[frame]))
+    return tokens
+
+
+def check(output: Any, oracle: HFTextOracle, prompt: dict[str, Any], num_tokens: int) -> None:
+    draws = output.multimodal_output["draw"]
+    assert draws.shape == (num_tokens - 1, 1)
+    assert list(output.outputs[0].token_ids) == expected_tokens(oracle.model, prompt, draws)
+
+
+def step(engine: OmniLLMEngine, outputs: dict[str, Any]) -> None:
+    outputs |= {output.request_id: output for output in engine.step()}  # type: ignore[misc]
+
+
+def assert_nothing_is_left(engine: OmniLLMEngine, runner: CPUFeedbackARModelRunner, strategy: EchoStrategy) -> None:
+    engine.engine_core.get_output()  # what has ended is dropped with the next step
+    assert (len(runner.slots), runner.omni_info, runner.open_inputs, runner.requests) == (0, {}, set(), {})
+    assert strategy.prompts == {}
+
+
+def test_requests_alone_and_together(
+    echo_engine: OmniLLMEngine, oracle: HFTextOracle, runner: CPUFeedbackARModelRunner, strategy: EchoStrategy
+) -> None:
+    """Prompts longer than a step, and more requests than there is memory for."""
+    prompts = [make_prompt(n, seed, feed=9) for seed, n in enumerate((11, 90, 70, 80, 60, 75, 85))]
+    (alone,) = run(echo_engine, prompts[:1], greedy(9))
+    check(alone, oracle, prompts[0], 9)
+    assert strategy.calls == [("feed_back", 1)] * 8
+    for prompt, output in zip(prompts, run(echo_engine, prompts, greedy(40)), strict=True):
+        check(output, oracle, prompt, 40)
+    assert any(name == "replay" for name, _ in strategy.calls), "nobody was preempted"
+    assert max(count for name, count in strategy.calls if name == "feed_back") > 1
+    assert sum(count for name, count in strategy.calls if name == "feed_back") == 8 + 7 * 39, "a token was fed twice"
+    assert_nothing_is_left(echo_engine, runner, strategy)
+
+
+def test_forced_preemptions_inside_prompt_and_answer(
+    echo_engine: OmniLLMEngine, oracle: HFTextOracle, runner: CPUFeedbackARModelRunner, strategy: EchoStrategy
+) -> None:
+    prompts = {name: make_prompt(n, n, feed=30) for name, n in (("long", 100), ("short", 20))}
+    for name, prompt in prompts.items():
+        echo_engine.add_request(name, prompt, greedy(12))
+    outputs: dict[str, Any] = {}
+    for count in range(100):
+        if count in (1, 5, 11):
+            assert echo_engine.reset_prefix_cache(reset_running_requests=True)
+        if not echo_engine.has_unfinished_requests():
+            break
+        step(echo_engine, outputs)
+    for name, prompt in prompts.items():
+        check(outputs[name], oracle, prompt, 12)
+    assert_nothing_is_left(echo_engine, runner, strategy)
+
+
+def test_input_in_pieces_while_others_run_and_blocks_are_taken(
+    echo_engine: OmniLLMEngine, oracle: HFTextOracle, runner: CPUFeedbackARModelRunner, strategy: EchoStrategy
+) -> None:
+    prompt, other = make_prompt(40, 1, feed=11), make_prompt(30, 2, feed=3)
+    feed = prompt["additional_information"]["feed"]
+    first = {**prompt, "additional_information": {**prompt["additional_information"], "feed": feed[:2]}}
+    echo_engine.add_request("pieces", first, greedy(16))
+    echo_engine.await_input("pieces", 40 + 2)
+    echo_engine.add_request("whole", other, greedy(30))
+    outputs: dict[str, Any] = {}
+    for _ in range(8):
+        step(echo_engine, outputs)
+    assert runner.slots.num_frames[runner.slots[next(iter(runner.open_inputs))]] == 2, "it went on without input"
+    assert echo_engine.reset_prefix_cache(reset_running_requests=True)
+    for start, stop in ((2, 3), (3, 3), (3, 8), (8, 11)):
+        echo_engine.add_input("pieces", {"feed": feed[start:stop]}, 40 + stop, is_last=False)
+        if start != 3:
+            step(echo_engine, outputs)
+    echo_engine.add_input("pieces", {}, None, is_last=True)
+    while echo_engine.has_unfinished_requests():
+        step(echo_engine, outputs)
+    check(outputs["pieces"], oracle, prompt, 16)
+    check(outputs["whole"], oracle, other, 30)
+    assert_nothing_is_left(echo_engine, runner, strategy)
+
+
+def test_slots_are_free_as_soon_as_a_request_has_ended_however_it_did(
+    echo_engine: OmniLLMEngine, oracle: HFTextOracle, runner: CPUFeedbackARModelRunner, strategy: EchoStrategy
+) -> None:
+    prompts = {name: make_prompt(10, seed) for seed, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        echo_engine.add_request(name, prompt, greedy(20))
+    outputs: dict[str, Any] = {}
+    for _ in range(5):
+        step(echo_engine, outputs)
+    assert sorted(strategy.prompts) == [0, 1, 2]
+    echo_engine.abort_request(["b"])
+    echo_engine.add_request("d", make_prompt(7, 9), greedy(3))
+    step(echo_engine, outputs)
+    assert torch.equal(strategy.prompts[1], make_prompt(7, 9)["additional_information"]["prompt"])
+    while echo_engine.has_unfinished_requests():
+        step(echo_engine, outputs)
+    for name in "ac":
+        check(outputs[name], oracle, prompts[name], 20)
+    check(outputs["d"], oracle, make_prompt(7, 9), 3)
+    assert_nothing_is_left(echo_engine, runner, strategy)
+
+
+@pytest.mark.parametrize("bad", [{"refuse": True}, {"raise_at": 3}])
+def test_a_step_that_raises_leaves_no_slot_taken(
+    bad: dict[str, Any],
+    echo_engine: OmniLLMEngine,
+    oracle: HFTextOracle,
+    runner: CPUFeedbackARModelRunner,
+    strategy: EchoStrategy,
+) -> None:
+    echo_engine.add_request("good", make_prompt(12, 1), greedy(8))
+    echo_engine.add_request("bad", make_prompt(9, 2, **bad), greedy(8))
+    with pytest.raises(RuntimeError, match="asked to"):
+        step_until_idle(echo_engine)
+    assert sorted(echo_engine.fail_all()) == ["bad", "good"]
+    (output,) = run(echo_engine, [make_prompt(12, 1)], greedy(8))
+    check(output, oracle, make_prompt(12, 1), 8)
+    assert_nothing_is_left(echo_engine, runner, strategy)
+
+
+def test_one_token_emits_nothing(echo_engine: OmniLLMEngine) -> None:
+    (output,) = run(echo_engine, [make_prompt(5, 1)], greedy(1))
+    assert output.multimodal_output == {}  # type: ignore[attr-defined]

@@ -90,7 +90,11 @@ class CollectingQwen3(HookedQwen3):
 
 
 class DoublingVocoder(nn.Module):
-    """Turns `additional_information["codes"]` `[n]` into `audio` float32 `[2 * n]`, each code twice and scaled."""
+    """Turns `additional_information["codes"]` `[n]` into `audio` float32 `[2 * n]`, each code twice and scaled.
+
+    It remembers how many codes of the stream came before: `place` int64 `[n]` counts them from the stream's begin,
+    `ends` bool `[1]` says whether it was the last window. `additional_information["raise"]` raises, after the fact.
+    """
 
     is_attention_free: ClassVar[Literal[True]] = True
 
@@ -117,12 +121,21 @@ class DoublingVocoder(nn.Module):
     ) -> list[dict[str, torch.Tensor]]:
         sizes = [len(information["codes"]) for information in runtime_additional_information]
         assert sum(sizes) == len(input_ids) == len(positions)
+        counts = [self._count(**information) for information in runtime_additional_information]
         if any(information.get("raise") for information in runtime_additional_information):
             raise RuntimeError("asked to raise")
         codes = torch.cat([information["codes"] for information in runtime_additional_information])
         audio = (codes.float() * self.scale).repeat_interleave(2)
         num_requests = torch.tensor(len(sizes))
-        return [{"audio": part, "batch": num_requests} for part in audio.split([2 * size for size in sizes])]
+        parts = audio.split([2 * size for size in sizes])
+        return [{"audio": part, "batch": num_requests, **count} for part, count in zip(parts, counts, strict=True)]
+
+    def _count(
+        self, codes: torch.Tensor, stream: dict[str, Any], is_last: bool, **others: Any
+    ) -> dict[str, torch.Tensor]:
+        start = stream.get("num_codes", 0)
+        stream["num_codes"] = start + len(codes)
+        return {"place": torch.arange(start, start + len(codes)), "ends": torch.tensor([is_last])}
 
 
 def register() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A one-step stage runs a step for each window of a request's input, in one batch with those of other requests."""
+"""A one-step stage runs a request's windows one after the other, each in one batch with those of other requests."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from vllm import SamplingParams
 
 from tests.stage.running_engine import RunningEngine, chunk, new_request
 from vllm_omni.inputs import StageInput
+from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Result, Stream
 
 PARAMS = SamplingParams(max_tokens=1, detokenize=False)
@@ -26,11 +27,17 @@ def audio(start: int, stop: int) -> torch.Tensor:
     return (torch.arange(start, stop).float() * 0.5).repeat_interleave(2)
 
 
+def assert_is_one_stream(output: StageOutput, num_codes: int, num_windows: int) -> None:
+    """Each window knew of those before it, none came twice, and only the last was told that it is."""
+    assert output.tensors["place"].tolist() == list(range(num_codes))
+    assert output.tensors["ends"].tolist() == [False] * (num_windows - 1) + [True]
+
+
 def assert_nothing_is_left(running: RunningEngine) -> None:
     engine = running.engine._engine
     runner = engine.model_executor.driver_worker.model_runner
     assert not engine.has_unfinished_requests() and not running.engine._requests
-    assert (runner.requests, runner.omni_info) == ({}, {})
+    assert (runner.requests, runner.omni_info, runner._windows, len(runner.streams)) == ({}, {}, {}, 0)
     assert running.engine.kv_blocks() == (0, 0)
 
 
@@ -45,6 +52,7 @@ def test_windows_that_come_one_by_one(vocoder):
     (output,) = vocoder.finish("a")
     assert vocoder.counter.batch_sizes == [1, 1, 1]
     torch.testing.assert_close(output.tensors["audio"], audio(0, 12))
+    assert_is_one_stream(output, 12, 3)
     last = vocoder.items["a"][-1]
     assert len(last.output.tensors["audio"]) == 8 and last.num_input_tokens == 12
     assert_nothing_is_left(vocoder)
@@ -52,7 +60,6 @@ def test_windows_that_come_one_by_one(vocoder):
 
 @pytest.mark.parametrize("streams_output", [True, False])
 def test_windows_of_several_requests_share_steps_and_leave_in_order(vocoder, streams_output):
-    """30 + 30, then 30 + 10 + 20: at most 64 in a step."""
     vocoder.put(
         begin("a", window(0, 30), streams_output=streams_output),
         chunk("a", window(30, 60)),
@@ -63,7 +70,9 @@ def test_windows_of_several_requests_share_steps_and_leave_in_order(vocoder, str
     first, second = vocoder.finish("a", "b")
     torch.testing.assert_close(first.tensors["audio"], audio(0, 90))
     torch.testing.assert_close(second.tensors["audio"], audio(100, 130))
-    assert vocoder.counter.batch_sizes == [2, 3]
+    assert_is_one_stream(first, 90, 3)
+    assert_is_one_stream(second, 30, 2)
+    assert vocoder.counter.batch_sizes == [2, 2, 1]
     assert [len(vocoder.items["a"]), len(vocoder.items["b"])] == ([3, 2] if streams_output else [1, 1])
     assert first.completions[0].finish_reason == "stop" and first.prompt_token_ids == [0] * 30
     assert [vocoder.items[request_id][-1].num_input_tokens for request_id in "ab"] == [90, 30]
@@ -103,7 +112,7 @@ def test_a_window_that_is_refused_fails_the_request_once(vocoder):
     )
     (output,) = vocoder.finish("b")
     torch.testing.assert_close(output.tensors["audio"], audio(0, 5))
-    assert len(vocoder.items["a"]) == 1
+    assert len(vocoder.items["a"]) <= 2
     assert vocoder.error("a").invalid and "65" in vocoder.error("a").error
     assert_nothing_is_left(vocoder)
 
@@ -117,9 +126,52 @@ def test_a_window_that_raises_fails_its_request_alone(vocoder, streams_output):
     assert "asked to raise" in vocoder.error("bad").error and len(vocoder.items["bad"]) == 1
     torch.testing.assert_close(vocoder.output("other").tensors["audio"], audio(7, 9))
     torch.testing.assert_close(vocoder.output("good").tensors["audio"], audio(0, 9))
+    assert_is_one_stream(vocoder.output("good"), 9, 2)
     vocoder.put(chunk("bad", window(6, 7), is_last=True))
     vocoder.wait_asleep()
     assert len(vocoder.items["bad"]) == 1
+    assert_nothing_is_left(vocoder)
+
+
+@pytest.mark.parametrize("place", ["in the scheduler", "on the way to the host"])
+def test_a_window_that_is_lost_after_the_model_has_run_runs_again_from_where_it_began(vocoder, monkeypatch, place):
+    engine = vocoder.engine._engine
+    lost: list[int] = []
+
+    def once_in(owner: object, name: str) -> None:
+        method = getattr(owner, name)
+
+        def lossy(*args):
+            if len(vocoder.items["a"]) == 0 or lost:
+                return method(*args)
+            lost.append(1)
+            raise RuntimeError("lost")
+
+        monkeypatch.setattr(owner, name, lossy)
+
+    vocoder.put(begin("a", window(0, 5)), begin("b", window(0, 2)))
+    vocoder.wait_asleep()
+    if place == "in the scheduler":
+        once_in(engine._core.scheduler, "update_from_output")
+    else:
+        once_in(engine.model_executor.driver_worker.model_runner, "_make_output")
+    vocoder.put(chunk("a", window(5, 9)), chunk("b", window(2, 4), is_last=True))
+    vocoder.put(chunk("a", window(9, 12), is_last=True))
+    first, second = vocoder.finish("a", "b")
+    assert lost
+    assert_is_one_stream(first, 12, 3)
+    assert_is_one_stream(second, 4, 2)
+    torch.testing.assert_close(first.tensors["audio"], audio(0, 12))
+    assert_nothing_is_left(vocoder)
+
+
+def test_the_last_window_is_told_so_if_its_end_was_known_when_it_began(vocoder):
+    vocoder.put(begin("a", window(0, 5)), chunk("a", window(5, 9)), chunk("a", is_last=True))
+    vocoder.put(begin("b", window(0, 5)))
+    vocoder.wait_asleep()
+    vocoder.put(chunk("b", is_last=True))
+    first, second = vocoder.finish("a", "b")
+    assert first.tensors["ends"].tolist() == [False, True] and second.tensors["ends"].tolist() == [False]
     assert_nothing_is_left(vocoder)
 
 

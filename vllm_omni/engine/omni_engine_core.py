@@ -10,6 +10,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
+from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationScheduler
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest
 from vllm_omni.engine.payloads import OmniEngineCoreRequest
@@ -57,6 +58,12 @@ class OmniEngineCore(EngineCore):
     def ar_scheduler(self) -> OmniARScheduler:
         scheduler = self.scheduler
         assert isinstance(scheduler, OmniARScheduler), f"{type(scheduler).__name__} takes no further input"
+        return scheduler
+
+    @property
+    def generation_scheduler(self) -> OmniGenerationScheduler:
+        scheduler = self.scheduler
+        assert isinstance(scheduler, OmniGenerationScheduler), f"{type(scheduler).__name__} knows no streams"
         return scheduler
 
     def abandon_all_requests(self) -> None:

@@ -21,7 +21,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.kv_hints import KvHintsEnvelope
 
-from vllm_omni.core.sched.output import InputChunk, OmniRequest
+from vllm_omni.core.sched.output import InputChunk, OmniRequest, StreamWindow
 from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
 from vllm_omni.engine.omni_engine_core import OmniEngineCore
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
@@ -177,6 +177,19 @@ class OmniLLMEngine(LLMEngine):
         for req_id in self._internal_ids(request_id) if self._emits_rows else ():
             if self.output_processor.request_states[req_id].request_index >= first:
                 self._core.ar_scheduler.discard_rows(req_id)
+
+    def set_window(self, request_id: str, window: StreamWindow) -> None:
+        """Says of a request of a one-step stage that was just added which part of a stream it is.
+
+        The model finds what it has remembered of the stream. Windows of a stream must be computed one after the other;
+        one that was lost to a step that raised may come again. Call `release_stream` when the stream has ended.
+        """
+        for req_id in self._internal_ids(request_id):
+            self._core.generation_scheduler.set_window(req_id, window)
+
+    def release_stream(self, stream_id: str) -> None:
+        """Makes the model forget a stream, however it has ended. Harmless for one that is unknown."""
+        self.collective_rpc("release_stream", args=(stream_id,))
 
     def has_work(self) -> bool:
         """Whether `step` would do anything. False also while every request is held: then only new input, a new request

@@ -155,10 +155,16 @@ class SupportsPostprocess(Protocol):
 
 @runtime_checkable
 class SupportsOneStepGeneration(Protocol):
-    """A model without KV cache that turns a whole request into its output in one forward.
+    """A model without KV cache that turns a request, or a window of its input, into output in one forward.
 
     `forward(input_ids, positions, *, runtime_additional_information, ...)` returns one dict of
-    tensors for each request, in the order of `runtime_additional_information`.
+    tensors for each request, in the order of `runtime_additional_information`. Each of these has two keys more than
+    what came with the request:
+
+    - `stream`: a dict of the model's own, which lives as long as the pipeline's request, from window to window. They
+      come one after the other, never two in one step. The model replaces values in it and does not change them in
+      place: a window runs again, with the dict as it was, if anything raises in its step.
+    - `is_last`: no window follows. A request that is not cut is one window, the first and the last.
     """
 
     is_attention_free: ClassVar[Literal[True]]

@@ -4,21 +4,33 @@
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.sequence import IntermediateTensors
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from vllm_omni.core.sched.output import OmniModelRunnerOutput
+from vllm_omni.core.sched.output import OmniModelRunnerOutput, OmniNewRequestData, StreamWindow
+from vllm_omni.model_executor.interfaces import RequestSpan
 from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
 from vllm_omni.worker.host_copy import HostCopy
+from vllm_omni.worker.streams import Streams
 
 Outputs = dict[str, torch.Tensor]
 
 
 class GPUGenerationModelRunner(OmniGPUModelRunner):
-    """One phase: `execute_model` runs the model once over all requests of the step and returns their outputs."""
+    """One phase: `execute_model` runs the model once over all requests of the step and returns their outputs.
+
+    Attributes:
+        streams: What the model remembers of streams that have begun and not ended.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.streams = Streams()
+        self._windows: dict[str, StreamWindow] = {}
 
     @torch.inference_mode()
     def execute_model(
@@ -31,7 +43,9 @@ class GPUGenerationModelRunner(OmniGPUModelRunner):
         input_ids, positions = self._make_inputs()
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             outputs = self._model_forward(input_ids=input_ids, positions=positions)
-        return self._make_output(outputs)
+        output = self._make_output(outputs)
+        self._save_streams()
+        return output
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         if super().get_kv_cache_spec():
@@ -55,8 +69,29 @@ class GPUGenerationModelRunner(OmniGPUModelRunner):
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> list[Outputs]:
         # Not vLLM's call, which passes arguments that only a language model takes.
-        information = [span.additional_information for span in self.spans]
+        information = [self._open_stream(span) for span in self.spans]
         return self.model(*args, runtime_additional_information=information, **kwargs)
+
+    def _open_stream(self, span: RequestSpan) -> dict[str, Any]:
+        """The request's information, with the two keys that `SupportsOneStepGeneration` names."""
+        window = self._windows.get(span.req_id)
+        span.additional_information["stream"] = {} if window is None else self.streams.open(window)
+        span.additional_information["is_last"] = window is None or window.is_last
+        return span.additional_information
+
+    def _save_streams(self) -> None:
+        for span in self.spans:
+            if span.req_id in self._windows:
+                self.streams.save(self._windows[span.req_id], span.additional_information["stream"])
+
+    def _remember_input(self, data: NewRequestData) -> None:
+        super()._remember_input(data)
+        if isinstance(data, OmniNewRequestData) and data.window is not None:
+            self._windows[data.req_id] = data.window
+
+    def _forget(self, req_id: str) -> None:
+        super()._forget(req_id)
+        self._windows.pop(req_id, None)
 
     def _make_output(self, outputs: list[Outputs]) -> OmniModelRunnerOutput:
         req_ids = [span.req_id for span in self.spans]

@@ -11,6 +11,12 @@ from vllm_omni.worker.gpu_worker import OmniGPUWorker
 class GPUGenerationWorker(OmniGPUWorker):
     omni_runner_cls = GPUGenerationModelRunner
 
+    def release_stream(self, stream_id: str) -> None:
+        """Forgets what the model remembers of a stream."""
+        runner = self.model_runner
+        assert isinstance(runner, GPUGenerationModelRunner)
+        runner.streams.release(stream_id)
+
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Only seeds, as vLLM's does in the end: there are no graphs, no sampler and no KV cache to warm up."""
         set_random_seed(self.model_config.seed)

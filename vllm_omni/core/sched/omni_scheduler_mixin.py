@@ -99,11 +99,14 @@ class OmniSchedulerMixin(Scheduler):
         request = self.requests[data.req_id]
         if not isinstance(request, OmniRequest):
             return data
-        if request.additional_information is None and request.is_input_complete and request.emits_rows:
+        brings_nothing = request.additional_information is None and request.is_input_complete and request.emits_rows
+        if brings_nothing and request.window is None:
             return data
         # The runner keeps it until the request ends, preemptions included, so the bytes are not held twice.
         payload, request.additional_information = request.additional_information, None
-        return OmniNewRequestData.from_base(data, payload, request.is_input_complete, request.emits_rows)
+        return OmniNewRequestData.from_base(
+            data, payload, request.is_input_complete, request.emits_rows, request.window
+        )
 
 
 _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)

@@ -11,6 +11,25 @@ from vllm.v1.request import Request
 from vllm_omni.engine.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
 
 
+@dataclass(frozen=True, slots=True)
+class StreamWindow:
+    """Which part of which stream a request of a one-step stage is.
+
+    Attributes:
+        stream_id: Names the stream; the pipeline's request id.
+        index: Counts the stream's windows, from 0.
+        is_last: No window follows.
+    """
+
+    stream_id: str
+    index: int
+    is_last: bool
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+
 @dataclass
 class InputChunk:
     """A later piece of a running request's input.
@@ -38,6 +57,7 @@ class OmniRequest(Request):
         emits_rows: What the model makes of it besides tokens leaves the engine.
         alone_until: Tokens that it must have computed in steps of its own before it may share one; see
             `OmniSchedulerMixin.quarantine`.
+        window: Of a one-step stage, where the request is a window of a stream; None: it is a whole.
     """
 
     external_req_id: str
@@ -47,6 +67,7 @@ class OmniRequest(Request):
     is_input_complete: bool
     emits_rows: bool
     alone_until: int
+    window: StreamWindow | None
 
     @classmethod
     def adopt(cls, request: Request, source: OmniEngineCoreRequest) -> None:
@@ -60,6 +81,7 @@ class OmniRequest(Request):
         request.is_input_complete = True
         request.emits_rows = True
         request.alone_until = 0
+        request.window = None
 
     @property
     def is_starved(self) -> bool:
@@ -78,6 +100,7 @@ class OmniNewRequestData(NewRequestData):
     additional_information: AdditionalInformationPayload | None = None
     is_input_complete: bool = True
     emits_rows: bool = True
+    window: StreamWindow | None = None
 
     @classmethod
     def from_base(
@@ -86,6 +109,7 @@ class OmniNewRequestData(NewRequestData):
         additional_information: AdditionalInformationPayload | None,
         is_input_complete: bool = True,
         emits_rows: bool = True,
+        window: StreamWindow | None = None,
     ) -> "OmniNewRequestData":
         base = {name: getattr(data, name) for name in _NEW_REQUEST_FIELDS}
         return cls(
@@ -93,6 +117,7 @@ class OmniNewRequestData(NewRequestData):
             additional_information=additional_information,
             is_input_complete=is_input_complete,
             emits_rows=emits_rows,
+            window=window,
         )
 
 

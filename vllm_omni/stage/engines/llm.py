@@ -7,7 +7,7 @@ engine's continuous batch.
 
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -142,15 +142,7 @@ class LLMStageEngine(StageEngine):
         for output in outputs:
             request = self._requests.get(self._request_class.owner_of(output.request_id))
             if request is not None:
-                self._take_from(request, output)
-
-    def _take_from(self, request: LLMRequest, output: Any) -> None:
-        try:
-            items = request.take(output)
-        except Exception as error:
-            self._fail(request, error)
-        else:
-            self._hand_out(items)
+                self._feed(request, partial(request.take, output))
 
     def _hand_out(self, items: Items) -> None:
         for item in items:

@@ -2,11 +2,13 @@
 """One request of a vLLM stage: what the engine is given for it, and what of the engine's outputs leaves the stage.
 
 An autoregressive request is one request of the engine, whose input may grow. A request of a one-step stage is one
-request of the engine for each window of its input. Neither knows when the engine steps.
+request of the engine for each window of its input, one after the other, each with what the model remembers of those
+before. Neither knows when the engine steps.
 """
 
 import copy
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from vllm_omni.core.sched.output import StreamWindow
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.engine.payloads import OmniEngineCoreRequest
 from vllm_omni.inputs import StageInput, StageRequest
@@ -111,6 +114,7 @@ class LLMRequest(ABC):
             prompt=output.prompt if is_first else None,
             prompt_token_ids=prompt_token_ids,
             prompt_logprobs=_as_prompt_logprobs(output) if is_first else None,
+            num_cached_tokens=output.num_cached_tokens if is_first else None,
             completions=completions,
             # Rows are those of the first completion. In a stream each completion comes by itself.
             tensors=output.multimodal_output if output.outputs[0].index == 0 else {},
@@ -171,84 +175,87 @@ class ARRequest(LLMRequest):
 
 
 class GenerationRequest(LLMRequest):
-    """A request that is one request of the engine for each window of its input, numbered from 0."""
+    """A request that is one request of the engine for each window of its input, one after the other."""
 
     def __init__(self, engine: OmniLLMEngine, stage_id: int, item: NewRequest) -> None:
         super().__init__(engine, stage_id, item)
         self._request = item.request
         self._is_input_complete = False
-        self._num_windows = 0
-        self._next = 0
-        self._running: dict[int, StageInput | None] = {}
-        self._done: dict[int, Any] = {}
+        self._waiting: deque[StageInput | None] = deque()
+        self._running: tuple[StreamWindow, StageInput | None] | None = None
+        self._num_done = 0
+        self._has_stream = False
         self._pieces: list[StageOutput] = []
 
     @property
     def engine_ids(self) -> list[str]:
-        return [self._engine_id(window) for window in self._running]
+        return [] if self._running is None else [_window_id(self._running[0])]
 
     @staticmethod
     def owner_of(engine_id: str) -> str:
         return engine_id.rpartition("/")[0]
 
     def begin(self, item: NewRequest) -> Items:
-        return self._add_window(item.stage_input, item.is_last)
+        self._waiting.append(item.stage_input)
+        self._is_input_complete = item.is_last
+        return self._go_on()
 
     def extend(self, chunk: StreamChunk) -> Items:
-        if chunk.stage_input is None:
-            self._is_input_complete = chunk.is_last
-            return self._take_done()
-        return self._add_window(chunk.stage_input, chunk.is_last)
+        if chunk.stage_input is not None:
+            self._waiting.append(chunk.stage_input)
+        self._is_input_complete = chunk.is_last
+        return self._go_on()
 
     def take(self, output: Any) -> Items:
-        window = int(output.request_id.rpartition("/")[2])
-        del self._running[window]
-        self._done[window] = output
-        return self._take_done()
+        self._pieces.append(self._as_window(output))
+        self._running = None
+        self._num_done += 1
+        return self._go_on()
 
     @property
     def can_start_again(self) -> bool:
         return True
 
     def start_again(self) -> Items:
-        """Only windows that are not done: nothing is drawn, and each is a step of its own."""
-        for window, stage_input in self._running.items():
-            self._run(window, stage_input)
+        """Only the window that is not done: it starts from where those before it have ended."""
+        if self._running is not None:
+            self._run(*self._running)
         return []
 
-    def _engine_id(self, window: int) -> str:
-        return f"{self.request_id}/{window}"
+    def abort(self) -> None:
+        super().abort()
+        self._release_stream()
 
-    def _add_window(self, stage_input: StageInput | None, is_last: bool) -> Items:
-        self._run(self._num_windows, stage_input)
-        self._running[self._num_windows] = stage_input
-        self._num_windows += 1
-        self._is_input_complete = is_last
-        return []
+    def _go_on(self) -> Items:
+        """Begins the next window, if it is time, and hands out what is there."""
+        if self._running is None and self._waiting:
+            stage_input = self._waiting.popleft()
+            is_last = self._is_input_complete and not self._waiting
+            self._run(StreamWindow(self.request_id, self._num_done, is_last), stage_input)
+        if self._is_input_complete and self._running is None:
+            self._release_stream()
+            return [self._result(self._merged())]
+        pieces: list[StageOutput] = []
+        if self._streams_output:
+            pieces, self._pieces = self._pieces, pieces
+        return [self._stream(piece) for piece in pieces]
 
-    def _run(self, window: int, stage_input: StageInput | None) -> None:
-        engine_id = self._engine_id(window)
+    def _run(self, window: StreamWindow, stage_input: StageInput | None) -> None:
+        engine_id = _window_id(window)
         _add_to_engine(self._engine, engine_id, self._request, stage_input, RequestOutputKind.FINAL_ONLY)
+        self._running = window, stage_input
+        if not (window.is_first and window.is_last):
+            self._engine.set_window(engine_id, window)
+            self._has_stream = True
 
-    def _take_done(self) -> Items:
-        """What leaves now that a window is done or the input has ended: windows leave in order."""
-        items: Items = []
-        while self._next in self._done:
-            self._pieces.append(self._as_window(self._done.pop(self._next)))
-            self._next += 1
-            if self._streams_output and not self._is_done:
-                items.append(self._stream(self._pieces.pop()))
-        if self._is_done:
-            items.append(self._result(self._merged()))
-        return items
-
-    @property
-    def _is_done(self) -> bool:
-        return self._is_input_complete and self._next == self._num_windows
+    def _release_stream(self) -> None:
+        if self._has_stream:
+            self._engine.release_stream(self.request_id)
+            self._has_stream = False
 
     def _as_window(self, output: Any) -> StageOutput:
         num_input_tokens = self._num_input_tokens + len(output.prompt_token_ids or ())
-        piece = self._as_piece(output, is_first=self._next == 0)
+        piece = self._as_piece(output, is_first=self._num_done == 0)
         self._num_input_tokens = num_input_tokens
         piece.completions = []  # The request has one, which ends with the last window.
         return piece
@@ -258,6 +265,11 @@ class GenerationRequest(LLMRequest):
             request_id=self.request_id, stage_id=self._stage_id, completions=[Completion(finish_reason="stop")]
         )
         return merge_stage_outputs([*self._pieces, end])
+
+
+def _window_id(window: StreamWindow) -> str:
+    """The engine's id of a window."""
+    return f"{window.stream_id}/{window.index}"
 
 
 def _add_to_engine(

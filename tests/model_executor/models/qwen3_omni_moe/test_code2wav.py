@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocoder against HF's `chunked_decode`, request by request, whatever else is in the batch."""
+"""The vocoder against HF's decode of all frames at once, however a request is cut and whatever else is in the batch."""
 
+import itertools
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,70 +13,169 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen3_omni_moe.code2wav import (
-    CHUNK_FRAMES,
-    CONTEXT_FRAMES,
-    Chunk,
     OmniQwen3OmniMoeCode2Wav,
     group_by_length,
-    split_into_chunks,
+    piece_length,
 )
 from vllm_omni.testing.hf_oracle import HFOracle
 
 from .helpers import Case, run_engine
 
-LENGTHS = [1, 2, 40, 0, 45, CHUNK_FRAMES + 1]
+LENGTHS = [1, 2, 40, 0, 45, 333]
 
 
 @pytest.fixture(scope="module")
-def vocoder(oracle: HFOracle, config: PretrainedConfig) -> OmniQwen3OmniMoeCode2Wav:
+def model(oracle: HFOracle, config: PretrainedConfig) -> OmniQwen3OmniMoeCode2Wav:
     vllm_config: Any = SimpleNamespace(model_config=SimpleNamespace(hf_config=config.code2wav_config))
-    vocoder = OmniQwen3OmniMoeCode2Wav(vllm_config=vllm_config)
-    loaded = vocoder.load_weights(oracle.model.named_parameters())
-    assert loaded == {name for name, _ in vocoder.named_parameters()}
-    return vocoder
+    model = OmniQwen3OmniMoeCode2Wav(vllm_config=vllm_config)
+    loaded = model.load_weights(oracle.model.named_parameters())
+    assert loaded == {name for name, _ in model.named_parameters()}
+    return model
 
 
-def random_codes(length: int, config: PretrainedConfig) -> torch.Tensor:
-    """`[length, num_code_groups]`"""
+@pytest.fixture
+def vocoder(model: OmniQwen3OmniMoeCode2Wav, monkeypatch: pytest.MonkeyPatch) -> OmniQwen3OmniMoeCode2Wav:
+    monkeypatch.setattr(model, "max_batch_frames", 64)
+    return model
+
+
+@pytest.fixture(scope="module")
+def all_codes(config: PretrainedConfig) -> list[torch.Tensor]:
+    """`[length, num_code_groups]` for each of `LENGTHS`."""
     sizes = config.code2wav_config
-    return torch.randint(
-        sizes.codebook_size, (length, sizes.num_quantizers), generator=torch.Generator().manual_seed(length)
-    )
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(sizes.codebook_size, (length, sizes.num_quantizers), generator=generator) for length in LENGTHS
+    ]
+
+
+@pytest.fixture(scope="module")
+def waves(oracle: HFOracle, all_codes: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One decode of all frames of each."""
+    with torch.inference_mode():
+        return [oracle.model.code2wav(c.T[None])[0, 0] if len(c) else torch.empty(0) for c in all_codes]
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("max_batch_frames", [1, 10_000])
-def test_every_request_of_a_batch_equals_hf(
-    max_batch_frames: int, vocoder: OmniQwen3OmniMoeCode2Wav, oracle: HFOracle, config: PretrainedConfig
-) -> None:
-    codes = [random_codes(length, config) for length in LENGTHS]
-    vocoder.max_batch_frames = max_batch_frames
+def run(vocoder: OmniQwen3OmniMoeCode2Wav, information: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """One step."""
     ids = torch.empty(0)
-    outputs = vocoder(ids, ids, runtime_additional_information=[{"codes": c} for c in codes])
-    for length, c, output in zip(LENGTHS, codes, outputs, strict=True):
-        audio = output["audio"]
-        assert audio.dtype == torch.float32
-        expected = oracle.model.code2wav.chunked_decode(c.T[None])[0, 0] if length else torch.empty(0)
-        assert audio.shape == expected.shape
-        torch.testing.assert_close(audio, expected, rtol=0, atol=1e-4)
+    return [output["audio"] for output in vocoder(ids, ids, runtime_additional_information=information)]
 
 
-def test_the_number_of_samples_of_a_decode_is_known(vocoder: OmniQwen3OmniMoeCode2Wav) -> None:
+def window(codes: torch.Tensor, stream: dict[str, Any] | None = None, is_last: bool = False) -> dict[str, Any]:
+    """A window of a stream, or a whole."""
+    return {"codes": codes, "stream": {} if stream is None else stream, "is_last": is_last or stream is None}
+
+
+def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == torch.float32 and a.shape == e.shape
+        torch.testing.assert_close(a, e, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("max_batch_frames", [5, 64, 10_000])
+def test_every_request_of_a_batch_equals_hf(
+    max_batch_frames: int,
+    vocoder: OmniQwen3OmniMoeCode2Wav,
+    all_codes: list[torch.Tensor],
+    waves: list[torch.Tensor],
+) -> None:
+    vocoder.max_batch_frames = max_batch_frames
+    assert_close(run(vocoder, [window(codes) for codes in all_codes]), waves)
+
+
+def cut(size: int | None, length: int, rng: random.Random) -> list[tuple[int, int]]:
+    """Windows `[start, stop)` of this size, or of random ones, some of them empty."""
+    stops = [0]
+    while stops[-1] < length:
+        stops.append(min(length, stops[-1] + (rng.randint(0, 40) if size is None else size)))
+    return list(itertools.pairwise(stops))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 25, 64, None])
+def test_windows_in_any_company_make_the_whole(
+    size: int | None, vocoder: OmniQwen3OmniMoeCode2Wav, all_codes: list[torch.Tensor], waves: list[torch.Tensor]
+) -> None:
+    """Streams begin and end in different steps, and are at different places in each."""
+    rng = random.Random(size or 0)
+    windows = [cut(size, len(codes), rng) for codes in all_codes]
+    streams: list[dict[str, Any]] = [{} for _ in all_codes]
+    pieces: list[list[torch.Tensor]] = [[torch.empty(0)] for _ in all_codes]
+    while any(windows):
+        batch = [i for i, waiting in enumerate(windows) if waiting and rng.random() < 0.7]
+        step = []
+        for i in batch:
+            start, stop = windows[i].pop(0)
+            step.append(window(all_codes[i][start:stop], streams[i], is_last=not windows[i]))
+        for i, audio in zip(batch, run(vocoder, step), strict=True):
+            pieces[i].append(audio)
+    assert_close([torch.cat(parts) for parts in pieces], waves)
+
+
+def test_every_window_gives_the_samples_of_its_frames(
+    vocoder: OmniQwen3OmniMoeCode2Wav, all_codes: list[torch.Tensor]
+) -> None:
+    """All of them at once: nothing is held back, so a last window without frames has nothing left to give."""
+    stream: dict[str, Any] = {}
+    codes = all_codes[-1]
+    sizes = [len(run(vocoder, [window(codes[start:stop], stream)])[0]) for start, stop in [(0, 1), (1, 5), (5, 5)]]
+    assert sizes == [1920 - 555, 4 * 1920, 0]
     assert vocoder.num_samples(100) == 100 * 1920 - 555
+    (nothing,) = run(vocoder, [window(codes[:0], stream, is_last=True)])
+    assert nothing.shape == (0,)
 
 
-def test_chunks_are_the_reference_s() -> None:
-    codes = torch.arange(700)[None]
-    chunks = list(split_into_chunks(3, codes))
-    assert [chunk.context for chunk in chunks] == [0, CONTEXT_FRAMES, CONTEXT_FRAMES]
-    assert torch.equal(torch.cat([chunk.codes[0, chunk.context :] for chunk in chunks]), codes[0])
-    assert {chunk.request for chunk in chunks} == {3}
+def test_a_stream_that_begins_with_nothing_is_one_that_has_not_begun(
+    vocoder: OmniQwen3OmniMoeCode2Wav, all_codes: list[torch.Tensor], waves: list[torch.Tensor]
+) -> None:
+    stream: dict[str, Any] = {}
+    run(vocoder, [window(all_codes[2][:0], stream)])
+    assert_close(run(vocoder, [window(all_codes[2], stream, is_last=True)]), [waves[2]])
 
 
-def test_batches_hold_every_chunk_once_and_little_padding() -> None:
+def test_a_step_that_raises_leaves_all_streams_as_they_were(
+    vocoder: OmniQwen3OmniMoeCode2Wav,
+    all_codes: list[torch.Tensor],
+    waves: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of them fails in its second batch, when the other one's window has been decoded."""
+    a, b = all_codes[2], all_codes[4]
+    streams: list[dict[str, Any]] = [{}, {}]
+    first = run(vocoder, [window(a[:20], streams[0]), window(b[:3], streams[1])])
+    second = [window(a[20:], streams[0]), window(b[3:], streams[1])]
+    decode, batches = vocoder._decode, iter([True, False])
+
+    def failing(*args: Any) -> None:
+        if not next(batches):
+            raise RuntimeError("no more memory")
+        decode(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vocoder, "_decode", failing)
+        with pytest.raises(RuntimeError, match="no more memory"):
+            run(vocoder, second)
+    rest = run(vocoder, second)
+    assert_close([torch.cat(parts) for parts in zip(first, rest, strict=True)], [waves[2], waves[4]])
+
+
+def test_a_stream_holds_no_memory_of_its_batch(
+    vocoder: OmniQwen3OmniMoeCode2Wav, all_codes: list[torch.Tensor]
+) -> None:
+    streams: list[dict[str, Any]] = [{} for _ in range(4)]
+    run(vocoder, [window(all_codes[-1][:4], stream) for stream in streams])
+    for stream in streams:
+        assert stream["state"].untyped_storage().nbytes() == stream["state"].nbytes
+
+
+def test_pieces_of_a_window_are_of_a_length() -> None:
+    assert [piece_length(n, 64) for n in (1, 64, 65, 100, 129)] == [1, 64, 33, 50, 43]
+
+
+def test_batches_hold_every_piece_once_and_little_padding() -> None:
     lengths = [5, 300, 41, 299, 38, 5, 40, 325, 6]
-    chunks = [Chunk(i, torch.zeros(4, length, dtype=torch.int64), 0) for i, length in enumerate(lengths)]
-    batches = list(group_by_length(chunks, max_frames=700))
+    batches = list(group_by_length(lengths, max_frames=700))
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:
         sizes = [lengths[index] for index in batch]
@@ -93,5 +194,5 @@ def test_the_engine_gives_the_oracle_s_waveforms(code2wav_engine: OmniLLMEngine,
     }
     outputs = run_engine(code2wav_engine, prompts, SamplingParams(max_tokens=1, detokenize=False))
     for name, case in cases.items():
-        audio = outputs[name].multimodal_output["audio"]  # type: ignore[attr-defined]
+        audio = outputs[name].multimodal_output["audio"]
         torch.testing.assert_close(audio, case.expected.audio, rtol=0, atol=1e-4)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocoder: turns the frames of codes of whole requests into waveforms, in one step.
+"""The vocoder: turns the frames of codes of requests into waveforms, whole or window by window.
 
-The network is HF transformers' own `Qwen3OmniMoeCode2Wav`, with a few of its layers replaced by quicker equals; what
-is ours is that many requests run as one batch. A request's output equals the reference's `chunked_decode` of it alone:
-the network is causal, so frames of padding on the right change no sample that is kept.
+A request's waveform is HF transformers' `Qwen3OmniMoeCode2Wav` of all its frames at once, however they are cut: the
+network is causal, and each window takes up where the one before has ended. (The reference's own `chunked_decode` is not
+that: it loses samples wherever it cuts, every 300 frames.) Windows of many requests run as one batch, and a window of
+many frames runs as several pieces, which bounds the memory.
 
 This file knows no talker and no engine.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -20,66 +21,68 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.platforms import current_platform
 
-from vllm_omni.model_executor.models.qwen3_omni_moe.vocoder_layers import replace_layers
+from vllm_omni.model_executor.models.qwen3_omni_moe.vocoder_carry import Carry
+from vllm_omni.model_executor.models.qwen3_omni_moe.vocoder_layers import StreamingCode2Wav
 
-CHUNK_FRAMES = 300
-CONTEXT_FRAMES = 25
-"""The reference decodes 300 frames at a time, after the 25 before them, and drops the samples of those 25."""
+PIECE_FRAMES = 320
+"""Frames of one request in one batch."""
 
-MAX_BATCH_FRAMES = 8 * (CHUNK_FRAMES + CONTEXT_FRAMES)
+MAX_BATCH_FRAMES = 8 * PIECE_FRAMES
 """Frames of one batch, padding included: bounds the memory of the widest activation."""
 
 MAX_BATCH_FRAMES_CPU = 64
 """A CPU gains from a batch only until its activations leave the caches; larger batches run slower than one by one."""
 
 MIN_FILL = 0.8
-"""Chunks shorter than this part of the longest of their batch wait for another batch, to keep padding small."""
+"""Pieces shorter than this part of the longest of their batch wait for another batch, to keep padding small."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A run of frames to decode for one request.
+@dataclass(slots=True)
+class Window:
+    """The frames of one request in one step, and how far they are.
 
     Attributes:
-        request: Index of the request in its step.
-        codes: `[num_code_groups, frames]`, context included.
-        context: Frames at the front whose samples are dropped.
+        codes: int64 `[num_code_groups, frames]`, those that are not decoded yet.
+        state: `[state_size]`, what the network carries over to them; None before the stream's first frame.
+        num_before: Frames of the stream before them.
+        is_last: No window follows.
+        waves: `[samples]` each, what has been decoded.
     """
 
-    request: int
     codes: torch.Tensor
-    context: int
+    state: torch.Tensor | None
+    num_before: int
+    is_last: bool
+    waves: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def num_frames(self) -> int:
         return self.codes.shape[1]
 
 
-def split_into_chunks(request: int, codes: torch.Tensor) -> Iterator[Chunk]:
-    """`[num_code_groups, frames]` -> the chunks that the reference would decode, in order."""
-    for start in range(0, codes.shape[1], CHUNK_FRAMES):
-        context = min(start, CONTEXT_FRAMES)
-        yield Chunk(request, codes[:, start - context : start + CHUNK_FRAMES], context)
+def piece_length(num_frames: int, max_frames: int) -> int:
+    """Frames of the next piece: as many as in the others, so that none is a rest of a few."""
+    return -(-num_frames // -(-num_frames // max_frames))
 
 
-def group_by_length(chunks: list[Chunk], max_frames: int) -> Iterator[list[int]]:
-    """Batches of at most `max_frames` (or one chunk) as lists of indices into `chunks`, longest first."""
+def group_by_length(lengths: list[int], max_frames: int) -> Iterator[list[int]]:
+    """Batches of at most `max_frames` (or one piece) as lists of indices into `lengths`, longest first."""
     batch: list[int] = []
     longest = 0
-    for index in sorted(range(len(chunks)), key=lambda i: -chunks[i].num_frames):
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         full = (len(batch) + 1) * longest > max_frames
-        if batch and (full or chunks[index].num_frames < MIN_FILL * longest):
+        if batch and (full or lengths[index] < MIN_FILL * longest):
             yield batch
             batch = []
         if not batch:
-            longest = chunks[index].num_frames
+            longest = lengths[index]
         batch.append(index)
     if batch:
         yield batch
 
 
 class OmniQwen3OmniMoeCode2Wav(nn.Module):
-    """Decodes whole requests; see `SupportsOneStepGeneration`."""
+    """Decodes windows of requests; see `SupportsOneStepGeneration`."""
 
     is_attention_free: ClassVar[Literal[True]] = True
 
@@ -89,8 +92,9 @@ class OmniQwen3OmniMoeCode2Wav(nn.Module):
         super().__init__()
         config = cast(Qwen3OmniMoeCode2WavConfig, vllm_config.model_config.hf_config)
         self.config = config
-        self.code2wav = Qwen3OmniMoeCode2Wav._from_config(config, dtype=torch.get_default_dtype()).eval()
-        replace_layers(self.code2wav)
+        vocoder = Qwen3OmniMoeCode2Wav._from_config(config, dtype=torch.get_default_dtype())
+        self.code2wav = StreamingCode2Wav(vocoder).eval()
+        self.hop = int(vocoder.total_upsample)
         self.max_batch_frames = MAX_BATCH_FRAMES_CPU if current_platform.is_cpu() else MAX_BATCH_FRAMES
 
     @staticmethod
@@ -99,10 +103,9 @@ class OmniQwen3OmniMoeCode2Wav(nn.Module):
         return not name.startswith("code2wav.")
 
     def num_samples(self, num_frames: int) -> int:
-        """Samples that one decode of `num_frames` gives.
+        """Samples of the first `num_frames` of a stream; every later frame gives `hop`.
 
-        Each transposed convolution of the decoder looks one position ahead, and so gives `rate` samples
-        less than `rate` for each position.
+        Each transposed convolution of the decoder drops the `rate` samples of a stream's first position.
         """
         length = num_frames
         for factor in self.config.upsampling_ratios:
@@ -127,37 +130,55 @@ class OmniQwen3OmniMoeCode2Wav(nn.Module):
         Args:
             input_ids, positions: Not read; the ids are placeholders, one for each frame.
             runtime_additional_information: One dict for each request: `codes`, int64
-                `[frames, num_code_groups]`.
+                `[frames, num_code_groups]`, and `stream` and `is_last` as the runner adds them.
 
         Returns:
             One dict for each request: `audio`, float32 `[samples]` in [-1, 1] (24 kHz in the published
             checkpoint); empty for a request without frames.
         """
-        device = self.code2wav.code_offset.device
-        codes = [information["codes"].to(device).t() for information in runtime_additional_information]
-        chunks = [chunk for request, c in enumerate(codes) for chunk in split_into_chunks(request, c)]
-        waves: list[torch.Tensor] = [torch.empty(0)] * len(chunks)
-        for batch in group_by_length(chunks, self.max_batch_frames):
-            for index, wave in zip(batch, self._decode([chunks[i] for i in batch]), strict=True):
-                waves[index] = wave
-        return [{"audio": self._join(chunks, waves, request)} for request in range(len(codes))]
+        windows = [self._open(information) for information in runtime_additional_information]
+        while waiting := [window for window in windows if window.num_frames]:
+            lengths = [piece_length(w.num_frames, min(PIECE_FRAMES, self.max_batch_frames)) for w in waiting]
+            for batch in group_by_length(lengths, self.max_batch_frames):
+                self._decode([waiting[i] for i in batch], [lengths[i] for i in batch])
+        # Only now: if anything above raises, the step can run again.
+        for window, information in zip(windows, runtime_additional_information, strict=True):
+            if not window.is_last:
+                information["stream"].update(state=window.state, num_frames=window.num_before)
+        return [{"audio": self._join(window.waves)} for window in windows]
 
-    def _decode(self, chunks: list[Chunk]) -> list[torch.Tensor]:
-        """One batch of the network; returns each chunk's own samples, without those of its context."""
-        frames = max(chunk.num_frames for chunk in chunks)
-        batch = chunks[0].codes.new_zeros(len(chunks), self.config.num_quantizers, frames)
-        for row, chunk in zip(batch, chunks, strict=True):
-            row[:, : chunk.num_frames] = chunk.codes
-        waves = self.code2wav(batch)[:, 0].float()  # [B, samples]
-        hop = int(self.code2wav.total_upsample)
-        return [
-            wave[chunk.context * hop : self.num_samples(chunk.num_frames)]
-            for wave, chunk in zip(waves, chunks, strict=True)
-        ]
+    def _open(self, information: dict[str, Any]) -> Window:
+        stream = information["stream"]
+        return Window(
+            codes=information["codes"].to(self.code2wav.code_offset.device).t(),
+            state=stream.get("state"),
+            num_before=stream.get("num_frames", 0),
+            is_last=information["is_last"],
+        )
 
-    def _join(self, chunks: list[Chunk], waves: list[torch.Tensor], request: int) -> torch.Tensor:
-        mine = [wave for chunk, wave in zip(chunks, waves, strict=True) if chunk.request == request]
-        return torch.cat(mine) if mine else torch.empty(0, device=self.code2wav.code_offset.device)
+    def _decode(self, windows: list[Window], lengths: list[int]) -> None:
+        """Runs one batch of the network over the next frames of these windows, so many of each."""
+        codes = windows[0].codes.new_zeros(len(windows), self.config.num_quantizers, max(lengths))
+        for row, window, length in zip(codes, windows, lengths, strict=True):
+            row[:, :length] = window.codes[:, :length]
+        goes_on = any(not w.is_last or w.num_frames > length for w, length in zip(windows, lengths, strict=True))
+        carry = Carry(self._stack_states(windows), lengths, [window.num_before for window in windows], goes_on)
+        waves = self.code2wav(codes, carry).float()
+        states = carry.new_states() if goes_on else [None] * len(windows)
+        for window, length, wave, state in zip(windows, lengths, waves, states, strict=True):
+            num_samples = length * self.hop if window.num_before else self.num_samples(length)
+            window.waves.append(wave[:num_samples])
+            window.codes = window.codes[:, length:]
+            window.num_before += length
+            window.state = None if state is None else state.clone()  # Not the whole batch's memory.
+
+    def _stack_states(self, windows: list[Window]) -> torch.Tensor:
+        """`[B, state_size]`"""
+        fresh = self.code2wav.new_state()
+        return torch.stack([fresh if window.state is None else window.state for window in windows])
+
+    def _join(self, waves: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(waves) if waves else torch.empty(0, device=self.code2wav.code_offset.device)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Required by vLLM of every model that generates, never called: nothing is sampled."""

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocoder's most frequent layers with fewer passes over their activations, which are far larger than any cache.
+"""The vocoder's layers for streams: each takes up where the window before has ended (see `vocoder_carry`).
 
-Each takes the parameters of the HF transformers layer that it replaces, under the same names, and computes the same.
+They also make fewer passes over their activations, which are far larger than any cache. Each takes the parameters of
+the HF transformers layer that it replaces, under the same names, and computes the same.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeCausalConvNet,
+    Qwen3OmniMoeCausalTransConvNet,
     Qwen3OmniMoeCode2Wav,
+    Qwen3OmniMoeCode2WavDecoderBlock,
     Qwen3OmniMoeCode2WavDecoderResidualUnit,
+    Qwen3OmniMoeConvNeXtBlock,
     Qwen3OmniMoeSnakeBeta,
 )
+
+from vllm_omni.model_executor.models.qwen3_omni_moe.vocoder_carry import CarriedKeys, Carry
 
 
 class SnakeBeta(nn.Module):
@@ -24,16 +32,70 @@ class SnakeBeta(nn.Module):
         self.beta = snake.beta
         self.eps = snake.no_div_by_zero
 
-    def forward(self, x: torch.Tensor, num_zeros: int = 0) -> torch.Tensor:
-        """`[B, C, L]` -> `[B, C, num_zeros + L]`, zeros first: the padding of the causal convolution that follows."""
+    def forward(self, x: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+        """`[B, C, L]` -> `[B, C, n + L]` with the n positions of `before`, the input of the layer after, in front."""
         batch, channels, length = x.shape
-        whole = x.new_empty(batch, channels, num_zeros + length)
-        whole[..., :num_zeros] = 0
-        wave = whole[..., num_zeros:]
+        num_before = 0 if before is None else before.shape[-1]
+        whole = x.new_empty(batch, channels, num_before + length)
+        if before is not None:
+            whole[..., :num_before] = before
+        wave = whole[..., num_before:]
         torch.mul(x, self.alpha.exp()[:, None], out=wave)
         wave.sin_().mul_((self.beta.exp() + self.eps).rsqrt()[:, None])
         torch.addcmul(x, wave, wave, out=wave)
         return whole
+
+
+class CausalConv(nn.Module):
+    """A causal convolution of stride 1; it carries its last `(kernel - 1) * dilation` inputs."""
+
+    def __init__(self, layer: Qwen3OmniMoeCausalConvNet) -> None:
+        super().__init__()
+        self.conv = layer.conv
+        self.num_carried = layer.padding
+        self.state_size = self.conv.in_channels * self.num_carried
+
+    def take(self, carry: Carry) -> torch.Tensor:
+        """`[B, C, num_carried]`, what belongs in front of the inputs."""
+        return carry.take(self.conv.in_channels, self.num_carried)
+
+    def forward(self, whole: torch.Tensor, carry: Carry) -> torch.Tensor:
+        """`[B, C, num_carried + L]` -> `[B, C', L]`"""
+        carry.keep(whole, self.num_carried)
+        return self.conv(whole)
+
+
+class TransposedConv(nn.Module):
+    """A transposed convolution whose kernel is its stride, or twice that: then it carries one input.
+
+    Of kernel `2 * rate` each position gives `rate` samples, made of it and of the position before; the reference drops
+    those of a stream's first position. As a convolution of kernel 2 with `rate` outputs for each channel it takes half
+    the time.
+    """
+
+    def __init__(self, layer: Qwen3OmniMoeCausalTransConvNet) -> None:
+        super().__init__()
+        self.conv = layer.conv
+        self.rate = self.conv.stride[0]
+        self.num_carried = self.conv.kernel_size[0] // self.rate - 1
+        assert self.conv.kernel_size[0] == self.rate * (self.num_carried + 1) and self.num_carried <= 1
+        self.state_size = self.conv.in_channels * self.num_carried
+
+    def take(self, carry: Carry) -> torch.Tensor:
+        """`[B, C, num_carried]`, what belongs in front of the inputs."""
+        return carry.take(self.conv.in_channels, self.num_carried)
+
+    def forward(self, whole: torch.Tensor, carry: Carry) -> torch.Tensor:
+        """`[B, C, num_carried + L]` -> `[B, C', at most rate * L]`"""
+        carry.keep(whole, self.num_carried)
+        channels, rate, taps = self.conv.out_channels, self.rate, self.num_carried + 1
+        weight = self.conv.weight.unflatten(2, (taps, rate)).flip(2)  # [C, C', taps, rate]
+        weight = weight.permute(1, 3, 0, 2).reshape(channels * rate, -1, taps)
+        bias = cast(torch.Tensor, self.conv.bias).repeat_interleave(rate)
+        wave = functional.conv1d(whole, weight, bias)  # [B, C' * rate, L]
+        wave = wave.unflatten(1, (channels, rate)).transpose(2, 3).flatten(2)
+        carry.grow(rate)
+        return carry.drop_beginning(wave, rate) if self.num_carried else wave
 
 
 class ResidualUnit(nn.Module):
@@ -42,7 +104,7 @@ class ResidualUnit(nn.Module):
     def __init__(self, unit: Qwen3OmniMoeCode2WavDecoderResidualUnit) -> None:
         super().__init__()
         self.act1 = SnakeBeta(unit.act1)
-        self.conv1 = unit.conv1
+        self.conv1 = CausalConv(unit.conv1)
         self.act2 = SnakeBeta(unit.act2)
         self.conv2 = unit.conv2
 
@@ -50,18 +112,104 @@ class ResidualUnit(nn.Module):
     def bias(self) -> torch.Tensor:
         return cast(torch.Tensor, self.conv2.conv.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, carry: Carry) -> torch.Tensor:
         """`[B, C, L]` -> the same shape, in the same memory."""
-        hidden = self.act2(self.conv1.conv(self.act1(x, num_zeros=self.conv1.padding)))
+        hidden = self.act2(self.conv1(self.act1(x, self.conv1.take(carry)), carry))
         pointwise = self.conv2.conv.weight[..., 0].expand(x.shape[0], -1, -1)  # [B, C, C]
         return x.baddbmm_(pointwise, hidden).add_(self.bias[:, None])
 
 
-def replace_layers(vocoder: Qwen3OmniMoeCode2Wav) -> None:
-    """Puts the layers of this file in the place of those that they equal."""
-    for parent in list(vocoder.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, Qwen3OmniMoeCode2WavDecoderResidualUnit):
-                setattr(parent, name, ResidualUnit(child))
-            elif isinstance(child, Qwen3OmniMoeSnakeBeta):
-                setattr(parent, name, SnakeBeta(child))
+class ConvNeXtBlock(nn.Module):
+    """Depthwise causal convolution, norm, and a position-wise network, scaled and added to the input."""
+
+    def __init__(self, block: Qwen3OmniMoeConvNeXtBlock) -> None:
+        super().__init__()
+        self.dwconv = CausalConv(block.dwconv)
+        self.norm = block.norm
+        self.pwconv1 = block.pwconv1
+        self.act = block.act
+        self.pwconv2 = block.pwconv2
+        self.gamma = block.gamma
+
+    def forward(self, x: torch.Tensor, carry: Carry) -> torch.Tensor:
+        """`[B, C, L]` -> the same shape."""
+        hidden = self.dwconv(torch.cat((self.dwconv.take(carry), x), dim=-1), carry)
+        hidden = self.pwconv2(self.act(self.pwconv1(self.norm(hidden.transpose(1, 2)))))
+        return torch.addcmul(x, hidden.transpose(1, 2), self.gamma[:, None])
+
+
+class DecoderBlock(nn.Module):
+    """Activation, transposed convolution, and three residual units."""
+
+    def __init__(self, layer: Qwen3OmniMoeCode2WavDecoderBlock) -> None:
+        super().__init__()
+        hf_layers: Any = layer.block  # nn.ModuleList does not tell their classes
+        activation, transposed, *units = hf_layers
+        self.block = nn.ModuleList(
+            [SnakeBeta(activation), TransposedConv(transposed), *(ResidualUnit(unit) for unit in units)]
+        )
+
+    def forward(self, x: torch.Tensor, carry: Carry) -> torch.Tensor:
+        """`[B, C, L]` -> `[B, C / 2, at most rate * L]`"""
+        layers: Any = self.block
+        activation, transposed, *units = layers
+        x = transposed(activation(x, transposed.take(carry)), carry)
+        for unit in units:
+            x = unit(x, carry)
+        return x
+
+
+class StreamingCode2Wav(nn.Module):
+    """HF transformers' vocoder, of which it takes the parameters, for batches of windows of streams."""
+
+    def __init__(self, vocoder: Qwen3OmniMoeCode2Wav) -> None:
+        super().__init__()
+        self.config = vocoder.config
+        self.pre_transformer = vocoder.pre_transformer
+        self.code_embedding = vocoder.code_embedding
+        self.code_offset = nn.Buffer(vocoder.code_offset, persistent=False)
+        hf_upsample: Any = vocoder.upsample
+        hf_decoder: Any = vocoder.decoder
+        self.upsample = nn.ModuleList(
+            nn.ModuleList([TransposedConv(transposed), ConvNeXtBlock(block)]) for transposed, block in hf_upsample
+        )
+        first, *blocks, activation, last = hf_decoder
+        self.decoder = nn.ModuleList(
+            [CausalConv(first), *(DecoderBlock(block) for block in blocks), SnakeBeta(activation), CausalConv(last)]
+        )
+        self._state_size = self._num_carried_keys() + sum(
+            layer.state_size for layer in self.modules() if isinstance(layer, (CausalConv, TransposedConv))
+        )
+
+    def new_state(self) -> torch.Tensor:
+        """`[state_size]`, that of a stream without frames."""
+        return self.code_embedding.weight.new_zeros(self._state_size)
+
+    def forward(self, codes: torch.Tensor, carry: Carry) -> torch.Tensor:
+        """`[B, num_quantizers, L]` int64 -> `[B, samples]` in [-1, 1], of which each row's own come first."""
+        x = self._transform(self.code_embedding(codes + self.code_offset).mean(1), carry).transpose(1, 2)
+        upsample: Any = self.upsample
+        for transposed, block in upsample:
+            x = block(transposed(x, carry), carry)
+        decoder: Any = self.decoder
+        first, *blocks, activation, last = decoder
+        x = first(torch.cat((first.take(carry), x), dim=-1), carry)
+        for block in blocks:
+            x = block(x, carry)
+        wave = last(activation(x, last.take(carry)), carry)
+        return wave[:, 0].clamp(min=-1, max=1)
+
+    def _num_carried_keys(self) -> int:
+        """Values of the keys and values of all layers."""
+        rows = [layer.self_attn.k_proj.out_features for layer in self.pre_transformer.layers]
+        return 2 * sum(rows) * (self.config.sliding_window - 1)
+
+    def _transform(self, x: torch.Tensor, carry: Carry) -> torch.Tensor:
+        """`[B, L, hidden]` -> the same shape. Its layers all see the same sliding window."""
+        keys = CarriedKeys(carry, self.config.sliding_window)
+        return self.pre_transformer(
+            inputs_embeds=x,
+            attention_mask={"sliding_attention": keys.mask(x.device), "full_attention": None},
+            position_ids=keys.positions(x.device),
+            past_key_values=keys,
+        ).last_hidden_state

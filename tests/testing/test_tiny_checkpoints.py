@@ -5,11 +5,23 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from vllm_omni.testing.media import make_prompt
-from vllm_omni.testing.tiny.tokenizer import NAMED_TOKENS, ROLES, SPECIAL_TOKENS, WORDS, make_tokenizer
+from vllm_omni.testing.tiny.qwen2_5_omni import SPEAKERS
+from vllm_omni.testing.tiny.tokenizer import QWEN2_5, QWEN3, ROLES, WORDS, Dialect, make_tokenizer
 from vllm_omni.testing.tiny_checkpoints import TINY_CHECKPOINTS, main, write_tiny_checkpoint
+
+
+QWEN2_5_OMNI = ("tiny_qwen2_5_omni", QWEN2_5)
+QWEN3_OMNI = ("tiny_qwen3_omni_moe", QWEN3)
+
+
+@pytest.fixture
+def omni(request: pytest.FixtureRequest) -> Path:
+    """The checkpoint whose fixture the test names."""
+    return request.getfixturevalue(request.param)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -23,15 +35,18 @@ def test_a_seed_decides_every_byte(name: str, tmp_path: Path) -> None:
     other = contents(write_tiny_checkpoint(name, tmp_path / "other", seed=2))
 
     assert again == first
-    assert {file for file in first if other[file] != first[file]} == {"model.safetensors"}
+    weights = {"qwen2_5_omni": {"model.safetensors", "spk_dict.pt"}}.get(name, {"model.safetensors"})
+    assert {file for file in first if other[file] != first[file]} == weights
+    assert sum(map(len, first.values())) < 10e6
 
 
-def test_processors_load_and_know_their_tokens(tiny_qwen3_omni_moe: Path) -> None:
-    processor = AutoProcessor.from_pretrained(tiny_qwen3_omni_moe)
+@pytest.mark.parametrize("omni, dialect, patch", [(*QWEN2_5_OMNI, 14), (*QWEN3_OMNI, 16)], indirect=["omni"])
+def test_processors_load_and_know_their_tokens(omni: Path, dialect: Dialect, patch: int) -> None:
+    processor = AutoProcessor.from_pretrained(omni)
 
-    assert processor.image_processor.patch_size == processor.video_processor.patch_size == 16
+    assert processor.image_processor.patch_size == processor.video_processor.patch_size == patch
     assert processor.feature_extractor.sampling_rate == 16_000
-    assert {name: getattr(processor, name) for name in NAMED_TOKENS} == NAMED_TOKENS
+    assert {name: getattr(processor, name) for name in dialect.named_tokens} == dialect.named_tokens
 
 
 def test_the_configuration_names_the_tokenizers_ids(tiny_qwen3_omni_moe: Path) -> None:
@@ -45,22 +60,35 @@ def test_the_configuration_names_the_tokenizers_ids(tiny_qwen3_omni_moe: Path) -
     assert config.thinker_config.text_config.vocab_size > len(tokenizer)
 
 
-def test_the_tokenizer_is_lossless_and_keeps_names_whole() -> None:
-    tokenizer = make_tokenizer()
+def test_speakers_differ_in_all_that_they_have(tiny_qwen2_5_omni: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2_5_omni)
+    speakers = torch.load(tiny_qwen2_5_omni / "spk_dict.pt", weights_only=True)
+
+    first_tokens = tokenizer.convert_ids_to_tokens([speaker["bos_token"] for speaker in speakers.values()])
+    assert dict(zip(speakers, first_tokens, strict=True)) == SPEAKERS
+    for part in ("cond", "ref_mel"):
+        assert len({speaker[part].sum().item() for speaker in speakers.values()}) == len(speakers)
+
+
+@pytest.mark.parametrize("dialect", [QWEN2_5, QWEN3])
+def test_the_tokenizer_is_lossless_and_keeps_names_whole(dialect: Dialect) -> None:
+    tokenizer = make_tokenizer(dialect)
     text = "Où est ma 猫? 12 cats\n\tand\x00 more"
 
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    for token in (*ROLES, *SPECIAL_TOKENS, *(" " + word for word in WORDS)):
+    for token in (*ROLES, *dialect.special_tokens, *(" " + word for word in WORDS)):
         assert len(tokenizer.encode(token)) == 1, token
 
 
-@pytest.mark.parametrize("kind, placeholder", [("image", "image"), ("audio", "audio"), ("video", "video")])
-def test_the_chat_template_renders_media_before_text(kind: str, placeholder: str, tiny_qwen3_omni_moe: Path) -> None:
-    prompt = make_prompt(tiny_qwen3_omni_moe, kind, question="What is it?")["prompt"]
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+@pytest.mark.parametrize("omni, dialect", [QWEN2_5_OMNI, QWEN3_OMNI], indirect=["omni"])
+def test_the_chat_template_renders_media_before_text(kind: str, omni: Path, dialect: Dialect) -> None:
+    prompt = make_prompt(omni, kind, question="What is it?")["prompt"]
 
-    user_turn = prompt.split("<|im_start|>")[2]
-    assert user_turn.startswith("user\n<|")
-    assert user_turn.endswith("_end|>What is it?<|im_end|>\n") and f"<|{placeholder}_pad|>" in user_turn
+    tokens = dialect.named_tokens
+    around = "audio" if kind == "audio" else "vision"
+    media = tokens[f"{around}_bos_token"] + tokens[f"{kind}_token"] + tokens[f"{around}_eos_token"]
+    assert prompt.split("<|im_start|>")[2] == f"user\n{media}What is it?<|im_end|>\n"
     assert prompt.endswith("<|im_start|>assistant\n")
 
 
@@ -85,8 +113,9 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest
     assert "MB in" in capsys.readouterr().out
 
 
-def test_the_large_size_is_large(tmp_path: Path) -> None:
-    path = write_tiny_checkpoint("qwen3_omni_moe", tmp_path, size="large")
+@pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_the_large_size_is_large(name: str, tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(name, tmp_path, size="large")
     config = AutoConfig.from_pretrained(path)
 
     assert config.thinker_config.text_config.hidden_size >= 512

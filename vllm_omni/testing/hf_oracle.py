@@ -1,64 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """What HF transformers makes of the same weights and the same prompts: the oracle of our tests and benchmarks.
 
-Greedy only. Where transformers 5.19 fails on valid input, the repair stands here, once, with its reason.
-Takes prompts as vLLM takes them; knows nothing of vllm_omni's engines.
+Greedy only. Where transformers 5.19 fails on valid input or answers it wrongly, the repair stands with the model in
+`vllm_omni.testing.oracles`, once, with its reason. Takes prompts as vLLM takes them; knows nothing of vllm_omni's
+engines.
 """
 
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoProcessor,
-    AutoTokenizer,
-    ProcessorMixin,
-    Qwen3OmniMoeForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, ProcessorMixin
 
 from vllm_omni.testing.media import SAMPLE_RATE
+from vllm_omni.testing.oracles.base import OracleResult, Question
+from vllm_omni.testing.oracles.qwen2_5_omni import Qwen2_5OmniReference
+from vllm_omni.testing.oracles.qwen3_omni_moe import Qwen3OmniMoeReference
 
+__all__ = ["HFOracle", "HFTextOracle", "OracleResult", "TextOracleResult", "hf_inputs", "torch_threads"]
 
-@dataclass
-class OracleResult:
-    """One prompt's answer.
-
-    Attributes:
-        prompt_token_ids: Placeholders expanded.
-        thinker_token_ids: Generated, with the end-of-turn token if there is one.
-        talker_token_ids: First code of each frame, as sampled, with codec_eos if there is one.
-        codes: int64 `[code groups, frames]`. A stop drops no frame, the length limit drops the last one.
-        audio: float32 `[samples]` at 24 kHz; empty if there is nothing to say.
-        talker_inputs: Tensors that the talker was given, by HF's names (`inputs_embeds` `[1, len, hidden]`,
-            `trailing_text_hidden`, `tts_pad_embed`, `talker_input_ids`, ...); empty if it was not run.
-        seconds: Wall time of the whole, preprocessing included.
-    """
-
-    prompt_token_ids: list[int]
-    thinker_token_ids: list[int] = field(default_factory=list)
-    talker_token_ids: list[int] = field(default_factory=list)
-    codes: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
-    audio: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    talker_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    seconds: float = 0.0
-    thinker_steps: tuple[tuple[torch.Tensor, ...], ...] = ()
-
-    def thinker_states(self, layer: int) -> torch.Tensor:
-        """Rows of the prompt and of all generated tokens but the last, which is never fed back.
-
-        Args:
-            layer: 0 for the embeddings that enter layer 0 (media merged in), k for what leaves layer k - 1,
-                before any visual feature is added there, and -1 for the last one after the final norm.
-
-        Returns:
-            `[len(prompt_token_ids) + len(thinker_token_ids) - 1, hidden]`.
-        """
-        return torch.cat([step[layer] for step in self.thinker_steps], dim=1)[0]
+REFERENCES: dict[str, type[Qwen2_5OmniReference] | type[Qwen3OmniMoeReference]] = {
+    "qwen2_5_omni": Qwen2_5OmniReference,
+    "qwen3_omni_moe": Qwen3OmniMoeReference,
+}
+"""By the `model_type` of a checkpoint's configuration."""
 
 
 @dataclass
@@ -77,18 +46,22 @@ class TextOracleResult:
 
 
 class HFOracle:
-    """Qwen3-Omni-MoE as transformers runs it, one prompt at a time."""
+    """An omni model as transformers runs it, repaired, one prompt at a time.
+
+    Attributes:
+        model: The model itself, for whoever wants to compare parts of it.
+    """
 
     def __init__(self, model: str | Path, dtype: torch.dtype = torch.float32, num_threads: int | None = None) -> None:
         """
         Args:
+            model: Folder or name of a checkpoint whose `model_type` is one of `REFERENCES`.
             num_threads: Threads of torch while generating. Tiny models are fastest on 1, by far; None leaves it.
         """
         self.num_threads = num_threads
         self.processor = AutoProcessor.from_pretrained(model)
-        self.model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(model, dtype=dtype).eval()
-        _repair_talker_config(self.model)
-        self._recorder = _Recorder(self.model)
+        self._reference = REFERENCES[AutoConfig.from_pretrained(model).model_type](model, dtype)
+        self.model = self._reference.model
 
     def generate(
         self,
@@ -98,8 +71,9 @@ class HFOracle:
         talker_max_tokens: int,
         thinker_min_tokens: int = 0,
         talker_min_tokens: int = 0,
-        speaker: str = "Ethan",
+        speaker: str | None = None,
         repetition_penalty: float = 1.05,
+        wave_seed: int = 0,
     ) -> OracleResult:
         """Answers one prompt, greedily.
 
@@ -107,28 +81,26 @@ class HFOracle:
             prompt: `{"prompt", "multi_modal_data", "mm_processor_kwargs"}`, as `media.make_prompt` makes it.
             thinker_min_tokens, talker_min_tokens: No end before so many tokens. Equal to the maximum they
                 fix the length of the output.
+            speaker: In any case; None for the model's own.
             repetition_penalty: The talker's.
+            wave_seed: Of the noise that Qwen2.5-Omni's wave is made from: the same as of a generator that
+                draws `randn([1, 2 * codes, 80])`. Qwen3-Omni draws none.
         """
         started = time.perf_counter()
         inputs = hf_inputs(self.processor, prompt)
         result = OracleResult(prompt_token_ids=inputs["input_ids"][0].tolist())
-        with torch_threads(self.num_threads), self._recorder.into(result), contextlib.suppress(_NothingToSay):
-            _, audio = self.model.generate(
-                **inputs,
-                return_audio=True,
-                speaker=speaker,
-                use_audio_in_video=prompt.get("mm_processor_kwargs", {}).get("use_audio_in_video", False),
-                thinker_do_sample=False,
-                thinker_max_new_tokens=thinker_max_tokens,
-                thinker_min_new_tokens=thinker_min_tokens,
-                # The default is the real checkpoint's <|im_end|>, whatever the configuration says.
-                thinker_eos_token_id=self.model.config.im_end_token_id,
-                talker_do_sample=False,
-                talker_max_new_tokens=talker_max_tokens,
-                talker_min_new_tokens=talker_min_tokens,
-                talker_repetition_penalty=repetition_penalty,
-            )
-            result.audio = audio.reshape(-1)
+        question = Question(
+            thinker_max_tokens=thinker_max_tokens,
+            talker_max_tokens=talker_max_tokens,
+            thinker_min_tokens=thinker_min_tokens,
+            talker_min_tokens=talker_min_tokens,
+            speaker=speaker,
+            repetition_penalty=repetition_penalty,
+            wave_seed=wave_seed,
+            use_audio_in_video=prompt.get("mm_processor_kwargs", {}).get("use_audio_in_video", False),
+        )
+        with torch_threads(self.num_threads):
+            self._reference.answer(inputs, question, result)
         result.seconds = time.perf_counter() - started
         return result
 
@@ -193,55 +165,3 @@ def _samples(clip: Any, rate: int) -> Any:
     if rate != SAMPLE_RATE:
         raise ValueError(f"the oracle does not resample: audio of {rate} Hz, not {SAMPLE_RATE}")
     return clip
-
-
-def _repair_talker_config(model: Qwen3OmniMoeForConditionalGeneration) -> None:
-    """Audio together with a picture or a video raises AttributeError in transformers 5.19: the talker's
-    `get_rope_index` reads `audio_config`, which only the thinker's configuration has."""
-    thinker_config: Any = model.config.thinker_config
-    model.talker.config.audio_config = thinker_config.audio_config
-
-
-class _NothingToSay(Exception):
-    """transformers 5.19 fails with a shape error where the right answer is no audio: where the thinker's
-    reply is one token long, and where the talker's first token is the end. Raised instead of that."""
-
-
-class _Recorder:
-    """Listens in on one model's `generate`, by shadowing methods of that object (not of its class)."""
-
-    def __init__(self, model: Qwen3OmniMoeForConditionalGeneration) -> None:
-        self._result = OracleResult(prompt_token_ids=[])
-        self._thinker_generate = model.thinker.generate
-        self._talker_generate = model.talker.generate
-        model.thinker.generate = self._on_thinker
-        model.talker.generate = self._on_talker
-
-    @contextlib.contextmanager
-    def into(self, result: OracleResult) -> Iterator[None]:
-        """Within the block, what the model does is written to `result`."""
-        self._result = result
-        try:
-            yield
-        finally:
-            self._result = OracleResult(prompt_token_ids=[])
-
-    def _on_thinker(self, **kwargs: Any) -> Any:
-        output = self._thinker_generate(**kwargs)
-        result = self._result
-        result.thinker_token_ids = output.sequences[0, len(result.prompt_token_ids) :].tolist()
-        result.thinker_steps = output.hidden_states
-        if len(result.thinker_token_ids) < 2:
-            raise _NothingToSay
-        return output
-
-    def _on_talker(self, **kwargs: Any) -> Any:
-        result = self._result
-        result.talker_inputs = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
-        output = self._talker_generate(**kwargs)
-        result.talker_token_ids = output.sequences[0].tolist()
-        frames = [step[-1] for step in output.hidden_states if step[-1] is not None]  # each [1, code groups]
-        if not frames:
-            raise _NothingToSay
-        result.codes = torch.cat(frames).T.contiguous()
-        return output

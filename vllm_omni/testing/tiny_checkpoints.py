@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 TINY_CHECKPOINTS = {
     "qwen3": "vllm_omni.testing.tiny.qwen3",
+    "qwen2_5_omni": "vllm_omni.testing.tiny.qwen2_5_omni",
     "qwen3_omni_moe": "vllm_omni.testing.tiny.qwen3_omni_moe",
 }
 """Name -> module with `SIZES` (names of sizes) and `write(path: Path, seed: int, size: str)`."""

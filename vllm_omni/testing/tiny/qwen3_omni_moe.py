@@ -5,8 +5,6 @@ The architecture is the real one; only the sizes are small. Fields that transfor
 that it or vLLM reads are marked.
 """
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,10 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
-    WhisperFeatureExtractor,
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
+from vllm_omni.testing.tiny.processors import MERGE, save_processors
 from vllm_omni.testing.tiny.tokenizer import (
     answer_token_ids,
     make_tokenizer,
@@ -28,12 +26,9 @@ from vllm_omni.testing.tiny.tokenizer import (
     save_tokenizer,
     token_id,
 )
-from vllm_omni.testing.tiny.weights import fill_random, limit_head
+from vllm_omni.testing.tiny.weights import fill_random, limit_head, scale_output
 
 PATCH = 16
-MERGE = 2
-TOKEN_PIXELS = (PATCH * MERGE) ** 2
-"""Pixels of one image or video token."""
 NUM_SPECIAL_CODES = 1024
 """The last ids of the talker's vocabulary: never spoken, except codec_eos."""
 MAX_POSITIONS = 8192
@@ -142,7 +137,7 @@ def write(path: Path, seed: int, size: str) -> None:
     model.generation_config = GenerationConfig(eos_token_id=[im_end, endoftext], pad_token_id=endoftext)
     model.save_pretrained(path)
     save_tokenizer(tokenizer, path)
-    _save_processors(path)
+    save_processors(path, "Qwen3OmniMoeProcessor", PATCH)
 
 
 def make_config(size: Size, tokenizer: Qwen2Tokenizer) -> Qwen3OmniMoeConfig:
@@ -344,43 +339,8 @@ def _shape_outputs(model: Qwen3OmniMoeForConditionalGeneration, tokenizer: Qwen2
     _quieten(model.code2wav)
 
 
-@torch.no_grad()
 def _quieten(vocoder: Qwen3OmniMoeCode2Wav) -> None:
-    """Scales the last convolution so that few samples are cut at +-1: there a wrong wave looks like a right one.
-
-    By a power of two, which changes exponents only: the files stay identical however the sum was rounded.
-    """
+    """Scales the last convolution so that few samples are cut at +-1: there a wrong wave looks like a right one."""
     codes = torch.arange(16) * torch.arange(1, vocoder.config.num_quantizers + 1)[:, None]
-    waves: list[torch.Tensor] = []
     last_conv: Any = vocoder.decoder[-1].conv
-    hook = last_conv.register_forward_hook(lambda _module, _args, wave: waves.append(wave))
-    vocoder((codes % vocoder.config.codebook_size)[None])
-    hook.remove()
-    last_conv.weight *= 2.0 ** round(math.log2(WAVE_STD / waves[0].std().item()))
-
-
-def _save_processors(path: Path) -> None:
-    """preprocessor_config.json (image and audio in one file, as in the real checkpoint) and the video one."""
-    image = _vision_processor_fields("image_processor_type", "Qwen2VLImageProcessor")
-    audio = WhisperFeatureExtractor(feature_size=128, chunk_length=30).to_dict()
-    audio.pop("mel_filters", None)  # computed when it is loaded
-    common = {**audio, **image, "processor_class": "Qwen3OmniMoeProcessor"}
-    video = _vision_processor_fields("video_processor_type", "Qwen2VLVideoProcessor")
-    _write_json(path / "preprocessor_config.json", common)
-    _write_json(path / "video_preprocessor_config.json", {**video, "processor_class": "Qwen3OmniMoeProcessor"})
-
-
-def _vision_processor_fields(type_key: str, type_name: str) -> dict[str, Any]:
-    return {
-        type_key: type_name,
-        "size": {"shortest_edge": 4 * TOKEN_PIXELS, "longest_edge": 64 * TOKEN_PIXELS},
-        "patch_size": PATCH,
-        "merge_size": MERGE,
-        "temporal_patch_size": 2,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-    }
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    scale_output(last_conv, WAVE_STD, lambda: vocoder((codes % vocoder.config.codebook_size)[None]))

@@ -7,6 +7,8 @@ an answer one can read. Everything else is spelled byte by byte. Knows nothing o
 """
 
 import json
+import string
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +30,90 @@ WORDS = tuple(_WORD_LIST.split())
 
 PUNCTUATION = (".", ",", "?", "!")
 
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|audio_start|>",
-    "<|audio_end|>",
-    "<|audio_pad|>",
-    "<tts_pad>",
-    "<tts_text_bos>",
-    "<tts_text_eod>",
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a family of models spells its special tokens.
+
+    Attributes:
+        named_tokens: Attributes that the family's processor reads from the tokenizer.
+        special_tokens: All, in the order of their ids, which follow those of the words.
+    """
+
+    named_tokens: dict[str, str]
+    special_tokens: tuple[str, ...]
+
+    @property
+    def chat_template(self) -> str:
+        """Media stand before the text of their turn where the conversation has them there."""
+        names = self.named_tokens
+        vision, audio = (names[f"{kind}_bos_token"] + "{}" + names[f"{kind}_eos_token"] for kind in ("vision", "audio"))
+        placeholders = {
+            "IMAGE": vision.format(names["image_token"]),
+            "VIDEO": vision.format(names["video_token"]),
+            "AUDIO": audio.format(names["audio_token"]),
+        }
+        return string.Template(CHAT_TEMPLATE).substitute(placeholders)
+
+
+QWEN3 = Dialect(
+    named_tokens={
+        "image_token": "<|image_pad|>",
+        "audio_token": "<|audio_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_bos_token": "<|vision_start|>",
+        "vision_eos_token": "<|vision_end|>",
+        "audio_bos_token": "<|audio_start|>",
+        "audio_eos_token": "<|audio_end|>",
+    },
+    special_tokens=(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|vision_pad|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+        "<|audio_start|>",
+        "<|audio_end|>",
+        "<|audio_pad|>",
+        "<tts_pad>",
+        "<tts_text_bos>",
+        "<tts_text_eod>",
+    ),
 )
 
-NAMED_TOKENS = {
-    "image_token": "<|image_pad|>",
-    "audio_token": "<|audio_pad|>",
-    "video_token": "<|video_pad|>",
-    "vision_bos_token": "<|vision_start|>",
-    "vision_eos_token": "<|vision_end|>",
-    "audio_bos_token": "<|audio_start|>",
-    "audio_eos_token": "<|audio_end|>",
-}
-"""Attributes that Qwen's omni processors read from the tokenizer."""
+QWEN2_5 = Dialect(
+    named_tokens={
+        "image_token": "<|IMAGE|>",
+        "audio_token": "<|AUDIO|>",
+        "video_token": "<|VIDEO|>",
+        "vision_bos_token": "<|vision_bos|>",
+        "vision_eos_token": "<|vision_eos|>",
+        "audio_bos_token": "<|audio_bos|>",
+        "audio_eos_token": "<|audio_eos|>",
+    },
+    special_tokens=(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|AUDIO|>",
+        "<|audio_bos|>",
+        "<|audio_eos|>",
+        "<|vision_bos|>",
+        "<|vision_eos|>",
+        "<|vision_pad|>",
+        "<|IMAGE|>",
+        "<|VIDEO|>",
+        "<tts_pad>",
+        "<tts_text_bos>",
+        "<tts_text_eod>",
+        "<tts_bos_ethan>",
+        "<tts_bos_aiden>",
+    ),
+)
+"""The last two begin what two of the speakers say, in place of `<tts_text_bos>`."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -64,11 +123,11 @@ CHAT_TEMPLATE = """\
 {%- else -%}
 {%- for part in message.content -%}
 {%- if part.type in ("image", "image_url") or "image" in part or "image_url" in part -%}
-<|vision_start|><|image_pad|><|vision_end|>
+$IMAGE
 {%- elif part.type in ("video", "video_url") or "video" in part -%}
-<|vision_start|><|video_pad|><|vision_end|>
+$VIDEO
 {%- elif part.type in ("audio", "audio_url", "input_audio") or "audio" in part -%}
-<|audio_start|><|audio_pad|><|audio_end|>
+$AUDIO
 {%- elif "text" in part -%}
 {{ part.text }}
 {%- endif -%}
@@ -82,8 +141,8 @@ CHAT_TEMPLATE = """\
 """
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
-    """The tokenizer all tiny checkpoints share. `<|im_end|>` ends a turn, `<|endoftext|>` pads."""
+def make_tokenizer(dialect: Dialect = QWEN3) -> Qwen2Tokenizer:
+    """The tokenizer that all tiny checkpoints of a dialect share. `<|im_end|>` ends a turn, `<|endoftext|>` pads."""
     vocab, merges = _vocabulary()
     no_unknown: Any = None  # every byte is known; the constructor's annotation says str
     tokenizer = Qwen2Tokenizer(
@@ -94,18 +153,18 @@ def make_tokenizer() -> Qwen2Tokenizer:
         pad_token="<|endoftext|>",
         model_max_length=32768,
     )
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in dialect.special_tokens])
+    tokenizer.chat_template = dialect.chat_template
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Qwen2Tokenizer, path: Path) -> None:
+def save_tokenizer(tokenizer: Qwen2Tokenizer, path: Path, dialect: Dialect = QWEN3) -> None:
     """Writes tokenizer.json, tokenizer_config.json (with the named tokens) and chat_template.jinja."""
     tokenizer.save_pretrained(path)
     config_file = path / "tokenizer_config.json"
     config = json.loads(config_file.read_text())
     # A dict, not a list: only then does transformers offer them as attributes of the tokenizer.
-    config["extra_special_tokens"] = NAMED_TOKENS
+    config["extra_special_tokens"] = dialect.named_tokens
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -6,6 +6,9 @@ such outputs proves little. Here every layer keeps the scale of what flows throu
 and norms and gains differ from one, so that a norm or a gain that is left out shows.
 """
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -55,6 +58,20 @@ def limit_head(head: nn.Linear, live: list[int], favoured: int | None = None, fa
         head.weight[dead] = 0
         if favoured is not None:
             head.weight[favoured] *= factor
+
+
+@torch.no_grad()
+def scale_output(layer: nn.Module, std: float, run: Callable[[], object]) -> None:
+    """Scales the weight of `layer` so that its output has about the standard deviation `std` while `run` runs.
+
+    By a power of two, which changes exponents only: the files stay identical however the sum was rounded.
+    """
+    outputs: list[torch.Tensor] = []
+    hook = layer.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+    run()
+    hook.remove()
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    weight *= 2.0 ** round(math.log2(std / outputs[-1].std().item()))
 
 
 def _fan_in(name: str, parameter: torch.Tensor, stride: int | None) -> float:

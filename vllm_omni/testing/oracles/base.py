@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the oracles of all models share: what they are asked, what they answer, how to listen in on `generate`.
+
+Knows no model.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Question:
+    """How one prompt is to be answered, greedily. `HFOracle.generate` describes the fields."""
+
+    thinker_max_tokens: int
+    talker_max_tokens: int
+    thinker_min_tokens: int
+    talker_min_tokens: int
+    speaker: str | None
+    repetition_penalty: float
+    wave_seed: int
+    use_audio_in_video: bool
+
+    def generate_kwargs(self) -> dict[str, Any]:
+        """What both models' `generate` takes."""
+        return {
+            "use_audio_in_video": self.use_audio_in_video,
+            "thinker_do_sample": False,
+            "thinker_max_new_tokens": self.thinker_max_tokens,
+            "thinker_min_new_tokens": self.thinker_min_tokens,
+            "talker_do_sample": False,
+            "talker_max_new_tokens": self.talker_max_tokens,
+            "talker_min_new_tokens": self.talker_min_tokens,
+            "talker_repetition_penalty": self.repetition_penalty,
+        }
+
+
+@dataclass
+class OracleResult:
+    """One prompt's answer.
+
+    Attributes:
+        prompt_token_ids: Placeholders expanded.
+        thinker_token_ids: Generated, with the end-of-turn token if there is one.
+        talker_token_ids: First code of each frame, as sampled, with the stop token if there is one.
+        codes: int64 `[code groups, frames]`, without the stop token. Qwen3-Omni drops the last frame where the
+            length limit ended it, Qwen2.5-Omni does not.
+        audio: float32 `[samples]` at 24 kHz; empty if there is nothing to say.
+        talker_inputs: Tensors that the talker was given, by HF's names (`inputs_embeds` `[1, len, hidden]` and
+            `thinker_reply_part` or `trailing_text_hidden`, ...); empty if it was not run.
+        seconds: Wall time of the whole, preprocessing included.
+    """
+
+    prompt_token_ids: list[int]
+    thinker_token_ids: list[int] = field(default_factory=list)
+    talker_token_ids: list[int] = field(default_factory=list)
+    codes: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
+    audio: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    talker_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
+    thinker_steps: tuple[tuple[torch.Tensor, ...], ...] = ()
+
+    def thinker_states(self, layer: int) -> torch.Tensor:
+        """Rows of the prompt and of all generated tokens but the last, which is never fed back.
+
+        Args:
+            layer: 0 for the embeddings that enter layer 0 (media merged in), k for what leaves layer k - 1,
+                before any visual feature is added there, and -1 for the last one after the final norm.
+
+        Returns:
+            `[len(prompt_token_ids) + len(thinker_token_ids) - 1, hidden]`.
+        """
+        return torch.cat([step[layer] for step in self.thinker_steps], dim=1)[0]
+
+
+class NothingToSay(Exception):
+    """transformers 5.19 fails with a shape error where the right answer is no audio: where the thinker's
+    reply is one token long, and where the talker's first token is the end. Raised instead of that."""
+
+
+class Reference(ABC):
+    """One model as transformers runs it, repaired where it fails on valid input or answers it wrongly.
+
+    It listens in on `generate` by shadowing methods of the loaded model's parts (not of their classes).
+
+    Attributes:
+        model: What `from_pretrained` gave, in evaluation mode.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._result = OracleResult(prompt_token_ids=[])
+        self._thinker_generate = model.thinker.generate
+        self._talker_generate = model.talker.generate
+        model.thinker.generate = self._on_thinker
+        model.talker.generate = self._on_talker
+
+    def answer(self, inputs: dict[str, Any], question: Question, result: OracleResult) -> None:
+        """Writes the answer to `inputs`, the tensors of one prompt, into `result`."""
+        with self._writing_to(result), contextlib.suppress(NothingToSay):
+            result.audio = self.generate(inputs, question)
+
+    @abstractmethod
+    def generate(self, inputs: dict[str, Any], question: Question) -> torch.Tensor:
+        """Calls the model's `generate`; float32 `[samples]`."""
+
+    @abstractmethod
+    def run_talker(self, generate: Callable[..., Any], kwargs: dict[str, Any], result: OracleResult) -> Any:
+        """Calls the talker's own `generate` and notes its tokens and codes in `result`.
+
+        Raises:
+            NothingToSay: It ended at once.
+        """
+
+    @contextlib.contextmanager
+    def _writing_to(self, result: OracleResult) -> Iterator[None]:
+        self._result = result
+        try:
+            yield
+        finally:
+            self._result = OracleResult(prompt_token_ids=[])
+
+    def _on_thinker(self, **kwargs: Any) -> Any:
+        output = self._thinker_generate(**kwargs)
+        result = self._result
+        result.thinker_token_ids = output.sequences[0, len(result.prompt_token_ids) :].tolist()
+        result.thinker_steps = output.hidden_states
+        if len(result.thinker_token_ids) < 2:
+            raise NothingToSay
+        return output
+
+    def _on_talker(self, **kwargs: Any) -> Any:
+        result = self._result
+        result.talker_inputs = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        return self.run_talker(self._talker_generate, kwargs, result)

@@ -44,7 +44,8 @@ class Report:
         self.settings |= machine()
         print(f"\n{self.name}: " + ", ".join(f"{key} {value}" for key, value in self.settings.items()) + "\n")
         print(format_table(self.rows))
-        print("\n" + format_table([{"ratio": name, "value": value} for name, value in self.ratios.items()]))
+        if self.ratios:
+            print("\n" + format_table([{"ratio": name, "value": value} for name, value in self.ratios.items()]))
         for note in self.notes:
             print(f"- {note}")
         if output is not None:

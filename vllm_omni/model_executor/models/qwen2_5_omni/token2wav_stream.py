@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one request's codes are vocoded window by window.
+
+Neither half of the vocoder is causal. Of a window that is not the last one, the last blocks of frames are therefore
+held back: they are computed, so that the blocks before them hear what follows, and computed again with the next window.
+What was computed before a window comes into it as the keys and values of its last block, and as the frames of the
+spectrogram that the wave's first samples depend on. The first samples of a window fade over from what the window before
+it had made of them.
+
+This file knows no weights.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_dit import DiTInput
+
+HELD_BLOCKS = 1
+"""Whole blocks of frames at a window's end that are held back; 12 codes, 0.24 s each in the published checkpoint."""
+
+CONTEXT_FRAMES = 24
+"""Frames of the spectrogram before and after a window that its wave is made from."""
+
+FADE_FRAMES = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """What a request keeps from one window to the next.
+
+    Attributes:
+        codes: `[T]` int64, those that are held back.
+        noise: float32 `[repeats * T, mel_dim]`, theirs.
+        generator_state: Of the generator that draws the noise, for the codes to come.
+        num_blocks: Blocks that are done.
+        past: What the DiT kept of the last of them; None before the first.
+        mel: float32 `[frames, mel_dim]`, up to `CONTEXT_FRAMES` that are done.
+        overlap: float32 `[samples]`, what the last window made of the samples after its end.
+    """
+
+    codes: torch.Tensor
+    noise: torch.Tensor
+    generator_state: torch.Tensor
+    num_blocks: int
+    past: torch.Tensor | None
+    mel: torch.Tensor
+    overlap: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is computed for one request in one step: the codes held back before, and the new ones.
+
+    Attributes:
+        state: As the window before it left it, with the new codes and their noise.
+        speaker: Name in lower case.
+        num_final_blocks: Blocks that are done with this window.
+        num_final_frames: Their frames: those that become audio now.
+    """
+
+    state: StreamState
+    speaker: str
+    num_final_blocks: int
+    num_final_frames: int
+    is_last: bool
+
+    @property
+    def dit_input(self) -> DiTInput:
+        state = self.state
+        kept = None if self.is_last else self.num_final_blocks - 1
+        return DiTInput(state.codes, state.noise, self.speaker, state.num_blocks, state.past, kept)
+
+    def choose_frames(self, mel: torch.Tensor) -> torch.Tensor:
+        """`[frames, mel_dim]` of the window -> those that its wave is made from."""
+        return torch.cat([self.state.mel, mel[: self.num_final_frames + CONTEXT_FRAMES]])
+
+
+class WindowPlanner:
+    """Makes windows of what comes, and of what was computed from them the state for the next one."""
+
+    def __init__(self, repeats: int, mel_dim: int, block_size: int, samples_per_frame: int) -> None:
+        self.repeats = repeats
+        self.mel_dim = mel_dim
+        self.block_size = block_size
+        self.samples_per_frame = samples_per_frame
+
+    def open(self, information: dict[str, Any], state: StreamState | None) -> Window:
+        """
+        Args:
+            information: `codes`, int64 `[T]`, may be empty; `speaker`; `is_last`; `seed` or none.
+            state: None for a request's first window.
+        """
+        if state is None:
+            state = self._begin(information.get("seed"))
+        state = self._extend(state, information["codes"])
+        num_frames, is_last = state.noise.shape[0], bool(information["is_last"])
+        if is_last:
+            return Window(state, information["speaker"], -(-num_frames // self.block_size), num_frames, is_last)
+        blocks = max(0, num_frames // self.block_size - HELD_BLOCKS)
+        return Window(state, information["speaker"], blocks, blocks * self.block_size, is_last)
+
+    def close(
+        self, window: Window, mel: torch.Tensor, past: torch.Tensor | None, wave: torch.Tensor
+    ) -> tuple[torch.Tensor, StreamState]:
+        """The window's audio, and the state after it.
+
+        Args:
+            mel: `[frames, mel_dim]`, of all frames of the window.
+            past: What the DiT kept.
+            wave: `[samples]` made of `window.choose_frames(mel)`.
+        """
+        state, frames = window.state, window.num_final_frames
+        wave = wave[state.mel.shape[0] * self.samples_per_frame :]
+        audio, rest = wave[: frames * self.samples_per_frame], wave[frames * self.samples_per_frame :]
+        after = StreamState(
+            codes=state.codes[frames // self.repeats :],
+            noise=state.noise[frames:].clone(),
+            generator_state=state.generator_state,
+            num_blocks=state.num_blocks + window.num_final_blocks,
+            past=past,
+            mel=torch.cat([state.mel, mel[:frames]])[-CONTEXT_FRAMES:].clone(),
+            overlap=rest[: FADE_FRAMES * self.samples_per_frame].clone(),
+        )
+        return _fade(state.overlap, audio), after
+
+    def _begin(self, seed: int | None) -> StreamState:
+        generator = torch.Generator()
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed)
+        nothing = torch.empty(0, self.mel_dim)
+        return StreamState(
+            codes=torch.empty(0, dtype=torch.int64),
+            noise=nothing,
+            generator_state=generator.get_state(),
+            num_blocks=0,
+            past=None,
+            mel=nothing,
+            overlap=torch.empty(0),
+        )
+
+    def _extend(self, state: StreamState, codes: torch.Tensor) -> StreamState:
+        """Noise is drawn in the order of the frames: windows get what the whole would get at once."""
+        generator = torch.Generator()
+        generator.set_state(state.generator_state)
+        noise = torch.randn(self.repeats * codes.shape[0], self.mel_dim, generator=generator)
+        return replace(
+            state,
+            codes=torch.cat([state.codes, codes]),
+            noise=torch.cat([state.noise, noise]),
+            generator_state=generator.get_state(),
+        )
+
+
+def _fade(overlap: torch.Tensor, audio: torch.Tensor) -> torch.Tensor:
+    """`audio`, whose beginning goes over from `overlap` to itself."""
+    length = min(overlap.shape[0], audio.shape[0])
+    if length == 0:
+        return audio
+    weight = torch.linspace(0, 1, length + 2, device=audio.device)[1:-1]
+    return torch.cat([torch.lerp(overlap[:length], audio[:length], weight), audio[length:]])

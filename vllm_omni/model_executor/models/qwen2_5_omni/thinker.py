@@ -10,11 +10,13 @@ from typing import ClassVar, Literal
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.models.interfaces import MultiModalEmbeddings
 from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from vllm_omni.model_executor.interfaces import RequestSpan
 from vllm_omni.model_executor.models.qwen2_5_omni.rope import MM_KEYS, RopeIndex
+from vllm_omni.model_executor.models.sound_in_video import in_token_order
 
 TALKER_INPUT = "talker_input"
 """The thinker's output: `[rows, thinker_hidden]`, a row for each token of the prompt and the reply but the last."""
@@ -28,9 +30,13 @@ class OmniQwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = self.config
-        placeholders = [config.audio_token_index, config.image_token_index, config.video_token_index]
+        self.token_ids = {
+            "audio": config.audio_token_index,
+            "image": config.image_token_index,
+            "video": config.video_token_index,
+        }
         self.placeholder_ids: torch.Tensor
-        self.register_buffer("placeholder_ids", torch.tensor(placeholders), persistent=False)
+        self.register_buffer("placeholder_ids", torch.tensor([*self.token_ids.values()]), persistent=False)
         self.rope_index = RopeIndex(config)
 
     def get_mrope_input_positions(
@@ -47,6 +53,17 @@ class OmniQwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
             return super().get_mrope_input_positions(input_tokens, mm_features)
         positions = self.rope_index(torch.tensor(input_tokens), media)
         return positions, int(positions.max()) + 1 - len(input_tokens)
+
+    def embed_input_ids(
+        self,
+        input_ids: torch.Tensor,
+        multimodal_embeddings: MultiModalEmbeddings | None = None,
+        *,
+        is_multimodal: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """vLLM's, with embeddings in the order of their tokens."""
+        ordered = in_token_order(input_ids, multimodal_embeddings, is_multimodal, self.token_ids)
+        return super().embed_input_ids(input_ids, ordered, is_multimodal=is_multimodal)
 
     def preprocess(
         self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None, spans: list[RequestSpan]

@@ -14,10 +14,12 @@ from typing import ClassVar, Literal
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.models.interfaces import MultiModalEmbeddings
 from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from vllm_omni.model_executor.interfaces import RequestSpan
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
+from vllm_omni.model_executor.models.sound_in_video import in_token_order
 
 
 class OmniQwen3OmniMoeThinker(Qwen3OmniMoeThinkerForConditionalGeneration):
@@ -35,9 +37,24 @@ class OmniQwen3OmniMoeThinker(Qwen3OmniMoeThinkerForConditionalGeneration):
                 f"and below the thinker's {num_layers} layers"
             )
         self.omni_aux_hidden_state_layers = (layer,)
-        placeholders = [self.config.audio_token_id, self.config.image_token_id, self.config.video_token_id]
+        self.token_ids = {
+            "audio": self.config.audio_token_id,
+            "image": self.config.image_token_id,
+            "video": self.config.video_token_id,
+        }
         self.placeholder_ids: torch.Tensor
-        self.register_buffer("placeholder_ids", torch.tensor(placeholders), persistent=False)
+        self.register_buffer("placeholder_ids", torch.tensor([*self.token_ids.values()]), persistent=False)
+
+    def embed_input_ids(
+        self,
+        input_ids: torch.Tensor,
+        multimodal_embeddings: MultiModalEmbeddings | None = None,
+        *,
+        is_multimodal: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """vLLM's, with embeddings in the order of their tokens."""
+        ordered = in_token_order(input_ids, multimodal_embeddings, is_multimodal, self.token_ids)
+        return super().embed_input_ids(input_ids, ordered, is_multimodal=is_multimodal)
 
     def preprocess(
         self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None, spans: list[RequestSpan]

@@ -63,6 +63,7 @@ class StageOutput(msgspec.Struct, kw_only=True):
     Attributes:
         prompt_token_ids: The prompt of this stage's engine (placeholders expanded); in a stream, in its first piece.
         prompt_logprobs: For each of them the likeliest tokens (None for the first), if asked for; as they in a stream.
+        num_cached_tokens: How many of them the engine found in its prefix cache; None where it does not say.
         completions: Generated sequences; empty for stages that generate none. In a stream: what is new of each.
         tensors: The model's outputs by name, on the CPU, e.g. `audio` float32 `[samples]`. In a stream: new rows.
         data: Plain values made by function stages.
@@ -77,6 +78,7 @@ class StageOutput(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     prompt_token_ids: list[int] = []
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
     completions: list[Completion] = []
     tensors: dict[str, torch.Tensor] = {}
     data: dict[str, Any] = {}
@@ -85,6 +87,11 @@ class StageOutput(msgspec.Struct, kw_only=True):
     start: int = 0
     context: int = 0
     is_last: bool = True
+
+    @property
+    def first_completion(self) -> Completion | None:
+        """The first of the generated sequences, which is the one that other stages read; None where it is not here."""
+        return next((completion for completion in self.completions if completion.index == 0), None)
 
 
 def merge_stage_outputs(pieces: Sequence[StageOutput]) -> StageOutput:
@@ -101,6 +108,7 @@ def merge_stage_outputs(pieces: Sequence[StageOutput]) -> StageOutput:
         prompt=next((part.prompt for part in parts if part.prompt is not None), None),
         prompt_token_ids=next((part.prompt_token_ids for part in parts if part.prompt_token_ids), []),
         prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs), None),
+        num_cached_tokens=next((p.num_cached_tokens for p in parts if p.num_cached_tokens is not None), None),
         completions=_merge_completions(parts),
         tensors=_merge_tensors(parts),
         data={name: value for part in parts for name, value in part.data.items()},
@@ -258,6 +266,7 @@ def make_omni_request_output(
         prompt_logprobs=output.prompt_logprobs,
         outputs=completions,
         finished=True,
+        num_cached_tokens=output.num_cached_tokens,
     )
     vars(request_output)["multimodal_output"] = output.tensors  # older clients read it here
     return OmniRequestOutput(

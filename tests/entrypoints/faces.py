@@ -50,6 +50,12 @@ def long(text: str = "p", **options: Any) -> dict[str, Any]:
     return ask(text, fake_tokens=100_000, fake_seconds=0.01, fake_only="writer", **options)
 
 
+def make_chat(num_tokens: int) -> dict[str, Any]:
+    """A prompt of so many tokens for the tiny Qwen3-Omni, of which 8 are not text; the talker's prompt has 6 more."""
+    text = "!" * (num_tokens - 8)
+    return {"prompt": f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"}
+
+
 def is_idle(face: PipelineFace) -> bool:
     """No stage works on anything. Asked after an abort, this sees its effect: a stage takes messages in order."""
     stats = face.stats()

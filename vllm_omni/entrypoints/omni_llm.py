@@ -42,7 +42,7 @@ class OmniLLM(PipelineFace):
         use_tqdm: bool | None = None,
         *,
         stream: Literal[False] = False,
-        lora_request: LoRARequest | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[OmniRequestOutput]: ...
 
     @overload
@@ -53,7 +53,7 @@ class OmniLLM(PipelineFace):
         use_tqdm: bool | None = None,
         *,
         stream: Literal[True],
-        lora_request: LoRARequest | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> Iterator[OmniEvent]: ...
 
     def generate(
@@ -63,7 +63,7 @@ class OmniLLM(PipelineFace):
         use_tqdm: bool | None = None,
         *,
         stream: bool = False,
-        lora_request: LoRARequest | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[OmniRequestOutput] | Iterator[OmniEvent]:
         """Runs prompts through the pipeline, many at a time.
 
@@ -76,8 +76,9 @@ class OmniLLM(PipelineFace):
             stream: Return an iterator over the events of all prompts, as they happen, instead of waiting for the end.
                 A prompt's events have its `request_id`: "0", "1", ... in the order of all prompts ever given. One that
                 fails ends with an `ErrorEvent`, and nothing is raised for it. Closing the iterator aborts the rest.
-            lora_request: The LoRA adapter that the first stage runs all these prompts with; that stage needs the
-                engine argument `enable_lora` (`stage_overrides={"thinker": {"enable_lora": True}}`).
+            lora_request: The LoRA adapter that the first stage runs with: one for all prompts, or a list with one (or
+                None) for each. The stage needs vLLM's `enable_lora`, e.g.
+                `stage_overrides={"thinker": {"enable_lora": True}}`.
 
         Returns:
             The outputs in the order of the prompts; for each prompt one output for each final stage that its
@@ -88,7 +89,7 @@ class OmniLLM(PipelineFace):
             RequestError: A prompt failed inside a stage. The others were completed: see the error's `results`.
             PipelineClosedError: `close()` was called.
         """
-        batch = _Batch(self, _as_list(prompts), sampling_params_list, lora_request, stream)
+        batch = _Batch(self, _pair(_as_list(prompts), lora_request), sampling_params_list, stream)
         events = batch.events(use_tqdm=not stream if use_tqdm is None else use_tqdm)
         return events if stream else _collect(events)
 
@@ -99,16 +100,14 @@ class _Batch:
     def __init__(
         self,
         owner: OmniLLM,
-        prompts: Sequence[str | OmniPrompt],
+        prompts: list[tuple[str | OmniPrompt, LoRARequest | None]],
         sampling_params_list: Sequence[StageSamplingParams] | None,
-        lora_request: LoRARequest | None,
         streams: bool,
     ) -> None:
         self._owner = owner  # Keeps it from being closed as long as somebody reads its events.
         self._pipeline = owner._pipeline
         self._prompts = prompts
         self._sampling_params_list = sampling_params_list
-        self._lora_request = lora_request
         self._streams = streams
         self._events: queue.SimpleQueue[OmniEvent | Exception] = queue.SimpleQueue()
         self._is_given_up = threading.Event()
@@ -148,20 +147,20 @@ class _Batch:
 
     def _submit_all(self) -> None:
         try:
-            for prompt in self._prompts:
+            for prompt, lora_request in self._prompts:
                 if self._is_given_up.is_set():
                     return
-                self._submit(prompt)
+                self._submit(prompt, lora_request)
         except Exception as error:
             self._events.put(error)
 
-    def _submit(self, prompt: str | OmniPrompt) -> None:
+    def _submit(self, prompt: str | OmniPrompt, lora_request: LoRARequest | None) -> None:
         request = self._pipeline.builder.build(
             prompt,
             self._sampling_params_list,
             self._events.put,
             streams=self._streams,
-            lora_request=self._lora_request,
+            lora_request=lora_request,
         )
         self._running[request.request_id] = None
         orchestrator = self._pipeline.orchestrator
@@ -216,6 +215,17 @@ class _ProgressBar:
 
 def _as_list(prompts: Prompts) -> Sequence[str | OmniPrompt]:
     return [prompts] if isinstance(prompts, (str, dict)) else cast("Sequence[Any]", prompts)
+
+
+def _pair(
+    prompts: Sequence[str | OmniPrompt], lora_request: LoRARequest | Sequence[LoRARequest | None] | None
+) -> list[tuple[str | OmniPrompt, LoRARequest | None]]:
+    """Each prompt with its adapter."""
+    if not isinstance(lora_request, (list, tuple)):
+        return [(prompt, cast("LoRARequest | None", lora_request)) for prompt in prompts]
+    if len(lora_request) != len(prompts):
+        raise ValueError(f"lora_request has {len(lora_request)} entries for {len(prompts)} prompts")
+    return list(zip(prompts, lora_request, strict=True))
 
 
 def _collect(events: Iterator[OmniEvent]) -> list[OmniRequestOutput]:

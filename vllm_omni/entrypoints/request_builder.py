@@ -5,6 +5,7 @@ Rendering, tokenizing and multimodal preprocessing happen here, in the caller's 
 processor; the first stage receives a request that is ready for its engine. Wrong input is refused here.
 """
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -240,5 +241,9 @@ def _make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     """`structured_outputs`, too, may be a dict of its fields."""
     constraint = values.get("structured_outputs")
     if isinstance(constraint, Mapping):
+        known = [field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init]
+        for key in constraint:
+            if key not in known:
+                raise ValueError(f"unknown key {key!r} in structured_outputs{nearest(key, known)}")
         values = {**values, "structured_outputs": StructuredOutputsParams(**constraint)}
     return SamplingParams(**values)

@@ -80,7 +80,8 @@ class WindowReader:
 
     def _count(self, piece: StageOutput) -> int:
         if self._unit == "tokens":
-            return len(piece.completions[0].token_ids) if piece.completions else 0
+            first = piece.first_completion
+            return 0 if first is None else len(first.token_ids)
         rows = piece.tensors.get(self._unit)
         return 0 if rows is None else rows.shape[0]
 

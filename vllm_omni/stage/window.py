@@ -87,21 +87,26 @@ class _TokenUnits:
         return self._start + len(self._tokens)
 
     def take_from(self, piece: StageOutput) -> StageOutput:
-        if not piece.completions:
+        first = piece.first_completion
+        if first is None:
             return piece
-        first, *others = piece.completions
         self._tokens += first.token_ids
-        return msgspec.structs.replace(piece, completions=[msgspec.structs.replace(first, token_ids=[]), *others])
+        return _with_first(piece, msgspec.structs.replace(first, token_ids=[]))
 
     def put_into(self, window: StageOutput, start: int, stop: int) -> None:
         tokens = self._tokens[start - self._start : stop - self._start]
-        first, *others = window.completions or [Completion()]
-        window.completions = [msgspec.structs.replace(first, token_ids=tokens), *others]
+        first = window.first_completion or Completion()
+        window.completions = _with_first(window, msgspec.structs.replace(first, token_ids=tokens)).completions
 
     def forget_before(self, position: int) -> None:
         if position > self._start:
             del self._tokens[: position - self._start]
             self._start = position
+
+
+def _with_first(output: StageOutput, first: Completion) -> StageOutput:
+    others = [completion for completion in output.completions if completion.index]
+    return msgspec.structs.replace(output, completions=[first, *others])
 
 
 class _RowUnits:

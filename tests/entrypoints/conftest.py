@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines of real vLLM stages, each started once and shared by all tests of a session."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.orchestrator.pipelines import kept_server
+from vllm_omni import OmniLLM
+
+
+def start(model: Path, **arguments: object) -> OmniLLM:
+    with mock.patch("vllm_omni.entrypoints.launch.ForkServer", lambda preload: kept_server()):
+        return OmniLLM(str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=64 << 20, **arguments)
+
+
+@pytest.fixture(scope="session")
+def talking_llm(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLM]:
+    """Qwen3-Omni as it ships, for prompts and speech of up to 1024 tokens and frames."""
+    with start(tiny_qwen3_omni_moe, max_model_len=1024) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def text_llm(tiny_qwen3: Path) -> Iterator[OmniLLM]:
+    """A text model with everything switched on that vLLM has switches for."""
+    with start(
+        tiny_qwen3,
+        max_model_len=256,
+        block_size=32,  # the smallest that attention on the CPU takes
+        max_logprobs=-1,
+        logprobs_mode="processed_logprobs",
+        logits_processors=["tests.entrypoints.custom_logits:KeepTokens"],
+        enable_prefix_caching=True,
+        enable_lora=True,
+        max_lora_rank=8,
+    ) as llm:
+        yield llm

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ends of what a request may be: the shortest and the longest reply, speech and prompt, and one beyond."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.entrypoints.faces import make_chat
+from vllm_omni import OmniLLM
+from vllm_omni.errors import InvalidRequestError
+from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.testing.hf_oracle import HFOracle
+from vllm_omni.testing.media import make_prompt
+
+MAX_MODEL_LEN = 1024
+SAMPLES_PER_FRAME = 1920
+
+
+@pytest.fixture(scope="module")
+def prompt(tiny_qwen3_omni_moe: Path) -> dict[str, Any]:
+    return make_prompt(tiny_qwen3_omni_moe, "text")
+
+
+@pytest.fixture(scope="module")
+def end_of_speech(tiny_qwen3_omni_moe: Path) -> int:
+    return AutoConfig.from_pretrained(tiny_qwen3_omni_moe).talker_config.codec_eos_token_id
+
+
+def params(text: int = 6, speech: int = 12, **talker: Any) -> list[dict[str, Any] | None]:
+    """At most so many tokens and codes, greedy."""
+    thinker = {"temperature": 0.0, "max_tokens": text}
+    return [thinker, {"temperature": 0.0, "max_tokens": speech, "detokenize": False, **talker}, None]
+
+
+def ask(llm: OmniLLM, prompt: Any, params: list[dict[str, Any] | None]) -> tuple[OmniRequestOutput, OmniRequestOutput]:
+    """Text and speech, which are the same however they are asked for."""
+    text, speech = llm.generate(prompt, params, use_tqdm=False)
+    *_, end = llm.generate(prompt, params, stream=True)
+    for whole, streamed in zip((text, speech), end.outputs, strict=True):  # type: ignore[union-attr]
+        assert streamed.outputs[0].token_ids == whole.outputs[0].token_ids
+        assert streamed.outputs[0].finish_reason == whole.outputs[0].finish_reason
+    audio, streamed_audio = (output.multimodal_output["audio"] for output in (speech, end.outputs[1]))  # type: ignore[union-attr]
+    torch.testing.assert_close(streamed_audio, audio, rtol=0, atol=1e-4)
+    return text, speech
+
+
+def assert_silent(speech: OmniRequestOutput) -> None:
+    audio = speech.multimodal_output["audio"]
+    assert (audio.dtype, tuple(audio.shape)) == (torch.float32, (0,))
+    assert speech.finished and speech.outputs[0].finish_reason == "stop"
+
+
+def num_frames(speech: OmniRequestOutput) -> int:
+    return speech.stage_metrics[2].num_input_tokens
+
+
+def test_a_reply_of_one_token_is_not_spoken(talking_llm: OmniLLM, prompt: dict[str, Any]) -> None:
+    text, speech = ask(talking_llm, prompt, params(text=1))
+    assert len(text.outputs[0].token_ids) == 1 and text.outputs[0].finish_reason == "length"
+    assert_silent(speech)
+
+
+def test_a_reply_of_two_tokens_equals_hf(
+    talking_llm: OmniLLM, prompt: dict[str, Any], tiny_qwen3_omni_moe: Path
+) -> None:
+    _, speech = ask(talking_llm, prompt, params(text=2, repetition_penalty=1.05))
+    expected = HFOracle(tiny_qwen3_omni_moe).generate(prompt, thinker_max_tokens=2, talker_max_tokens=12)
+    torch.testing.assert_close(speech.multimodal_output["audio"], expected.audio, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["stop_token_ids", "logit_bias", "max_tokens"])
+def test_a_talker_that_ends_at_once_says_nothing(
+    how: str, talking_llm: OmniLLM, prompt: dict[str, Any], end_of_speech: int
+) -> None:
+    wants: dict[str, Any] = {
+        "stop_token_ids": {"stop_token_ids": list(range(end_of_speech))},
+        "logit_bias": {"logit_bias": {end_of_speech: 100.0}},
+        "max_tokens": {"speech": 1},
+    }[how]
+    text, speech = ask(talking_llm, prompt, params(**wants))
+    assert len(text.outputs[0].token_ids) == 6
+    assert_silent(speech)
+
+
+def test_one_who_says_nothing_beside_others(talking_llm: OmniLLM, prompt: dict[str, Any]) -> None:
+    """Each of one call has its own limits only in its prompt, so these are two calls at once."""
+    silent = talking_llm.generate(prompt, params(text=1), stream=True)
+    next(silent)
+    _, speech = ask(talking_llm, prompt, params())
+    assert num_frames(speech) == 11
+    *_, end = silent
+    assert_silent(end.outputs[1])  # type: ignore[union-attr]
+
+
+def test_more_than_300_frames_and_the_most_that_fit(
+    talking_llm: OmniLLM, prompt: dict[str, Any], end_of_speech: int
+) -> None:
+    """A talker whose limit is beyond its context ends where that ends, like any vLLM request."""
+    endless = {"logit_bias": {end_of_speech: -100.0}, "repetition_penalty": 1.05}
+    (speech,) = talking_llm.generate(
+        make_chat(690) | {"modalities": ["audio"]}, params(text=3, speech=5000, **endless), use_tqdm=False
+    )
+    talker = speech.stage_metrics[1]
+    assert talker.num_input_tokens + talker.num_output_tokens == MAX_MODEL_LEN
+    assert num_frames(speech) == talker.num_output_tokens - 1 > 300
+    audio = speech.multimodal_output["audio"]
+    assert 0 <= num_frames(speech) * SAMPLES_PER_FRAME - audio.shape[0] < 2 * SAMPLES_PER_FRAME
+    assert audio.isfinite().all() and audio[-SAMPLES_PER_FRAME:].std() > 1e-3
+
+
+def test_the_longest_prompt_and_one_token_more(talking_llm: OmniLLM) -> None:
+    longest = make_chat(MAX_MODEL_LEN - 1) | {"modalities": ["text"]}
+    (text,) = talking_llm.generate(longest, params(text=50), use_tqdm=False)
+    ids = text.prompt_token_ids or []
+    assert len(ids) == MAX_MODEL_LEN - 1
+    assert len(text.outputs[0].token_ids) == 1 and text.outputs[0].finish_reason == "length"
+    with pytest.raises(InvalidRequestError, match=r"1024.*1025"):
+        talking_llm.generate({"prompt_token_ids": [*ids, 5, 5]}, params(), use_tqdm=False)
+
+
+def test_the_longest_prompt_that_can_be_spoken_to_and_one_token_more(talking_llm: OmniLLM) -> None:
+    """The talker's prompt has more rows than the thinker's, where no system's turn is left out of it."""
+    longest = make_chat(MAX_MODEL_LEN - 8)
+    _, speech = ask(talking_llm, longest, params())
+    talker = speech.stage_metrics[1]
+    assert (talker.num_input_tokens, talker.num_output_tokens) == (MAX_MODEL_LEN - 2, 2)
+    with pytest.raises(InvalidRequestError, match=r"stage 1 \(talker\).*1024.*1025") as error:
+        talking_llm.generate([longest, make_chat(MAX_MODEL_LEN - 5)], params(), use_tqdm=False)
+    assert [output.final_output_type for output in error.value.results] == ["text", "audio"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"additional_information": {"speaker": "nobody"}}, "unknown speaker 'nobody'.*aiden, chelsie, ethan"),
+        ({"additional_information": {"speaker": 3}}, "unknown speaker 3"),
+        ({"prompt": "user hello"}, "no assistant turn"),
+    ],
+)
+def test_what_the_talker_cannot_say_is_refused_at_the_door(
+    change: dict[str, Any], says: str, talking_llm: OmniLLM, prompt: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as error:
+        talking_llm.generate(prompt | change, params(), use_tqdm=False)
+    assert error.value.stage_id is None
+    (text,) = talking_llm.generate(prompt | change | {"modalities": ["text"]}, params(), use_tqdm=False)
+    assert len(text.outputs[0].token_ids) > 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "values", "says"),
+    [
+        (1, {"n": 2}, "n=2 for stage 'talker': only a stage that writes text"),
+        (2, {"n": 2}, "n=2 for stage 'code2wav'"),
+        (1, {"temperature": -1.0}, "temperature"),
+        (0, {"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_bad_values_of_any_stage_are_refused_at_the_door(
+    stage: int, values: dict[str, Any], says: str, talking_llm: OmniLLM, prompt: dict[str, Any]
+) -> None:
+    given: list[dict[str, Any] | None] = [None, None, None]
+    given[stage] = values
+    with pytest.raises(InvalidRequestError, match=says):
+        talking_llm.generate(prompt, given, use_tqdm=False)

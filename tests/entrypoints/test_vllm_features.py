@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM gives everybody who serves a text, through a pipeline: each once, on a model whose answers HF knows."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from tests.entrypoints.adapters import merge_adapter, write_adapter
+from vllm_omni import OmniLLM
+from vllm_omni.errors import InvalidRequestError
+from vllm_omni.events import CompletedEvent
+from vllm_omni.testing.hf_oracle import HFTextOracle
+
+PROMPT = "user hello"
+NUM_TOKENS = 12
+JSON_SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"]}
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_qwen3: Path) -> HFTextOracle:
+    return HFTextOracle(tiny_qwen3)
+
+
+@pytest.fixture(scope="module")
+def greedy(text_llm: OmniLLM) -> CompletionOutput:
+    """What the model says without any of this."""
+    return complete(text_llm)
+
+
+def ask(llm: OmniLLM, prompt: Any = PROMPT, lora_request: LoRARequest | None = None, **params: Any) -> RequestOutput:
+    params = {"temperature": 0.0, "max_tokens": NUM_TOKENS} | params
+    (output,) = llm.generate(prompt, [params], use_tqdm=False, lora_request=lora_request)
+    return output.request_output[0]
+
+
+def complete(llm: OmniLLM, **params: Any) -> CompletionOutput:
+    (completion,) = ask(llm, **params).outputs
+    return completion
+
+
+def test_greedy_equals_hf(greedy: CompletionOutput, oracle: HFTextOracle) -> None:
+    assert greedy.token_ids == oracle.generate(PROMPT, max_tokens=NUM_TOKENS).token_ids
+    assert greedy.text == oracle.tokenizer.decode(greedy.token_ids) and greedy.finish_reason == "length"
+
+
+@pytest.mark.parametrize("included", [True, False])
+def test_stop_strings(included: bool, text_llm: OmniLLM, greedy: CompletionOutput) -> None:
+    stop = greedy.text[6:10]
+    before = greedy.text.index(stop)
+    completion = complete(text_llm, stop=[stop, "never said"], include_stop_str_in_output=included)
+    assert completion.text == greedy.text[: before + len(stop) * included]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.token_ids == greedy.token_ids[: len(completion.token_ids)]
+
+
+def test_stop_tokens_and_the_tokens_that_must_come_before(text_llm: OmniLLM, greedy: CompletionOutput) -> None:
+    stop = greedy.token_ids[3]
+    completion = complete(text_llm, stop_token_ids=[stop])
+    assert completion.token_ids == greedy.token_ids[:4]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    later = complete(text_llm, stop_token_ids=[stop], min_tokens=6)
+    assert later.token_ids[:3] == greedy.token_ids[:3]
+    assert len(later.token_ids) >= 6 and stop not in later.token_ids[:6]
+
+
+def test_logprobs_of_the_prompt_and_of_the_reply_equal_hf(text_llm: OmniLLM, oracle: HFTextOracle) -> None:
+    output = ask(text_llm, logprobs=3, prompt_logprobs=2)
+    (completion,) = output.outputs
+    ids = [*(output.prompt_token_ids or ()), *completion.token_ids]
+    with torch.no_grad():
+        expected = oracle.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    num_prompt = len(ids) - len(completion.token_ids)
+    assert output.prompt_logprobs is not None and completion.logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    found = [*output.prompt_logprobs[1:], *completion.logprobs]
+    assert len(found) == len(ids) - 1
+    for position, entries in enumerate(found):
+        assert entries is not None and ids[position + 1] in entries
+        assert len(entries) >= (2 if position + 1 < num_prompt else 3)
+        for token, entry in entries.items():
+            assert entry.logprob == pytest.approx(float(expected[position, token]), abs=1e-4)
+    *_, end = text_llm.generate(PROMPT, [{"max_tokens": 4, "prompt_logprobs": 1}], stream=True)
+    assert isinstance(end, CompletedEvent)
+    assert len(end.outputs[0].request_output[0].prompt_logprobs or ()) == num_prompt
+
+
+def test_what_may_be_said(text_llm: OmniLLM, greedy: CompletionOutput, oracle: HFTextOracle) -> None:
+    first = greedy.token_ids[0]
+    assert complete(text_llm, logit_bias={first: -100.0}).token_ids[0] != first
+    assert set(complete(text_llm, logit_bias={17: 100.0}).token_ids) == {17}
+    assert set(complete(text_llm, allowed_token_ids=[40, 41, 42]).token_ids) <= {40, 41, 42}
+    words = ((token, oracle.tokenizer.decode([token])) for token in greedy.token_ids)
+    token, word = next((token, word) for token, word in words if oracle.tokenizer.encode(word.strip()) == [token])
+    assert token not in complete(text_llm, bad_words=[word]).token_ids
+
+
+@pytest.mark.parametrize(
+    ("constraint", "matches"),
+    [
+        ({"regex": "[ab]{3}c"}, lambda text: re.fullmatch("[ab]{3}c", text)),
+        ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ({"json": JSON_SCHEMA}, lambda text: json.loads(text)["a"] in ("x", "yz")),
+        ({"grammar": 'root ::= "x" | "yy"'}, lambda text: text in ("x", "yy")),
+    ],
+)
+def test_structured_output(constraint: dict[str, Any], matches: Any, text_llm: OmniLLM) -> None:
+    for structured in (constraint, StructuredOutputsParams(**constraint)):
+        completion = complete(text_llm, structured_outputs=structured, max_tokens=40)
+        assert matches(completion.text), completion.text
+
+
+def test_a_logits_processor_of_the_users_own(text_llm: OmniLLM, greedy: CompletionOutput) -> None:
+    assert set(complete(text_llm, extra_args={"keep": [50, 51]}).token_ids) <= {50, 51}
+    assert complete(text_llm).token_ids == greedy.token_ids
+    with pytest.raises(InvalidRequestError, match="keep must be a list"):
+        ask(text_llm, extra_args={"keep": 50})
+
+
+def test_prefixes_are_cached_where_only_text_is_made(text_llm: OmniLLM) -> None:
+    prompt = {"prompt_token_ids": list(range(20, 120))}
+    first, again = (ask(text_llm, prompt) for _ in range(2))
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 96)
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+
+
+def test_lora_equals_merged_weights_also_beside_others(text_llm: OmniLLM, tiny_qwen3: Path, tmp_path: Path) -> None:
+    adapters, expected = [], [complete(text_llm).token_ids]
+    for seed in (1, 2):
+        folder = write_adapter(tiny_qwen3, tmp_path / f"adapter{seed}", seed)
+        merged = HFTextOracle(merge_adapter(tiny_qwen3, folder, tmp_path / f"merged{seed}"))
+        expected.append(merged.generate(PROMPT, max_tokens=NUM_TOKENS).token_ids)
+        adapters.append(LoRARequest(f"adapter{seed}", seed, str(folder)))
+    assert len({tuple(tokens) for tokens in expected}) == 3
+    params = [{"temperature": 0.0, "max_tokens": NUM_TOKENS}]
+    wanted = [None, *adapters, None]
+    outputs = text_llm.generate([PROMPT] * 4, params, use_tqdm=False, lora_request=wanted)
+    assert [output.outputs[0].token_ids for output in outputs] == [*expected, expected[0]]
+    assert ask(text_llm, lora_request=adapters[0]).outputs[0].token_ids == expected[1]
+    assert complete(text_llm).token_ids == expected[0]
+    with pytest.raises(ValueError, match="1 entries for 2 prompts"):
+        text_llm.generate([PROMPT] * 2, params, use_tqdm=False, lora_request=adapters[:1])
+
+
+def test_an_adapter_where_there_is_no_room_for_one(talking_llm: OmniLLM, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="LoRA is not enabled"):
+        talking_llm.generate(PROMPT, use_tqdm=False, lora_request=LoRARequest("a", 1, str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"structured_outputs": {"regex": "[ab"}}, "regex"),
+        ({"structured_outputs": {"regexp": "a"}}, "'regexp' in structured_outputs; did you mean 'regex'"),
+        ({"structured_outputs": {}}, "structured outputs constraint"),
+        ({"logprobs": -5}, "logprobs"),
+        ({"allowed_token_ids": [40000]}, "allowed_token_ids"),
+        ({"logit_bias": {99999: 1.0}}, "99999"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"stop": [""]}, "stop"),
+        ({"min_tokens": 20}, "min_tokens"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"n": 0}, "n must"),
+    ],
+)
+def test_bad_values_are_refused_by_name(params: dict[str, Any], says: str, text_llm: OmniLLM) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        ask(text_llm, **params)
+
+
+def test_nothing_of_this_harms_the_others(text_llm: OmniLLM, greedy: CompletionOutput) -> None:
+    assert complete(text_llm).token_ids == greedy.token_ids
+    assert isinstance(text_llm.generate(PROMPT, [SamplingParams(max_tokens=2)], use_tqdm=False), list)

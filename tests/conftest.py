@@ -27,12 +27,6 @@ def tiny_qwen2_5_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen2_5_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete Qwen2.5-Omni checkpoint with random weights."""
-    return _write("qwen2_5_omni", tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
 def tiny_qwen3_omni_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete Qwen3-Omni checkpoint with random weights."""
     return _write("qwen3_omni_moe", tmp_path_factory)

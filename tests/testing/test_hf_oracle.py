@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle: it says something worth comparing with, and agrees with vLLM's own thinker."""
+"""The oracle for Qwen3-Omni and for text: worth comparing with, and in agreement with vLLM's own thinker."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,17 +120,29 @@ def test_lengths_can_be_fixed(oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> No
     assert answer.codes.shape[1] == 39
 
 
-def test_audio_and_picture_in_one_prompt(oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:
-    audio, image = (make_prompt(tiny_qwen3_omni_moe, kind) for kind in ("audio", "image"))
-    both = {
-        "prompt": audio["prompt"].replace(
-            "<|audio_start|>", "<|vision_start|><|image_pad|><|vision_end|><|audio_start|>"
-        ),
-        "multi_modal_data": audio["multi_modal_data"] | image["multi_modal_data"],
-    }
+def test_the_audio_config_must_still_be_given_to_the_talker(oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:
+    def codes() -> torch.Tensor:
+        prompt = make_prompt(tiny_qwen3_omni_moe, "mixed", seed=3)
+        return oracle.generate(prompt, thinker_max_tokens=4, talker_max_tokens=4).codes
 
-    answer = oracle.generate(both, thinker_max_tokens=8, talker_max_tokens=8)
-    assert answer.codes.shape[1] == 7
+    assert codes().shape == (4, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(oracle.model.talker.config, "audio_config")
+        with pytest.raises(AttributeError, match="audio_config"):
+            codes()
+
+
+def test_long_waves_must_still_be_decoded_in_one_piece(oracle: HFOracle) -> None:
+    vocoder = oracle.model.code2wav
+    codes = torch.randint(0, vocoder.config.codebook_size, (1, 4, 310), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        repaired = vocoder.chunked_decode(codes, chunk_size=300, left_context_size=25)
+        as_shipped = type(vocoder).chunked_decode(vocoder, codes, chunk_size=300, left_context_size=25)
+
+    assert repaired.shape[-1] == 310 * 1920 - 555
+    assert as_shipped.shape[-1] == 310 * 1920 - 2 * 555, "the reference no longer loses samples at its seams"
+    before_the_seam = 300 * 1920 - 555
+    torch.testing.assert_close(repaired[..., :before_the_seam], as_shipped[..., :before_the_seam], rtol=0, atol=1e-4)
 
 
 def test_another_sampling_rate_is_refused(oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from vllm_omni.testing.media import (
+    HARD_KINDS,
     PROMPT_KINDS,
     SAMPLE_RATE,
     example_prompts,
     make_audio,
     make_image,
     make_prompt,
+    make_prompts,
     make_video,
     mixed_prompts,
 )
@@ -53,10 +55,42 @@ def test_prompts_carry_what_vllm_needs(tiny_qwen3_omni_moe: Path) -> None:
     assert prompts["video"]["mm_processor_kwargs"]["do_sample_frames"] is False
 
 
+def test_every_placeholder_has_its_media(tiny_qwen2_5_omni: Path) -> None:
+    prompts = make_prompts(tiny_qwen2_5_omni, (*PROMPT_KINDS, *HARD_KINDS))
+
+    for kind, prompt in prompts.items():
+        shown = {media: len(items) for media, items in prompt.get("multi_modal_data", {}).items()}
+        if prompt.get("mm_processor_kwargs", {}).get("use_audio_in_video"):
+            assert shown.pop("audio") == 1, "the sound of a video has no placeholder of its own"
+        assert shown == {
+            media: prompt["prompt"].count(f"<|{media.upper()}|>")
+            for media in ("image", "audio", "video")
+            if f"<|{media.upper()}|>" in prompt["prompt"]
+        }, kind
+        assert prompt["prompt"].startswith("<|im_start|>system\n")
+
+
+def test_a_videos_size_is_that_of_the_checkpoints_patches(tiny_qwen2_5_omni: Path, tiny_qwen3_omni_moe: Path) -> None:
+    smallest = [
+        make_prompt(checkpoint, "video")["mm_processor_kwargs"]["size"]["shortest_edge"]
+        for checkpoint in (tiny_qwen2_5_omni, tiny_qwen3_omni_moe)
+    ]
+
+    assert smallest == [4 * 28 * 28, 4 * 32 * 32]
+
+
 def test_mixed_prompts_are_all_different(tiny_qwen3_omni_moe: Path) -> None:
     prompts = mixed_prompts(tiny_qwen3_omni_moe, 8)
 
     assert len({repr(prompt) + str(_sum(prompt)) for prompt in prompts}) == 8
+
+
+def test_seeds_make_different_prompts_of_every_kind(tiny_qwen3_omni_moe: Path) -> None:
+    kinds = (*PROMPT_KINDS, *HARD_KINDS)
+    first, second = (make_prompts(tiny_qwen3_omni_moe, kinds, seed=seed) for seed in (0, 1))
+
+    for kind in kinds:
+        assert (first[kind]["prompt"], _sum(first[kind])) != (second[kind]["prompt"], _sum(second[kind])), kind
 
 
 def test_an_unknown_kind_is_refused(tiny_qwen3_omni_moe: Path) -> None:

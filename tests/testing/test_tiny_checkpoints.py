@@ -13,7 +13,6 @@ from vllm_omni.testing.tiny.qwen2_5_omni import SPEAKERS
 from vllm_omni.testing.tiny.tokenizer import QWEN2_5, QWEN3, ROLES, WORDS, Dialect, make_tokenizer
 from vllm_omni.testing.tiny_checkpoints import TINY_CHECKPOINTS, main, write_tiny_checkpoint
 
-
 QWEN2_5_OMNI = ("tiny_qwen2_5_omni", QWEN2_5)
 QWEN3_OMNI = ("tiny_qwen3_omni_moe", QWEN3)
 

@@ -5,17 +5,38 @@ Everything is computed from a seed, so that tests, benchmarks and the demo need 
 Knows how a checkpoint's processor wants its chat rendered; knows no model.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer
 
 SAMPLE_RATE = 16_000
 """Of audio that models listen to, in Hz."""
 
 PROMPT_KINDS = ("text", "image", "audio", "video")
+"""One question, with one picture, clip or video or none."""
+
+HARD_KINDS = ("chat", "images", "audios", "mixed", "turns", "audio_in_video", "long_audio_in_video")
+"""Two turns of text, several pictures, several clips, all media at once, media in two turns, and videos with their
+sound, of less and of more than the two seconds in which picture and sound take turns."""
+
+_USER_MEDIA: dict[str, list[list[str]]] = {
+    "text": [[]],
+    "image": [["image"]],
+    "audio": [["audio"]],
+    "video": [["video"]],
+    "chat": [[], []],
+    "images": [["image", "image"]],
+    "audios": [["audio", "audio"]],
+    "mixed": [["image", "audio", "video"]],
+    "turns": [["image"], ["image", "audio"]],
+    "audio_in_video": [["video"]],
+    "long_audio_in_video": [["video"]],
+}
+"""Kind -> what the user shows, in each of the user's turns."""
 
 _QUESTIONS = {
     "text": "Why is the sea blue?",
@@ -23,6 +44,7 @@ _QUESTIONS = {
     "audio": "What does the voice say?",
     "video": "What moves, and where to?",
 }
+_SOUND_SECONDS = {"audio_in_video": 1.5, "long_audio_in_video": 2.6}
 
 # Formants of five vowels in Hz, as phonetics textbooks give them for a man's voice.
 _VOWELS = {
@@ -85,54 +107,93 @@ def make_prompt(checkpoint: str | Path, kind: str, seed: int = 0, question: str 
 
     Args:
         checkpoint: Folder or name of the model.
-        kind: One of `PROMPT_KINDS`.
-        seed: Of the picture, clip or video; a text prompt says it in words, so that each seed differs.
+        kind: One of `PROMPT_KINDS` or `HARD_KINDS`.
+        seed: Of the media; a conversation without any says it in words, so that each seed differs.
+        question: What the user asks last; by default one that suits the kind.
 
     Returns:
         `{"prompt": str}`, with `multi_modal_data` and `mm_processor_kwargs` where there is any media.
     """
-    return _prompt(AutoTokenizer.from_pretrained(checkpoint), kind, seed, question)
+    return make_prompts(checkpoint, [kind], seed, question)[kind]
+
+
+def make_prompts(
+    checkpoint: str | Path, kinds: Iterable[str], seed: int = 0, question: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """One prompt of each of `kinds`, by kind, as `make_prompt` makes it."""
+    chat = _Chat(checkpoint)
+    return {kind: chat.prompt(kind, seed, question) for kind in kinds}
 
 
 def example_prompts(checkpoint: str | Path, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """One prompt of each kind: `{"text": ..., "image": ..., "audio": ..., "video": ...}`."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    return {kind: _prompt(tokenizer, kind, seed) for kind in PROMPT_KINDS}
+    """One prompt of each simple kind: `{"text": ..., "image": ..., "audio": ..., "video": ...}`."""
+    return make_prompts(checkpoint, PROMPT_KINDS, seed)
 
 
 def mixed_prompts(checkpoint: str | Path, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """`count` different prompts, the kinds in turn."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    return [_prompt(tokenizer, PROMPT_KINDS[i % len(PROMPT_KINDS)], seed + i) for i in range(count)]
+    """`count` different prompts, the simple kinds in turn."""
+    chat = _Chat(checkpoint)
+    return [chat.prompt(PROMPT_KINDS[i % len(PROMPT_KINDS)], seed + i) for i in range(count)]
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, kind: str, seed: int, question: str | None = None) -> dict[str, Any]:
-    data, kwargs = _media(kind, seed)
-    text = question or _QUESTIONS[kind] + (f" ({seed})" if kind == "text" else "")
-    conversation: Any = [
-        {"role": "system", "content": "You are a helpful voice."},
-        {"role": "user", "content": [*({"type": name} for name in data), {"type": "text", "text": text}]},
-    ]
-    prompt = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    if not data:
-        return {"prompt": prompt}
-    return {"prompt": prompt, "multi_modal_data": data, "mm_processor_kwargs": kwargs}
+class _Chat:
+    """Renders conversations as one checkpoint wants them."""
 
+    def __init__(self, checkpoint: str | Path) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self._config: Any = AutoConfig.from_pretrained(checkpoint)
 
-def _media(kind: str, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`multi_modal_data` and `mm_processor_kwargs`."""
-    if kind == "text":
-        return {}, {}
-    if kind == "image":
-        return {"image": [make_image(seed)]}, {}
-    if kind == "audio":
-        return {"audio": [(make_audio(seed), SAMPLE_RATE)]}, {}
-    if kind == "video":
-        # Qwen's omni processor replaces the size in the video processor's file by one of its own,
+    def prompt(self, kind: str, seed: int, question: str | None = None) -> dict[str, Any]:
+        if kind not in _USER_MEDIA:
+            raise ValueError(f"unknown kind of prompt: {kind!r}. Known: {', '.join(_USER_MEDIA)}")
+        shown = [media for turn in _USER_MEDIA[kind] for media in turn]
+        prompt: dict[str, Any] = {"prompt": self._render(kind, seed, question)}
+        if shown:
+            prompt["multi_modal_data"] = _media(kind, shown, seed)
+            prompt["mm_processor_kwargs"] = self._options(kind) if "video" in shown else {}
+        return prompt
+
+    def _render(self, kind: str, seed: int, question: str | None) -> str:
+        *earlier, last = _USER_MEDIA[kind]
+        conversation: list[dict[str, Any]] = [{"role": "system", "content": "You are a helpful voice."}]
+        for shown in earlier:
+            conversation += [_user(shown, _question(shown, seed)), {"role": "assistant", "content": "A sea."}]
+        conversation.append(_user(last, question or ("And this?" if len(last) > 1 else _question(last, seed))))
+        text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        return str(text)
+
+    def _options(self, kind: str) -> dict[str, Any]:
+        vision = self._config.thinker_config.vision_config
+        token_pixels = (vision.patch_size * vision.spatial_merge_size) ** 2
+        # Qwen's omni processors replace the size in the video processor's file by one of their own,
         # 128 tokens and more for each pair of frames: so it is given here.
-        size = {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32}
-        return {"video": [make_video(seed)]}, {"size": size, "fps": 2.0, "do_sample_frames": False}
-    raise ValueError(f"unknown kind of prompt: {kind!r}. Known: {', '.join(PROMPT_KINDS)}")
+        size = {"shortest_edge": 4 * token_pixels, "longest_edge": 64 * token_pixels}
+        options: dict[str, Any] = {"size": size, "fps": 2.0, "do_sample_frames": False}
+        return options | ({"use_audio_in_video": True} if kind in _SOUND_SECONDS else {})
+
+
+def _user(shown: list[str], text: str) -> dict[str, Any]:
+    return {"role": "user", "content": [*({"type": media} for media in shown), {"type": "text", "text": text}]}
+
+
+def _question(shown: list[str], seed: int) -> str:
+    return _QUESTIONS[shown[0]] if shown else f"{_QUESTIONS['text']} ({seed})"
+
+
+def _media(kind: str, shown: list[str], seed: int) -> dict[str, Any]:
+    """`multi_modal_data`. Pictures and clips of one prompt differ in size too."""
+    data: dict[str, Any] = {}
+    for media in shown:
+        same = data.setdefault(media, [])
+        if media == "image":
+            same.append(make_image(seed) if not same else make_image(seed + 100 * len(same), 96, 64))
+        elif media == "audio":
+            same.append((make_audio(seed + 100 * len(same), 1.5 / (1 + len(same))), SAMPLE_RATE))
+        else:
+            same.append(make_video(seed))
+    if kind in _SOUND_SECONDS:
+        data["audio"] = [(make_audio(seed, _SOUND_SECONDS[kind]), SAMPLE_RATE)]
+    return data
 
 
 def _colour(rng: np.random.Generator, low: int, high: int) -> tuple[int, int, int]:

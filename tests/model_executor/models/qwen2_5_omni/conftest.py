@@ -13,10 +13,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.testing.hf_oracle import HFOracle, hf_inputs
-from vllm_omni.testing.media import PROMPT_KINDS, make_prompt
+from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS, make_prompts
 
 from ..qwen3_omni_moe.conftest import TIGHT, start_engine
-from ..qwen3_omni_moe.helpers import make_hard_prompts
 from .helpers import SPEAKERS, TALKER_TOKENS, THINKER_TOKENS, Case
 
 
@@ -33,9 +32,9 @@ def oracle(tiny_qwen2_5_omni: Path) -> HFOracle:
 @pytest.fixture(scope="session")
 def cases(tiny_qwen2_5_omni: Path, oracle: HFOracle) -> dict[str, Case]:
     """One case of each kind of prompt, a second one of each (`text2`, ...), and harder ones; the voices in turn."""
-    prompts = {kind: make_prompt(tiny_qwen2_5_omni, kind, seed=0) for kind in PROMPT_KINDS}
-    prompts |= {f"{kind}2": make_prompt(tiny_qwen2_5_omni, kind, seed=7) for kind in PROMPT_KINDS}
-    prompts |= make_hard_prompts(tiny_qwen2_5_omni)
+    prompts = make_prompts(tiny_qwen2_5_omni, PROMPT_KINDS)
+    prompts |= {f"{kind}2": prompt for kind, prompt in make_prompts(tiny_qwen2_5_omni, PROMPT_KINDS, seed=7).items()}
+    prompts |= make_prompts(tiny_qwen2_5_omni, HARD_KINDS, seed=3)
     speakers = [SPEAKERS[i % len(SPEAKERS)] for i in range(len(prompts))]
     return {
         name: Case(
@@ -64,8 +63,9 @@ def thinker_engine(tiny_qwen2_5_omni: Path) -> Iterator[OmniLLMEngine]:
         tiny_qwen2_5_omni,
         model_arch="Qwen2_5OmniThinkerForConditionalGeneration",
         engine_output_type="latent",
-        limit_mm_per_prompt={"image": 2, "audio": 1, "video": 1},
+        limit_mm_per_prompt={"image": 2, "audio": 2, "video": 1},
         skip_mm_profiling=True,
+        mm_processor_cache_gb=0,  # as a pipeline has it
         **TIGHT,
     )
     yield engine

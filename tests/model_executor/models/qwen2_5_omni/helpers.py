@@ -17,7 +17,6 @@ from vllm_omni.testing.hf_oracle import OracleResult
 
 THINKER_TOKENS, TALKER_TOKENS = 20, 40
 SPEAKERS = ("Chelsie", "Ethan", "Aiden")
-HARD_KINDS = ("mixed", "turns", "audio_in_video")
 
 
 @dataclass

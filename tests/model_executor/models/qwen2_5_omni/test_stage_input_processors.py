@@ -14,9 +14,9 @@ from vllm_omni.model_executor.models.qwen2_5_omni.stage_input_processors import 
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.testing.hf_oracle import HFOracle
-from vllm_omni.testing.media import PROMPT_KINDS
+from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
 
-from .helpers import HARD_KINDS, Case
+from .helpers import Case
 
 PROMPT = [30, 31, 32]
 

@@ -8,16 +8,17 @@ import torch
 from transformers import PretrainedConfig
 from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.utils import set_mm_embedding_modality
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen2_5_omni.rope import MM_KEYS
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT
 from vllm_omni.testing.hf_oracle import HFOracle
-from vllm_omni.testing.media import PROMPT_KINDS
+from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
 
 from ..qwen3_omni_moe.helpers import PreemptionCounter, run_engine
-from .helpers import HARD_KINDS, THINKER_TOKENS, Case, loaded_model
+from .helpers import THINKER_TOKENS, Case, loaded_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS)
 
@@ -97,3 +98,17 @@ def test_features_have_the_fields_that_positions_need(thinker_engine: OmniLLMEng
     features = features_of(thinker_engine, cases["audio_in_video"])
     keys = {key for feature in features for key in feature.data or {}}
     assert keys >= set(MM_KEYS) - {"image_grid_thw"}
+
+
+def test_vllm_itself_still_misplaces_the_embeddings_of_a_cut_video(
+    thinker_engine: OmniLLMEngine, config: PretrainedConfig
+) -> None:
+    """Once it does not, `sound_in_video.in_token_order` can go."""
+    thinker, model = config.thinker_config, loaded_model(thinker_engine)
+    ids = torch.tensor([thinker.video_token_index, thinker.video_token_index, thinker.audio_token_index])
+    rows = torch.randn(3, thinker.text_config.hidden_size)
+    given = [set_mm_embedding_modality(rows[2:], "audio"), set_mm_embedding_modality(rows[:2], "video")]
+    is_multimodal = torch.ones(3, dtype=torch.bool)
+    assert torch.equal(model.embed_input_ids(ids, given, is_multimodal=is_multimodal), rows)
+    vllm = Qwen2_5OmniThinkerForConditionalGeneration.embed_input_ids(model, ids, given, is_multimodal=is_multimodal)
+    assert not torch.equal(vllm, rows)

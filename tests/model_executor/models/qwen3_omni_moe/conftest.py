@@ -18,9 +18,9 @@ from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.plugin import register
 from vllm_omni.testing.hf_oracle import HFOracle, hf_inputs
-from vllm_omni.testing.media import PROMPT_KINDS, make_prompt
+from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS, make_prompts
 
-from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case, make_hard_prompts
+from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
 
 TIGHT = {"block_size": 32, "num_gpu_blocks_override": 12, "max_model_len": 256, "max_num_batched_tokens": 72}
 
@@ -38,9 +38,9 @@ def oracle(tiny_qwen3_omni_moe: Path) -> HFOracle:
 @pytest.fixture(scope="session")
 def cases(tiny_qwen3_omni_moe: Path, oracle: HFOracle) -> dict[str, Case]:
     """One case of each kind of prompt, a second one of each (`text2`, ...), and harder ones."""
-    prompts = {kind: make_prompt(tiny_qwen3_omni_moe, kind, seed=0) for kind in PROMPT_KINDS}
-    prompts |= {f"{kind}2": make_prompt(tiny_qwen3_omni_moe, kind, seed=7) for kind in PROMPT_KINDS}
-    prompts |= make_hard_prompts(tiny_qwen3_omni_moe)
+    prompts = make_prompts(tiny_qwen3_omni_moe, PROMPT_KINDS)
+    prompts |= {f"{kind}2": prompt for kind, prompt in make_prompts(tiny_qwen3_omni_moe, PROMPT_KINDS, seed=7).items()}
+    prompts |= make_prompts(tiny_qwen3_omni_moe, HARD_KINDS, seed=3)
     return {
         name: Case(
             prompt=prompt,
@@ -73,7 +73,7 @@ def thinker_engine(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLMEngine]:
         tiny_qwen3_omni_moe,
         model_arch="Qwen3OmniMoeThinkerForConditionalGeneration",
         engine_output_type="latent",
-        limit_mm_per_prompt={"image": 2, "audio": 1, "video": 1},
+        limit_mm_per_prompt={"image": 2, "audio": 2, "video": 1},
         skip_mm_profiling=True,
         **TIGHT,
     )

@@ -2,12 +2,11 @@
 """What the tests of this folder share beside fixtures."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
@@ -17,10 +16,8 @@ from vllm_omni.model_executor.models.qwen3_omni_moe.stage_input_processors impor
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.testing.hf_oracle import OracleResult
-from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image, make_video
 
 THINKER_TOKENS, TALKER_TOKENS = 20, 40
-HARD_KINDS = ("mixed", "turns", "audio_in_video")
 
 
 @dataclass
@@ -75,41 +72,6 @@ class Case:
         made = ThinkerToTalker(config).process(self.stage_request(), {0: self.thinker_output(config)})
         assert made is not None
         return made
-
-
-def make_hard_prompts(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """All media at once, media in two turns with a reply between them, and a video with its sound."""
-    image, audio, video = {"type": "image"}, {"type": "audio"}, {"type": "video"}
-    question = {"type": "text", "text": "And this?"}
-    clip = [(make_audio(3), SAMPLE_RATE)]
-    size = {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32}
-    options: dict[str, Any] = {"size": size, "fps": 2.0, "do_sample_frames": False}
-    reply = {"role": "assistant", "content": "A sea."}
-    return {
-        "mixed": {
-            "prompt": render_chat(checkpoint, user(image, audio, video, question)),
-            "multi_modal_data": {"image": [make_image(3)], "audio": clip, "video": [make_video(3)]},
-            "mm_processor_kwargs": options,
-        },
-        "turns": {
-            "prompt": render_chat(checkpoint, user(image, question), reply, user(image, audio, question)),
-            "multi_modal_data": {"image": [make_image(4), make_image(5, 96, 64)], "audio": clip},
-        },
-        "audio_in_video": {
-            "prompt": render_chat(checkpoint, user(video, question)),
-            "multi_modal_data": {"audio": clip, "video": [make_video(6)]},
-            "mm_processor_kwargs": {**options, "use_audio_in_video": True},
-        },
-    }
-
-
-def user(*content: dict[str, str]) -> dict[str, Any]:
-    return {"role": "user", "content": list(content)}
-
-
-def render_chat(checkpoint: Path, *turns: dict[str, Any]) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    return tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True)
 
 
 def run_engine(

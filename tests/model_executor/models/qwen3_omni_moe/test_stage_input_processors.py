@@ -22,9 +22,9 @@ from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import NUM_TAI
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.window import WindowState
 from vllm_omni.testing.hf_oracle import HFOracle
-from vllm_omni.testing.media import PROMPT_KINDS
+from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
 
-from .helpers import HARD_KINDS, Case
+from .helpers import Case
 
 START, SYSTEM, USER, ASSISTANT = 1, 2, 3, 4
 TWO_TURNS = torch.tensor(

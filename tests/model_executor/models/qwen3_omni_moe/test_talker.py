@@ -9,9 +9,9 @@ from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
-from vllm_omni.testing.media import PROMPT_KINDS
+from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
 
-from .helpers import HARD_KINDS, TALKER_TOKENS, Case, PreemptionCounter, run_engine
+from .helpers import TALKER_TOKENS, Case, PreemptionCounter, run_engine
 
 
 @pytest.fixture

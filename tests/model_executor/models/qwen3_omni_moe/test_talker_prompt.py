@@ -11,9 +11,9 @@ from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import (
     ThinkerRows,
 )
 from vllm_omni.testing.hf_oracle import HFOracle
-from vllm_omni.testing.media import PROMPT_KINDS
+from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
 
-from .helpers import HARD_KINDS, Case
+from .helpers import Case
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
-from vllm_omni.testing.media import PROMPT_KINDS
+from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
 
-from .helpers import HARD_KINDS, THINKER_TOKENS, Case, PreemptionCounter, run_engine
+from .helpers import THINKER_TOKENS, Case, PreemptionCounter, run_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS)
 

@@ -17,6 +17,7 @@ ENGINE = "vllm_omni.engine"
 WORKER = "vllm_omni.worker"
 SCHED = "vllm_omni.core.sched"
 QWEN3_OMNI = "vllm_omni.model_executor.models.qwen3_omni_moe"
+PREDICTOR_LAYERS = f"{QWEN3_OMNI}.code_predictor_layers"
 TALKER = "OmniQwen3OmniMoeTalker"
 
 # Seam in vLLM -> (its parameters, the class of ours that overrides or calls it). "=..." stands for any default.
@@ -186,6 +187,14 @@ SIGNATURES = {
         "self, grammar_output",
         f"{WORKER}.gpu_ar_model_runner:GPUARModelRunner",
     ),
+    "vllm.model_executor.model_loader.utils:get_model_cls": (
+        "model_config",
+        f"{WORKER}.gpu_ar_worker:GPUARWorker",
+    ),
+    "vllm.utils.torch_utils:async_tensor_h2d": (
+        "data, device=..., dtype=..., out=...",
+        f"{WORKER}.feedback_ar_model_runner:FeedbackARModelRunner",
+    ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_kv_cache_spec": (
         "self",
         f"{WORKER}.gpu_generation_model_runner:GPUGenerationModelRunner",
@@ -239,16 +248,14 @@ SIGNATURES = {
         "self, input_ids, multimodal_embeddings=..., *, is_multimodal=...",
         f"{QWEN3_OMNI}.thinker:OmniQwen3OmniMoeThinker",
     ),
-    "vllm._custom_ops:rms_norm": ("out, input, weight, epsilon", f"{QWEN3_OMNI}.code_predictor:CodePredictor"),
+    "vllm._custom_ops:rms_norm": ("out, input, weight, epsilon", f"{PREDICTOR_LAYERS}:LayerKernels"),
+    "vllm._custom_ops:fused_add_rms_norm": ("input, residual, weight, epsilon", f"{PREDICTOR_LAYERS}:LayerKernels"),
     "vllm._custom_ops:rotary_embedding": (
         "positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=..., inverse=...",
-        f"{QWEN3_OMNI}.code_predictor:CodePredictor",
+        f"{PREDICTOR_LAYERS}:LayerKernels",
     ),
-    "vllm._custom_ops:create_onednn_mm": (
-        "weight, primitive_cache_size=...",
-        f"{QWEN3_OMNI}.code_predictor:PackedLinear",
-    ),
-    "vllm._custom_ops:onednn_mm": ("dnnl_handler, x, bias", f"{QWEN3_OMNI}.code_predictor:PackedLinear"),
+    "vllm._custom_ops:create_onednn_mm": ("weight, primitive_cache_size=...", f"{PREDICTOR_LAYERS}:LayerKernels"),
+    "vllm._custom_ops:onednn_mm": ("dnnl_handler, x, bias", f"{PREDICTOR_LAYERS}:LayerKernels"),
 }
 
 # Structure in vLLM -> (fields that we read, write or must not lose, the class of ours).
@@ -271,7 +278,7 @@ FIELDS = {
         f"{SCHED}.output:OmniModelRunnerOutput",
     ),
     "vllm.v1.worker.gpu_model_runner:ExecuteModelState": (
-        "hidden_states aux_hidden_states",
+        "hidden_states sample_hidden_states aux_hidden_states",
         f"{WORKER}.gpu_ar_model_runner:GPUARModelRunner",
     ),
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": (

@@ -8,10 +8,10 @@ import torch
 from transformers import PretrainedConfig
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import (
+from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import CodePredictor
+from vllm_omni.model_executor.models.qwen3_omni_moe.residual_sampling import (
     SAMPLING_TOP_K,
     SAMPLING_TOP_P,
-    CodePredictor,
     ResidualSampling,
 )
 from vllm_omni.testing.hf_oracle import HFOracle

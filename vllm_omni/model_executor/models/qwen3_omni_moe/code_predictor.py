@@ -9,7 +9,6 @@ This file knows no request, no talker and no engine.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,48 +23,8 @@ from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor_layers import
     empty_weight,
     rms_norm,
 )
-
-SAMPLING_TOP_K = 50
-"""Residual codes are drawn from the 50 likeliest (the reference fixes it, whatever the talker's own top_k)."""
-
-SAMPLING_TOP_P = 0.8
-"""Nucleus of the residual codes, fixed by the reference as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResidualSampling:
-    """How to draw the residual codes of one frame; requests that are greedy may stand in the same batch.
-
-    Attributes:
-        top_p: `[B, 1]` float32; 0 takes the likeliest code.
-        noise: `[B, num_code_groups - 1, SAMPLING_TOP_K]` float32, exponentially distributed.
-    """
-
-    top_p: torch.Tensor
-    noise: torch.Tensor
-
-    def sample(self, logits: torch.Tensor, step: int) -> torch.Tensor:
-        """`[B, vocab]` logits -> `[B]` ids: top-k, then top-p, then the exponential race."""
-        top_k = min(SAMPLING_TOP_K, logits.shape[-1])
-        values, ids = logits.float().topk(top_k, dim=-1)  # descending
-        probs = values.softmax(-1)
-        before = probs.cumsum(-1) - probs  # mass of the likelier codes
-        outside = before >= self.top_p
-        outside[:, 0] = False
-        choice = (probs.masked_fill(outside, 0.0) / self.noise[:, step, :top_k]).argmax(-1, keepdim=True)
-        return ids.gather(-1, choice).squeeze(-1)
-
-
-class Frame(NamedTuple):
-    """The residual part of one frame of `B` requests.
-
-    Attributes:
-        codes: `[B, num_code_groups - 1]` int64.
-        embeds: `[B, hidden]`, the sum of the embeddings of these codes.
-    """
-
-    codes: torch.Tensor
-    embeds: torch.Tensor
+from vllm_omni.model_executor.models.qwen3_omni_moe.frame_graphs import FrameGraphs, MakeFrame
+from vllm_omni.model_executor.models.qwen3_omni_moe.residual_sampling import SAMPLING_TOP_K, Frame, ResidualSampling
 
 
 def _refuse_unknown_attention(config: Qwen3OmniMoeTalkerCodePredictorConfig) -> None:
@@ -77,11 +36,14 @@ def _refuse_unknown_attention(config: Qwen3OmniMoeTalkerCodePredictorConfig) -> 
 class CodePredictor(nn.Module):
     """Predicts the residual codes of one frame for a batch of requests."""
 
-    def __init__(self, config: Qwen3OmniMoeTalkerCodePredictorConfig, max_batch_size: int) -> None:
+    def __init__(
+        self, config: Qwen3OmniMoeTalkerCodePredictorConfig, max_batch_size: int, use_graphs: bool = False
+    ) -> None:
         """
         Args:
             config: The checkpoint's `code_predictor_config`.
             max_batch_size: The most requests that one call can hold.
+            use_graphs: Run frames as CUDA graphs; the weights must be on a CUDA device.
 
         Raises:
             ValueError: The configuration asks for attention that no published checkpoint uses.
@@ -89,12 +51,14 @@ class CodePredictor(nn.Module):
         super().__init__()
         _refuse_unknown_attention(config)
         self.config = config
+        self.max_batch_size = max_batch_size
+        self.use_graphs = use_graphs
         self.num_steps = config.num_code_groups - 1
         self.layers = nn.ModuleList(CodePredictorLayer(config, max_batch_size) for _ in range(config.num_hidden_layers))
         self.norm = empty_weight(config.hidden_size)
         self.codec_embedding = empty_weight(self.num_steps, config.vocab_size, config.hidden_size)
         self.lm_head = empty_weight(self.num_steps, config.vocab_size, config.hidden_size)
-        self._kernels: FrameKernels | None = None
+        self._make_frame: MakeFrame | None = None
 
     def forward(
         self, hidden: torch.Tensor, first_embeds: torch.Tensor, sampling: ResidualSampling | None = None
@@ -105,10 +69,16 @@ class CodePredictor(nn.Module):
             first_embeds: `[B, H]`, the talker's embedding of the frame's first code.
             sampling: How to draw; None takes the likeliest code everywhere.
         """
-        if self._kernels is None:
+        if self._make_frame is None:
             # At the first frame, because vLLM fills weights itself where it is told to load dummies.
-            self._kernels = FrameKernels(self)
-        return self._kernels(hidden, first_embeds, sampling)
+            self._make_frame = self._finish_loading()
+        return self._make_frame(hidden, first_embeds, sampling)
+
+    def _finish_loading(self) -> MakeFrame:
+        kernels = FrameKernels(self)
+        if not self.use_graphs:
+            return kernels
+        return FrameGraphs(kernels, self.max_batch_size, self.norm.data, (self.num_steps, SAMPLING_TOP_K))
 
     def embed_codes(self, codes: torch.Tensor) -> torch.Tensor:
         """`[N, num_code_groups - 1]` residual codes -> `[N, H]`, the sum of their embeddings."""
@@ -124,7 +94,7 @@ class CodePredictor(nn.Module):
             target, view = self._locate(name)
             view.data.copy_(tensor)
             loaded.add(target)
-        self._kernels = None
+        self._make_frame = None
         return loaded
 
     def _locate(self, name: str) -> tuple[str, torch.Tensor]:

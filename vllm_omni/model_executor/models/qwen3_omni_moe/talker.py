@@ -19,6 +19,7 @@ from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import CodePredictor
@@ -50,7 +51,6 @@ class OmniQwen3OmniMoeTalker(nn.Module, SupportsMRoPE):
         config: Any = vllm_config.model_config.hf_config
         text_config = config.text_config
         self.config = config
-        self.max_model_len = vllm_config.model_config.max_model_len
         self.model = Qwen3MoeModel(
             vllm_config=vllm_config.with_hf_config(text_config, architectures=["Qwen3MoeForCausalLM"]),
             prefix=maybe_prefix(prefix, "model"),
@@ -63,8 +63,12 @@ class OmniQwen3OmniMoeTalker(nn.Module, SupportsMRoPE):
         )
         self.logits_processor = LogitsProcessor(text_config.vocab_size)
         self.prompt_builder = TalkerPromptBuilder(config)
+        model_config = vllm_config.model_config
+        self.max_model_len = model_config.max_model_len
         self.code_predictor = CodePredictor(
-            config.code_predictor_config, max_batch_size=vllm_config.scheduler_config.max_num_seqs
+            config.code_predictor_config,
+            max_batch_size=vllm_config.scheduler_config.max_num_seqs,
+            use_graphs=current_platform.is_cuda() and not model_config.enforce_eager,
         )
         suppressed = torch.arange(text_config.vocab_size) >= text_config.vocab_size - NUM_SUPPRESSED
         suppressed[config.codec_eos_token_id] = False

@@ -15,10 +15,10 @@ from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStrategy, InputPiece
 from vllm_omni.model_executor.feedback_buffers import SlotBuffer, SlotRows, with_room_for
-from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import (
+from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import CodePredictor
+from vllm_omni.model_executor.models.qwen3_omni_moe.residual_sampling import (
     SAMPLING_TOP_K,
     SAMPLING_TOP_P,
-    CodePredictor,
     ResidualSampling,
 )
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TalkerPromptBuilder, ThinkerRows

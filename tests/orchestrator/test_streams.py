@@ -67,6 +67,21 @@ def test_without_streaming_only_the_end_is_told(caller: Caller) -> None:
     assert end.outputs[2].outputs[0].text == "0 1 2 3 4 5 6 >speaker>singer"
 
 
+def test_windows_may_be_for_those_who_listen_along_only() -> None:
+    config = make_config(*STAGES, edges=[EDGE | {"only_if_streaming": True}])
+    orchestrator = open_orchestrator(config)
+    try:
+        orchestrator.wait_until_started()
+        caller = Caller(orchestrator, config)
+        ends = {streams: caller.story(caller.submit("p", streams=streams, fake_tokens=9))[-1] for streams in (False, True)}
+    finally:
+        orchestrator.close()
+    chunks = [[output.stage_metrics[1].num_chunks for output in end.outputs] for end in ends.values()]
+    assert chunks[0] == [1, 1, 1] and min(chunks[1]) > 1
+    whole, cut = (end.outputs[1].multimodal_output["rows"] for end in ends.values())
+    assert torch.equal(whole, cut)
+
+
 def test_progress_is_told_and_is_no_part_of_the_result(caller: Caller) -> None:
     events = caller.story(caller.submit("p", ("song",), streams=True, fake_steps=4, fake_only="singer"))
     progress = [event for event in events if isinstance(event, ImageProgressEvent)]

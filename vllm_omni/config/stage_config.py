@@ -122,6 +122,8 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             1. Default: the second one has `window_size`.
         left_context: Units before a window that are handed over again with it; default: what the consumer declares.
         unit: What is counted: `tokens`, or the name of a tensor, whose rows are; default: what the consumer declares.
+        only_if_streaming: Cut into windows for callers who read along (`stream=True`), and hand the whole result over
+            for all others. For a consumer whose result is better when it sees everything.
     """
 
     source: int
@@ -131,6 +133,7 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     window_growth: float | None = None
     left_context: int | None = None
     unit: str | None = None
+    only_if_streaming: bool = False
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -220,10 +223,15 @@ class WindowConfig(msgspec.Struct, frozen=True, kw_only=True):
     window_growth: float | None = None
     left_context: int = 0
     unit: str = "tokens"
+    only_if_streaming: bool = False
 
     @property
     def streams(self) -> bool:
         return self.window_size != -1
+
+    def for_caller(self, reads_along: bool) -> "WindowConfig":
+        """How the edge is cut for a request of this caller."""
+        return WindowConfig() if self.only_if_streaming and not reads_along else self
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -243,12 +251,6 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             stage_id: [s.stage_id for s in self.stage_args if stage_id in s.engine_input_source]
             for stage_id in self.stages
         }
-
-    @cached_property
-    def streaming_edges(self) -> set[tuple[int, int]]:
-        """The edges, as (source, target), on which output is handed over before it is complete."""
-        edges = ((source, stage.stage_id) for stage in self.stage_args for source in stage.engine_input_source)
-        return {edge for edge in edges if self.window(*edge, None).streams}
 
     @property
     def processes(self) -> list[list[OmniStageConfig]]:
@@ -303,6 +305,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             window_growth=edge.window_growth or declared.window_growth,
             left_context=declared.left_context if edge.left_context is None else edge.left_context,
             unit=edge.unit or declared.unit,
+            only_if_streaming=edge.only_if_streaming,
         )
 
     def max_queued(self, stage: OmniStageConfig) -> int:

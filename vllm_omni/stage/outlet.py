@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.distributed.connectors import ThresholdConnector
 from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.orchestrator.messages import (
@@ -63,7 +64,8 @@ class Outlet:
 
     def streams(self, state: RequestState) -> bool:
         """Whether somebody reads this request's output while it is made."""
-        return state.submit.streams or any(self.targets[target].spec.window.streams for target in state.submit.targets)
+        submit = state.submit
+        return (submit.is_final and submit.streams) or any(self._window(submit, i).streams for i in submit.targets)
 
     def reads_tensors(self, state: RequestState) -> bool:
         """Whether somebody reads more of this request's output than its tokens."""
@@ -75,11 +77,15 @@ class Outlet:
         """Of a request's output: when it is passed on. Only tokens come in so small pieces that they are gathered."""
         if self._segments is None:
             return Segmenter()
-        windows = [self.targets[target].spec.window for target in submit.targets]
+        windows = [self._window(submit, target) for target in submit.targets]
         readers: list[Reader] = [WindowReader(window) for window in windows if window.streams]
         if submit.is_final and submit.streams:
             readers.append(CallerReader(self._segments))
         return Segmenter(readers)
+
+    def _window(self, submit: SubmitMessage, target: int) -> WindowConfig:
+        """How a stage that reads this request's output cuts it."""
+        return self.targets[target].spec.window.for_caller(submit.streams)
 
     def tell(self, message: Message, frames: Frames = ()) -> None:
         """Sends to the orchestrator."""
@@ -93,7 +99,7 @@ class Outlet:
             Exception: It holds something that cannot be sent.
         """
         for target in state.submit.targets:
-            if self.targets[target].spec.window.streams:
+            if self._window(state.submit, target).streams:
                 self._send_data(state, target, segment)
         if state.submit.is_final and state.submit.streams:
             payload, frames = self._channel.put(self._for_caller(segment))
@@ -103,7 +109,7 @@ class Outlet:
         """Sends what is left to those who read along, all of it to the others, and word of the end. Raises as above."""
         segment, whole = state.outputs.finish(last_piece)
         for target in state.submit.targets:
-            self._send_data(state, target, segment if self.targets[target].spec.window.streams else whole)
+            self._send_data(state, target, segment if self._window(state.submit, target).streams else whole)
         payload: PayloadRef | None = None
         frames: Frames = ()
         if state.submit.is_final:

@@ -222,7 +222,7 @@ class StageShell:
                     self._discard(message)
 
     def _make_state(self, message: SubmitMessage, request: StageRequest) -> RequestState:
-        windows = {source: self._spec.sources[source].window for source in message.sources}
+        windows = {i: self._spec.sources[i].window.for_caller(message.streams) for i in message.sources}
         return RequestState(
             submit=message,
             request=request,

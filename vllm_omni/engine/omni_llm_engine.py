@@ -23,6 +23,7 @@ from vllm.v1.kv_hints import KvHintsEnvelope
 
 from vllm_omni.core.sched.output import InputChunk, OmniRequest, StreamWindow
 from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
+from vllm_omni.engine.module_scan import opaque_module_hidden
 from vllm_omni.engine.omni_engine_core import OmniEngineCore
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
@@ -75,13 +76,14 @@ class OmniLLMEngine(LLMEngine):
         cls, vllm_config: VllmConfig, log_stats: bool, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
     ) -> "OmniLLMEngine":
         """The same, for a configuration that was made of such arguments."""
-        return cls(
-            vllm_config=vllm_config,
-            executor_class=Executor.get_class(vllm_config),
-            log_stats=log_stats,
-            usage_context=usage_context,
-            multiprocess_mode=False,
-        )
+        with opaque_module_hidden():
+            return cls(
+                vllm_config=vllm_config,
+                executor_class=Executor.get_class(vllm_config),
+                log_stats=log_stats,
+                usage_context=usage_context,
+                multiprocess_mode=False,
+            )
 
     def add_request(
         self,

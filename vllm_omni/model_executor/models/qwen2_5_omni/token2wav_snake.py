@@ -6,6 +6,7 @@ some fifteen passes for it; a vocoder spends most of its time there. Compiled by
 itself. This file knows no layers and no tensors of torch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,19 @@ def phase_filters(up: np.ndarray, down: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.stack([up[11::-2], down[1::2]]), dtype=np.float32)
 
 
-@njit("void(float32[::1], float32[::1], float32, float32, float32[:, ::1], float32[:, ::1])", fastmath=True, nogil=True)
+def _compile(signature: str) -> Callable[[Callable[..., None]], Any]:
+    """Compiled at once, or read from where an earlier process has put it."""
+
+    def compile_function(function: Callable[..., None]) -> Any:
+        try:
+            return njit(signature, fastmath=True, nogil=True, cache=True)(function)
+        except RuntimeError:  # There is no folder that may be written to.
+            return njit(signature, fastmath=True, nogil=True)(function)
+
+    return compile_function
+
+
+@_compile("void(float32[::1], float32[::1], float32, float32, float32[:, ::1], float32[:, ::1])")
 def _activate_row(row: Any, out: Any, frequency: Any, gain: Any, filters: Any, scratch: Any) -> None:
     """One channel of one segment. `scratch`: `[3, TILE + 4 * REACH]`."""
     length = row.shape[0]
@@ -89,10 +102,7 @@ def _activate_row(row: Any, out: Any, frequency: Any, gain: Any, filters: Any, s
             tile[i] = low + d5 * even[i + 6] + high
 
 
-@njit(
-    "void(float32[:, ::1], float32[:, ::1], int64[::1], int64[::1], float32[::1], float32[::1], float32[:, ::1])",
-    nogil=True,
-)
+@_compile("void(float32[:, ::1], float32[:, ::1], int64[::1], int64[::1], float32[::1], float32[::1], float32[:, ::1])")
 def activate(x: Any, out: Any, starts: Any, stops: Any, frequencies: Any, gains: Any, filters: Any) -> None:
     """The activation of each segment for itself, in each channel; zeros between the segments.
 

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vocoder against HF's, request by request, whatever else is in the batch; whole and in windows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.model_executor.models.qwen2_5_omni import token2wav_bigvgan
+from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import OmniQwen2_5OmniToken2Wav
+from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_bigvgan import Activation, BigVGAN
+from vllm_omni.testing.hf_oracle import HFOracle
+
+from ..qwen3_omni_moe.conftest import start_engine
+from ..qwen3_omni_moe.helpers import run_engine
+
+SAMPLES_PER_CODE = 480
+BLOCK_CODES = 12
+SPEAKERS = ["chelsie", "ethan", "aiden"]
+LENGTHS = [1, 30, 0, 12, 61, 13]
+NO_IDS = torch.empty(0)
+
+Info = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def vocoder(tiny_qwen2_5_omni: Path, oracle: HFOracle, config: PretrainedConfig) -> OmniQwen2_5OmniToken2Wav:
+    model_config = SimpleNamespace(hf_config=config.token2wav_config, model=str(tiny_qwen2_5_omni), revision=None)
+    vllm_config: Any = SimpleNamespace(model_config=model_config)
+    vocoder = OmniQwen2_5OmniToken2Wav(vllm_config=vllm_config)
+    loaded = vocoder.load_weights((name, p.detach().clone()) for name, p in oracle.model.named_parameters())
+    assert loaded == {name for name, _ in vocoder.named_parameters()}
+    return vocoder
+
+
+def make_codes(length: int) -> torch.Tensor:
+    return torch.randint(256, (length,), generator=torch.Generator().manual_seed(length))
+
+
+def make_info(codes: torch.Tensor, seed: int | None = 0, speaker: str = "chelsie", is_last: bool = True) -> Info:
+    info: Info = {"codes": codes, "speaker": speaker, "is_last": is_last, "stream": {}}
+    return info if seed is None else info | {"seed": seed}
+
+
+@torch.inference_mode()
+def run(vocoder: OmniQwen2_5OmniToken2Wav, infos: list[Info]) -> list[torch.Tensor]:
+    """One step."""
+    return [output["audio"] for output in vocoder(NO_IDS, NO_IDS, runtime_additional_information=infos)]
+
+
+@torch.inference_mode()
+def run_hf(oracle: HFOracle, codes: torch.Tensor, seed: int, speaker: str) -> torch.Tensor:
+    voice = next(value for name, value in oracle.model.speaker_map.items() if name.lower() == speaker)
+    torch.manual_seed(seed)
+    return oracle.model.token2wav(codes[None], conditioning=voice["cond"], reference_mel=voice["ref_mel"])
+
+
+def cut(codes: torch.Tensor, sizes: list[int], seed: int = 0, speaker: str = "chelsie") -> Iterator[Info]:
+    """One request's windows; the last of `sizes` is that of all that follow."""
+    stream: Info = {}
+    start = 0
+    while start < codes.shape[0]:
+        size = sizes[0] if len(sizes) == 1 else sizes.pop(0)
+        is_last = start + size >= codes.shape[0]
+        yield make_info(codes[start : start + size], seed, speaker, is_last) | {"stream": stream}
+        start += size
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("max_batch_frames", [1, 10_000])
+def test_every_request_of_a_batch_equals_hf(
+    max_batch_frames: int, vocoder: OmniQwen2_5OmniToken2Wav, oracle: HFOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocoder, "max_batch_frames", max_batch_frames)
+    requests = [(make_codes(length), seed, SPEAKERS[seed % 3]) for seed, length in enumerate(LENGTHS)]
+    waves = run(vocoder, [make_info(*request) for request in requests])
+    for (codes, seed, speaker), wave in zip(requests, waves, strict=True):
+        assert wave.dtype == torch.float32
+        assert wave.shape == (SAMPLES_PER_CODE * codes.shape[0],)
+        if codes.numel():
+            torch.testing.assert_close(wave, run_hf(oracle, codes, seed, speaker), rtol=0, atol=1e-5)
+
+
+def test_a_seed_repeats_the_noise_and_nothing_else_does(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+    codes = make_codes(5)
+    first, second, seeded, again = run(vocoder, [make_info(codes, seed) for seed in (None, None, 7, 7)])
+    assert torch.equal(seeded, again)
+    assert rms(first - second) > 0.01 < rms(first - seeded)
+
+
+@pytest.mark.parametrize("sizes", [[12], [25, 50, 100], [41]])
+def test_windows_add_up_to_nearly_the_whole(sizes: list[int], vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+    """The bounds are a little above what is measured; other noise, or a block lost, would be off by more than 1."""
+    codes = make_codes(150)
+    (whole,) = run(vocoder, [make_info(codes)])
+    streamed = torch.cat([run(vocoder, [window])[0] for window in cut(codes, sizes.copy())])
+    assert streamed.shape == whole.shape
+    assert rms(streamed - whole) < 0.003 * rms(whole)
+    assert (streamed - whole).abs().max() < 0.05 * rms(whole)
+
+
+def test_a_window_speaks_at_once_and_the_next_one_goes_on(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+    sizes = [run(vocoder, [window])[0].shape[0] for window in cut(make_codes(61), [25])]
+    assert sizes == [n * BLOCK_CODES * SAMPLES_PER_CODE for n in (1, 2)] + [25 * SAMPLES_PER_CODE]
+
+
+def test_no_seam_can_be_heard(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+    """The step from sample to sample where windows meet is that of the whole wave there."""
+    codes = make_codes(150)
+    (whole,) = run(vocoder, [make_info(codes)])
+    parts = [run(vocoder, [window])[0] for window in cut(codes, [25])]
+    seams = torch.tensor([part.shape[0] for part in parts[:-1]]).cumsum(0)
+    jumps = torch.cat(parts).diff()[seams - 1] - whole.diff()[seams - 1]
+    assert jumps.abs().max() < 0.02 * rms(whole.diff())
+
+
+def test_windows_of_several_requests_in_one_step_equal_those_of_each_alone(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+    def windows() -> list[list[Info]]:
+        return [list(cut(make_codes(60 + n), [25 - n], seed=n, speaker=SPEAKERS[n])) for n in range(3)]
+
+    alone = [torch.cat([run(vocoder, [window])[0] for window in request]) for request in windows()]
+    steps = [run(vocoder, list(step)) for step in zip(*windows(), strict=True)]
+    for index, expected in enumerate(alone):
+        torch.testing.assert_close(torch.cat([step[index] for step in steps]), expected, rtol=0, atol=1e-5)
+
+
+def test_an_empty_last_window_brings_what_was_held_back(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+    codes = make_codes(40)
+    window = make_info(codes, is_last=False)
+    parts = [*run(vocoder, [window])]
+    parts += run(vocoder, [make_info(codes[:0]) | {"stream": window["stream"]}])
+    (whole,) = run(vocoder, [make_info(codes)])
+    assert all(part.numel() for part in parts)
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=0.01)
+
+
+def test_a_step_that_fails_can_run_again(vocoder: OmniQwen2_5OmniToken2Wav, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = cut(make_codes(50), [30])
+    run(vocoder, [first])
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
+        patch.setattr(vocoder.bigvgan, "decode", lambda mels: (_ for _ in ()).throw(RuntimeError("lost")))
+        run(vocoder, [second])
+    again = run(vocoder, [second])[0]
+    first, second = cut(make_codes(50), [30])
+    run(vocoder, [first])
+    assert torch.equal(again, run(vocoder, [second])[0])
+
+
+@torch.inference_mode()
+def test_a_device_without_the_compiled_loop_makes_the_same_wave(
+    vocoder: OmniQwen2_5OmniToken2Wav, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token2wav_bigvgan, "CPUActivation", Activation)
+    plain = BigVGAN(vocoder.token2wav.code2wav_bigvgan_model)
+    mels = [torch.randn(frames, 80) - 4 for frames in (2, 50, 9)]
+    for wave, expected in zip(plain.decode(mels), vocoder.bigvgan.decode(mels), strict=True):
+        torch.testing.assert_close(wave, expected, rtol=0, atol=1e-5)
+
+
+def test_an_engine_gives_hf_s_waves(tiny_qwen2_5_omni: Path, oracle: HFOracle) -> None:
+    engine: OmniLLMEngine = start_engine(
+        tiny_qwen2_5_omni,
+        engine_type="generation",
+        model_arch="Qwen2_5OmniToken2WavModel",
+        hf_config_name="token2wav_config",
+        engine_output_type="audio",
+        max_model_len=512,
+    )
+    lengths = (5, 30)
+    prompts = {
+        str(length): {
+            "prompt_token_ids": [0] * length,
+            "additional_information": {"codes": make_codes(length), "speaker": "ethan", "seed": length},
+        }
+        for length in lengths
+    }
+    outputs = run_engine(engine, prompts, SamplingParams(max_tokens=1, detokenize=False))
+    engine.close()
+    for length in lengths:
+        audio = outputs[str(length)].multimodal_output["audio"]  # type: ignore[attr-defined]
+        torch.testing.assert_close(audio, run_hf(oracle, make_codes(length), length, "ethan"), rtol=0, atol=1e-5)

@@ -131,3 +131,45 @@ def test_text_stop_ids_of_the_checkpoint_do_not_stop_a_talker(
     request = talker_engine.input_processor.process_inputs("0", make_prompt(cases["text"]), make_params())
     assert request.sampling_params is not None
     assert request.sampling_params.all_stop_token_ids == {config.talker_config.codec_eos_token_id}
+
+
+def test_a_seed_fixes_every_code_however_the_text_arrives(
+    talker_engine: OmniLLMEngine,
+    cases: dict[str, Case],
+    make_prompt: Any,
+    make_params: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Held for want of text, and preempted by others meanwhile; one that is aborted as it waits leaves nothing."""
+    params = make_params(temperature=0.9, top_k=50, seed=7)
+    prompt = make_prompt(cases["text"])
+    alone: Any = run_engine(talker_engine, {"alone": prompt}, params)["alone"]
+    preemptions = PreemptionCounter(talker_engine, monkeypatch)
+    rows = prompt["additional_information"]["reply_rows"]
+    num_prompt_tokens = len(prompt["prompt_token_ids"])
+    for name in ("late", "gone"):
+        first = {**prompt["additional_information"], "reply_rows": rows[:4]}
+        talker_engine.add_request(name, {**prompt, "additional_information": first}, params)
+        talker_engine.await_input(name, num_prompt_tokens)
+    others = {name: make_prompt(case) for name, case in cases.items() if name != "text"}
+    for name, other in others.items():
+        talker_engine.add_request(name, other, make_params())
+    outputs: dict[str, Any] = {}
+    num_rows = 4
+    while talker_engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in talker_engine.step()}  # type: ignore[misc]
+        if num_rows < len(rows):
+            num_ready_tokens = num_prompt_tokens + num_rows + 1 - 4
+            more, num_rows = {"reply_rows": rows[num_rows : num_rows + 1]}, num_rows + 1
+            talker_engine.add_input("late", more, num_ready_tokens, is_last=num_rows == len(rows))
+        else:
+            talker_engine.abort_request(["gone"])
+    assert preemptions.count > 0
+    assert torch.equal(outputs["late"].multimodal_output["codes"], alone.multimodal_output["codes"])
+    for name in others:
+        check(outputs[name], cases[name])
+    talker_engine.engine_core.get_output()  # what has ended is dropped with the next step
+    runner: Any = talker_engine.model_executor.driver_worker.model_runner  # type: ignore[union-attr]
+    sampler = runner.strategy._sampler
+    assert (len(runner.slots), runner.omni_info, runner.open_inputs) == (0, {}, set())
+    assert (runner.strategy._prompts, sampler._generators, sampler._sampled) == ({}, {}, set())

@@ -85,6 +85,11 @@ def test_a_reply_of_one_token_has_nothing_to_say(to_talker: ThinkerToTalker) -> 
     assert to_talker.process(request(), window([40, 41], num_rows=4)) is not None
 
 
+def test_a_thinker_that_hands_nothing_over_is_named(to_talker: ThinkerToTalker) -> None:
+    with pytest.raises(ValueError, match="engine_output_type must be 'latent'"):
+        to_talker.process(request(), window([40, 41], num_rows=0))
+
+
 @pytest.mark.parametrize("speaker", ["Ethan", "ethan", "ETHAN"])
 def test_speakers_are_found_whatever_their_case(
     speaker: str, to_talker: ThinkerToTalker, to_token2wav: TalkerToToken2Wav

@@ -80,7 +80,8 @@ class ThinkerToTalker(StageInputProcessor):
         rows = window.tensors.get(TALKER_INPUT)
         if window.start == 0:
             speaker = find_speaker(request, self.speakers)
-            assert rows is not None
+            if rows is None:
+                raise ValueError(f"the thinker hands over no {TALKER_INPUT!r}; its engine_output_type must be 'latent'")
             if rows.shape[0] <= len(request.prompt_token_ids):
                 return None
             made = self._make_prompt(request, rows, speaker)

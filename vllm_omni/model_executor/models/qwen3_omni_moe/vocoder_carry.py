@@ -11,7 +11,7 @@ This file knows no layer: they take their part of the state in the order in whic
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -41,6 +41,8 @@ class Carry:
         self._lengths = torch.tensor(num_frames, device=states.device)
         fresh = [row for row, before in enumerate(num_before) if not before]
         self._is_all_fresh = len(fresh) == len(num_before)
+        is_even = len(set(num_frames)) == 1 and (self._is_all_fresh or not fresh)
+        self._even_length = num_frames[0] if is_even else None
         self._fresh = torch.tensor(fresh, dtype=torch.int64, device=states.device)
 
     def take(self, *shape: int) -> torch.Tensor:
@@ -49,7 +51,7 @@ class Carry:
         self._taken += int(torch.Size(shape).numel())
         return self._states[:, start : self._taken].view(-1, *shape)
 
-    def keep(self, whole: torch.Tensor, num_taken: int, dim: int = -1) -> None:
+    def keep(self, whole: torch.Tensor, num_taken: int, dim: Literal[-1, -2] = -1) -> None:
         """Leaves the last inputs of a layer for the next window.
 
         Args:
@@ -57,15 +59,25 @@ class Carry:
         """
         if not self._is_kept:
             return
-        dim %= whole.ndim
-        index = self._lengths[:, None] + torch.arange(num_taken, device=whole.device)
-        shape = [1] * whole.ndim
-        shape[0], shape[dim] = index.shape
-        self._kept.append(torch.take_along_dim(whole, index.view(shape), dim).flatten(1))
+        if self._even_length is not None:
+            last = whole.narrow(dim, self._even_length, num_taken)
+        else:
+            shape = list(whole.shape)
+            shape[dim] = num_taken
+            index = self._lengths.view(-1, *[1] * (whole.ndim - 1)) + self._offsets(whole, num_taken, dim)
+            last = whole.gather(dim, index.expand(shape))
+        self._kept.append(last.contiguous().flatten(1))  # Not a view, which would hold the layer's whole input.
+
+    @staticmethod
+    def _offsets(whole: torch.Tensor, num_taken: int, dim: int) -> torch.Tensor:
+        """0, 1, ... along `dim` of a tensor of as many dimensions as `whole`."""
+        return torch.arange(num_taken, device=whole.device).view(-1, *[1] * (-1 - dim))
 
     def grow(self, factor: int) -> None:
         """From here on each position is `factor` positions."""
         self._lengths = self._lengths * factor
+        if self._even_length is not None:
+            self._even_length *= factor
 
     def drop_beginning(self, x: torch.Tensor, num_positions: int) -> torch.Tensor:
         """`[B, C, L]` without the first positions of the rows whose streams begin here.
@@ -73,12 +85,15 @@ class Carry:
         Returns:
             Where some rows do and some do not: the same tensor, changed, still of length L.
         """
-        if self._is_all_fresh:
-            x = x[..., num_positions:]
-        elif len(self._fresh):
-            x[self._fresh, :, :-num_positions] = x[self._fresh, :, num_positions:]
+        if not len(self._fresh):
+            return x
         self._lengths = self._lengths.index_add(0, self._fresh, torch.full_like(self._fresh, -num_positions))
-        return x
+        if not self._is_all_fresh:
+            x[self._fresh, :, :-num_positions] = x[self._fresh, :, num_positions:]
+            return x
+        if self._even_length is not None:
+            self._even_length -= num_positions
+        return x[..., num_positions:]
 
     def new_states(self) -> torch.Tensor:
         """`[B, size]`, after all layers have run."""
@@ -106,7 +121,7 @@ class CarriedKeys:
     def _extend(self, x: torch.Tensor) -> torch.Tensor:
         _, heads, _, head_dim = x.shape
         whole = torch.cat((self._carry.take(heads, self._num_kept, head_dim), x), dim=2)
-        self._carry.keep(whole, self._num_kept, dim=2)
+        self._carry.keep(whole, self._num_kept, dim=-2)
         return whole
 
     def mask(self, device: torch.device) -> torch.Tensor:

@@ -53,7 +53,11 @@ class InputPiece(NamedTuple):
 
 
 class FeedbackStrategy(ABC):
-    """One model's part of the feedback loop. Calls of one step come in the order in which they stand here."""
+    """One model's part of the feedback loop.
+
+    Calls of one step come in the order in which they stand here, but for `end`, which comes first: what has ended makes
+    room for what begins.
+    """
 
     @abstractmethod
     def begin(self, slot: int, information: dict[str, Any], params: SamplingParams, is_input_complete: bool) -> None:

@@ -97,35 +97,42 @@ def test_a_seed_repeats_the_noise_and_nothing_else_does(vocoder: OmniQwen2_5Omni
     assert rms(first - second) > 0.01 < rms(first - seeded)
 
 
-@pytest.mark.parametrize("sizes", [[12], [25, 50, 100], [41]])
+@pytest.mark.parametrize("sizes", [[12], [48, 96], [41]])
 def test_windows_add_up_to_nearly_the_whole(sizes: list[int], vocoder: OmniQwen2_5OmniToken2Wav) -> None:
-    """The bounds are a little above what is measured; other noise, or a block lost, would be off by more than 1."""
+    """The bounds are a little above what is measured; one block less held back, and they would not hold."""
     codes = make_codes(150)
     (whole,) = run(vocoder, [make_info(codes)])
     streamed = torch.cat([run(vocoder, [window])[0] for window in cut(codes, sizes.copy())])
     assert streamed.shape == whole.shape
-    assert rms(streamed - whole) < 0.003 * rms(whole)
-    assert (streamed - whole).abs().max() < 0.05 * rms(whole)
+    assert rms(streamed - whole) < 3e-5 * rms(whole)
+    assert (streamed - whole).abs().max() < 1e-3 * rms(whole)
 
 
 def test_a_window_speaks_at_once_and_the_next_one_goes_on(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
-    sizes = [run(vocoder, [window])[0].shape[0] for window in cut(make_codes(61), [25])]
-    assert sizes == [n * BLOCK_CODES * SAMPLES_PER_CODE for n in (1, 2)] + [25 * SAMPLES_PER_CODE]
+    """Two blocks are held back."""
+    sizes = [run(vocoder, [window])[0].shape[0] for window in cut(make_codes(100), [40])]
+    assert sizes == [codes * SAMPLES_PER_CODE for codes in (BLOCK_CODES, 3 * BLOCK_CODES, 100 - 4 * BLOCK_CODES)]
+
+
+def test_too_little_to_speak_of_is_kept_for_the_next_window(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+    parts = [run(vocoder, [window])[0] for window in cut(make_codes(30), [15])]
+    assert parts[0].shape == (0,)
+    torch.testing.assert_close(parts[1], run(vocoder, [make_info(make_codes(30))])[0], rtol=0, atol=1e-5)
 
 
 def test_no_seam_can_be_heard(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
     """The step from sample to sample where windows meet is that of the whole wave there."""
     codes = make_codes(150)
     (whole,) = run(vocoder, [make_info(codes)])
-    parts = [run(vocoder, [window])[0] for window in cut(codes, [25])]
+    parts = [run(vocoder, [window])[0] for window in cut(codes, [40])]
     seams = torch.tensor([part.shape[0] for part in parts[:-1]]).cumsum(0)
     jumps = torch.cat(parts).diff()[seams - 1] - whole.diff()[seams - 1]
-    assert jumps.abs().max() < 0.02 * rms(whole.diff())
+    assert jumps.abs().max() < 1e-3 * rms(whole.diff())
 
 
 def test_windows_of_several_requests_in_one_step_equal_those_of_each_alone(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
     def windows() -> list[list[Info]]:
-        return [list(cut(make_codes(60 + n), [25 - n], seed=n, speaker=SPEAKERS[n])) for n in range(3)]
+        return [list(cut(make_codes(80 + n), [45 - n], seed=n, speaker=SPEAKERS[n])) for n in range(3)]
 
     alone = [torch.cat([run(vocoder, [window])[0] for window in request]) for request in windows()]
     steps = [run(vocoder, list(step)) for step in zip(*windows(), strict=True)]
@@ -140,17 +147,17 @@ def test_an_empty_last_window_brings_what_was_held_back(vocoder: OmniQwen2_5Omni
     parts += run(vocoder, [make_info(codes[:0]) | {"stream": window["stream"]}])
     (whole,) = run(vocoder, [make_info(codes)])
     assert all(part.numel() for part in parts)
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=0.01)
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-4)
 
 
 def test_a_step_that_fails_can_run_again(vocoder: OmniQwen2_5OmniToken2Wav, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = cut(make_codes(50), [30])
+    first, second = cut(make_codes(70), [40])
     run(vocoder, [first])
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
         patch.setattr(vocoder.bigvgan, "decode", lambda mels: (_ for _ in ()).throw(RuntimeError("lost")))
         run(vocoder, [second])
     again = run(vocoder, [second])[0]
-    first, second = cut(make_codes(50), [30])
+    first, second = cut(make_codes(70), [40])
     run(vocoder, [first])
     assert torch.equal(again, run(vocoder, [second])[0])
 

@@ -7,6 +7,10 @@ What was computed before a window comes into it as the keys and values of its la
 spectrogram that the wave's first samples depend on. The first samples of a window fade over from what the window before
 it had made of them.
 
+What is left of the difference to the wave of all codes at once, measured on the tiny checkpoint with windows of 36
+codes (and of 48, 96, 192): 8e-6 (2e-6) of the wave's level, at most 2e-4 (1e-4) of it, near seams. With one block held
+back it is a hundred times as much. The number of samples is that of the whole.
+
 This file knows no weights.
 """
 
@@ -17,13 +21,14 @@ import torch
 
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_dit import DiTInput
 
-HELD_BLOCKS = 1
+HELD_BLOCKS = 2
 """Whole blocks of frames at a window's end that are held back; 12 codes, 0.24 s each in the published checkpoint."""
 
 CONTEXT_FRAMES = 24
 """Frames of the spectrogram before and after a window that its wave is made from."""
 
 FADE_FRAMES = 1
+"""Frames, 10 ms each, over which a window goes over into the next one."""
 
 
 @dataclass(frozen=True, slots=True)

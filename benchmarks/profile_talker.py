@@ -53,9 +53,9 @@ class Talker:
     def add(self, name: str, seed: int, frames: int, sampled: bool) -> None:
         """Gives the engine a request that ends after so many steps with a token."""
         made = self._make_input(name, seed)
-        sampling = {"temperature": 0.9, "top_k": 50} if sampled else {"temperature": 0.0}
         params = SamplingParams(
-            **sampling,
+            temperature=0.9 if sampled else 0.0,
+            top_k=50,
             repetition_penalty=1.05,
             max_tokens=frames,
             min_tokens=frames,
@@ -63,7 +63,7 @@ class Talker:
             detokenize=False,
         )
         prompt = {"prompt_token_ids": made.prompt_token_ids, "additional_information": made.additional_information}
-        self.engine.add_request(name, prompt, params)  # type: ignore[arg-type]
+        self.engine.add_request(name, prompt, params)
 
     def _make_input(self, name: str, seed: int) -> StageInput:
         prompt_ids = self._tokenizer(make_prompt(self._model, "text", seed)["prompt"])["input_ids"]

@@ -77,9 +77,6 @@ class EchoStrategy(FeedbackStrategy):
     def remember(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         self.last[slots] = hidden_states
 
-    def empty_outputs(self) -> dict[str, torch.Tensor]:
-        return {"draw": torch.empty(0, 1)}
-
     def _as_rows(self, rows: FedBackRows, echo: torch.Tensor, draw: torch.Tensor) -> FedBack:
         embeds = self.embedding(rows.token_ids) + echo + self.feed.read(rows.slots, rows.frames)
         return FedBack(embeds + ECHO * draw, {"draw": draw})

@@ -36,8 +36,7 @@ class FedBack(NamedTuple):
     """
     Attributes:
         embeds: `[N, hidden]`, the rows' input.
-        outputs: What the stage emits for these rows, by name, each `[N, ...]`; nothing is emitted for other rows. The
-            names, dtypes and shapes are those of `FeedbackStrategy.empty_outputs`.
+        outputs: What the stage emits for these rows, by name, each `[N, ...]`; nothing is emitted for other rows.
     """
 
     embeds: torch.Tensor
@@ -93,10 +92,6 @@ class FeedbackStrategy(ABC):
             slots: `[N]` int64, the requests that sample a token in this step.
             hidden_states: `[N, hidden]`, after the final norm, that their tokens are sampled from.
         """
-
-    @abstractmethod
-    def empty_outputs(self) -> dict[str, torch.Tensor]:
-        """What the stage emits besides tokens, by name: `[0, ...]` tensors of the right dtype and shape."""
 
 
 @runtime_checkable

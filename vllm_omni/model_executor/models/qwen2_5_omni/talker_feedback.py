@@ -88,9 +88,6 @@ class TalkerFeedback(FeedbackStrategy):
     def remember(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """What comes next depends on tokens alone."""
 
-    def empty_outputs(self) -> dict[str, torch.Tensor]:
-        return {}
-
     def _append(self, slot: int, projected: torch.Tensor, is_last: bool) -> None:
         self._text.append(slot, projected)
         if is_last:

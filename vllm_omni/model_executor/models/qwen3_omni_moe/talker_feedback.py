@@ -148,6 +148,3 @@ class TalkerFeedback(FeedbackStrategy):
     def remember(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """The residual codes of the token that is sampled are predicted from the state that it is sampled from."""
         self._last_hidden[slots] = hidden_states
-
-    def empty_outputs(self) -> dict[str, torch.Tensor]:
-        return {"codes": torch.empty(0, self._code_predictor.num_steps + 1, dtype=torch.int64)}

@@ -38,8 +38,9 @@ def test_the_entry_point_is_installed():
 
 
 def test_plain_vllm_gives_the_same_tokens_with_and_without_the_plugin(tiny_qwen3, tmp_path):
-    without = run_plain_vllm(tiny_qwen3, tmp_path, VLLM_PLUGINS="")
-    with_plugin = run_plain_vllm(tiny_qwen3, tmp_path)
+    folders = [tmp_path / "without", tmp_path / "with"]
+    started = [start_plain_vllm(tiny_qwen3, folders[0], VLLM_PLUGINS=""), start_plain_vllm(tiny_qwen3, folders[1])]
+    without, with_plugin = (answer_of(process, folder) for process, folder in zip(started, folders, strict=True))
 
     assert with_plugin["tokens"] == without["tokens"]
     assert [len(tokens) for tokens in without["tokens"]] == [16, 16]
@@ -83,13 +84,15 @@ def test_another_vllm_is_left_alone(monkeypatch, caplog):
     assert "needs vLLM 0.32" in caplog.text
 
 
-def run_plain_vllm(model, tmp_path, **environment) -> dict:
-    script, answer = tmp_path / "plain_vllm.py", tmp_path / "answer.json"
+def start_plain_vllm(model, folder, **environment) -> subprocess.Popen:
+    folder.mkdir()
+    script = folder / "plain_vllm.py"
     script.write_text(PLAIN_VLLM)
     clean = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
-    subprocess.run(
-        [sys.executable, script, model, answer],
-        env=clean | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environment,
-        check=True,
-    )
-    return json.loads(answer.read_text())
+    environment = clean | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environment
+    return subprocess.Popen([sys.executable, script, model, folder / "answer.json"], env=environment)
+
+
+def answer_of(process, folder) -> dict:
+    assert process.wait(timeout=240) == 0
+    return json.loads((folder / "answer.json").read_text())

@@ -149,3 +149,25 @@ def test_a_seed_fixes_the_tokens_whatever_else_runs(latent_engine, oracle):
     for prompt, first, second in zip(prompts, alone, together, strict=True):
         assert first.outputs[0].token_ids == second.outputs[0].token_ids
         assert_rows(second.multimodal_output["hidden"], prompt, second.outputs[0].token_ids, oracle)
+
+
+def test_rows_that_nobody_reads_are_not_made(latent_engine, oracle, monkeypatch):
+    """Alone nothing is made at all; beside one that is read, and of several sequences, the first has its rows."""
+    runner = latent_engine.model_executor.driver_worker.model_runner
+    prompts = random_prompts(40, 50, seed=3)
+    with monkeypatch.context() as context:
+        context.setattr(runner, "_make_rows", None)
+        latent_engine.add_request("unread", {"prompt_token_ids": prompts[0]}, greedy(6))
+        latent_engine.discard_rows("unread", 0)
+        (unread,) = step_until_idle(latent_engine)
+    assert unread.multimodal_output == {}
+    latent_engine.add_request("unread", {"prompt_token_ids": prompts[0]}, greedy(6))
+    latent_engine.discard_rows("unread", 0)
+    latent_engine.add_request("read", {"prompt_token_ids": prompts[1]}, greedy(6, n=2, temperature=1.0, seed=1))
+    latent_engine.discard_rows("read", 1)
+    outputs = {output.request_id: output for output in step_until_idle(latent_engine)}
+    assert outputs["unread"].multimodal_output == {}
+    assert outputs["unread"].outputs[0].token_ids == unread.outputs[0].token_ids
+    first, second = outputs["read"].outputs
+    assert_rows(first.multimodal_output["hidden"], prompts[1], first.token_ids, oracle)
+    assert second.multimodal_output == {}

@@ -7,12 +7,12 @@ from unittest import mock
 
 import pytest
 
-from tests.orchestrator.pipelines import kept_server
-from vllm_omni import OmniLLM
+from tests.entrypoints.faces import quick_servers
+from vllm_omni import AsyncOmniLLM, OmniLLM
 
 
 def start(model: Path, **arguments: object) -> OmniLLM:
-    with mock.patch("vllm_omni.entrypoints.launch.ForkServer", lambda preload: kept_server()):
+    with quick_servers():
         return OmniLLM(str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=64 << 20, **arguments)
 
 
@@ -21,6 +21,13 @@ def talking_llm(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLM]:
     """Qwen3-Omni as it ships, for prompts and speech of up to 1024 tokens and frames."""
     with start(tiny_qwen3_omni_moe, max_model_len=1024) as llm:
         yield llm
+
+
+@pytest.fixture(scope="session")
+def talking_async_llm(talking_llm: OmniLLM) -> AsyncOmniLLM:
+    """The other face of the same pipeline."""
+    with mock.patch("vllm_omni.entrypoints.face.launch_pipeline", lambda *args, **kwargs: talking_llm._pipeline):
+        return AsyncOmniLLM("")
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 import yaml
 
-from tests.orchestrator.pipelines import fake_stage, kept_server
+from tests.nursery import QuickForkServer
+from tests.orchestrator.pipelines import fake_stage
 from vllm_omni.entrypoints.face import PipelineFace
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 
@@ -24,10 +25,15 @@ STAGES = (WRITER, SPEAKER)
 WINDOWS = {"edges": [{"from": 0, "to": 1, "window_size": 3, "unit": "rows"}]}
 
 
+def quick_servers() -> AbstractContextManager:
+    """Pipelines that are opened in this block need not wait for imports."""
+    return mock.patch("vllm_omni.entrypoints.launch.ForkServer", QuickForkServer)
+
+
 def make_face(cls: type[Face], path: Path, stages: Iterable[dict] = STAGES, *, args: dict, **runtime: Any) -> Face:
     """Starts a pipeline; `args` are the face's, `runtime` is the configuration's."""
     path.write_text(yaml.safe_dump({"stage_args": list(stages), "runtime": runtime}))
-    with mock.patch("vllm_omni.entrypoints.launch.ForkServer", lambda preload: kept_server()):
+    with quick_servers():
         return cls("", str(path), **args)
 
 

@@ -295,11 +295,8 @@ GREEDY = [{"temperature": 0.0, "max_tokens": 24}, {"temperature": 0.0, "max_toke
 
 
 @pytest.fixture(scope="module")
-def qwen(tiny_qwen3_omni_moe: Path) -> Iterator[AsyncOmniLLM]:
-    with AsyncOmniLLM(
-        str(tiny_qwen3_omni_moe), dtype="float32", max_model_len=1024, max_num_seqs=8, kv_cache_memory_bytes=64 << 20
-    ) as llm:
-        yield llm
+def qwen(talking_async_llm: AsyncOmniLLM) -> AsyncOmniLLM:
+    return talking_async_llm
 
 
 def test_qwen_answers_many_as_it_answers_one(qwen: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> None:

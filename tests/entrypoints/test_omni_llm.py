@@ -11,7 +11,8 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.entrypoints.faces import by_request, check_story, make_chat, wait_until_free
+from tests.entrypoints.faces import by_request, check_story, make_chat, quick_servers, wait_until_free
+from tests.nursery import nursery
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError, PipelineClosedError, StageConfigError
 from vllm_omni.events import ARSegmentEvent
@@ -199,6 +200,7 @@ def test_default_sampling_parameters_come_from_the_configuration(tiny_qwen3_omni
     (speech,) = llm.generate(prompt, capped, use_tqdm=False)
     assert speech.stage_metrics[1].num_output_tokens <= 5
     seeded = [GREEDY[0], None, None]  # the talker samples, by the configuration's defaults
+    prompt = make_chat(980) | {"modalities": ["audio"]}  # which leaves room for few frames
     first, second = (llm.generate(prompt, seeded, use_tqdm=False)[0].multimodal_output["audio"] for _ in range(2))
     assert first.shape != second.shape or not torch.equal(first, second)
 
@@ -219,9 +221,10 @@ def own_run_dirs() -> set[str]:
 
 def test_arguments_reach_stages_and_close_or_an_exception_leaves_nothing(tiny_qwen3: Path) -> None:
     """A plain text model, without a configuration of its own, is a pipeline of one stage."""
+    nursery()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     run_dirs = own_run_dirs()
-    with pytest.raises(ZeroDivisionError), OmniLLM(
+    with pytest.raises(ZeroDivisionError), quick_servers(), OmniLLM(
         str(tiny_qwen3), dtype="float32", stage_overrides={"text": {"max_model_len": 32}}, kv_cache_memory_bytes=1 << 24
     ) as llm:  # fmt: skip
         (output,) = llm.generate("user hello", [{"temperature": 0.0, "max_tokens": 4}], use_tqdm=False)

@@ -12,6 +12,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
+from tests.entrypoints.faces import quick_servers
 from vllm_omni import OmniLLM
 from vllm_omni.config.paths import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
@@ -45,7 +46,9 @@ def shared_configuration() -> dict[str, Any]:
 def llm(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
     path = tmp_path_factory.mktemp("config") / "shared.yaml"
     path.write_text(yaml.safe_dump(shared_configuration()))
-    with OmniLLM(str(tiny_qwen3_omni_moe), str(path), dtype="float32", max_model_len=1024, max_num_seqs=8) as llm:
+    with quick_servers():
+        llm = OmniLLM(str(tiny_qwen3_omni_moe), str(path), dtype="float32", max_model_len=1024, max_num_seqs=8)
+    with llm:
         yield llm
 
 
@@ -60,9 +63,10 @@ def test_eight_different_prompts_at_once_equal_hf(llm: OmniLLM, tiny_qwen3_omni_
 
 
 def test_they_are_in_one_process_on_one_core(llm: OmniLLM) -> None:
-    children = [child for child in psutil.Process().children(recursive=True) if "vllm_omni::" in child.cmdline()[0]]
-    assert [child.cmdline()[0] for child in children] == ["vllm_omni::code2wav+talker+thinker"]
-    threads = [os.sched_getaffinity(thread.id) for thread in children[0].threads()]
+    title = "vllm_omni::code2wav+talker+thinker"
+    (stages,) = (child for child in psutil.Process().children(recursive=True) if child.cmdline()[0] == title)
+    assert psutil.Process(stages.ppid()).children() == [stages]  # there is no other stage of this pipeline
+    threads = [os.sched_getaffinity(thread.id) for thread in stages.threads()]
     assert threads == [{CORE}] * len(threads) and len(threads) > 6  # three engines, three for input and output
 
 

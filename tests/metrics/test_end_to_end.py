@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,10 +16,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.metrics.collector import Collector
 from tests.metrics.reading import assert_nested, read_events, scrape, tracks
+from tests.nursery import QuickForkServer
 from tests.orchestrator.pipelines import TRIANGLE, Caller, make_config, open_orchestrator
 from vllm_omni import OmniLLM
 from vllm_omni.metrics.observer import make_observer
-from vllm_omni.stage.fork_server import ForkServer
 
 CONFIG = make_config(*TRIANGLE)
 STAGES = ("stage 0: a", "stage 1: b", "stage 2: c")
@@ -50,7 +51,7 @@ def test_a_pipeline_is_seen_in_every_way(
     # A server of its own: one that is kept has the environment of the test that started it, without the collector's.
     orchestrator = open_orchestrator(
         CONFIG,
-        server=ForkServer(),
+        server=QuickForkServer(),
         observer=observer,
         records_stats=True,
         otlp_traces_endpoint=collector.url,
@@ -130,15 +131,18 @@ def check_spans(collector: Collector, spans_here: InMemorySpanExporter, whole: l
 def test_a_vllm_stage_is_seen(
     collector: Collector, spans_here: InMemorySpanExporter, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
-    with OmniLLM(
-        str(tiny_qwen3),
-        dtype="float32",
-        max_model_len=64,
-        kv_cache_memory_bytes=1 << 24,
-        log_stats=True,
-        trace_file=str(tmp_path / "trace.json"),
-        otlp_traces_endpoint=collector.url,
-    ) as llm:
+    with (
+        mock.patch("vllm_omni.entrypoints.launch.ForkServer", QuickForkServer),
+        OmniLLM(
+            str(tiny_qwen3),
+            dtype="float32",
+            max_model_len=64,
+            kv_cache_memory_bytes=1 << 24,
+            log_stats=True,
+            trace_file=str(tmp_path / "trace.json"),
+            otlp_traces_endpoint=collector.url,
+        ) as llm,
+    ):
         llm.generate(["user hello"] * 3, [{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}], use_tqdm=False)
         (stats,) = llm.stats()
         table = llm.stats_table()

@@ -6,6 +6,7 @@ import queue
 from collections.abc import Mapping
 from typing import Any
 
+from tests.nursery import QuickForkServer
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.events import CompletedEvent, ErrorEvent, OmniEvent
@@ -43,8 +44,8 @@ def make_config(*stages: dict, **runtime: Any) -> PipelineConfig:
 TRIANGLE = (fake_stage(0, "a", (), "text"), fake_stage(1, "b", (0,)), fake_stage(2, "c", (0, 1), "audio"))
 
 
-class KeptForkServer(ForkServer):
-    """Serves one pipeline after another, since its imports take longer than any test. Ends with the interpreter."""
+class KeptForkServer(QuickForkServer):
+    """Serves one pipeline after another. Ends with the interpreter."""
 
     def close(self) -> None:
         pass

@@ -15,6 +15,7 @@ import pytest
 import torch
 import zmq
 
+from tests.nursery import QuickForkServer
 from tests.orchestrator.pipelines import (
     TRIANGLE,
     Caller,
@@ -31,7 +32,6 @@ from vllm_omni.events import ARSegmentEvent, CompletedEvent
 from vllm_omni.inputs import StageRequest
 from vllm_omni.orchestrator.messages import PROTOCOL_VERSION, DataMessage, PayloadRef, send
 from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.fork_server import ForkServer
 
 QUICKLY = {"backoff_s": 0.05, "max_restarts": 20}
 
@@ -153,7 +153,7 @@ def test_a_stage_that_dies_too_often_stays_dead() -> None:
 
 def test_a_dead_fork_server_does_not_keep_stages_from_coming_back() -> None:
     config = make_config(*TRIANGLE, restart=QUICKLY)
-    server = ForkServer()
+    server = QuickForkServer()
     orchestrator = open_orchestrator(config, server=server)
     try:
         orchestrator.wait_until_started()

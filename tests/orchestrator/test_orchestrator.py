@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.nursery import QuickForkServer
 from tests.orchestrator.pipelines import TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.errors import (
@@ -94,8 +95,9 @@ def test_nothing_is_left_of_payloads_when_all_is_quiet(caller: Caller, orchestra
 
 
 def test_close_ends_what_runs_and_leaves_nothing() -> None:
+    server = QuickForkServer()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    orchestrator = open_orchestrator(CONFIG, server=ForkServer())
+    orchestrator = open_orchestrator(CONFIG, server=server)
     orchestrator.wait_until_started()
     caller = Caller(orchestrator, CONFIG)
     running = caller.submit("running", fake_seconds=0.3)
@@ -119,8 +121,9 @@ def test_a_stage_that_cannot_start_ends_the_start_with_its_own_error() -> None:
              "final_output": True, "final_output_type": "image"},
         ]
     }  # fmt: skip
+    server = QuickForkServer()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    orchestrator = open_orchestrator(parse_pipeline_config(raw, "test"), server=ForkServer())
+    orchestrator = open_orchestrator(parse_pipeline_config(raw, "test"), server=server)
     with pytest.raises(StageStartError, match=r"stage 1 \(painter\) failed to start: StageConfigError") as error:
         orchestrator.wait_until_started()
     assert error.value.stage_id == 1

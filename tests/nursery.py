@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fork servers that start at once: forks of a process that has imported vLLM for all tests of a session.
+
+A fork server's imports take ten seconds of a core, which is longer than nearly every test that needs one of its own.
+"""
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+
+import setproctitle
+
+from vllm_omni.stage import fork_server
+from vllm_omni.stage.fork_server import ForkServer
+
+_COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import main; main()"
+_MAX_MESSAGE = 1 << 20
+
+
+class QuickForkServer(ForkServer):
+    """A `ForkServer` in all that happens after its start."""
+
+    def _launch(self) -> None:
+        self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end:
+            self._process = nursery().fork(server_end, self._modules)  # type: ignore[assignment]
+
+
+class ForkedProcess:
+    """What `ForkServer` uses of a `Popen`, for a process that is not this one's child."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> None:
+        assert select.select([self._pidfd], [], [], timeout)[0], "it goes on"
+
+
+class Nursery:
+    """The process that is forked from. Ends with the interpreter."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-c", _COMMAND, str(theirs.fileno()), json.dumps(sys.path)]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def fork(self, server_end: socket.socket, modules: list[str]) -> ForkedProcess:
+        start = json.dumps({"path": sys.path, "environ": dict(os.environ), "modules": modules})
+        with self._lock:
+            socket.send_fds(self._control, [start.encode()], [server_end.fileno()])
+            return ForkedProcess(int(self._control.recv(_MAX_MESSAGE)))
+
+
+@functools.cache
+def nursery() -> Nursery:
+    return Nursery()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody asks how a server has ended.
+    control = socket.socket(fileno=int(sys.argv[1]))
+    importlib.import_module("vllm_omni.stage.worker")
+    importlib.import_module("vllm_omni.stage.engines.llm")
+    setproctitle.getproctitle()  # It finds the process's title with the environment that the process began with.
+    gc.collect()
+    gc.freeze()
+    while True:
+        start, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
+        if not start:
+            os._exit(0)
+        pid = os.fork()
+        if not pid:
+            control.close()
+            become_server(json.loads(start), fds[0])
+        os.close(fds[0])
+        control.send(str(pid).encode())
+
+
+def become_server(start: dict, control_fd: int) -> None:
+    """Does what the main function of a fork server does after its imports, in the caller's environment."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(start["environ"])
+    sys.path[:] = start["path"]
+    status = 1
+    try:
+        for module in start["modules"]:
+            importlib.import_module(module)
+        fork_server.serve(socket.socket(fileno=control_fd))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)

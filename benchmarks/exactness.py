@@ -7,8 +7,8 @@
 Each model runs as its stage configuration says, windows included, with the talker's codes as one more output. Crowds of
 random requests come to it: all kinds of prompts, lengths, voices and modalities, greedy and sampled, at random times;
 some callers leave early. Afterwards each request is made again, alone. Text and codes must be equal, and waves within
-1e-4. The greedy ones are also put to HF transformers. Qwen2.5-Omni's wave depends on the windows that it is made in, so
-that HF's is compared with that of a second pipeline, whose vocoder waits for all codes. Exit status 1: a difference.
+1e-4. Some of the greedy ones are also put to HF transformers. Qwen2.5-Omni makes another wave for callers who listen
+along, so that HF's is compared with what others get. Exit status 1: a difference.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -32,6 +32,7 @@ from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 MAX_CROWD = 8
+MODALITIES = (None, ("text",), ("audio",), ("text", "audio"), ("audio", CODES))
 SPREAD_S = 0.6
 ONE_IN_REFERENCE = 3
 """Of the greedy requests, how many HF transformers is asked about."""
@@ -43,35 +44,31 @@ class Model:
     Attributes:
         talker_tokens: The longest speech, in codes.
         top_k, top_p: The talker's, by its authors.
-        wave_needs_all_codes: A wave made in windows differs from that made in one piece.
+        modalities: That are asked for; None is all that the pipeline has.
+        streamed_wave_differs: From that for callers who do not listen along, by design.
     """
 
     name: str
     talker_tokens: int
     top_k: int
     top_p: float
-    wave_needs_all_codes: bool
+    streamed_wave_differs: bool
+    modalities: tuple[tuple[str, ...] | None, ...] = MODALITIES
 
 
 MODELS = {
-    "qwen2_5_omni": Model("qwen2_5_omni", 90, top_k=40, top_p=0.8, wave_needs_all_codes=True),
-    "qwen3_omni_moe": Model("qwen3_omni_moe", 50, top_k=50, top_p=1.0, wave_needs_all_codes=False),
+    "qwen2_5_omni": Model("qwen2_5_omni", 90, top_k=40, top_p=0.8, streamed_wave_differs=True),
+    "qwen3_omni_moe": Model("qwen3_omni_moe", 50, top_k=50, top_p=1.0, streamed_wave_differs=False),
 }
 
 
 @dataclass
-class Pipelines:
-    """One checkpoint, served.
-
-    Attributes:
-        windows: As it ships.
-        whole_waves: Its vocoder waits for all codes; the same pipeline where that makes no difference.
-    """
+class Service:
+    """One checkpoint, served, and its reference."""
 
     model: Model
     checkpoint: Path
-    windows: AsyncOmniLLM
-    whole_waves: AsyncOmniLLM
+    llm: AsyncOmniLLM
     oracle: HFOracle
 
 
@@ -112,62 +109,51 @@ class Findings:
 
 
 @contextmanager
-def serve(model: Model, size: str = "default", checkpoint_seed: int = 0) -> Iterator[Pipelines]:
-    """Writes a checkpoint, starts its pipelines and loads its reference."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        path = write_tiny_checkpoint(model.name, folder / "model", size=size, seed=checkpoint_seed)
-
-        def start(name: str, change: Callable[[dict], None]) -> AsyncOmniLLM:
-            config = yaml.safe_load((stage_configs_dir() / f"{model.name}.yaml").read_text())
-            config["stage_args"][1] |= {"final_output": True, "final_output_type": CODES}
-            change(config)
-            file = folder / f"{name}.yaml"
-            file.write_text(yaml.safe_dump(config))
-            limits = {"max_model_len": 1024, "max_num_seqs": MAX_CROWD, "kv_cache_memory_bytes": 64 << 20}
-            return stack.enter_context(AsyncOmniLLM(str(path), str(file), dtype="float32", **limits))
-
-        windows = start("windows", lambda config: None)
-        whole = start("whole", _without_vocoder_windows) if model.wave_needs_all_codes else windows
-        yield Pipelines(model, path, windows, whole, HFOracle(path, num_threads=1))
+def serve(model: Model, size: str = "default", checkpoint_seed: int = 0) -> Iterator[Service]:
+    """Writes a checkpoint, starts its pipeline and loads its reference."""
+    config = yaml.safe_load((stage_configs_dir() / f"{model.name}.yaml").read_text())
+    config["stage_args"][1] |= {"final_output": True, "final_output_type": CODES}
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tiny_checkpoint(model.name, Path(folder) / "model", size=size, seed=checkpoint_seed)
+        file = Path(folder) / "pipeline.yaml"
+        file.write_text(yaml.safe_dump(config))
+        limits = {"max_model_len": 1024, "max_num_seqs": MAX_CROWD, "kv_cache_memory_bytes": 64 << 20}
+        with AsyncOmniLLM(str(path), str(file), dtype="float32", **limits) as llm:
+            yield Service(model, path, llm, HFOracle(path, num_threads=1))
 
 
-def _without_vocoder_windows(config: dict) -> None:
-    edges = config["runtime"]["edges"]
-    config["runtime"]["edges"] = [edge for edge in edges if edge["to"] != 2]
-
-
-def run_round(pipelines: Pipelines, rng: random.Random, findings: Findings) -> None:
+def run_round(service: Service, rng: random.Random, findings: Findings) -> None:
     """One crowd, then each of its requests alone, and some of them put to the reference."""
-    model = pipelines.model
-    wishes = [make_wish(rng, model.talker_tokens, SPREAD_S) for _ in range(rng.randint(2, MAX_CROWD))]
-    prompts = [wish.prompt(pipelines.checkpoint) for wish in wishes]
+    model = service.model
+    wishes = [make_wish(rng, model.talker_tokens, SPREAD_S, model.modalities) for _ in range(rng.randint(2, MAX_CROWD))]
+    prompts = [wish.prompt(service.checkpoint) for wish in wishes]
     params = [wish.sampling_params(model.top_k, model.top_p) for wish in wishes]
-    answers = asyncio.run(ask_crowd(pipelines.windows, list(zip(wishes, prompts, params, strict=True))))
+    answers = asyncio.run(ask_crowd(service.llm, list(zip(wishes, prompts, params, strict=True))))
     findings.requests += len(wishes)
     for wish, prompt, param, answer in zip(wishes, prompts, params, answers, strict=True):
         if answer is None:
             findings.left += 1
             continue
-        alone = asyncio.run(ask(pipelines.windows, prompt, param, wish))
+        alone = asyncio.run(ask(service.llm, prompt, param, wish))
         assert alone is not None
         findings.alone += 1
         findings.tokens += len(answer.text or []) + len(answer.codes or [])
         distance = findings.compare(wish, answer, alone, "with others and alone")
         findings.wave_distance = max(findings.wave_distance, distance)
         if wish.seed is None and rng.randrange(ONE_IN_REFERENCE) == 0:
-            compare_to_reference(pipelines, wish, answer, findings)
+            compare_to_reference(service, wish, answer, findings)
 
 
-def compare_to_reference(pipelines: Pipelines, wish: Wish, answer: Answer, findings: Findings) -> None:
-    prompt = wish.prompt(pipelines.checkpoint)
-    expected = ask_reference(pipelines.oracle, prompt, wish)
+def compare_to_reference(service: Service, wish: Wish, answer: Answer, findings: Findings) -> None:
+    prompt = wish.prompt(service.checkpoint)
+    expected = ask_reference(service.oracle, prompt, wish)
     findings.reference += 1
-    if pipelines.whole_waves is not pipelines.windows and answer.audio is not None:
-        params = wish.sampling_params(pipelines.model.top_k, pipelines.model.top_p)
-        whole = asyncio.run(ask(pipelines.whole_waves, prompt, params, wish))
+    if wish.stream and service.model.streamed_wave_differs and answer.audio is not None:
+        findings.compare(wish, replace(answer, audio=None), expected, "streamed and HF")
+        wish = replace(wish, stream=False)
+        params = wish.sampling_params(service.model.top_k, service.model.top_p)
+        whole = asyncio.run(ask(service.llm, prompt, params, wish))
         assert whole is not None
-        findings.compare(wish, Answer(answer.text, answer.codes), expected, "in windows and HF")
         answer = whole
     distance = findings.compare(wish, answer, expected, "here and HF")
     findings.reference_wave_distance = max(findings.reference_wave_distance, distance)
@@ -186,10 +172,10 @@ def main() -> int:
     for name in args.models:
         findings = Findings(name)
         progress(f"{name}: starting")
-        with serve(MODELS[name], args.size, args.seed) as pipelines:
+        with serve(MODELS[name], args.size, args.seed) as service:
             rng, deadline = random.Random(args.seed), time.monotonic() + seconds
             while time.monotonic() < deadline:
-                run_round(pipelines, rng, findings)
+                run_round(service, rng, findings)
         progress(f"{name}: {findings.requests} requests, {len(findings.differences)} differences")
         report.rows.append(findings.row())
         report.notes += findings.differences

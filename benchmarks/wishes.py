@@ -6,6 +6,7 @@ Used by `exactness.py` and its test. Knows nothing of reports.
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS, make_prompt
 
 SPEAKERS = ("Chelsie", "Ethan", "Aiden")
 CODES = "codes"
-MODALITIES = (None, ("text",), ("audio",), ("text", "audio"), ("audio", CODES))
+"""What the talker's tokens are called where they are an output."""
 WAVE_TOLERANCE = 1e-4
 
 
@@ -75,13 +76,15 @@ class Wish:
         ]
 
 
-def make_wish(rng: random.Random, max_talker_tokens: int, spread_s: float) -> Wish:
-    """Any kind of prompt, any length, any voice; half of them greedy."""
+def make_wish(
+    rng: random.Random, max_talker_tokens: int, spread_s: float, modalities: Sequence[tuple[str, ...] | None]
+) -> Wish:
+    """Any kind of prompt, any length, any voice, any of the `modalities`; half of them greedy."""
     return Wish(
         kind=rng.choice((*PROMPT_KINDS, *HARD_KINDS)),
         media_seed=rng.randrange(1000),
         speaker=rng.choice(SPEAKERS),
-        modalities=rng.choice(MODALITIES),
+        modalities=rng.choice(modalities),
         text_tokens=_length(rng, 28),
         talker_tokens=_length(rng, max_talker_tokens),
         seed=rng.choice((None, rng.randrange(1 << 31))),
@@ -134,7 +137,7 @@ class WrongAnswer(Exception):
     """A request failed, or its pieces are not its whole."""
 
 
-async def ask(llm: AsyncOmniLLM, prompt: dict[str, Any], params: list[SamplingParams], wish: Wish) -> Answer | None:
+async def ask(llm: AsyncOmniLLM, prompt: Any, params: list[SamplingParams], wish: Wish) -> Answer | None:
     """Sends one request; None if its caller leaves.
 
     Raises:

@@ -75,6 +75,7 @@ def thinker_engine(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLMEngine]:
         engine_output_type="latent",
         limit_mm_per_prompt={"image": 2, "audio": 2, "video": 1},
         skip_mm_profiling=True,
+        mm_processor_cache_gb=0,  # as a pipeline has it
         **TIGHT,
     )
     yield engine

@@ -16,6 +16,12 @@ def start(model: Path, **arguments: object) -> OmniLLM:
         return OmniLLM(str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=64 << 20, **arguments)
 
 
+def other_face(llm: OmniLLM) -> AsyncOmniLLM:
+    """The asynchronous face of the same pipeline."""
+    with mock.patch("vllm_omni.entrypoints.face.launch_pipeline", lambda *args, **kwargs: llm._pipeline):
+        return AsyncOmniLLM("")
+
+
 @pytest.fixture(scope="session")
 def talking_llm(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLM]:
     """Qwen3-Omni as it ships, for prompts and speech of up to 1024 tokens and frames."""
@@ -25,9 +31,19 @@ def talking_llm(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLM]:
 
 @pytest.fixture(scope="session")
 def talking_async_llm(talking_llm: OmniLLM) -> AsyncOmniLLM:
-    """The other face of the same pipeline."""
-    with mock.patch("vllm_omni.entrypoints.face.launch_pipeline", lambda *args, **kwargs: talking_llm._pipeline):
-        return AsyncOmniLLM("")
+    return other_face(talking_llm)
+
+
+@pytest.fixture(scope="session")
+def qwen2_5_llm(tiny_qwen2_5_omni: Path) -> Iterator[OmniLLM]:
+    """Qwen2.5-Omni, whose thinker takes adapters: it is dense, and vLLM has none for experts on a CPU."""
+    with start(tiny_qwen2_5_omni, max_model_len=512, stage_overrides={"thinker": {"enable_lora": True}}) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def qwen2_5_async_llm(qwen2_5_llm: OmniLLM) -> AsyncOmniLLM:
+    return other_face(qwen2_5_llm)
 
 
 @pytest.fixture(scope="session")

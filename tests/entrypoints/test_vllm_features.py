@@ -16,7 +16,8 @@ from tests.entrypoints.adapters import merge_adapter, write_adapter
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.events import CompletedEvent
-from vllm_omni.testing.hf_oracle import HFTextOracle
+from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle
+from vllm_omni.testing.media import make_prompt
 
 PROMPT = "user hello"
 NUM_TOKENS = 12
@@ -146,6 +147,24 @@ def test_lora_equals_merged_weights_also_beside_others(text_llm: OmniLLM, tiny_q
     assert complete(text_llm).token_ids == expected[0]
     with pytest.raises(ValueError, match="1 entries for 2 prompts"):
         text_llm.generate([PROMPT] * 2, params, use_tqdm=False, lora_request=adapters[:1])
+
+
+def test_an_adapter_of_the_thinker_alone(qwen2_5_llm: OmniLLM, tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
+    """Beside one who has none; what is said of it is what the adapter wrote."""
+    folder = write_adapter(tiny_qwen2_5_omni, tmp_path / "adapter", 1, prefix="thinker.model.")
+    merged = merge_adapter(tiny_qwen2_5_omni, folder, tmp_path / "merged")
+    prompt = make_prompt(tiny_qwen2_5_omni, "text")
+    params = [{"temperature": 0.0, "max_tokens": NUM_TOKENS}, {"temperature": 0.0, "max_tokens": 12}, {"seed": 7}]
+    wanted = [None, LoRARequest("adapter", 1, str(folder)), None]
+    outputs = qwen2_5_llm.generate([prompt] * 3, params, use_tqdm=False, lora_request=wanted)
+    (base, adapted, same), (said, said_by_adapted, said_again) = outputs[::2], outputs[1::2]
+    for checkpoint, output in ((tiny_qwen2_5_omni, base), (merged, adapted)):
+        expected = HFOracle(checkpoint).generate(prompt, thinker_max_tokens=NUM_TOKENS, talker_max_tokens=12)
+        assert output.outputs[0].token_ids == expected.thinker_token_ids
+    assert base.outputs[0].token_ids == same.outputs[0].token_ids != adapted.outputs[0].token_ids
+    speech, other, again = (o.multimodal_output["audio"] for o in (said, said_by_adapted, said_again))
+    torch.testing.assert_close(again, speech, rtol=0, atol=1e-4)
+    assert other.shape != speech.shape or not torch.allclose(other, speech, atol=1e-2)
 
 
 def test_an_adapter_where_there_is_no_room_for_one(talking_llm: OmniLLM, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen2_5_omni import token2wav_bigvgan
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import OmniQwen2_5OmniToken2Wav
-from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_bigvgan import Activation, BigVGAN
+from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_bigvgan import ActivatedConv, Activation, BigVGAN
 from vllm_omni.testing.hf_oracle import HFOracle
 
 from ..qwen3_omni_moe.conftest import start_engine
@@ -163,10 +163,12 @@ def test_a_step_that_fails_can_run_again(vocoder: OmniQwen2_5OmniToken2Wav, monk
 
 
 @torch.inference_mode()
-def test_a_device_without_the_compiled_loop_makes_the_same_wave(
+def test_a_device_without_the_quick_layers_makes_the_same_wave(
     vocoder: OmniQwen2_5OmniToken2Wav, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token2wav_bigvgan, "CPUActivation", Activation)
+    monkeypatch.setattr(
+        token2wav_bigvgan, "make_activated_conv", lambda act, conv: ActivatedConv(Activation(act), conv)
+    )
     plain = BigVGAN(vocoder.token2wav.code2wav_bigvgan_model)
     mels = [torch.randn(frames, 80) - 4 for frames in (2, 50, 9)]
     for wave, expected in zip(plain.decode(mels), vocoder.bigvgan.decode(mels), strict=True):

@@ -20,6 +20,12 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
 
+LENGTH_STEP = 32
+"""Frames to a multiple of which a batch is filled up: a CPU prepares its convolutions anew for each new length."""
+
+MAX_TAP_CHANNELS = 32
+"""Up to so many channels a CPU convolves faster by one product for each tap, which needs no preparation at all."""
+
 FILTER_REACH = 6
 """Samples at the double rate that an activation looks beyond the ends of its signal."""
 
@@ -30,16 +36,19 @@ class Timeline:
 
     Attributes:
         lengths: Samples of each signal.
-        gap: Samples before the first, between any two, and after the last signal.
+        gap: Samples before the first and between any two signals.
+        tail: Samples after the last one, at least as many.
         device: Where the tensors go that this makes.
     """
 
     lengths: tuple[int, ...]
     gap: int
+    tail: int
     device: torch.device
 
     def at_rate(self, rate: int) -> "Timeline":
-        return Timeline(tuple(rate * length for length in self.lengths), rate * self.gap, self.device)
+        lengths = tuple(rate * length for length in self.lengths)
+        return Timeline(lengths, rate * self.gap, rate * self.tail, self.device)
 
     @cached_property
     def starts(self) -> list[int]:
@@ -51,7 +60,7 @@ class Timeline:
 
     @cached_property
     def num_samples(self) -> int:
-        return self.stops[-1] + self.gap
+        return self.stops[-1] + self.tail
 
     @cached_property
     def gaps(self) -> list[slice]:
@@ -125,21 +134,78 @@ class ActivatedConv:
     def __init__(self, activation: Activation, conv: nn.Conv1d) -> None:
         self.activation = activation
         self.weight, self.bias = conv.weight, conv.bias
-        self.padding, self.dilation = int(conv.padding[0]), conv.dilation
+        self.padding, self.dilation = int(conv.padding[0]), cast(tuple[int], conv.dilation)
 
     def __call__(self, x: torch.Tensor, timeline: Timeline) -> torch.Tensor:
         """`[channels, samples]` -> the same; anything may be in the gaps."""
-        padded = self.activation(x, timeline, self.padding)
-        return F.conv1d(padded[None], self.weight, self.bias, dilation=self.dilation)[0]
+        return self._convolve(self.activation(x, timeline, self.padding))
+
+    def _convolve(self, x: torch.Tensor) -> torch.Tensor:
+        return F.conv1d(x[None], self.weight, self.bias, dilation=self.dilation)[0]
+
+
+class TapConv(ActivatedConv):
+    """The same by one matrix product for each tap."""
+
+    def __init__(self, activation: Activation, conv: nn.Conv1d) -> None:
+        super().__init__(activation, conv)
+        self.taps = self.weight.detach().permute(2, 0, 1).contiguous()  # [taps, channels out, channels in]
+        bias = self.taps.new_zeros(self.taps.shape[1]) if self.bias is None else self.bias.detach()
+        self.start = bias[:, None]
+
+    def _convolve(self, x: torch.Tensor) -> torch.Tensor:
+        (step,) = self.dilation
+        length = x.shape[1] - step * (self.taps.shape[0] - 1)
+        out = torch.addmm(self.start, self.taps[0], x[:, :length])
+        for index, tap in enumerate(self.taps[1:].unbind(), start=1):
+            out.addmm_(tap, x[:, index * step :][:, :length])
+        return out
+
+
+def make_activated_conv(activation: Any, conv: nn.Conv1d) -> ActivatedConv:
+    if conv.weight.device.type != "cpu":
+        return ActivatedConv(Activation(activation), conv)
+    convolution = TapConv if conv.in_channels <= MAX_TAP_CHANNELS else ActivatedConv
+    return convolution(CPUActivation(activation), conv)
+
+
+class TapUpsampling:
+    """A transposed convolution by one matrix product for each tap.
+
+    Libraries prepare theirs anew for each length, which takes a CPU longer than all the rest of a waveform.
+    """
+
+    def __init__(self, conv: nn.ConvTranspose1d) -> None:
+        (self.rate,), (padding,) = cast(tuple[int], conv.stride), cast(tuple[int], conv.padding)
+        taps = conv.weight.detach().permute(2, 1, 0).contiguous()  # [taps, channels out, channels in]
+        assert conv.bias is not None
+        self.start = conv.bias.detach()[:, None]
+        # Sample `rate * n + phase` of the output is the sum over its taps of tap times sample `n + shift` of the input.
+        self.phases: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(self.rate)]
+        for index, tap in enumerate(taps.unbind()):
+            phase = (index - padding) % self.rate
+            self.phases[phase].append((tap, (phase + padding - index) // self.rate))
+        self.reach = max(abs(shift) for terms in self.phases for _, shift in terms)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[channels in, samples]` -> `[channels out, rate * samples]`"""
+        length = x.shape[1]
+        padded = F.pad(x, (self.reach, self.reach))
+        phases = []
+        for (tap, shift), *others in self.phases:
+            out = torch.addmm(self.start, tap, padded[:, self.reach + shift :][:, :length])
+            for tap, shift in others:
+                out.addmm_(tap, padded[:, self.reach + shift :][:, :length])
+            phases.append(out)
+        return torch.stack(phases, dim=2).flatten(1)
 
 
 class AMPBlock:
     """Three pairs of convolutions, each after an activation, with a sum around each pair."""
 
-    def __init__(self, block: Any, activation: type[Activation]) -> None:
-        acts = [activation(act) for act in block.activations]
-        first = map(ActivatedConv, acts[::2], block.convs1)
-        second = map(ActivatedConv, acts[1::2], block.convs2)
+    def __init__(self, block: Any) -> None:
+        first = map(make_activated_conv, block.activations[::2], block.convs1)
+        second = map(make_activated_conv, block.activations[1::2], block.convs2)
         self.pairs = [*zip(first, second, strict=True)]
 
     def __call__(self, x: torch.Tensor, timeline: Timeline) -> torch.Tensor:
@@ -155,13 +221,13 @@ class BigVGAN:
     def __init__(self, bigvgan: Qwen2_5OmniToken2WavBigVGANModel) -> None:
         self._bigvgan = cast(Any, bigvgan)
         self.device = self._bigvgan.conv_pre.weight.device
-        activation = CPUActivation if self.device.type == "cpu" else Activation
-        blocks = [AMPBlock(block, activation) for block in self._bigvgan.resblocks]
+        blocks = [AMPBlock(block) for block in self._bigvgan.resblocks]
         width = self._bigvgan.num_residual_blocks
         ups: list[nn.ConvTranspose1d] = [up[0] for up in self._bigvgan.ups]
-        self.levels = [(up, blocks[level * width :][:width]) for level, up in enumerate(ups)]
-        self.rates: list[int] = [up.stride[0] for up, _ in self.levels]
-        self.last = ActivatedConv(activation(self._bigvgan.activation_post), self._bigvgan.conv_post)
+        self.rates = [up.stride[0] for up in ups]
+        upsample = [TapUpsampling(up) if self.device.type == "cpu" else up for up in ups]
+        self.levels = [*zip(upsample, zip(*[iter(blocks)] * width, strict=True), strict=True)]
+        self.last = make_activated_conv(self._bigvgan.activation_post, self._bigvgan.conv_post)
         self.gap = max(_gap_frames(self._bigvgan, self.rates))
 
     @property
@@ -170,17 +236,21 @@ class BigVGAN:
 
     def decode(self, mels: list[torch.Tensor]) -> list[torch.Tensor]:
         """`[frames, mel_dim]`, one frame or more, of each spectrogram -> float32 `[samples]` of each, in [-1, 1]."""
-        timeline = Timeline(tuple(mel.shape[0] for mel in mels), self.gap, self.device)
+        timeline = self._lay_out([mel.shape[0] for mel in mels])
         x = mels[0].new_zeros(self._bigvgan.config.mel_dim, timeline.num_samples)
         for mel, start, stop in zip(mels, timeline.starts, timeline.stops, strict=True):
             x[:, start:stop] = self._bigvgan.process_mel_spectrogram(mel.t())
         x = self._bigvgan.conv_pre(x)
-        for up, blocks in self.levels:
-            x = up(timeline.silence(x))
-            timeline = timeline.at_rate(up.stride[0])
+        for rate, (upsample, blocks) in zip(self.rates, self.levels, strict=True):
+            x = upsample(timeline.silence(x))
+            timeline = timeline.at_rate(rate)
             x = _mean([block(x, timeline) for block in blocks])
         wave = self.last(x, timeline)[0].clamp_(-1, 1)
         return [wave[start:stop] for start, stop in zip(timeline.starts, timeline.stops, strict=True)]
+
+    def _lay_out(self, lengths: list[int]) -> Timeline:
+        num_frames = sum(lengths) + self.gap * (len(lengths) + 1)
+        return Timeline(tuple(lengths), self.gap, self.gap + -num_frames % LENGTH_STEP, self.device)
 
 
 def _mean(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ends of what a request may be: the shortest and the longest reply, speech and prompt, and one beyond."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,23 @@ def prompt(tiny_qwen3_omni_moe: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def end_of_speech(tiny_qwen3_omni_moe: Path) -> int:
     return AutoConfig.from_pretrained(tiny_qwen3_omni_moe).talker_config.codec_eos_token_id
+
+
+@dataclass
+class Model:
+    llm: OmniLLM
+    prompt: dict[str, Any]
+    end_of_speech: int
+
+
+@pytest.fixture(params=["qwen2_5", "qwen3"])
+def either(request: pytest.FixtureRequest) -> Model:
+    """Each of the two models."""
+    fixtures = {"qwen2_5": ("qwen2_5_llm", "tiny_qwen2_5_omni"), "qwen3": ("talking_llm", "tiny_qwen3_omni_moe")}
+    llm, checkpoint = (request.getfixturevalue(name) for name in fixtures[request.param])
+    talker = AutoConfig.from_pretrained(checkpoint).talker_config
+    end = talker.tts_codec_end_token_id if request.param == "qwen2_5" else talker.codec_eos_token_id
+    return Model(llm, make_prompt(checkpoint, "text"), end)
 
 
 def params(text: int = 6, speech: int = 12, **talker: Any) -> list[dict[str, Any] | None]:
@@ -57,8 +75,8 @@ def num_frames(speech: OmniRequestOutput) -> int:
     return speech.stage_metrics[2].num_input_tokens
 
 
-def test_a_reply_of_one_token_is_not_spoken(talking_llm: OmniLLM, prompt: dict[str, Any]) -> None:
-    text, speech = ask(talking_llm, prompt, params(text=1))
+def test_a_reply_of_one_token_is_not_spoken(either: Model) -> None:
+    text, speech = ask(either.llm, either.prompt, params(text=1))
     assert len(text.outputs[0].token_ids) == 1 and text.outputs[0].finish_reason == "length"
     assert_silent(speech)
 
@@ -71,22 +89,24 @@ def test_a_reply_of_two_tokens_equals_hf(
     torch.testing.assert_close(speech.multimodal_output["audio"], expected.audio, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", ["stop_token_ids", "logit_bias", "max_tokens"])
-def test_a_talker_that_ends_at_once_says_nothing(
-    how: str, talking_llm: OmniLLM, prompt: dict[str, Any], end_of_speech: int
-) -> None:
-    wants: dict[str, Any] = {
-        "stop_token_ids": {"stop_token_ids": list(range(end_of_speech))},
-        "logit_bias": {"logit_bias": {end_of_speech: 100.0}},
-        "max_tokens": {"speech": 1},
-    }[how]
-    text, speech = ask(talking_llm, prompt, params(**wants))
+def test_a_talker_that_ends_at_once_says_nothing(either: Model) -> None:
+    text, speech = ask(either.llm, either.prompt, params(logit_bias={either.end_of_speech: 100.0}))
     assert len(text.outputs[0].token_ids) == 6
     assert_silent(speech)
 
 
+@pytest.mark.parametrize("wants", [{"stop_token_ids": list(range(128))}, {"speech": 1}])
+def test_a_frame_that_is_not_finished_is_not_heard(
+    wants: dict[str, Any], talking_llm: OmniLLM, prompt: dict[str, Any]
+) -> None:
+    """Qwen3-Omni makes the rest of a frame in the step after it, which the last one does not have."""
+    _, speech = ask(talking_llm, prompt, params(**wants))
+    assert speech.stage_metrics[1].num_output_tokens == 1
+    assert_silent(speech)
+
+
 def test_one_who_says_nothing_beside_others(talking_llm: OmniLLM, prompt: dict[str, Any]) -> None:
-    """Each of one call has its own limits only in its prompt, so these are two calls at once."""
+    """One call has one set of limits, so these are two calls at once."""
     silent = talking_llm.generate(prompt, params(text=1), stream=True)
     next(silent)
     _, speech = ask(talking_llm, prompt, params())

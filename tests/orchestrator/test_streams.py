@@ -73,7 +73,9 @@ def test_windows_may_be_for_those_who_listen_along_only() -> None:
     try:
         orchestrator.wait_until_started()
         caller = Caller(orchestrator, config)
-        ends = {streams: caller.story(caller.submit("p", streams=streams, fake_tokens=9))[-1] for streams in (False, True)}
+        ends = {
+            streams: caller.story(caller.submit("p", streams=streams, fake_tokens=9))[-1] for streams in (False, True)
+        }
     finally:
         orchestrator.close()
     chunks = [[output.stage_metrics[1].num_chunks for output in end.outputs] for end in ends.values()]

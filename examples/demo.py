@@ -4,7 +4,7 @@
 1. writes a tiny Qwen3-Omni checkpoint (the real architecture, random weights)
 2. makes a picture and a spoken-like clip
 3. asks the pipeline about both
-4. shows the answer's text as it is written, writes its speech, and says what each stage did
+4. shows the answer's text as it is written, writes its speech, and says what each stage did, and when speech began
 
     python examples/demo.py [OUTPUT_DIR]
 """
@@ -56,19 +56,26 @@ def make_question(model: Path, output_dir: Path) -> dict:
     return {"prompt": prompt, "multi_modal_data": {"image": [image], "audio": [(voice, SAMPLE_RATE)]}}
 
 
-def ask(llm: OmniLLM, prompt: dict) -> "list[OmniRequestOutput]":
-    """Shows the text while it is written; returns what the pipeline made: text and speech."""
+def ask(llm: OmniLLM, prompt: dict) -> "tuple[list[OmniRequestOutput], float]":
+    """Shows the text while it is written.
+
+    Returns:
+        What the pipeline made, text and speech, and after how many seconds the first of the speech was there.
+    """
     from vllm_omni import ARSegmentEvent, ErrorEvent  # here, because it takes long, and the pipeline starts meanwhile
 
     sampling = [{"temperature": 0.0, "max_tokens": 32}, {"max_tokens": 64}, None]
+    asked, heard = time.perf_counter(), 0.0
     print("\n  text:   ", end="")
     for event in llm.generate(prompt, sampling, stream=True):
         if isinstance(event, ErrorEvent):
             raise event.error
         if isinstance(event, ARSegmentEvent) and event.final_output_type == "text":
             print(repr(event.text)[1:-1], end="", flush=True)
+        elif isinstance(event, ARSegmentEvent):
+            heard = heard or time.perf_counter() - asked
     print()
-    return event.outputs  # The last event is the CompletedEvent.
+    return event.outputs, heard  # The last event is the CompletedEvent.
 
 
 def print_stages(speech: "OmniRequestOutput", seconds_of_speech: float) -> None:
@@ -93,12 +100,13 @@ def main() -> None:
         print("[3/4] starting the pipeline: thinker, talker and code2wav, each a vLLM engine in its own process")
         with OmniLLM(str(model), dtype="float32", max_model_len=1024, use_tqdm_on_load=False) as llm:
             print(f"[4/4] asking about both (ready after {time.perf_counter() - begin:.0f} s)")
-            text, speech = ask(llm, prompt)
+            (text, speech), heard = ask(llm, prompt)
     audio = speech.multimodal_output["audio"].numpy()
     write_wav(output_dir / "answer.wav", audio, SPEECH_RATE)
     (output_dir / "answer.txt").write_text(text.outputs[0].text, encoding="utf-8")
-    print(f"  speech: {output_dir}/answer.wav, {len(audio) / SPEECH_RATE:.2f} s, 24 kHz mono")
-    print_stages(speech, len(audio) / SPEECH_RATE)
+    seconds = len(audio) / SPEECH_RATE
+    print(f"  speech: {output_dir}/answer.wav, {seconds:.2f} s, 24 kHz mono; begun after {heard:.2f} s")
+    print_stages(speech, seconds)
     print("\nThe weights are random, so the answer means nothing; the pipeline that made it is the real one.")
 
 

@@ -8,7 +8,7 @@ spectrogram that the wave's first samples depend on. The first samples of a wind
 it had made of them.
 
 What is left of the difference to the wave of all codes at once, measured on the tiny checkpoint with windows of 36
-codes (and of 48, 96, 192): 8e-6 (2e-6) of the wave's level, at most 2e-4 (1e-4) of it, near seams. With one block held
+codes (and of 48, 96, 192, 200): 7e-6 (4e-6) of the wave's level, at most 2e-4 of it, near seams. With one block held
 back it is a hundred times as much. The number of samples is that of the whole.
 
 This file knows no weights.

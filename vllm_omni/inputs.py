@@ -73,6 +73,8 @@ class StageInput(msgspec.Struct, kw_only=True):
         num_ready_tokens: Tokens of the request, prompt and generated, that the engine can compute with what has
             arrived so far: an autoregressive stage holds the request, and it alone, when it has computed them. None
             means that it needs nothing more. The last window lifts the bound.
+        finish_reason: Of a stage that generates in one step, with its last window: why its output ends there, e.g.
+            `length` where its source was cut. Default: `stop`.
     """
 
     prompt_token_ids: list[int] = []
@@ -81,3 +83,4 @@ class StageInput(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] = []
     max_tokens: int | None = None
     num_ready_tokens: int | None = None
+    finish_reason: str | None = None

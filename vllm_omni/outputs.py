@@ -93,6 +93,12 @@ class StageOutput(msgspec.Struct, kw_only=True):
         """The first of the generated sequences, which is the one that other stages read; None where it is not here."""
         return next((completion for completion in self.completions if completion.index == 0), None)
 
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first sequence ended; None where it goes on, or there is none."""
+        first = self.first_completion
+        return None if first is None else first.finish_reason
+
 
 def merge_stage_outputs(pieces: Sequence[StageOutput]) -> StageOutput:
     """Joins the pieces of a stream, in order, to what the stage would have made in one piece.

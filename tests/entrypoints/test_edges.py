@@ -126,6 +126,7 @@ def test_more_than_300_frames_and_the_most_that_fit(
     talker = speech.stage_metrics[1]
     assert talker.num_input_tokens + talker.num_output_tokens == MAX_MODEL_LEN
     assert num_frames(speech) == talker.num_output_tokens - 1 > 300
+    assert speech.outputs[0].finish_reason == "length"
     audio = speech.multimodal_output["audio"]
     assert 0 <= num_frames(speech) * SAMPLES_PER_FRAME - audio.shape[0] < 2 * SAMPLES_PER_FRAME
     assert audio.isfinite().all() and audio[-SAMPLES_PER_FRAME:].std() > 1e-3

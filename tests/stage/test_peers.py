@@ -8,6 +8,7 @@ import pytest
 import torch
 import zmq
 
+from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.orchestrator.messages import AbortMessage, recv_at_stage
 from vllm_omni.orchestrator.run_dir import stage_address
 from vllm_omni.outputs import StageOutput
@@ -27,7 +28,7 @@ def context() -> Iterator[zmq.Context]:
 def make_target(context: zmq.Context, run_dir: Path, epoch: int | None = 0, max_queued: int = 2) -> Target:
     spec = TargetSpec(
         epoch=epoch,
-        streams=False,
+        window=WindowConfig(),
         reads=None,
         max_queued=max_queued,
         high_watermark_bytes=1 << 20,

@@ -185,6 +185,7 @@ class GenerationRequest(LLMRequest):
         self._running: tuple[StreamWindow, StageInput | None] | None = None
         self._num_done = 0
         self._has_stream = False
+        self._finish_reason = "stop"
         self._pieces: list[StageOutput] = []
 
     @property
@@ -242,6 +243,8 @@ class GenerationRequest(LLMRequest):
 
     def _run(self, window: StreamWindow, stage_input: StageInput | None) -> None:
         engine_id = _window_id(window)
+        if stage_input is not None and stage_input.finish_reason is not None:
+            self._finish_reason = stage_input.finish_reason
         _add_to_engine(self._engine, engine_id, self._request, stage_input, RequestOutputKind.FINAL_ONLY)
         self._running = window, stage_input
         if not (window.is_first and window.is_last):
@@ -261,9 +264,8 @@ class GenerationRequest(LLMRequest):
         return piece
 
     def _merged(self) -> StageOutput:
-        end = StageOutput(
-            request_id=self.request_id, stage_id=self._stage_id, completions=[Completion(finish_reason="stop")]
-        )
+        completion = Completion(finish_reason=self._finish_reason)
+        end = StageOutput(request_id=self.request_id, stage_id=self._stage_id, completions=[completion])
         return merge_stage_outputs([*self._pieces, end])
 
 

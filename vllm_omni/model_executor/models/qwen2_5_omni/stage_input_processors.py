@@ -161,7 +161,11 @@ class TalkerToToken2Wav(StageInputProcessor):
         information: dict[str, Any] = {"codes": codes, SPEAKER: find_speaker(request, self.speakers)}
         if request.sampling_params is not None and request.sampling_params.seed is not None:
             information["seed"] = request.sampling_params.seed
-        return StageInput(prompt_token_ids=[0] * max(1, codes.shape[0]), additional_information=information)
+        return StageInput(
+            prompt_token_ids=[0] * max(1, codes.shape[0]),
+            additional_information=information,
+            finish_reason=window.finish_reason,
+        )
 
     def empty_output(self) -> dict[str, torch.Tensor]:
         return {"audio": torch.empty(0)}

@@ -195,7 +195,7 @@ class ThinkerToTalker(StageInputProcessor):
 class TalkerToCode2Wav(StageInputProcessor):
     """The talker's frames become the vocoder's input: one placeholder id for each frame."""
 
-    reads: ClassVar[tuple[str, ...]] = ("tensors.codes",)
+    reads: ClassVar[tuple[str, ...]] = ("completions", "tensors.codes")
     window: ClassVar[WindowConfig] = WindowConfig(unit="codes")
 
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
@@ -207,7 +207,11 @@ class TalkerToCode2Wav(StageInputProcessor):
         codes = talker.tensors.get("codes")  # not there if the first token was the end
         if codes is None or codes.shape[0] == 0:
             return None
-        return StageInput(prompt_token_ids=[0] * codes.shape[0], additional_information={"codes": codes})
+        return StageInput(
+            prompt_token_ids=[0] * codes.shape[0],
+            additional_information={"codes": codes},
+            finish_reason=talker.finish_reason,
+        )
 
     def empty_output(self) -> dict[str, torch.Tensor]:
         return {"audio": torch.empty(0)}

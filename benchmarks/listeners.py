@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callers who read and listen along: what each saw of its request, and when. Knows nothing of reports and HF."""
+"""Callers, most of whom listen along: what each saw of its request, and when. Knows nothing of reports and HF."""
 
 import asyncio
 import itertools
@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from vllm_omni import ARSegmentEvent, AsyncOmniLLM, ErrorEvent
+from vllm_omni import ARSegmentEvent, AsyncOmniLLM, CompletedEvent, ErrorEvent
 
 
 @dataclass
@@ -66,6 +66,13 @@ class Listening:
             self.samples += samples
             self.chunks.append((when, samples / self.sample_rate))
 
+    def take_whole(self, event: CompletedEvent, when: float) -> None:
+        """For one who has not listened along."""
+        text, speech = event.outputs
+        samples = len(speech.multimodal_output["audio"])
+        self.first_text, self.token_ids, self.samples = when, list(text.outputs[0].token_ids), samples
+        self.chunks = [(when, samples / self.sample_rate)]
+
 
 @dataclass
 class Session:
@@ -79,38 +86,46 @@ class Session:
         return len(self.listenings) / self.seconds
 
 
-async def listen(
-    llm: AsyncOmniLLM, prompt: dict[str, Any], params: Sequence[SamplingParams | None], sample_rate: int
-) -> Listening:
+@dataclass(frozen=True)
+class Asker:
+    """How requests are made.
+
+    Attributes:
+        streams: The caller listens along.
+    """
+
+    llm: AsyncOmniLLM
+    params: Sequence[SamplingParams | None]
+    sample_rate: int
+    streams: bool = True
+
+
+async def listen(asker: Asker, prompt: dict[str, Any]) -> Listening:
     """
     Raises:
         RequestError: The request failed.
     """
-    listening, started = Listening(sample_rate), time.monotonic()
-    async for event in llm.generate(prompt, params):
+    listening, started = Listening(asker.sample_rate), time.monotonic()
+    async for event in asker.llm.generate(prompt, asker.params, stream=asker.streams):
         when = time.monotonic() - started
         if isinstance(event, ErrorEvent):
             raise event.error
         if isinstance(event, ARSegmentEvent):
             listening.take(event, when)
+        elif isinstance(event, CompletedEvent) and not asker.streams:
+            listening.take_whole(event, when)
     listening.completed = time.monotonic() - started
     return listening
 
 
-def run_session(
-    llm: AsyncOmniLLM,
-    prompts: Iterable[dict[str, Any]],
-    params: Sequence[SamplingParams | None],
-    concurrency: int,
-    sample_rate: int,
-) -> Session:
+def run_session(asker: Asker, prompts: Iterable[dict[str, Any]], concurrency: int) -> Session:
     """All prompts, `concurrency` at a time. Listenings are in the order of the prompts."""
     numbered = enumerate(prompts)
     results: dict[int, Listening] = {}
 
     async def call(waiting: Iterator[tuple[int, dict[str, Any]]]) -> None:
         for number, prompt in waiting:
-            results[number] = await listen(llm, prompt, params, sample_rate)
+            results[number] = await listen(asker, prompt)
 
     async def call_all() -> None:
         await asyncio.gather(*(call(numbered) for _ in range(concurrency)))

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 from contestants import HFContestant, Load, hf_contestants, sampling_params
-from listeners import Listening, Session, run_session
+from listeners import Asker, Listening, Session, run_session
 from report import Report, make_parser, percentile, progress
 from transformers.utils import logging
 
@@ -33,7 +33,7 @@ from vllm_omni.testing.media import mixed_prompts
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 SAMPLE_RATE = 24_000
-STREAMING, FULL = "streaming", "full hand-over"
+STREAMING, WHOLE, FULL = "streaming", "not listening along", "full hand-over"
 
 
 @dataclass(frozen=True)
@@ -140,30 +140,35 @@ def play(model: Model, size: str, plan: Plan, report: Report) -> None:
             load = model.load(plan.speech_seconds, plan.text_tokens, plan.hf_prompts)
             prompts = mixed_prompts(path, max(plan.waves * max(plan.concurrencies), plan.hf_prompts))
             hf = hf_contestants(HFOracle(path), load, prompts)
-            tallies = measure(label, llms, hf, load, prompts, plan, concurrencies)
+            askers = make_askers(llms, load)
+            tallies = measure(label, askers, hf, prompts, plan, concurrencies)
     add_results(model, size, tallies, hf, concurrencies, report)
+
+
+def make_askers(llms: dict[str, AsyncOmniLLM], load: Load) -> dict[str, Asker]:
+    params = sampling_params(load)
+    askers = {name: Asker(llm, params, SAMPLE_RATE) for name, llm in llms.items()}
+    return askers | {WHOLE: Asker(llms[STREAMING], params, SAMPLE_RATE, streams=False)}
 
 
 def measure(
     label: str,
-    llms: dict[str, AsyncOmniLLM],
+    askers: dict[str, Asker],
     hf: list[HFContestant],
-    load: Load,
     prompts: list[dict[str, Any]],
     plan: Plan,
     concurrencies: list[int],
 ) -> dict[tuple[str, int], Tally]:
-    tallies = {(name, concurrency): Tally() for concurrency in concurrencies for name in llms}
-    params = sampling_params(load)
+    tallies = {(name, concurrency): Tally() for concurrency in concurrencies for name in askers}
     progress(f"{label}: warming up")
-    for llm in llms.values():
-        run_session(llm, prompts[: max(concurrencies)], params, max(concurrencies), SAMPLE_RATE)
+    for asker in askers.values():
+        run_session(asker, prompts[: max(concurrencies)], max(concurrencies))
     for number in range(1, plan.rounds + 1):
         progress(f"{label}: round {number} of {plan.rounds}")
         for (name, concurrency), tally in tallies.items():
             waves = plan.waves * max(1, max(concurrencies) // concurrency // 2)
             chosen = prompts[: waves * concurrency]
-            tally.sessions.append(run_session(llms[name], chosen, params, concurrency, SAMPLE_RATE))
+            tally.sessions.append(run_session(askers[name], chosen, concurrency))
     progress(f"{label}: HF transformers")
     for contestant in hf:
         contestant.run(prompts)
@@ -202,7 +207,9 @@ def add_results(
     large = "large_" if size != "default" else ""
     for concurrency in {concurrencies[0], concurrencies[-1]}:
         ours = tallies[STREAMING, concurrency]
-        report.ratios[f"{model.name}_vs_hf_{large}c{concurrency}"] = ours.requests_per_second / best
+        report.ratios[f"{model.name}_vs_hf_{large}c{concurrency}"] = (
+            tallies[WHOLE, concurrency].requests_per_second / best
+        )
         if (FULL, concurrency) in tallies:
             full = tallies[FULL, concurrency]
             report.ratios[f"{model.name}_ttfa_c{concurrency}"] = ours.p50_first_audio() / full.p50_first_audio()

@@ -99,19 +99,19 @@ def test_a_seed_repeats_the_noise_and_nothing_else_does(vocoder: OmniQwen2_5Omni
 
 @pytest.mark.parametrize("sizes", [[12], [48, 96], [41]])
 def test_windows_add_up_to_nearly_the_whole(sizes: list[int], vocoder: OmniQwen2_5OmniToken2Wav) -> None:
-    """The bounds are a little above what is measured; one block less held back, and they would not hold."""
+    """The bounds are a little above what is measured; with nothing held back they would not hold."""
     codes = make_codes(150)
     (whole,) = run(vocoder, [make_info(codes)])
     streamed = torch.cat([run(vocoder, [window])[0] for window in cut(codes, sizes.copy())])
     assert streamed.shape == whole.shape
-    assert rms(streamed - whole) < 3e-5 * rms(whole)
-    assert (streamed - whole).abs().max() < 1e-3 * rms(whole)
+    assert rms(streamed - whole) < 2e-3 * rms(whole)
+    assert (streamed - whole).abs().max() < 5e-2 * rms(whole)
 
 
 def test_a_window_speaks_at_once_and_the_next_one_goes_on(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
-    """Two blocks are held back."""
+    """One block is held back."""
     sizes = [run(vocoder, [window])[0].shape[0] for window in cut(make_codes(100), [40])]
-    assert sizes == [codes * SAMPLES_PER_CODE for codes in (BLOCK_CODES, 3 * BLOCK_CODES, 100 - 4 * BLOCK_CODES)]
+    assert sizes == [codes * SAMPLES_PER_CODE for codes in (2 * BLOCK_CODES, 3 * BLOCK_CODES, 100 - 5 * BLOCK_CODES)]
 
 
 def test_too_little_to_speak_of_is_kept_for_the_next_window(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
@@ -127,7 +127,7 @@ def test_no_seam_can_be_heard(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
     parts = [run(vocoder, [window])[0] for window in cut(codes, [40])]
     seams = torch.tensor([part.shape[0] for part in parts[:-1]]).cumsum(0)
     jumps = torch.cat(parts).diff()[seams - 1] - whole.diff()[seams - 1]
-    assert jumps.abs().max() < 1e-3 * rms(whole.diff())
+    assert jumps.abs().max() < 1e-2 * rms(whole.diff())
 
 
 def test_windows_of_several_requests_in_one_step_equal_those_of_each_alone(vocoder: OmniQwen2_5OmniToken2Wav) -> None:

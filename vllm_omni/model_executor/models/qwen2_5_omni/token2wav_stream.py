@@ -8,9 +8,9 @@ spectrogram that the wave's first samples depend on. The first samples of a wind
 it had made of them.
 
 What is left of the difference to the wave of all codes at once, measured on the tiny checkpoint with windows of 36
-codes (and with those of the stage configuration): 6e-4 (3e-4) of the wave's level, at most 2e-2 of it, near
-seams. With two blocks held back it is a hundredth of that, but every window computes 12 codes more a second time, and the
-first one is heard later. The number of samples is that of the whole.
+codes (and with those of the stage configuration): 6e-4 (3e-4) of the wave's level, at most 2e-2 of it, near seams. With
+two blocks held back it is a hundredth of that, but every window computes 12 codes more a second time, and the first one
+is heard later. The number of samples is that of the whole.
 
 This file knows no weights.
 """

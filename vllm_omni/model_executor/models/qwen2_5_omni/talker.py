@@ -7,7 +7,7 @@ Reference: `Qwen2_5OmniTalkerForConditionalGeneration` of HF transformers.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,8 +25,7 @@ from vllm.sequence import IntermediateTensors
 from vllm_omni.model_executor.feedback import FeedbackStrategy
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
 from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import TalkerFeedback
-
-THINKER_EMBEDDING = "thinker.model.embed_tokens.weight"
+from vllm_omni.model_executor.models.thinker_embedding import ThinkerEmbeds, is_unused_by_talker
 
 
 class OmniQwen2_5OmniTalker(nn.Module, SupportsMRoPE):
@@ -92,26 +91,14 @@ class OmniQwen2_5OmniTalker(nn.Module, SupportsMRoPE):
     @staticmethod
     def is_unused_checkpoint_weight(name: str) -> bool:
         """Lets vLLM's loader skip files that hold only other stages' weights."""
-        return not name.startswith("talker.") and name != THINKER_EMBEDDING
+        return is_unused_by_talker(name)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        thinker_embeds = ThinkerEmbeds(self.text_token_ids)
         loader = AutoWeightsLoader(self)
-        text_embeds: list[torch.Tensor] = []
-        loaded = loader.load_weights(self._take_text_embeds(weights, text_embeds), mapper=self.hf_to_vllm_mapper)
-        if not text_embeds:
-            raise ValueError(f"the checkpoint has no {THINKER_EMBEDDING!r}, which the talker's prompt needs")
-        self.text_embeds.copy_(text_embeds[0])
+        loaded = loader.load_weights(thinker_embeds.take_from(weights), mapper=self.hf_to_vllm_mapper)
+        self.text_embeds.copy_(thinker_embeds.rows)
         return loaded
-
-    def _take_text_embeds(
-        self, weights: Iterable[tuple[str, torch.Tensor]], text_embeds: list[torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Passes weights on, and puts the thinker's embeddings of `text_token_ids` aside."""
-        for name, tensor in weights:
-            if name == THINKER_EMBEDDING:
-                text_embeds.append(tensor[self.text_token_ids].clone())
-            else:
-                yield name, tensor
 
     # ---- the runner's
 

@@ -10,19 +10,18 @@ from typing import ClassVar, Literal
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.models.interfaces import MultiModalEmbeddings
 from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from vllm_omni.model_executor.interfaces import RequestSpan
+from vllm_omni.model_executor.models.media_tokens import MediaTokensMixin
 from vllm_omni.model_executor.models.qwen2_5_omni.rope import MM_KEYS, RopeIndex
-from vllm_omni.model_executor.models.sound_in_video import in_token_order
 
 TALKER_INPUT = "talker_input"
 """The thinker's output: `[rows, thinker_hidden]`, a row for each token of the prompt and the reply but the last."""
 
 
-class OmniQwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
+class OmniQwen2_5OmniThinker(MediaTokensMixin, Qwen2_5OmniThinkerForConditionalGeneration):
     """Understands text, audio, images and video, answers in text, and emits what the talker reads."""
 
     omni_output_rows: ClassVar[Literal["all", "generated"]] = "all"
@@ -30,13 +29,7 @@ class OmniQwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = self.config
-        self.token_ids = {
-            "audio": config.audio_token_index,
-            "image": config.image_token_index,
-            "video": config.video_token_index,
-        }
-        self.placeholder_ids: torch.Tensor
-        self.register_buffer("placeholder_ids", torch.tensor([*self.token_ids.values()]), persistent=False)
+        self.set_media_token_ids(config.audio_token_index, config.image_token_index, config.video_token_index)
         self.rope_index = RopeIndex(config)
 
     def get_mrope_input_positions(
@@ -54,17 +47,6 @@ class OmniQwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
         positions = self.rope_index(torch.tensor(input_tokens), media)
         return positions, int(positions.max()) + 1 - len(input_tokens)
 
-    def embed_input_ids(
-        self,
-        input_ids: torch.Tensor,
-        multimodal_embeddings: MultiModalEmbeddings | None = None,
-        *,
-        is_multimodal: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """vLLM's, with embeddings in the order of their tokens."""
-        ordered = in_token_order(input_ids, multimodal_embeddings, is_multimodal, self.token_ids)
-        return super().embed_input_ids(input_ids, ordered, is_multimodal=is_multimodal)
-
     def preprocess(
         self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None, spans: list[RequestSpan]
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
@@ -73,16 +55,8 @@ class OmniQwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
             return inputs_embeds, {}
         rows = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()
         if any(span.position < span.num_prompt_tokens for span in spans):
-            rows.masked_fill_(self._find_placeholders(input_ids, spans)[:, None], 0.0)
+            rows.masked_fill_(self.find_placeholders(input_ids, spans)[:, None], 0.0)
         return inputs_embeds, {TALKER_INPUT: rows}
-
-    def _find_placeholders(self, input_ids: torch.Tensor, spans: list[RequestSpan]) -> torch.Tensor:
-        """`[num_tokens]` bool: media placeholders of prompts (a generated id means nothing of the kind)."""
-        is_placeholder = torch.isin(input_ids, self.placeholder_ids)
-        for span in spans:
-            prompt_rows = max(0, span.num_prompt_tokens - span.position)
-            is_placeholder[span.start + prompt_rows : span.stop] = False
-        return is_placeholder
 
     def make_omni_output(
         self,

@@ -7,7 +7,7 @@ residual codes when the first code is fed back.
 Reference: `Qwen3OmniMoeTalkerForConditionalGeneration` of HF transformers. This file knows no engine.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,11 +25,10 @@ from vllm.sequence import IntermediateTensors
 from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import CodePredictor
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_feedback import TalkerFeedback
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TalkerPromptBuilder
+from vllm_omni.model_executor.models.thinker_embedding import ThinkerEmbeds, is_unused_by_talker
 
 NUM_SUPPRESSED = 1024
 """The last ids of the codec vocabulary are specials and voices; of them only the end may be sampled."""
-
-THINKER_EMBEDDING = "thinker.model.embed_tokens.weight"
 
 
 class OmniQwen3OmniMoeTalker(nn.Module, SupportsMRoPE):
@@ -109,25 +108,12 @@ class OmniQwen3OmniMoeTalker(nn.Module, SupportsMRoPE):
     @staticmethod
     def is_unused_checkpoint_weight(name: str) -> bool:
         """Lets vLLM's loader skip files that hold only other stages' weights."""
-        return not name.startswith("talker.") and name != THINKER_EMBEDDING
+        return is_unused_by_talker(name)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loader = AutoWeightsLoader(self)
-        control: list[torch.Tensor] = []
-        loaded = loader.load_weights(self._take_control_rows(weights, control), mapper=self.hf_to_vllm_mapper)
-        if not control:
-            raise ValueError(f"the checkpoint has no {THINKER_EMBEDDING!r}, which the talker's prompt needs")
-        self.prompt_builder.set_control_embeds(control[0])
-        return loaded
-
-    def _take_control_rows(
-        self, weights: Iterable[tuple[str, torch.Tensor]], control: list[torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Passes weights on, and puts the thinker's embeddings of `tts_bos`, `tts_eos`, `tts_pad` aside."""
         whole = self.config.omni_parent_config
-        ids = [whole[f"tts_{name}_token_id"] for name in ("bos", "eos", "pad")]
-        for name, tensor in weights:
-            if name == THINKER_EMBEDDING:
-                control.append(tensor[ids].clone())
-            else:
-                yield name, tensor
+        control = ThinkerEmbeds([whole[f"tts_{name}_token_id"] for name in ("bos", "eos", "pad")])
+        loader = AutoWeightsLoader(self)
+        loaded = loader.load_weights(control.take_from(weights), mapper=self.hf_to_vllm_mapper)
+        self.prompt_builder.set_control_embeds(control.rows)
+        return loaded

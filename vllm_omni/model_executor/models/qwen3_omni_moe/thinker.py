@@ -14,15 +14,14 @@ from typing import ClassVar, Literal
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.models.interfaces import MultiModalEmbeddings
 from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from vllm_omni.model_executor.interfaces import RequestSpan
+from vllm_omni.model_executor.models.media_tokens import MediaTokensMixin
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
-from vllm_omni.model_executor.models.sound_in_video import in_token_order
 
 
-class OmniQwen3OmniMoeThinker(Qwen3OmniMoeThinkerForConditionalGeneration):
+class OmniQwen3OmniMoeThinker(MediaTokensMixin, Qwen3OmniMoeThinkerForConditionalGeneration):
     """Understands text, audio, images and video, answers in text, and emits what the talker reads."""
 
     omni_output_rows: ClassVar[Literal["all", "generated"]] = "all"
@@ -37,24 +36,7 @@ class OmniQwen3OmniMoeThinker(Qwen3OmniMoeThinkerForConditionalGeneration):
                 f"and below the thinker's {num_layers} layers"
             )
         self.omni_aux_hidden_state_layers = (layer,)
-        self.token_ids = {
-            "audio": self.config.audio_token_id,
-            "image": self.config.image_token_id,
-            "video": self.config.video_token_id,
-        }
-        self.placeholder_ids: torch.Tensor
-        self.register_buffer("placeholder_ids", torch.tensor([*self.token_ids.values()]), persistent=False)
-
-    def embed_input_ids(
-        self,
-        input_ids: torch.Tensor,
-        multimodal_embeddings: MultiModalEmbeddings | None = None,
-        *,
-        is_multimodal: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """vLLM's, with embeddings in the order of their tokens."""
-        ordered = in_token_order(input_ids, multimodal_embeddings, is_multimodal, self.token_ids)
-        return super().embed_input_ids(input_ids, ordered, is_multimodal=is_multimodal)
+        self.set_media_token_ids(self.config.audio_token_id, self.config.image_token_id, self.config.video_token_id)
 
     def preprocess(
         self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None, spans: list[RequestSpan]
@@ -64,16 +46,8 @@ class OmniQwen3OmniMoeThinker(Qwen3OmniMoeThinkerForConditionalGeneration):
             return inputs_embeds, {}
         rows = {"embeds": self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()}
         if any(span.position < span.num_prompt_tokens for span in spans):
-            rows["is_placeholder"] = self._find_placeholders(input_ids, spans)
+            rows["is_placeholder"] = self.find_placeholders(input_ids, spans)
         return inputs_embeds, rows
-
-    def _find_placeholders(self, input_ids: torch.Tensor, spans: list[RequestSpan]) -> torch.Tensor:
-        """`[num_tokens]` bool: media placeholders of prompts (a generated id means nothing of the kind)."""
-        is_placeholder = torch.isin(input_ids, self.placeholder_ids)
-        for span in spans:
-            prompt_rows = max(0, span.num_prompt_tokens - span.position)
-            is_placeholder[span.start + prompt_rows : span.stop] = False
-        return is_placeholder
 
     def make_omni_output(
         self,

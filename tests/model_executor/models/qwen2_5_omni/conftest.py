@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
+from tests.model_executor.models.engines import TIGHT, start_engine
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.testing.hf_oracle import HFOracle, hf_inputs
 from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS, make_prompts
 
-from ..qwen3_omni_moe.conftest import TIGHT, start_engine
 from .helpers import SPEAKERS, TALKER_TOKENS, THINKER_TOKENS, Case
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
+from tests.model_executor.models.engines import start_engine
 from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageRequest
@@ -17,7 +18,6 @@ from vllm_omni.model_executor.models.qwen2_5_omni.stage_input_processors import 
 from vllm_omni.outputs import merge_stage_outputs
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest
 
-from ..qwen3_omni_moe.conftest import start_engine
 from ..streams import run_first_stage, run_stage
 from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
 

@@ -8,11 +8,11 @@ import torch
 from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
+from tests.model_executor.models.engines import PreemptionCounter, run_engine
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageInput
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import OmniQwen2_5OmniTalker
 
-from ..qwen3_omni_moe.helpers import PreemptionCounter, run_engine
 from .helpers import TALKER_TOKENS, Case, loaded_model
 
 

@@ -11,13 +11,13 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.utils import set_mm_embedding_modality
 from vllm.sampling_params import SamplingParams
 
+from tests.model_executor.models.engines import PreemptionCounter, run_engine
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen2_5_omni.rope import MM_KEYS
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
 
-from ..qwen3_omni_moe.helpers import PreemptionCounter, run_engine
 from .helpers import THINKER_TOKENS, Case, loaded_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS)

@@ -11,14 +11,12 @@ import torch
 from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
+from tests.model_executor.models.engines import run_engine, start_engine
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen2_5_omni import token2wav_bigvgan
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import OmniQwen2_5OmniToken2Wav
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_bigvgan import ActivatedConv, Activation, BigVGAN
 from vllm_omni.testing.hf_oracle import HFOracle
-
-from ..qwen3_omni_moe.conftest import start_engine
-from ..qwen3_omni_moe.helpers import run_engine
 
 SAMPLES_PER_CODE = 480
 BLOCK_CODES = 12

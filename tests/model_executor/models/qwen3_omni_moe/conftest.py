@@ -5,24 +5,18 @@ The engines are tight on purpose: a batch of eight does not fit into their KV ca
 step, so that every batch runs through chunked prefills and preemptions. One request alone meets neither.
 """
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoConfig, PretrainedConfig
-from vllm.distributed import parallel_state
 
-from vllm_omni.engine.engine_args import create_engine_args
+from tests.model_executor.models.engines import TIGHT, start_engine
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
-from vllm_omni.plugin import register
 from vllm_omni.testing.hf_oracle import HFOracle, hf_inputs
 from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS, make_prompts
 
 from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
-
-TIGHT = {"block_size": 32, "num_gpu_blocks_override": 12, "max_model_len": 256, "max_num_batched_tokens": 72}
 
 
 @pytest.fixture(scope="session")
@@ -49,22 +43,6 @@ def cases(tiny_qwen3_omni_moe: Path, oracle: HFOracle) -> dict[str, Case]:
         )
         for name, prompt in prompts.items()
     }
-
-
-def start_engine(model: Path, **engine_args: Any) -> OmniLLMEngine:
-    register()
-    make_expert_group()
-    gc.freeze()  # vLLM collects garbage at every start
-    args = create_engine_args(
-        str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=16 << 20, **engine_args
-    )
-    return OmniLLMEngine.from_omni_engine_args(args)
-
-
-def make_expert_group() -> None:
-    """The first engine of a process makes vLLM's groups, and leaves that of the experts out if it has none itself."""
-    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
-        parallel_state._EP = parallel_state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
 
 
 @pytest.fixture(scope="session")

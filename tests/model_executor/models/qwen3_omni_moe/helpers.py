@@ -4,13 +4,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from transformers import PretrainedConfig
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import SamplingParams
 
-from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.models.qwen3_omni_moe.stage_input_processors import ThinkerToTalker
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
@@ -72,31 +68,3 @@ class Case:
         made = ThinkerToTalker(config).process(self.stage_request(), {0: self.thinker_output(config)})
         assert made is not None
         return made
-
-
-def run_engine(
-    engine: OmniLLMEngine, prompts: dict[str, Any], params: SamplingParams | dict[str, SamplingParams]
-) -> dict[str, RequestOutput]:
-    """Runs all prompts as one batch; the last output of each request."""
-    for request_id, prompt in prompts.items():
-        engine.add_request(request_id, prompt, params[request_id] if isinstance(params, dict) else params)
-    outputs: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}  # type: ignore[misc]
-    assert set(outputs) == set(prompts)
-    return outputs
-
-
-class PreemptionCounter:
-    """Counts how often a scheduler takes a running request's memory away."""
-
-    def __init__(self, engine: OmniLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        scheduler = engine._core.scheduler
-        preempt = scheduler._preempt_request
-        self.count = 0
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return preempt(*args, **kwargs)
-
-        monkeypatch.setattr(scheduler, "_preempt_request", counted)

@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
+from tests.model_executor.models.engines import run_engine
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen3_omni_moe.code2wav import (
     OmniQwen3OmniMoeCode2Wav,
@@ -19,7 +20,7 @@ from vllm_omni.model_executor.models.qwen3_omni_moe.code2wav import (
 )
 from vllm_omni.testing.hf_oracle import HFOracle
 
-from .helpers import Case, run_engine
+from .helpers import Case
 
 LENGTHS = [1, 2, 40, 0, 45, 333]
 

@@ -7,12 +7,13 @@ import torch
 from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
+from tests.model_executor.models.engines import run_engine
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageInput
 from vllm_omni.model_executor.models.qwen3_omni_moe.stage_input_processors import TalkerToCode2Wav, ThinkerToTalker
 from vllm_omni.outputs import StageOutput
 
-from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case, run_engine
+from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
 
 
 def run_stage(

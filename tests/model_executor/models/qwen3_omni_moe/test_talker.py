@@ -8,10 +8,11 @@ import torch
 from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
+from tests.model_executor.models.engines import PreemptionCounter, run_engine
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
 
-from .helpers import TALKER_TOKENS, Case, PreemptionCounter, run_engine
+from .helpers import TALKER_TOKENS, Case
 
 
 @pytest.fixture

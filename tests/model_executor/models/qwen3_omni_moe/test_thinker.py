@@ -8,11 +8,12 @@ import torch
 from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
+from tests.model_executor.models.engines import PreemptionCounter, run_engine
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
 from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
 
-from .helpers import THINKER_TOKENS, Case, PreemptionCounter, run_engine
+from .helpers import THINKER_TOKENS, Case
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS)
 

@@ -10,6 +10,7 @@ import msgspec
 import torch
 from vllm.sampling_params import SamplingParams
 
+from vllm_omni.diffusion.sampling_params import DiffusionRequest
 from vllm_omni.engine.payloads import OmniEngineCoreRequest
 
 
@@ -43,6 +44,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
         options: Plain values of the prompt's `additional_information`.
         sampling_params: This stage's sampling parameters; None for stages that do not sample.
         engine_request: The first stage's preprocessed request; None for every other stage.
+        diffusion: What a diffusion stage is told besides the prompt; None for every other stage.
         trace_headers: W3C trace context of the request (`traceparent`, ...); empty where nothing is traced.
     """
 
@@ -54,6 +56,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
     sampling_params: SamplingParams | None = None
     engine_request: OmniEngineCoreRequest | None = None
+    diffusion: DiffusionRequest | None = None
     trace_headers: dict[str, str] = {}
 
 
@@ -64,7 +67,11 @@ class StageInput(msgspec.Struct, kw_only=True):
     parameters. Later ones give more `additional_information` and a new `num_ready_tokens`. A stage that generates in
     one step runs one step for each window, with that window's prompt and information.
 
+    A diffusion stage takes `prompt`, or `prompt_embeds`, and `additional_information`: further arguments of its
+    pipeline, such as `negative_prompt` or `pooled_prompt_embeds`.
+
     Attributes:
+        prompt: The prompt's text, for a diffusion stage.
         prompt_token_ids: Token ids, or as many placeholders as the model has input rows.
         prompt_embeds: `[len, hidden]`, instead of ids.
         additional_information: Tensors and plain values for the model's hooks.
@@ -77,6 +84,7 @@ class StageInput(msgspec.Struct, kw_only=True):
             `length` where its source was cut. Default: `stop`.
     """
 
+    prompt: str | None = None
     prompt_token_ids: list[int] = []
     prompt_embeds: torch.Tensor | None = None
     additional_information: dict[str, Any] = {}

@@ -20,6 +20,7 @@ TINY_CHECKPOINTS = {
     "qwen3": "vllm_omni.testing.tiny.qwen3",
     "qwen2_5_omni": "vllm_omni.testing.tiny.qwen2_5_omni",
     "qwen3_omni_moe": "vllm_omni.testing.tiny.qwen3_omni_moe",
+    "z_image": "vllm_omni.testing.tiny.z_image",
 }
 """Name -> module with `SIZES` (names of sizes) and `write(path: Path, seed: int, size: str)`."""
 
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         path = write_tiny_checkpoint(args.name, args.path, seed=args.seed, size=args.size, force=args.force)
     except (ValueError, FileExistsError) as error:
         parser.error(str(error))
-    megabytes = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+    megabytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e6
     print(f"{args.name} ({args.size}, seed {args.seed}): {megabytes:.1f} MB in {path}")
     return 0
 

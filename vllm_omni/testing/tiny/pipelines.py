@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tiny diffusers pipelines share: an image VAE, random weights that paint something, and writing them.
+
+Knows no pipeline. Under weights from `fill_random` the denoiser's velocity and the decoder's picture have whatever
+scale comes out; `settle` gives them one at which pictures are neither grey nor clipped, and differ where they should.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, DiffusionPipeline
+from torch import nn
+
+from vllm_omni.testing.tiny.weights import fill_random, scale_output
+
+VELOCITY_STD = 1.0
+PICTURE_STD = 0.4
+"""Of pixels, which diffusers cuts at -1 and 1."""
+LATENT_CHANNELS = 16
+SETTLING_PROMPT = "a red cat by the sea"
+
+
+def make_image_vae(channels: tuple[int, ...] = (8, 16, 16, 16)) -> AutoencoderKL:
+    """The autoencoder of SD3, Flux and Z-Image: 8 pixels a latent on each side, 16 channels, no quantization layers."""
+    blocks = len(channels)
+    return AutoencoderKL(
+        block_out_channels=channels,
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        layers_per_block=1,
+        latent_channels=LATENT_CHANNELS,
+        norm_num_groups=4,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        force_upcast=False,
+    )
+
+
+def fill_components(pipe: DiffusionPipeline, seed: int, gains: dict[str, float]) -> None:
+    """Overwrites the weights of the components that `gains` names, each with a seed of its own.
+
+    Args:
+        gains: Name of the component -> `layer_gain` of `fill_random`.
+    """
+    for index, (name, gain) in enumerate(sorted(gains.items())):
+        module: nn.Module = pipe.components[name].eval()
+        fill_random(module, 16 * seed + index, gain)
+
+
+def settle(pipe: DiffusionPipeline, velocity: nn.Module, picture: nn.Module, **call: Any) -> None:
+    """Gives the last layers of the denoiser and of the decoder weights that suit what flows into them.
+
+    Args:
+        velocity, picture: Those layers. They are scaled by powers of two.
+        call: Arguments of the pipeline besides the prompt: the size of the output, and whatever it must have.
+    """
+    for layer, std in ((velocity, VELOCITY_STD), (picture, PICTURE_STD)):
+        scale_output(layer, std, lambda: paint(pipe, **call))
+
+
+def paint(pipe: DiffusionPipeline, **call: Any) -> Any:
+    """Runs two steps, quietly."""
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    return pipe(prompt=SETTLING_PROMPT, num_inference_steps=2, generator=generator, output_type="pt", **call)
+
+
+def save(pipe: DiffusionPipeline, path: Path) -> None:
+    """Writes `model_index.json` and a folder for each component, weights as safetensors."""
+    pipe.save_pretrained(path, safe_serialization=True)

@@ -1,9 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`engine_args` of a diffusion stage: how its diffusers pipeline is loaded and run. It imports no diffusers."""
+"""`engine_args` of a diffusion stage: how its diffusers pipeline is loaded and run.
 
-from typing import Any, Literal
+What diffusers, the checkpoint or the device lack is not known here: `diffusion/loader.py` refuses that.
+"""
+
+import threading
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
+
+from vllm_omni.config.nearest import nearest
+from vllm_omni.errors import StageConfigError
+
+# msgspec shows other threads what it is still learning of a type: pipelines may be opened in several at once.
+_learning_types = threading.Lock()
+# Each must be at least this.
+_SMALLEST = {
+    "max_loras": 1,
+    "batch_wait_ms": 0,
+    "max_pixels": 1,
+    "max_frames": 1,
+    "max_steps": 1,
+    "max_outputs": 1,
+    "preview_size": 1,
+}
+# What concerns the denoiser and the VAE, which an encoder stage does not have.
+_NOT_FOR_ENCODERS = ("vae_slicing", "vae_tiling", "attention_backend", "cache_backend", "compile")
 
 
 class DiTConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,3 +83,57 @@ class DiTConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_steps: int = 200
     max_outputs: int = 16
     preview_size: int = 256
+
+
+def parse_dit_config(engine_args: Mapping[str, Any], where: str) -> DiTConfig:
+    """The settings of a diffusion stage, checked.
+
+    Args:
+        engine_args: As they stand in the stage configuration.
+        where: Whose they are, for messages, e.g. `stage 0 (dit)`.
+
+    Raises:
+        StageConfigError: A key is unknown (names the nearest), a value has the wrong type or is out of range, or two
+            settings contradict each other.
+    """
+    where = f"{where}: engine_args"
+    known = DiTConfig.__struct_fields__
+    for key in engine_args:
+        if key not in known:
+            raise StageConfigError(
+                f"{where}: a diffusion stage has no {key!r}{nearest(key, known)} (known here: {', '.join(known)})"
+            )
+    try:
+        with _learning_types:
+            config = msgspec.convert(dict(engine_args), DiTConfig)
+    except msgspec.ValidationError as error:
+        problem, _, key = str(error).removesuffix("`").partition(" - at `$.")
+        raise StageConfigError(f"{where}.{key or '?'}: {problem}{_choices(key)}") from error
+    _check_ranges(config, where)
+    _check_contradictions(config, where)
+    return config
+
+
+def _choices(key: str) -> str:
+    """The values that a setting may have, where they can be counted."""
+    hint = DiTConfig.__annotations__.get(key)
+    values = [value for one in (hint, *get_args(hint)) if get_origin(one) is Literal for value in get_args(one)]
+    return f" (known here: {', '.join(values)})" if values else ""
+
+
+def _check_ranges(config: DiTConfig, where: str) -> None:
+    for key, smallest in _SMALLEST.items():
+        value = getattr(config, key)
+        if not smallest <= value < float("inf"):
+            raise StageConfigError(f"{where}.{key}: {value} is out of range; it must be {smallest} or more")
+
+
+def _check_contradictions(config: DiTConfig, where: str) -> None:
+    if config.cache_config and config.cache_backend is None:
+        raise StageConfigError(f"{where}.cache_config: there is no cache_backend that it could be for; name one")
+    for key in _NOT_FOR_ENCODERS:
+        if config.part == "encoder" and getattr(config, key):
+            raise StageConfigError(
+                f"{where}.{key}: this stage only encodes prompts (part: encoder), it has nothing that this applies to; "
+                "give it to the stage with part: denoiser"
+            )

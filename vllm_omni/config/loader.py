@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and checks a stage configuration file. Every complaint names the file, the key and the remedy."""
 
-import difflib
 import importlib
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 
+from vllm_omni.config.nearest import nearest
 from vllm_omni.config.placement import check_placement
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
@@ -78,12 +78,6 @@ def resolve_dotted_path(path: str, key: str) -> Any:
     if not hasattr(module, name):
         raise StageConfigError(f"{key}: {module_name!r} has no {name!r}{nearest(name, dir(module))}")
     return getattr(module, name)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or nothing where no known name is near."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _explain(message: str) -> str:

@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-from vllm_omni.config.loader import nearest
+from vllm_omni.config.nearest import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small pictures of an output that is not finished.
+
+What makes them cheap is that the latents are made smaller before they are decoded: a latent pixel is an average of
+picture pixels, nearly, so the average of some of them is a smaller picture's. What a pipeline's latents look like is
+read off its configuration, its VAE and their shape. Nothing here knows when previews are made, or for whom.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.utils.torch_utils import get_module_execution_device
+from torch.nn import functional
+
+UNPACK_ARGUMENTS = frozenset({"self", "latents", "height", "width", "vae_scale_factor", "patch_size"})
+"""What a pipeline's `_unpack_latents` may ask for; pixels. Others mean something else by the same names."""
+FRAMES_BEFORE_CHANNELS = frozenset({"AutoencoderKLCogVideoX"})
+"""VAEs of pipelines whose latents are `[1, frames, channels, h, w]`, which no number tells from the usual form."""
+FLOW_SCHEDULERS = frozenset({"FlowMatchEulerDiscreteScheduler"})
+"""Schedulers that integrate a flow; others do so if they `use_flow_sigmas`."""
+
+
+@torch.no_grad()
+def make_preview(
+    pipe: DiffusionPipeline, latents: torch.Tensor, height: int, width: int, longer_side: int
+) -> torch.Tensor:
+    """Decodes what there is so far of one output: the picture, or a video's middle frame.
+
+    Args:
+        latents: Of one output, as the pipeline gives them to `callback_on_step_end`: `[1, channels, h, w]`,
+            `[1, channels, frames, h, w]`, or packed, `[1, tokens, features]`.
+        height, width: The output's, pixels.
+        longer_side: The preview's, pixels, about. What is smaller already is not made larger.
+
+    Returns:
+        uint8 `[height, width, 3]`, on the CPU.
+
+    Raises:
+        ValueError: Latents of this pipeline are of a form that is not known here.
+    """
+    vae = _image_vae(pipe)
+    grid = _denormalized(pipe, vae, _unpacked(pipe, latents, height, width))
+    _check_form(pipe, vae, grid)
+    if grid.dim() == 5:
+        grid = _middle_window(grid)
+    grid = _shrunk(grid, longer_side / max(height, width))
+    picture = vae.decode(grid.to(get_module_execution_device(vae), vae.dtype), return_dict=False)[0]
+    if picture.dim() == 5:
+        picture = picture[:, :, -1]  # [1, channels, frames, h, w] to [1, channels, h, w]
+    return _to_uint8(pipe, picture)
+
+
+def estimate_clean(scheduler: Any, step: int, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Where the latents would end if the rest of the way were straight, as flow matching means it to be.
+
+    Early in a run this shows far more than the latents themselves, which are mostly noise then.
+
+    Args:
+        scheduler: The run's own, timesteps set.
+        step: The step that was just made, from 0.
+        before, after: The latents before and after it, any shape.
+
+    Returns:
+        The estimate; or `after` itself, where the scheduler does not integrate a flow in noise levels.
+    """
+    if not _is_straight(scheduler):
+        return after
+    first = scheduler.begin_index or 0  # image to image starts at a later noise level
+    level, next_level, last_level = (float(scheduler.sigmas[i]) for i in (first + step, first + step + 1, -1))
+    if next_level == level:
+        return after
+    velocity = (after.float() - before.float()) / (next_level - level)
+    return (after.float() + (last_level - next_level) * velocity).to(after.dtype)
+
+
+def _is_straight(scheduler: Any) -> bool:
+    """Whether steps follow `x = (1 - sigma) * clean + sigma * noise` and add no fresh noise."""
+    config = scheduler.config
+    flow = type(scheduler).__name__ in FLOW_SCHEDULERS or bool(config.get("use_flow_sigmas"))
+    fresh_noise = config.get("stochastic_sampling") or str(config.get("algorithm_type")).startswith("sde")
+    return flow and not fresh_noise
+
+
+def _image_vae(pipe: DiffusionPipeline) -> Any:
+    """The pipeline's VAE, if it needs nothing but latents to decode."""
+    vae = getattr(pipe, "vae", None)
+    if vae is None or not hasattr(vae, "decoder"):
+        raise ValueError(f"{_name(pipe)} has no previews: it has no VAE whose decoder is known here")
+    parameters = list(inspect.signature(vae.decode).parameters.values())[1:]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if needed or vae.config.get("timestep_conditioning"):
+        raise ValueError(f"{_name(pipe)} has no previews: its {type(vae).__name__} needs more than latents to decode")
+    return vae
+
+
+def _unpacked(pipe: DiffusionPipeline, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Latents as `[1, channels, h, w]` or `[1, channels, frames, h, w]`, still normalized.
+
+    Where the VAE normalizes patches of 2 x 2 (Flux2), they stay patches.
+    """
+    if latents.dim() == 3 and hasattr(pipe, "_unpatchify_latents"):
+        rows, columns = (side // (pipe.vae_scale_factor * 2) for side in (height, width))
+        if latents.shape[1] == rows * columns:
+            return latents.transpose(1, 2).unflatten(2, (rows, columns))
+    elif latents.dim() == 3 and hasattr(pipe, "_unpack_latents"):
+        return _unpacked_by(pipe, latents, height, width)
+    elif latents.dim() in (4, 5):
+        return latents
+    raise _unknown_form(pipe, latents)
+
+
+def _unpacked_by(pipe: DiffusionPipeline, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """What the pipeline itself does with its packed latents before it decodes them."""
+    wanted = inspect.signature(pipe._unpack_latents).parameters.keys()
+    if not wanted <= UNPACK_ARGUMENTS:
+        raise _unknown_form(pipe, latents)
+    given = {"latents": latents, "height": height, "width": width}
+    given |= {name: getattr(pipe, name) for name in wanted - given.keys()}
+    try:
+        return pipe._unpack_latents(**given)
+    except RuntimeError as error:  # as many tokens as another size has
+        raise _unknown_form(pipe, latents) from error
+
+
+def _denormalized(pipe: DiffusionPipeline, vae: Any, grid: torch.Tensor) -> torch.Tensor:
+    """Float32 latents as the VAE decodes them, of those that the denoiser works on."""
+    grid = grid.float()
+    if hasattr(vae, "bn"):
+        if not hasattr(pipe, "_unpatchify_latents"):
+            raise _unknown_form(pipe, grid)
+        return pipe._unpatchify_latents(_denormalized_patches(vae, grid))
+    config = vae.config
+    scale = config.get("scaling_factor") or 1.0
+    if config.get("latents_mean") is not None and config.get("latents_std") is not None:
+        mean, std = (_per_channel(torch.tensor(config[name]), grid) for name in ("latents_mean", "latents_std"))
+        return grid * std / scale + mean
+    return grid / scale + (config.get("shift_factor") or 0.0)
+
+
+def _denormalized_patches(vae: Any, patches: torch.Tensor) -> torch.Tensor:
+    """Undoes a batch norm that the VAE's encoder ends with; its channels are those of a patch."""
+    variance = _per_channel(vae.bn.running_var, patches)
+    return patches * torch.sqrt(variance + vae.config.batch_norm_eps) + _per_channel(vae.bn.running_mean, patches)
+
+
+def _per_channel(values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """`[channels]` in a shape that broadcasts over `grid`."""
+    return values.to(grid.device, torch.float32).view(1, -1, *(1,) * (grid.dim() - 2))
+
+
+def _check_form(pipe: DiffusionPipeline, vae: Any, grid: torch.Tensor) -> None:
+    """Holds latents against what the VAE's decoder takes: pictures or videos, and of how many channels."""
+    channels = vae.config.get("latent_channels") or vae.config.get("z_dim")
+    dims = next(weight.dim() for weight in vae.decoder.parameters() if weight.dim() > 3)  # of the first convolution
+    if type(vae).__name__ in FRAMES_BEFORE_CHANNELS or grid.dim() != dims or grid.shape[1] != channels:
+        raise _unknown_form(pipe, grid)
+
+
+def _middle_window(grid: torch.Tensor) -> torch.Tensor:
+    """A video's middle frame and the one before it: such VAEs make most frames of what has changed since the last."""
+    middle = grid.shape[2] // 2
+    return grid[:, :, max(middle - 1, 0) : middle + 1]
+
+
+def _shrunk(grid: torch.Tensor, factor: float) -> torch.Tensor:
+    """Averages neighbours so that both sides are `factor` times as long; they never grow."""
+    if factor >= 1:
+        return grid
+    frames = grid.shape[2:-2]
+    sides = (max(1, round(side * factor)) for side in grid.shape[-2:])
+    return functional.interpolate(grid, size=(*frames, *sides), mode="area")
+
+
+def _to_uint8(pipe: DiffusionPipeline, picture: torch.Tensor) -> torch.Tensor:
+    """Pixels `[1, 3, h, w]` as the VAE makes them, -1 to 1, to `[h, w, 3]`; rounded as diffusers rounds files."""
+    if picture.shape[1] != 3:
+        raise ValueError(f"{_name(pipe)} has no previews: its VAE makes {picture.shape[1]} channels, not 3")
+    pixels = (picture[0].float() / 2 + 0.5).clamp(0, 1)
+    return (pixels * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().cpu()
+
+
+def _unknown_form(pipe: DiffusionPipeline, latents: torch.Tensor) -> ValueError:
+    return ValueError(f"{_name(pipe)} has no previews: its latents {list(latents.shape)} are of no form known here")
+
+
+def _name(pipe: DiffusionPipeline) -> str:
+    return type(pipe).__name__

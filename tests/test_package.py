@@ -25,6 +25,7 @@ def test_public_surface():
         "AsyncOmni",
         "AsyncOmniLLM",
         "CompletedEvent",
+        "DiffusionSamplingParams",
         "ErrorEvent",
         "ImageProgressEvent",
         "Omni",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_omni.config import OmniStageConfig
+    from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
     from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
     from vllm_omni.entrypoints.omni_llm import OmniLLM
     from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent
@@ -25,6 +26,7 @@ __all__ = [
     "AsyncOmni",
     "AsyncOmniLLM",
     "CompletedEvent",
+    "DiffusionSamplingParams",
     "ErrorEvent",
     "ImageProgressEvent",
     "Omni",
@@ -40,6 +42,7 @@ _HOMES = {
     "AsyncOmni": ("vllm_omni.entrypoints.async_omni_llm", "AsyncOmniLLM"),
     "AsyncOmniLLM": ("vllm_omni.entrypoints.async_omni_llm", "AsyncOmniLLM"),
     "CompletedEvent": ("vllm_omni.events", "CompletedEvent"),
+    "DiffusionSamplingParams": ("vllm_omni.diffusion.sampling_params", "DiffusionSamplingParams"),
     "ErrorEvent": ("vllm_omni.events", "ErrorEvent"),
     "ImageProgressEvent": ("vllm_omni.events", "ImageProgressEvent"),
     "Omni": ("vllm_omni.entrypoints.omni_llm", "OmniLLM"),

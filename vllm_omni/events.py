@@ -3,7 +3,7 @@
 
     OmniEvent
     ├── ARSegmentEvent        a piece of a final stage's output: text, tokens, audio samples
-    ├── ImageProgressEvent    how far a diffusion stage has come
+    ├── ImageProgressEvent    how far a diffusion stage has come with one of its outputs
     ├── CompletedEvent        the end: all outputs, whole
     └── ErrorEvent            the end: why there are none
 
@@ -44,7 +44,8 @@ class ARSegmentEvent(OmniEvent):
         stage_id, final_output_type: The stage, and what it makes: `text`, `audio`, ...
         index: Which of the `n` sequences this is about.
         text, tokens, logprobs: What is new of it; empty where the stage writes none.
-        multimodal_output: New rows or samples by name, on the CPU, e.g. `audio` float32 `[samples]`.
+        multimodal_output: New rows or samples by name, on the CPU, e.g. `audio` float32 `[samples]`; of a diffusion
+            stage, once and at its end, what `OmniRequestOutput.multimodal_output` has.
         finish_reason: Why the sequence ended, if it did.
         is_last: Nothing follows from this stage.
     """
@@ -62,10 +63,11 @@ class ARSegmentEvent(OmniEvent):
 
 @dataclass(slots=True, kw_only=True)
 class ImageProgressEvent(OmniEvent):
-    """A diffusion stage has come one step further.
+    """A diffusion stage has come one step further with one of the request's outputs.
 
     Attributes:
         stage_id, final_output_type: The stage, and what it makes.
+        index: Which of the outputs that the request asked for (`num_outputs_per_prompt`), from 0.
         step, num_steps: The step, from 0, and how many there will be.
         image: A preview, uint8 `[height, width, 3]`; None where none was asked for.
         is_last: Nothing follows from this stage.
@@ -75,6 +77,7 @@ class ImageProgressEvent(OmniEvent):
     final_output_type: str
     step: int
     num_steps: int
+    index: int = 0
     image: torch.Tensor | None = None
     is_last: bool = False
 

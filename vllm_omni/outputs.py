@@ -5,12 +5,15 @@
 """
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
 import torch
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
+
+from vllm_omni.diffusion.media import count_media, read_media
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -66,7 +69,9 @@ class StageOutput(msgspec.Struct, kw_only=True):
         num_cached_tokens: How many of them the engine found in its prefix cache; None where it does not say.
         completions: Generated sequences; empty for stages that generate none. In a stream: what is new of each.
         tensors: The model's outputs by name, on the CPU, e.g. `audio` float32 `[samples]`. In a stream: new rows.
-        data: Plain values made by function stages.
+            Of a diffusion stage what `diffusion.encoding.encode_outputs` makes; while it works, a preview `image`.
+        data: Plain values: what function stages make, what a diffusion stage says of its tensors (`output_type`,
+            `output_format`, `fps`, `sample_rate`), and, while that works, which of the outputs it shows (`index`).
         step, num_steps: How far a diffusion stage has come with what it shows here; None elsewhere.
         start: Units of the source's output before this window's own.
         context: Units at the front of this window that an earlier window had already.
@@ -98,6 +103,11 @@ class StageOutput(msgspec.Struct, kw_only=True):
         """Why the first sequence ended; None where it goes on, or there is none."""
         first = self.first_completion
         return None if first is None else first.finish_reason
+
+    @property
+    def num_media(self) -> int:
+        """Images, videos or clips that a diffusion stage made; 0 elsewhere, and while it works."""
+        return count_media(self.tensors, self.data)
 
 
 def merge_stage_outputs(pieces: Sequence[StageOutput]) -> StageOutput:
@@ -196,11 +206,14 @@ class OmniRequestOutput:
     Attributes:
         request_id: The pipeline's id of the request; equal in all outputs of one prompt.
         stage_id: The final stage that made this output.
-        final_output_type: What it is: `text`, `audio`, `image`, ...
+        final_output_type: What it is: `text`, `audio`, `image`, `video`, ...
         request_output: A list of one vLLM `RequestOutput`; its fields can be read here directly too.
-        multimodal_output: Tensors by name on the CPU, e.g. `audio` float32 `[samples]`.
-        images: Images made by a diffusion stage.
+        multimodal_output: Tensors by name on the CPU, as the stage made them. `audio` is float32 `[samples]` of a model
+            that speaks, and `[n, channels, samples]` of a diffusion stage, for its n outputs. Its `image` and `video`
+            have the shapes that `diffusion.encoding.encode_outputs` says; `images` and `videos` are the same to hold.
         stage_metrics: What each stage that worked on the prompt did, in stage order.
+        sample_rate: Samples per second of `audio`; None where there is none, or the pipeline's YAML does not say.
+        fps: Frames of a video in a second; None elsewhere.
     """
 
     def __init__(
@@ -211,15 +224,47 @@ class OmniRequestOutput:
         request_output: RequestOutput,
         multimodal_output: dict[str, torch.Tensor],
         stage_metrics: list[StageMetrics],
-        images: list[Any] | None = None,
+        data: dict[str, Any] | None = None,
+        sample_rate: int | None = None,
     ) -> None:
+        """
+        Args:
+            data: `StageOutput.data`.
+            sample_rate: What the stage's configuration says; what a diffusion pipeline says itself counts more.
+        """
         self.request_id = request_id
         self.stage_id = stage_id
         self.final_output_type = final_output_type
         self.request_output = [request_output]
         self.multimodal_output = multimodal_output
         self.stage_metrics = stage_metrics
-        self.images = images or []
+        self._data = data or {}
+        self._num_media = count_media(multimodal_output, self._data)
+        said = self._data if self._num_media else {}
+        self.sample_rate: int | None = said.get("sample_rate") or sample_rate
+        self.fps: float | None = said.get("fps")
+
+    @cached_property
+    def images(self) -> list[Any]:
+        """The images that a diffusion stage made, by the request's `output_format`.
+
+        `pil`: PIL images; `np`: float32 arrays `[height, width, channels]` in [0, 1]; `png`, `jpeg`, `webp`: the bytes
+        of a file each; `latent`: tensors. Empty for any other output.
+        """
+        return self._media("image")
+
+    @cached_property
+    def videos(self) -> list[Any]:
+        """The videos that a diffusion stage made, by the request's `output_format`; `fps` says how fast they are.
+
+        `pil`: lists of PIL images; `np`: float32 arrays `[frames, height, width, channels]` in [0, 1]; `mp4`: the bytes
+        of a file each; `latent`: tensors. Empty for any other output.
+        """
+        return self._media("video")
+
+    def _media(self, output_type: str) -> list[Any]:
+        is_it = self._num_media > 0 and self._data["output_type"] == output_type
+        return read_media(self.multimodal_output, self._data) if is_it else []
 
     @property
     def outputs(self) -> list[CompletionOutput]:
@@ -239,19 +284,28 @@ class OmniRequestOutput:
 
     def __repr__(self) -> str:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.multimodal_output.items()}
+        media = ""
+        if self._num_media:
+            media = f", {self._data['output_type']}s=<{self._num_media} {self._data['output_format']}>"
         return (
             f"OmniRequestOutput(request_id={self.request_id!r}, stage_id={self.stage_id}, "
-            f"final_output_type={self.final_output_type!r}, outputs={self.outputs!r}, multimodal_output={shapes})"
+            f"final_output_type={self.final_output_type!r}, outputs={self.outputs!r}, multimodal_output={shapes}"
+            f"{media})"
         )
 
 
 def make_omni_request_output(
-    request_id: str, output: StageOutput, final_output_type: str, stage_metrics: list[StageMetrics]
+    request_id: str,
+    output: StageOutput,
+    final_output_type: str,
+    stage_metrics: list[StageMetrics],
+    sample_rate: int | None = None,
 ) -> OmniRequestOutput:
     """Wraps what a final stage sent as vLLM's own `RequestOutput` and ours around it.
 
     Args:
         request_id: The id that the caller knows.
+        sample_rate: Of audio, where the stage does not say it itself.
     """
     completions = [
         CompletionOutput(
@@ -282,4 +336,6 @@ def make_omni_request_output(
         request_output=request_output,
         multimodal_output=output.tensors,
         stage_metrics=stage_metrics,
+        data=output.data,
+        sample_rate=sample_rate,
     )

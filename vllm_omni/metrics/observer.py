@@ -25,8 +25,10 @@ class RequestSummary:
         failed_stage: Name of the stage that failed it; None where no stage did.
         stages: What each stage that finished its work on it did, in stage order.
         first_text, first_audio: When the first piece of text and of audio reached the orchestrator; None if none did.
+        first_image: When the first preview, image or video did.
         num_text_tokens: Tokens of the text that the caller got.
         audio_seconds: Length of the audio that the caller got.
+        num_images: Images and videos that the caller got.
         text_stage_id: The final stage that wrote the text; None where there is none.
     """
 
@@ -38,8 +40,10 @@ class RequestSummary:
     stages: list[StageMetrics] = field(default_factory=list)
     first_text: float | None = None
     first_audio: float | None = None
+    first_image: float | None = None
     num_text_tokens: int = 0
     audio_seconds: float = 0.0
+    num_images: int = 0
     text_stage_id: int | None = None
 
     @property
@@ -56,6 +60,11 @@ class RequestSummary:
     def ttfa(self) -> float | None:
         """Seconds from submission to the first piece of audio; all of it, where it is not streamed."""
         return None if self.first_audio is None else self.first_audio - self.arrival
+
+    @property
+    def ttfi(self) -> float | None:
+        """Seconds from submission to the first preview; to the image or video itself, where there are no previews."""
+        return None if self.first_image is None else self.first_image - self.arrival
 
     @property
     def tpot(self) -> float | None:

@@ -63,6 +63,8 @@ class RequestSpans(PipelineObserver):
             "vllm_omni.seconds_until_admitted": admitted - summary.arrival,
             "vllm_omni.time_to_first_audio": summary.ttfa,
             "vllm_omni.audio_seconds": summary.audio_seconds,
+            "vllm_omni.time_to_first_image": summary.ttfi,
+            "vllm_omni.num_images": summary.num_images,
             "vllm_omni.failed_stage": summary.failed_stage,
         }
         span.set_attributes({name: value for name, value in values.items() if value is not None})

@@ -81,6 +81,12 @@ REQUEST_HISTOGRAMS = (
         "time_to_first_audio_seconds", "From submission to the first audio.", _REQUEST_BOUNDS, lambda r: r.ttfa
     ),
     RequestHistogram(
+        "time_to_first_image_seconds",
+        "From submission to the first preview, image or video.",
+        _REQUEST_BOUNDS,
+        lambda r: r.ttfi,
+    ),
+    RequestHistogram(
         "e2e_request_latency_seconds", "From submission to completion.", _REQUEST_BOUNDS, lambda r: r.seconds
     ),
     RequestHistogram(

@@ -32,6 +32,7 @@ def _request_line(summary: RequestSummary) -> str:
         "TTFT": summary.ttft,
         "time per output token": summary.tpot,
         "TTFA": summary.ttfa,
+        "TTFI": summary.ttfi,
     }
     parts = [f"{name} {seconds:.3f} s" for name, seconds in times.items() if seconds is not None]
     if summary.real_time_factor is not None:

@@ -108,11 +108,17 @@ class Timeline(PipelineObserver):
             "failed_stage": summary.failed_stage,
             "num_text_tokens": summary.num_text_tokens,
             "audio_seconds": summary.audio_seconds,
+            "num_images": summary.num_images,
             "seconds_until_admitted": running.admitted - summary.arrival,
         }
         name = f"request {summary.request_id}"
         yield self._slice(name, "request", running.admitted, summary.ended) | on_track | {"args": args}
-        for text, at in (("first text", summary.first_text), ("first audio", summary.first_audio)):
+        firsts = {
+            "first text": summary.first_text,
+            "first audio": summary.first_audio,
+            "first image": summary.first_image,
+        }
+        for text, at in firsts.items():
             if at is not None:
                 yield {"name": text, "cat": "first", "ph": "i", "s": "t", "ts": self._timestamp(at)} | on_track
         for stage in summary.stages:

@@ -92,8 +92,11 @@ class RequestRecord:
     def add_piece(self, stage_id: int, piece: StageOutput) -> None:
         """A piece of a final stage's output; tells a caller who reads along."""
         output_type = self._config.stages[stage_id].final_output_type or ""
-        self._pieces[stage_id].append(piece)
-        self._first.setdefault(output_type, time.monotonic())
+        is_progress = piece.step is not None
+        if not is_progress or piece.is_last:
+            self._pieces[stage_id].append(piece)
+        if not is_progress or piece.tensors:
+            self._first.setdefault(output_type, time.monotonic())
         if self.request.streams:
             for event in self._make_events(stage_id, output_type, piece):
                 self.request.on_event(event)
@@ -111,6 +114,7 @@ class RequestRecord:
                 merge_stage_outputs(pieces),
                 self._config.stages[stage_id].final_output_type or "",
                 self._stage_metrics(),
+                self._config.stages[stage_id].sample_rate,
             )
             for stage_id, pieces in sorted(self._pieces.items())
         ]
@@ -134,8 +138,10 @@ class RequestRecord:
             stages=self._stage_metrics(),
             first_text=self._first.get("text"),
             first_audio=self._first.get("audio"),
+            first_image=min((self._first[kind] for kind in ("image", "video") if kind in self._first), default=None),
             num_text_tokens=text_metrics.num_output_tokens if text_metrics else 0,
             audio_seconds=sum(self._audio_seconds(stage_id) for stage_id in self._pieces),
+            num_images=sum(self._num_images(stage_id) for stage_id in self._pieces),
             text_stage_id=text_stage,
         )
 
@@ -143,11 +149,21 @@ class RequestRecord:
         return [self._metrics[stage_id] for stage_id in sorted(self._metrics)]
 
     def _audio_seconds(self, stage_id: int) -> float:
-        sample_rate = self._config.stages[stage_id].sample_rate
-        if sample_rate is None:
+        return sum(self._seconds_of(stage_id, piece) for piece in self._pieces[stage_id])
+
+    def _seconds_of(self, stage_id: int, piece: StageOutput) -> float:
+        sample_rate, num_clips = self._config.stages[stage_id].sample_rate, 1
+        if piece.num_media:
+            sample_rate, num_clips = piece.data.get("sample_rate"), piece.num_media
+        wave = piece.tensors.get("audio")
+        if sample_rate is None or wave is None:
             return 0.0
-        waves = [piece.tensors["audio"] for piece in self._pieces[stage_id] if "audio" in piece.tensors]
-        return sum(wave.shape[-1] if wave.ndim else 1 for wave in waves) / sample_rate
+        return num_clips * (wave.shape[-1] if wave.ndim else 1) / sample_rate
+
+    def _num_images(self, stage_id: int) -> int:
+        if self._config.stages[stage_id].final_output_type not in ("image", "video"):
+            return 0
+        return sum(piece.num_media for piece in self._pieces[stage_id])
 
     def _make_events(self, stage_id: int, output_type: str, piece: StageOutput) -> list[OmniEvent]:
         if piece.step is not None:
@@ -158,6 +174,7 @@ class RequestRecord:
                     final_output_type=output_type,
                     step=piece.step,
                     num_steps=piece.num_steps or 0,
+                    index=piece.data.get("index", 0),
                     image=piece.tensors.get("image"),
                     is_last=piece.is_last,
                 )

@@ -89,7 +89,7 @@ class OutputStream:
         return segment, merge_stage_outputs([*self._whole, segment])
 
     def _keep(self, segment: StageOutput | None) -> StageOutput | None:
-        if segment is not None:
+        if segment is not None and segment.step is None:  # How far a stage has come is no part of the whole.
             self._whole.append(segment)
         return segment
 

@@ -24,10 +24,13 @@ class FakeStageEngine(SerialEngine):
     What it does with a request is said by the request's options:
         `fake_tokens`: the first stage makes so many tokens 0, 1, ..., one by one, and their `rows`;
         `fake_steps`: it shows so many steps of progress first, as a diffusion stage does, each with an `image`;
+        `fake_images`: it makes so many pictures, each of one colour, as a diffusion stage does (and shows the progress
+            of each of them);
         `fake_seconds`: each call, and each token, takes this long (a number, or one for each stage by name);
         `fake_bytes`: adds a tensor `bytes` of this size;
         `fake_fail`, `fake_die`: name of the stage that raises, or whose process dies, on this request;
-        `fake_only`: name of the stage that `fake_seconds`, `fake_bytes` and `fake_steps` are for (default: all).
+        `fake_only`: name of the stage that `fake_seconds`, `fake_bytes`, `fake_steps` and `fake_images` are for
+            (default: all).
     """
 
     def __init__(self, outbox: Outbox, stage_id: int, name: str) -> None:
@@ -54,7 +57,7 @@ class FakeStageEngine(SerialEngine):
     def _options(self, request: StageRequest) -> dict[str, Any]:
         if request.options.get("fake_only", self._name) == self._name:
             return request.options
-        not_here = ("fake_seconds", "fake_bytes", "fake_steps")
+        not_here = ("fake_seconds", "fake_bytes", "fake_steps", "fake_images")
         return {name: value for name, value in request.options.items() if name not in not_here}
 
     def _write_tokens(self, request: StageRequest, options: Mapping[str, Any]) -> Iterator[StageOutput]:
@@ -67,11 +70,13 @@ class FakeStageEngine(SerialEngine):
     def _show_progress(
         self, request: StageRequest, sources: Mapping[int, StageOutput], options: Mapping[str, Any]
     ) -> Iterator[StageOutput]:
-        for step in range(options["fake_steps"]):
+        num_steps, num_images = options["fake_steps"], options.get("fake_images", 1)
+        for step in range(num_steps):
             self._pause(request, options)
-            piece = self._piece(request, [], {"image": torch.full((2, 2, 3), step, dtype=torch.uint8)})
-            piece.step, piece.num_steps = step, options["fake_steps"]
-            yield piece
+            for index in range(num_images):
+                piece = self._piece(request, [], {"image": _picture(step)})
+                piece.step, piece.num_steps, piece.data = step, num_steps, {"index": index}
+                yield piece
         yield self._output(request, sources, options)
 
     def _output(
@@ -81,6 +86,10 @@ class FakeStageEngine(SerialEngine):
         is_last = all(source.is_last for source in sources.values())
         text = ("+".join(texts) or request.prompt or "") + (f">{self._name}" if is_last else "")
         tensors = {}
+        data = {}
+        if num_images := options.get("fake_images"):
+            tensors["image"] = torch.stack([_picture(index) for index in range(num_images)])
+            data = {"output_type": "image", "output_format": "pil"}
         if num_bytes := options.get("fake_bytes"):
             tensors["bytes"] = torch.full((num_bytes,), self._stage_id, dtype=torch.uint8)
         rows = [source.tensors["rows"][source.context :] for source in sources.values() if "rows" in source.tensors]
@@ -88,13 +97,22 @@ class FakeStageEngine(SerialEngine):
             tensors["rows"] = torch.cat(rows)
         tokens = [token for source in sources.values() if source.completions for token in _own_tokens(source)]
         finish_reason = "stop" if is_last else None
-        return self._piece(request, [Completion(text=text, token_ids=tokens, finish_reason=finish_reason)], tensors)
+        completion = Completion(text=text, token_ids=tokens, finish_reason=finish_reason)
+        return self._piece(request, [completion], tensors, data)
 
     def _piece(
-        self, request: StageRequest, completions: list[Completion], tensors: dict[str, torch.Tensor]
+        self,
+        request: StageRequest,
+        completions: list[Completion],
+        tensors: dict[str, torch.Tensor],
+        data: dict[str, Any] | None = None,
     ) -> StageOutput:
         return StageOutput(
-            request_id=request.request_id, stage_id=self._stage_id, completions=completions, tensors=tensors
+            request_id=request.request_id,
+            stage_id=self._stage_id,
+            completions=completions,
+            tensors=tensors,
+            data=data or {},
         )
 
     def _pause(self, request: StageRequest, options: Mapping[str, Any]) -> None:
@@ -106,6 +124,11 @@ class FakeStageEngine(SerialEngine):
                 self._take_in(self.inbox.get(timeout=left))
             except queue.Empty:
                 return
+
+
+def _picture(grey: int) -> torch.Tensor:
+    """uint8 `[2, 2, 3]`."""
+    return torch.full((2, 2, 3), grey, dtype=torch.uint8)
 
 
 def _own_tokens(source: StageOutput) -> list[int]:

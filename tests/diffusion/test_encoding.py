@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is decoded again from what was encoded, with the libraries that users decode with."""
+
+import io
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vllm_omni.diffusion.encoding import DEFAULT_FPS, FORMATS, check_output_format, encode_outputs, to_uint8
+from vllm_omni.diffusion.media import count_media, read_media
+from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
+from vllm_omni.distributed.connectors import InlineConnector
+from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.outputs import StageOutput
+from vllm_omni.testing.media import make_image, make_video
+
+HEIGHT, WIDTH = 48, 64
+
+
+def pictures(count: int = 2, channels: int = 3) -> list[torch.Tensor]:
+    """float32 `[48, 64, channels]` in [0, 1]; values between the bytes, as pipelines make them."""
+    made = []
+    for seed in range(count):
+        image = make_image(seed, WIDTH, HEIGHT).convert({1: "L", 3: "RGB"}.get(channels, "RGB"))
+        pixels = torch.from_numpy(np.array(image)).float().reshape(HEIGHT, WIDTH, -1) / 255
+        noise = torch.rand(pixels.shape, generator=torch.Generator().manual_seed(seed)) - 0.5
+        made.append((pixels + noise / 255).clamp(0, 1))
+    if channels == 4:
+        alpha = torch.linspace(0, 1, WIDTH).expand(HEIGHT, WIDTH)[..., None]
+        made = [torch.cat([pixels, alpha], dim=-1) for pixels in made]
+    return made
+
+
+def films(count: int = 1, frames: int = 5, height: int = HEIGHT, width: int = WIDTH) -> list[torch.Tensor]:
+    """float32 `[frames, height, width, 3]` in [0, 1]."""
+    return [torch.from_numpy(make_video(seed, frames, width, height)).float() / 255 for seed in range(count)]
+
+
+def encode(output_type: str, outputs: list[torch.Tensor], output_format: str | None = None, **fields):
+    """What the caller holds, after a journey through a payload channel; and what was said of it."""
+    params = DiffusionSamplingParams(output_format=output_format, **fields)
+    tensors, data = encode_outputs(output_type, outputs, params, 44_100)
+    channel = PayloadChannel(InlineConnector())
+    ref, frames = channel.put(StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data))
+    sent = channel.get(StageOutput, ref, [memoryview(bytes(frame)) for frame in frames])
+    assert sent.num_media == count_media(tensors, data) == len(outputs)
+    return read_media(sent.tensors, sent.data), sent.data
+
+
+def decode(file: bytes) -> tuple[np.ndarray, av.VideoStream]:
+    """uint8 `[frames, height, width, 3]`, and the stream."""
+    with av.open(io.BytesIO(file)) as container:
+        stream = container.streams.video[0]
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]), stream
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
+def test_pictures_are_those_that_diffusers_makes(channels, mode):
+    from diffusers.image_processor import VaeImageProcessor
+
+    outputs = pictures(channels=channels)
+    images, data = encode("image", outputs)
+    theirs = VaeImageProcessor.numpy_to_pil(torch.stack(outputs).numpy())
+    assert [image.mode for image in images] == [mode] * 2
+    assert [image.tobytes() for image in images] == [image.tobytes() for image in theirs]
+    assert data == {"output_type": "image", "output_format": "pil"}
+
+
+def test_every_byte_is_rounded_as_diffusers_does():
+    from diffusers.image_processor import VaeImageProcessor
+
+    values = torch.cat([torch.arange(256) / 255, (torch.arange(255) + 0.5) / 255, torch.rand(1000)])
+    theirs = VaeImageProcessor.numpy_to_pil(values.reshape(1, 1, -1, 1).numpy())[0]
+    assert to_uint8(values).numpy().tobytes() == theirs.tobytes()
+
+
+def test_a_png_loses_nothing():
+    for channels in (1, 3, 4):
+        outputs = pictures(channels=channels)
+        files, data = encode("image", outputs, "png")
+        for file, output in zip(files, outputs, strict=True):
+            image = Image.open(io.BytesIO(file))
+            assert image.format == "PNG"
+            decoded = np.asarray(image).reshape(HEIGHT, WIDTH, channels)
+            assert np.array_equal(decoded, to_uint8(output).numpy())
+    assert data == {"output_type": "image", "output_format": "png"}
+
+
+@pytest.mark.parametrize("output_format", ["jpeg", "webp"])
+def test_a_file_that_loses_something_shows_the_picture(output_format):
+    outputs = pictures()
+    files, _ = encode("image", outputs, output_format, output_quality=95)
+    small, _ = encode("image", outputs, output_format, output_quality=10)
+    for file, output in zip(files, outputs, strict=True):
+        image = Image.open(io.BytesIO(file))
+        assert image.format == output_format.upper() and image.mode == "RGB"
+        assert np.abs(np.asarray(image) / 255.0 - output.numpy()).mean() < 0.02
+    assert all(len(a) < len(b) for a, b in zip(small, files, strict=True))
+
+
+def test_what_is_transparent_stays_so_or_is_laid_on_white():
+    (output,) = pictures(1, channels=4)
+    ((webp,), _), ((jpeg,), _) = (encode("image", [output], name, output_quality=95) for name in ("webp", "jpeg"))
+    assert Image.open(io.BytesIO(webp)).mode == "RGBA"
+    laid = np.asarray(Image.open(io.BytesIO(jpeg))) / 255.0
+    assert laid.shape == (HEIGHT, WIDTH, 3)
+    assert laid[:, 0].min() > 0.9, "the left column is transparent"
+    assert np.abs(laid - (output[..., :3] * output[..., 3:] + 1 - output[..., 3:]).numpy()).mean() < 0.02
+
+
+def test_arrays_hold_what_was_computed():
+    for output_type, outputs in (("image", pictures()), ("video", films(2)), ("audio", [torch.randn(2, 30)] * 2)):
+        arrays, _ = encode(output_type, outputs, "np")
+        for array, output in zip(arrays, outputs, strict=True):
+            assert array.dtype == np.float32
+            assert np.array_equal(array, output.numpy())
+
+
+@pytest.mark.parametrize("output_type", ["image", "video", "audio"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_stay_what_they_are(output_type, dtype):
+    outputs = [torch.randn(16, 8).to(dtype) for _ in range(3)]
+    latents, data = encode(output_type, outputs, "latent")
+    assert all(torch.equal(ours, output) and ours.dtype == dtype for ours, output in zip(latents, outputs, strict=True))
+    assert data["output_type"] == output_type
+
+
+def test_a_video_as_pictures():
+    (film,) = films()
+    ((frames,), data) = encode("video", [film], "pil", fps=8)
+    assert [frame.size for frame in frames] == [(WIDTH, HEIGHT)] * 5
+    assert np.array_equal(np.stack([np.asarray(frame) for frame in frames]), to_uint8(film).numpy())
+    assert data == {"output_type": "video", "output_format": "pil", "fps": 8}
+
+
+def test_a_video_as_a_file():
+    film, other = films(2, frames=9)
+    files, _ = encode("video", [film, other], "mp4", fps=12)
+    for file, expected in zip(files, (film, other), strict=True):
+        frames, stream = decode(file)
+        assert frames.shape == (9, HEIGHT, WIDTH, 3)
+        assert np.abs(frames / 255.0 - expected.numpy()).mean() < 0.03
+        assert (stream.codec.name, stream.pix_fmt, stream.average_rate) == ("h264", "yuv420p", 12)
+        assert stream.duration * stream.time_base == pytest.approx(9 / 12)
+
+
+def test_the_colours_of_a_video_are_right():
+    """Large areas, where the loss in colour resolution does not count: a wrong matrix is off by 10 and more."""
+    colours = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1], [0, 0, 0], [0.5, 0.2, 0.7]])
+    film = colours[:, None, None].expand(6, 32, 32, 3)
+    ((file,), _) = encode("video", [film], "mp4")
+    with av.open(io.BytesIO(file)) as container:
+        frames = [frame.reformat(format="rgb24", src_colorspace="ITU709") for frame in container.decode(video=0)]
+    assert {frame.colorspace for frame in frames} == {1}, "said in the file: BT.709"
+    seen = np.stack([frame.to_ndarray()[16, 16] for frame in frames])
+    assert np.abs(seen - to_uint8(colours).numpy().astype(int)).max() <= 5
+
+
+@pytest.mark.parametrize(("height", "width"), [(33, 48), (32, 47), (33, 47)])
+def test_a_video_of_an_odd_size_is_a_pixel_larger(height, width):
+    (film,) = films(1, 3, height, width)
+    ((file,), _) = encode("video", [film], "mp4")
+    frames, _ = decode(file)
+    assert frames.shape == (3, height + height % 2, width + width % 2, 3)
+    assert np.abs(frames[:, :height, :width] / 255.0 - film.numpy()).mean() < 0.05
+
+
+@pytest.mark.parametrize(("fps", "rate"), [(None, DEFAULT_FPS), (24, 24), (23.976, 23.976), (29.97, 29.97), (0.5, 0.5)])
+def test_frames_per_second(fps, rate):
+    ((file,), data) = encode("video", films(1, 3), "mp4", fps=fps)
+    _, stream = decode(file)
+    assert float(stream.average_rate) == pytest.approx(rate, rel=1e-4)
+    assert data["fps"] == rate
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_a_video_without_colour_or_with_transparency(channels):
+    film = torch.full((2, 32, 32, channels), 0.5)
+    ((file,), _) = encode("video", [film], "mp4")
+    frames, _ = decode(file)
+    expected = 0.5 if channels == 1 else 0.75  # half of grey, half of white
+    assert np.abs(frames / 255.0 - expected).max() < 0.02
+
+
+def test_audio_says_its_sample_rate():
+    clips, data = encode("audio", [torch.zeros(2, 10)])
+    assert [clip.shape for clip in clips] == [(2, 10)]
+    assert data == {"output_type": "audio", "output_format": "np", "sample_rate": 44_100}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("output_type", "output_format"),
+    [(output_type, name) for output_type, names in FORMATS.items() for name in names],
+)
+def test_what_is_no_number_is_no_picture(output_type, output_format, bad):
+    good = {"image": pictures(1)[0], "video": films()[0], "audio": torch.zeros(1, 9)}[output_type]
+    broken = good.clone()
+    broken.view(-1)[7] = bad
+    with pytest.raises(FloatingPointError, match=rf"{output_type} 1 .*half precision.*dtype"):
+        encode(output_type, [good, broken], output_format)
+
+
+@pytest.mark.parametrize(
+    ("output_type", "asked", "known"),
+    [
+        ("image", "mp4", "pil, np, png, jpeg, webp, latent"),
+        ("image", "jpg", "pil, np, png"),
+        ("video", "png", "np, pil, mp4, latent"),
+        ("audio", "mp4", "np, latent"),
+    ],
+)
+def test_a_format_that_there_is_not(output_type, asked, known):
+    with pytest.raises(ValueError, match=f"'{asked}' .*{known}"):
+        check_output_format(output_type, asked)
+
+
+def test_the_formats_that_there_are():
+    assert {kind: check_output_format(kind, None) for kind in FORMATS} == {"image": "pil", "video": "np", "audio": "np"}
+    assert all(check_output_format(kind, name) == name for kind, names in FORMATS.items() for name in names)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes what a diffusion pipeline computed into what its caller asked for: pixels, samples, latents or files.
+
+Knows no pipeline and no stage; may run in any thread. `media.py` is the way back, in the caller's process.
+"""
+
+import io
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams, OutputFormat
+
+FORMATS: dict[str, tuple[OutputFormat, ...]] = {
+    "image": ("pil", "np", "png", "jpeg", "webp", "latent"),
+    "video": ("np", "pil", "mp4", "latent"),
+    "audio": ("np", "latent"),
+}
+"""What there is for each type of output; the first is the default."""
+
+DEFAULT_FPS = 16.0
+"""Frames of a video in a second where neither the request nor the pipeline says: what Wan's models are trained for."""
+
+_H264_OPTIONS = {"crf": "18"}  # constant quality, visually lossless
+_BT709 = 1  # of H.264's tables of primaries, transfer functions and matrices
+_LIMITED_RANGE = 1
+
+
+def check_output_format(output_type: str, output_format: str | None) -> OutputFormat:
+    """The format that a request gets.
+
+    Args:
+        output_type: `image`, `video` or `audio`.
+        output_format: What it asks for; None: the default.
+
+    Raises:
+        ValueError: There is no such format for this type; says which there are.
+    """
+    formats = FORMATS[output_type]
+    if output_format is None:
+        return formats[0]
+    for known in formats:
+        if known == output_format:
+            return known
+    raise ValueError(f"output_format {output_format!r} is none of {output_type}s; those are {', '.join(formats)}")
+
+
+def encode_outputs(
+    output_type: str, outputs: list[torch.Tensor], params: DiffusionSamplingParams, sample_rate: int | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What goes into `StageOutput.tensors` and `.data` for the finished outputs of one request.
+
+    Args:
+        output_type: `image`, `video` or `audio`.
+        outputs: One for each output, all of one shape, on the CPU. Images float32 `[H, W, C]` and videos float32
+            `[F, H, W, C]`, with 1, 3 or 4 channels in [0, 1]; audio float32 `[channels, samples]`; latents of any
+            shape and type where the format is `latent`.
+        params: The request's; read are `output_format`, `output_quality` and `fps`.
+        sample_rate: Of audio, Hz.
+
+    Returns:
+        Tensors: `image` `[n, H, W, C]`, `video` `[n, F, H, W, C]`, both uint8 for `pil` and float32 for `np`; `audio`
+        float32 `[n, channels, samples]`; `latents` `[n, ...]`; or one file each, `file.0`, ..., uint8 `[bytes]`.
+        Data: `output_type`, `output_format`, and `fps` of videos or `sample_rate` of audio.
+
+    Raises:
+        ValueError: The format is none of this type.
+        FloatingPointError: An output holds NaN or infinity, and would be a black picture or a noise.
+    """
+    output_format = check_output_format(output_type, params.output_format)
+    for index, output in enumerate(outputs):
+        _check_numbers(output_type, index, output)
+    data: dict[str, Any] = {"output_type": output_type, "output_format": output_format}
+    if output_type == "video":
+        data["fps"] = params.fps or DEFAULT_FPS
+    elif output_type == "audio":
+        data["sample_rate"] = sample_rate
+    if output_format == "latent":
+        return {"latents": torch.stack(outputs)}, data
+    if output_format == "np":
+        return {output_type: torch.stack(outputs).float()}, data
+    if output_format == "pil":
+        return {output_type: torch.stack([to_uint8(output) for output in outputs])}, data
+    if output_format == "mp4":
+        files = [encode_mp4(output, data["fps"]) for output in outputs]
+    else:
+        files = [encode_image(output, output_format, params.output_quality) for output in outputs]
+    return {f"file.{index}": _as_tensor(file) for index, file in enumerate(files)}, data
+
+
+def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels in [0, 1] as bytes, rounded as diffusers' `numpy_to_pil` does."""
+    return (pixels.float() * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def encode_image(pixels: torch.Tensor, file_format: str, quality: int) -> bytes:
+    """A picture as a file.
+
+    Args:
+        pixels: float32 `[H, W, C]` in [0, 1]; 1 channel is grey, 4 are colour and alpha. JPEG has no alpha: there the
+            picture is laid on white.
+        file_format: `png`, `jpeg` or `webp`.
+        quality: Of `jpeg` and `webp`, 1 to 100.
+    """
+    image = to_pil(to_uint8(_lay_on_white(pixels) if file_format == "jpeg" else pixels))
+    file = io.BytesIO()
+    image.save(file, file_format.upper(), **({} if file_format == "png" else {"quality": quality}))
+    return file.getvalue()
+
+
+def to_pil(pixels: torch.Tensor) -> Image.Image:
+    """uint8 `[H, W, C]` with 1, 3 or 4 channels as a picture: `L`, `RGB` or `RGBA`."""
+    array = pixels.numpy()
+    return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
+
+
+def encode_mp4(pixels: torch.Tensor, fps: float) -> bytes:
+    """A video as an MP4 file: H.264, yuv420p, BT.709, which all players show.
+
+    Its width and height are even: where they are not, the last column and row are there twice.
+
+    Args:
+        pixels: float32 `[F, H, W, C]` in [0, 1]. H.264 has no alpha: pictures that do are laid on white.
+        fps: Frames in a second; a fraction is kept.
+    """
+    import av  # brings all of FFmpeg along: only where a video is wanted
+    from av.video.reformatter import Colorspace
+
+    file = io.BytesIO()
+    frames = _pad_to_even(to_uint8(_lay_on_white(pixels)).numpy())
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options=_H264_OPTIONS)
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        codec = stream.codec_context
+        codec.color_primaries = codec.color_trc = codec.colorspace = _BT709
+        codec.color_range = _LIMITED_RANGE
+        for frame in frames:
+            picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            container.mux(stream.encode(picture.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def _check_numbers(output_type: str, index: int, output: torch.Tensor) -> None:
+    if not torch.isfinite(output).all():
+        raise FloatingPointError(
+            f"{output_type} {index} of the request holds values that are no finite numbers (NaN, infinity). The usual "
+            "cause is a VAE or a denoiser that overflows in half precision: try dtype bfloat16 or float32"
+        )
+
+
+def _lay_on_white(pixels: torch.Tensor) -> torch.Tensor:
+    """`[..., C]` with 1, 3 or 4 channels to `[..., 3]`."""
+    if pixels.shape[-1] == 4:
+        colour, alpha = pixels[..., :3], pixels[..., 3:]
+        return colour * alpha + (1 - alpha)
+    return pixels.expand(*pixels.shape[:-1], 3)
+
+
+def _pad_to_even(frames: np.ndarray) -> np.ndarray:
+    """`[F, H, W, 3]`, contiguous."""
+    height, width = frames.shape[1:3]
+    padded = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    return np.ascontiguousarray(padded)
+
+
+def _as_tensor(file: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(file), dtype=torch.uint8)

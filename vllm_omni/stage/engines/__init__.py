@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that a stage can run, and the one place that chooses among them."""
 
+from vllm_omni.config.dit_config import parse_dit_config
+from vllm_omni.config.placement import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.engines.base import Outbox, StageEngine
 
 _FUNCTION_BATCH_SIZE = 8
@@ -27,4 +28,9 @@ def make_stage_engine(stage: OmniStageConfig, model: str, outbox: Outbox) -> Sta
         from vllm_omni.stage.engines.fake import FakeStageEngine
 
         return FakeStageEngine(outbox, stage.stage_id, stage.name)
-    raise StageConfigError(f"stage {stage.stage_id} ({stage.name}): engine_type {stage.kind!r} is not supported yet")
+    # Imported here: it brings diffusers.
+    from vllm_omni.stage.engines.diffusion import DiffusionStageEngine
+
+    config = parse_dit_config(stage.engine_args, f"stage {stage.stage_id} ({stage.name})")
+    memory = None if stage.runtime.memory is None else parse_memory(stage.runtime.memory)
+    return DiffusionStageEngine(outbox, stage.stage_id, model, config, stage.runtime.max_batch_size, memory)

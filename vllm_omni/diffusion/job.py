@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One output of one request of a diffusion stage: what is to be made, and how it ended."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_omni.diffusion.batched_call import ModuleCall
+from vllm_omni.diffusion.pipeline_call import PipelineCall
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter and how strongly it counts; both names None where there is none."""
+
+    name: str | None = None
+    path: str | None = None
+    scale: float = 1.0
+
+
+NO_ADAPTER = Adapter()
+
+
+@dataclass(slots=True, frozen=True)
+class Progress:
+    """How far a job has come.
+
+    Attributes:
+        index: Which of the request's outputs.
+        step, num_steps: The step that is done, from 0, and how many there will be.
+        preview: uint8 `[height, width, 3]` on the CPU, or None.
+    """
+
+    index: int
+    step: int
+    num_steps: int
+    preview: torch.Tensor | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DiffusionJob:
+    """
+    Attributes:
+        request_id: The request that this is for.
+        index: Which of its outputs.
+        pipeline_class: The diffusers class that makes it, of the components that are loaded.
+        arguments: Of the pipeline's call; the runner adds what it needs itself.
+        seed: Of the output's own random numbers. They are drawn on the CPU: the same on every device.
+        latents_only: Leave out the decoding.
+        adapter: The LoRA adapter that it runs with.
+        preview_every: A preview after every so many steps; 0: none.
+        encoded_prompts: What each call of the pipeline's `encode_prompt` returns, where an earlier stage has done it.
+        on_progress: Is told of every step.
+    """
+
+    request_id: str
+    index: int
+    pipeline_class: type
+    arguments: dict[str, Any]
+    seed: int
+    latents_only: bool = False
+    adapter: Adapter = NO_ADAPTER
+    preview_every: int = 0
+    encoded_prompts: list[Any] | None = None
+    on_progress: Callable[[Progress], None] = field(default=lambda progress: None)
+
+
+@dataclass(slots=True, eq=False)
+class RunningJob:
+    """A job whose pipeline runs.
+
+    Attributes:
+        waiting: The module call that it waits for.
+        size: Height and width of the output in pixels, once the pipeline has said so.
+        latents: What the last step left; kept only where there are previews to make.
+    """
+
+    job: DiffusionJob
+    call: PipelineCall
+    waiting: ModuleCall | None = None
+    size: tuple[int, int] | None = None
+    latents: torch.Tensor | None = None
+
+    def let_go(self) -> None:
+        """It has ended: nothing of it stays on the device until Python looks for reference cycles."""
+        self.waiting = self.latents = None
+        del self.call.pipe
+
+
+@dataclass(slots=True, frozen=True)
+class JobEnd:
+    """How a job ended.
+
+    Attributes:
+        output: A picture float32 `[height, width, channels]` in [0, 1], a video `[frames, height, width, channels]`,
+            sound `[channels, samples]`, or latents; on the CPU. Of a stage that encodes prompts: what `encode_prompt`
+            returned.
+        error: Why there is none.
+        is_invalid: The request itself was wrong.
+    """
+
+    job: DiffusionJob
+    output: Any = None
+    error: Exception | None = None
+    is_invalid: bool = False

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses sizes that a loaded pipeline cannot make, where the pipeline itself would silently make another one."""
+
+from typing import Any
+
+from diffusers import DiffusionPipeline
+
+_PROCESSORS = ("image_processor", "video_processor")
+_TEMPORAL_FACTORS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+
+
+def check_size(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> None:
+    """
+    Args:
+        arguments: Of the pipeline's call.
+
+    Raises:
+        ValueError: Height, width or number of frames is not one that the pipeline makes; names the nearest.
+    """
+    factor = _spatial_factor(pipe)
+    for name in ("height", "width"):
+        size = arguments.get(name)
+        if factor and size is not None and size % factor:
+            raise ValueError(f"{name} {size}: this pipeline makes multiples of {factor}{_near(size, factor, 0)}")
+    factor = next((getattr(pipe, name) for name in _TEMPORAL_FACTORS if hasattr(pipe, name)), None)
+    num_frames = arguments.get("num_frames")
+    if factor and num_frames is not None and (num_frames - 1) % factor:
+        raise ValueError(
+            f"num_frames {num_frames}: this pipeline makes multiples of {factor}, and one more"
+            f"{_near(num_frames, factor, 1)}"
+        )
+
+
+def check_pixels(height: int, width: int, max_pixels: int) -> None:
+    """
+    Raises:
+        ValueError: It is larger than the stage allows.
+    """
+    if height * width > max_pixels:
+        raise ValueError(
+            f"{height} x {width} is {height * width} pixels; this stage makes at most {max_pixels} (max_pixels)"
+        )
+
+
+def _spatial_factor(pipe: DiffusionPipeline) -> int | None:
+    processor = next((getattr(pipe, name) for name in _PROCESSORS if hasattr(pipe, name)), None)
+    return None if processor is None else processor.config.vae_scale_factor
+
+
+def _near(size: int, factor: int, offset: int) -> str:
+    below = (size - offset) // factor * factor + offset
+    nearest = [str(value) for value in (below, below + factor) if value > 0]
+    return f"; the nearest {'is' if len(nearest) == 1 else 'are'} {' and '.join(nearest)}"

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which jobs of a diffusion stage run, and which of them compute together next. It knows no request and no pipeline."""
+
+from collections import deque
+
+from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.job import DiffusionJob, JobEnd, RunningJob
+from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
+from vllm_omni.worker.gpu_diffusion_worker import DiffusionGPUWorker
+
+_DEFAULT_MAX_BATCH_SIZE = 4
+
+
+class DiffusersPipelineExecutor:
+    """Runs up to `max_batch_size` jobs at a time, first come, first served.
+
+    A job joins the others at their next step and leaves when it is done: nobody waits for a batch to end.
+
+    Attributes:
+        max_batch_size: Outputs that are worked on at once.
+    """
+
+    def __init__(
+        self, model: str, config: DiTConfig, max_batch_size: int | None, memory: float | int | None = None
+    ) -> None:
+        # What is cached depends on all that is in a batch, and a pipeline that moves its components between devices
+        # takes them from the others.
+        is_serial = config.cache_backend is not None or config.offload == "model"
+        self.max_batch_size = 1 if is_serial else max_batch_size or _DEFAULT_MAX_BATCH_SIZE
+        self._worker = DiffusionGPUWorker(model, config, memory)
+        self._runner: DiffusionModelRunner
+        self._waiting: deque[DiffusionJob] = deque()
+
+    def start(self) -> None:
+        """Loads the pipeline. Raises as `DiffusionGPUWorker.load_model`."""
+        self._worker.init_device()
+        self._runner = self._worker.load_model()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._runner.running)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a job that came now would begin at once."""
+        return len(self._waiting) + len(self._runner.running) < self.max_batch_size
+
+    @property
+    def sample_rate(self) -> int | None:
+        """Samples per second of the sound that the pipeline makes, if it makes any."""
+        return self._runner.sample_rate
+
+    def add(self, job: DiffusionJob) -> None:
+        self._waiting.append(job)
+
+    def abort(self, request_id: str) -> None:
+        """Ends all jobs of a request."""
+        self._waiting = deque(job for job in self._waiting if job.request_id != request_id)
+        for running in list(self._runner.running):
+            if running.job.request_id == request_id:
+                self._runner.abort(running)
+
+    def step(self) -> tuple[list[JobEnd], int]:
+        """Lets new jobs begin, and computes one module call of those that can do it together.
+
+        Returns:
+            The jobs that ended, and how many computed.
+        """
+        ends = self._begin_waiting()
+        batch = self._next_batch()
+        return ends + self._worker.execute(batch) if batch else ends, len(batch)
+
+    def _begin_waiting(self) -> list[JobEnd]:
+        ends = []
+        while self._waiting and len(self._runner.running) < self.max_batch_size:
+            end = self._runner.start(self._waiting.popleft())
+            if end is not None:
+                ends.append(end)
+        return ends
+
+    def _next_batch(self) -> list[RunningJob]:
+        """Who has waited longest, and all that can join it."""
+        running = self._runner.running
+        if not running:
+            return []
+        call = running[0].waiting
+        assert call is not None
+        joined = [other for other in running if self._can_join(running[0], other)]
+        return joined[: self._worker.max_batch_size(call)]
+
+    def _can_join(self, first: RunningJob, other: RunningJob) -> bool:
+        assert first.waiting is not None and other.waiting is not None
+        return first.waiting.layout == other.waiting.layout and first.job.adapter == other.job.adapter

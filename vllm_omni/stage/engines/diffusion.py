@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage that is a diffusers pipeline.
+
+The loop is that of every stage: take what has arrived, step, hand out what is there. A request is one job for each of
+its outputs; the jobs of all requests compute together. Files are written by a thread of their own.
+"""
+
+import inspect
+import queue
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.call_arguments import call_arguments
+from vllm_omni.diffusion.encoded_prompts import pack_encoded_prompts, unpack_encoded_prompts
+from vllm_omni.diffusion.encoding import encode_outputs, to_pil
+from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress
+from vllm_omni.diffusion.pipeline_info import PipelineInfo
+from vllm_omni.diffusion.sampling_params import DiffusionRequest
+from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
+from vllm_omni.inputs import StageInput
+from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.engines.base import (
+    AbortRequest,
+    Error,
+    InboxItem,
+    NewRequest,
+    Outbox,
+    Result,
+    StageEngine,
+    Stop,
+    Stream,
+)
+from vllm_omni.stage.engines.step_lock import STEP_LOCK
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request whose outputs are being made.
+
+    Attributes:
+        outputs: Those that are there, by index.
+    """
+
+    diffusion: DiffusionRequest
+    streams_output: bool
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+class DiffusionStageEngine(StageEngine):
+    """Runs a `DiffusersPipelineExecutor`."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        stage_id: int,
+        model: str,
+        config: DiTConfig,
+        max_batch_size: int | None,
+        memory: float | int | None,
+    ) -> None:
+        super().__init__(outbox)
+        self._stage_id = stage_id
+        self._model = model
+        self._config = config
+        self._executor = DiffusersPipelineExecutor(model, config, max_batch_size, memory)
+        self._requests: dict[str, _Request] = {}
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
+        self._info: PipelineInfo
+
+    def start(self) -> None:
+        self._info = PipelineInfo.load(self._model, self._config)
+        self._executor.start()
+        self.capacity = 2 * self._executor.max_batch_size  # one batch to compute, and one to go on with
+
+    def run(self) -> None:
+        """Works until `stop`.
+
+        Raises:
+            torch.AcceleratorError: The device is broken.
+        """
+        while self._take_inbox():
+            with STEP_LOCK:
+                self._step()
+
+    def close(self) -> None:
+        self._encoding.shutdown()
+
+    # What comes in.
+
+    def _take_inbox(self) -> bool:
+        """Takes in what has arrived; sleeps while there is nothing to do. False once it is to stop."""
+        for item in self._arrivals():
+            if isinstance(item, Stop):
+                return False
+            with STEP_LOCK:
+                self._take_in(item)
+        return True
+
+    def _arrivals(self) -> Iterator[InboxItem]:
+        """What has arrived. An idle stage waits for the first, and then a moment for its company."""
+        if not self._executor.has_work:
+            yield self.inbox.get()
+            until = time.monotonic() + self._config.batch_wait_ms / 1000
+            while self._executor.has_room and (seconds := until - time.monotonic()) > 0:
+                try:
+                    yield self.inbox.get(timeout=seconds)
+                except queue.Empty:
+                    break
+        while not self.inbox.empty():
+            yield self.inbox.get()
+
+    def _take_in(self, item: InboxItem) -> None:
+        match item:
+            case NewRequest():
+                try:
+                    self._add(item)
+                except (ValueError, TypeError) as error:
+                    self._fail(item.request_id, error, is_invalid=True)
+            case AbortRequest():
+                self._forget(item.request_id)
+
+    def _add(self, item: NewRequest) -> None:
+        diffusion = item.request.diffusion
+        if diffusion is None:
+            raise ValueError("the request does not say what a diffusion stage shall do")
+        if item.request_id in self._requests:
+            raise ValueError("a request of this id is running")
+        self._requests[item.request_id] = _Request(diffusion, item.streams_output)
+        for job in self._make_jobs(item, diffusion):
+            self._executor.add(job)
+
+    def _make_jobs(self, item: NewRequest, diffusion: DiffusionRequest) -> list[DiffusionJob]:
+        params = diffusion.params
+        pipeline_class = self._info.class_for(bool(diffusion.images))
+        arguments = {**call_arguments(pipeline_class, params), **_prompt_arguments(pipeline_class, item)}
+        if diffusion.images:
+            images = [to_pil(image) for image in diffusion.images]
+            arguments["image"] = images if len(images) > 1 else images[0]
+        sources = item.sources.values()
+        encoded_prompts = next(filter(None, map(unpack_encoded_prompts, sources)), None)
+        return [
+            DiffusionJob(
+                request_id=item.request_id,
+                index=index,
+                pipeline_class=pipeline_class,
+                arguments=arguments,
+                seed=seed,
+                latents_only=params.output_format == "latent",
+                adapter=Adapter(diffusion.lora_name, diffusion.lora_path, params.lora_scale),
+                preview_every=params.preview_every if item.streams_output else 0,
+                encoded_prompts=encoded_prompts,
+                on_progress=partial(self._on_progress, item.request_id),
+            )
+            for index, seed in enumerate(diffusion.seeds[:1] if self._config.part == "encoder" else diffusion.seeds)
+        ]
+
+    # What goes out.
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        ends, num_computed = self._executor.step()
+        if num_computed:
+            self.recorder.step(time.perf_counter() - started, num_computed)
+        for end in ends:
+            self._on_end(end)
+
+    def _on_progress(self, request_id: str, progress: Progress) -> None:
+        if self._requests[request_id].streams_output:
+            piece = StageOutput(
+                request_id=request_id,
+                stage_id=self._stage_id,
+                tensors={} if progress.preview is None else {"image": progress.preview},
+                data={"index": progress.index},
+                step=progress.step,
+                num_steps=progress.num_steps,
+                is_last=False,
+            )
+            self.outbox.put(Stream(request_id, piece))
+
+    def _on_end(self, end: JobEnd) -> None:
+        request_id = end.job.request_id
+        request = self._requests.get(request_id)
+        if request is None:
+            return  # Another output of the same request has failed in this step.
+        if end.error is not None:
+            self._fail(request_id, end.error, end.is_invalid)
+            return
+        request.outputs[end.job.index] = end.output
+        if self._config.part == "encoder":
+            del self._requests[request_id]
+            self._hand_out(request_id, *pack_encoded_prompts(end.output))
+        elif len(request.outputs) == len(request.diffusion.seeds):
+            del self._requests[request_id]
+            self._encoding.submit(self._encode, request_id, request)
+
+    def _encode(self, request_id: str, request: _Request) -> None:
+        """Runs in the thread for it: writing files takes long, and needs no device."""
+        outputs = [request.outputs[index] for index in range(len(request.outputs))]
+        try:
+            tensors, data = encode_outputs(
+                self._info.output_type, outputs, request.diffusion.params, self._executor.sample_rate
+            )
+            self._hand_out(request_id, tensors, data)
+        except Exception as error:
+            self.outbox.put(Error.from_exception(request_id, error))
+
+    def _hand_out(self, request_id: str, tensors: dict[str, torch.Tensor], data: dict[str, Any]) -> None:
+        output = StageOutput(request_id=request_id, stage_id=self._stage_id, tensors=tensors, data=data)
+        self.outbox.put(Result(request_id, output))
+
+    # Ends other than a result.
+
+    def _fail(self, request_id: str, error: Exception, is_invalid: bool) -> None:
+        self._forget(request_id)
+        self.outbox.put(Error.from_exception(request_id, error, is_invalid))
+
+    def _forget(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            self._executor.abort(request_id)
+
+
+def _prompt_arguments(pipeline_class: type, item: NewRequest) -> dict[str, Any]:
+    """The prompt as arguments of the pipeline's call: the caller's, or what the stage input processor made of it."""
+    stage_input = item.stage_input or StageInput(prompt=item.request.prompt)
+    arguments = dict(stage_input.additional_information)
+    if stage_input.prompt is not None:
+        arguments["prompt"] = stage_input.prompt
+    if stage_input.prompt_embeds is not None:
+        takes_list = "list[" in str(inspect.signature(pipeline_class.__call__).parameters["prompt_embeds"].annotation)
+        arguments["prompt_embeds"] = [stage_input.prompt_embeds] if takes_list else stage_input.prompt_embeds[None]
+    return arguments

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the calls of a diffusers pipeline side by side: each is at a module call of its own, and these are computed
+together. It knows no pipeline by name, and not what is computed when."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.batched_call import ModuleCall, compute
+from vllm_omni.diffusion.job import DiffusionJob, JobEnd, Progress, RunningJob
+from vllm_omni.diffusion.lora import AdapterManager
+from vllm_omni.diffusion.pipeline_call import CallAborted, PipelineCall, gate_modules, on_method
+from vllm_omni.diffusion.preview import estimate_clean, make_preview
+from vllm_omni.diffusion.size_checks import check_pixels, check_size
+
+
+class _PromptsEncoded(BaseException):
+    """All that this stage does of the pipeline is done."""
+
+
+class DiffusionModelRunner:
+    """
+    Attributes:
+        running: Jobs that wait for a module call, the longest-waiting first.
+        sample_rate: Samples per second of the sound that the pipeline makes; None where it makes none.
+    """
+
+    def __init__(self, pipe: DiffusionPipeline, config: DiTConfig) -> None:
+        self.running: list[RunningJob] = []
+        self._config = config
+        self._pipe = pipe
+        self._pipes: dict[type, DiffusionPipeline] = {type(pipe): pipe}
+        self._adapters = AdapterManager(pipe, config.max_loras)
+        vae = pipe.components.get("vae")
+        self.sample_rate: int | None = None if vae is None else vae.config.get("sampling_rate")
+
+    def start(self, job: DiffusionJob) -> JobEnd | None:
+        """Calls the pipeline, up to its first module call. The end of the job, if that is it."""
+        try:
+            self._adapters.activate(*job.adapter)
+            gate_modules(self._pipe)
+            running = RunningJob(job, PipelineCall(self._pipe_for(job.pipeline_class)))
+            arguments = self._prepare(running)
+        except (ValueError, TypeError) as error:
+            return JobEnd(job, error=error, is_invalid=True)
+        return self._advance(running, lambda: running.call.start(arguments))
+
+    def compute(self, batch: Sequence[RunningJob]) -> list[Any]:
+        """The outputs of the module calls that these wait for, computed as one.
+
+        Raises:
+            Exception: What the module raises. Nothing has changed.
+        """
+        self._adapters.activate(*batch[0].job.adapter)
+        return compute([_waiting(running) for running in batch])
+
+    def resume(self, running: RunningJob, output: Any) -> JobEnd | None:
+        """Goes on with a job up to its next module call; an exception is what its module call raised."""
+        self.running.remove(running)
+        if isinstance(output, Exception):
+            return self._advance(running, lambda: running.call.throw(output))
+        return self._advance(running, lambda: running.call.resume(output))
+
+    def abort(self, running: RunningJob) -> None:
+        """Ends a job that nobody wants any more."""
+        self.running.remove(running)
+        try:
+            self._advance(running, lambda: running.call.throw(CallAborted()))
+        except CallAborted:
+            running.call.pipe.maybe_free_model_hooks()
+            running.let_go()
+
+    def _pipe_for(self, pipeline_class: type) -> DiffusionPipeline:
+        """The loaded components as another pipeline, e.g. one that starts from a picture."""
+        if pipeline_class not in self._pipes:
+            pipe = pipeline_class.from_pipe(self._pipe)  # type: ignore[attr-defined]
+            pipe.set_progress_bar_config(disable=True)
+            self._pipes[pipeline_class] = pipe
+        return self._pipes[pipeline_class]
+
+    def _prepare(self, running: RunningJob) -> dict[str, Any]:
+        """The arguments of the pipeline's call, and the hooks that it runs with.
+
+        Raises:
+            ValueError: The pipeline cannot make this size.
+        """
+        job, pipe = running.job, running.call.pipe
+        check_size(pipe, job.arguments)
+        on_method(pipe, "prepare_latents", lambda method, arguments: self._on_prepare(running, method, arguments))
+        if job.encoded_prompts is not None:
+            results = iter(job.encoded_prompts)
+            on_method(pipe, "encode_prompt", lambda method, arguments: next(results))
+        elif self._config.part == "encoder":
+            encoded = running.call.result = []
+            on_method(pipe, "encode_prompt", lambda method, arguments: _keep(encoded, method()))
+        return {
+            **job.arguments,
+            **self._callbacks(running),
+            "generator": torch.Generator().manual_seed(job.seed),
+            "output_type": "latent" if job.latents_only else "pt",
+        }
+
+    def _on_prepare(self, running: RunningJob, method: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        """The pipeline knows its sizes now, and has encoded the prompt."""
+        height, width = arguments.get("height"), arguments.get("width")
+        if height and width:
+            check_pixels(height, width, self._config.max_pixels)
+            running.size = (height, width)
+        if self._config.part == "encoder":
+            raise _PromptsEncoded
+        return method()
+
+    def _callbacks(self, running: RunningJob) -> dict[str, Any]:
+        """How the pipeline tells of its steps; the older way where it has no other."""
+        parameters = inspect.signature(running.job.pipeline_class.__call__).parameters
+        if "callback_on_step_end" in parameters:
+
+            def on_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+                self._on_step(running, step, tensors["latents"])
+                return {}
+
+            return {"callback_on_step_end": on_step_end, "callback_on_step_end_tensor_inputs": ["latents"]}
+        if "callback" in parameters:
+            return {"callback": lambda step, timestep, latents: self._on_step(running, step, latents)}
+        return {}
+
+    def _on_step(self, running: RunningJob, step: int, latents: torch.Tensor) -> None:
+        job, pipe = running.job, running.call.pipe
+        num_steps = (
+            len(pipe.scheduler.timesteps) if getattr(pipe, "num_timesteps", None) is None else pipe.num_timesteps
+        )
+        preview = None
+        if job.preview_every:
+            if (step + 1) % job.preview_every == 0 and step + 1 < num_steps:
+                preview = self._preview(running, step, latents)
+            running.latents = latents
+        job.on_progress(Progress(job.index, step, num_steps, preview))
+
+    def _preview(self, running: RunningJob, step: int, latents: torch.Tensor) -> torch.Tensor:
+        pipe, before = running.call.pipe, running.latents
+        clean = latents if before is None else estimate_clean(pipe.scheduler, step, before, latents)
+        if running.size is None:
+            raise ValueError(f"{type(pipe).__name__} has no previews: it does not say how large its output is")
+        return make_preview(pipe, clean, *running.size, self._config.preview_size)
+
+    def _advance(self, running: RunningJob, go_on: Callable[[], ModuleCall | None]) -> JobEnd | None:
+        """Lets the pipeline run. None while it waits for the next module call."""
+        job, call = running.job, running.call
+        try:
+            running.waiting = go_on()
+            if running.waiting is not None:
+                self.running.append(running)
+                return None
+            end = JobEnd(job, _as_output(call.result, job.latents_only))
+        except _PromptsEncoded:
+            end = JobEnd(job, call.result)
+        except Exception as error:
+            call.pipe.maybe_free_model_hooks()  # which the pipeline does itself when it ends well
+            is_invalid = isinstance(error, (ValueError, TypeError)) and not call.has_begun
+            end = JobEnd(job, error=error, is_invalid=is_invalid)
+        running.let_go()
+        return end
+
+
+def _waiting(running: RunningJob) -> ModuleCall:
+    assert running.waiting is not None
+    return running.waiting
+
+
+def _keep(results: list[Any], result: Any) -> Any:
+    results.append(result)
+    return result
+
+
+def _as_output(result: Any, latents_only: bool) -> torch.Tensor:
+    """The only output of a pipeline's call, as `JobEnd` describes it.
+
+    Raises:
+        TypeError: It is not one tensor for each output.
+    """
+    outputs = result[0]  # the first field of every output class
+    if not isinstance(outputs, torch.Tensor) or len(outputs) != 1:
+        raise TypeError(f"the pipeline returned {type(outputs).__name__} where one tensor was expected")
+    output = outputs[0].float().cpu()
+    return output if latents_only or output.ndim < 3 else output.movedim(-3, -1)  # channels last

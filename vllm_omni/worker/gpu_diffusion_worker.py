@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device of a diffusion stage, the weights on it, and what is done when its memory does not suffice."""
+
+import sys
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+
+from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.batched_call import CannotSplitError, ModuleCall
+from vllm_omni.diffusion.job import JobEnd, RunningJob
+from vllm_omni.diffusion.loader import load_pipeline
+from vllm_omni.metrics.logs import get_logger
+from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
+
+logger = get_logger(__name__)
+
+
+_MAX_LIMITS = 1000
+
+
+class DiffusionGPUWorker:
+    """Holds one loaded pipeline; on a CPU, where there is no accelerator."""
+
+    def __init__(self, model: str, config: DiTConfig, memory: float | int | None) -> None:
+        """
+        Args:
+            memory: What it may take of an accelerator: a fraction, or bytes; None: all.
+        """
+        self._model = model
+        self._config = config
+        self._memory = memory
+        self._device = torch.device(current_platform.device_type)
+        self._limits: dict[Hashable, int] = {}  # by function or layout: the largest batch that may be tried
+        self._runner: DiffusionModelRunner
+
+    def init_device(self) -> None:
+        if self._device.type == "cuda":
+            self._device = torch.device("cuda", 0)  # the first that the stage sees
+            torch.cuda.set_device(self._device)
+            if self._memory is not None:
+                torch.cuda.set_per_process_memory_fraction(self._memory_fraction(self._memory), self._device)
+
+    def load_model(self) -> DiffusionModelRunner:
+        """
+        Raises:
+            StageConfigError: The checkpoint or a setting cannot be used.
+        """
+        self._runner = DiffusionModelRunner(load_pipeline(self._model, self._config, self._device), self._config)
+        return self._runner
+
+    def _memory_fraction(self, memory: float | int) -> float:
+        if isinstance(memory, float):
+            return memory
+        return memory / torch.cuda.get_device_properties(self._device).total_memory
+
+    def max_batch_size(self, call: ModuleCall) -> int:
+        """How many calls like this one can be computed as one, as far as is known."""
+        return min(self._limits.get(key, sys.maxsize) for key in (call.function, call.layout))
+
+    def execute(self, batch: Sequence[RunningJob]) -> list[JobEnd]:
+        """Computes the module calls that these jobs wait for as one, and goes on with each; those that ended."""
+        with torch.no_grad():
+            outputs = self._compute(batch)
+        ends = [self._runner.resume(running, output) for running, output in zip(batch, outputs, strict=True)]
+        return [end for end in ends if end is not None]
+
+    def _compute(self, batch: Sequence[RunningJob]) -> list[Any]:
+        """The output of each module call, or the exception that it raised by itself.
+
+        A batch that fails is tried again in halves: it was too large for the memory, or one of them is at fault.
+
+        Raises:
+            torch.AcceleratorError: The device is in a state that nothing can run in.
+        """
+        try:
+            return self._runner.compute(batch)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            if len(batch) == 1:
+                return [error]
+            self._learn(batch, error)
+        # Here and not above: an exception that is being handled holds on to the tensors of the step that failed.
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
+        middle = len(batch) // 2
+        return [*self._compute(batch[:middle]), *self._compute(batch[middle:])]
+
+    def _learn(self, batch: Sequence[RunningJob], error: Exception) -> None:
+        """Batches that cannot work are not tried again and again."""
+        call = batch[0].waiting
+        assert call is not None
+        logger.warning("a batch of %d failed (%s); trying again in halves", len(batch), _first_line(error))
+        if len(self._limits) >= _MAX_LIMITS:
+            self._limits.clear()
+        if isinstance(error, CannotSplitError):
+            self._limits[call.function] = 1
+        elif isinstance(error, torch.OutOfMemoryError):
+            self._limits[call.layout] = len(batch) // 2
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

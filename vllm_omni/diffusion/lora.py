@@ -29,7 +29,7 @@ class AdapterManager:
     def __init__(self, pipe: DiffusionPipeline, max_loras: int) -> None:
         """`max_loras`: how many adapters stay loaded; the one that was unused for longest goes first. 0: none are
         taken."""
-        self._pipe = pipe
+        self._pipe: Any = pipe
         self._max_loras = max_loras
         self._loaded: dict[str, str] = {}  # path -> the adapter's name in the pipeline; the last is the latest used
         self._numbers = itertools.count()
@@ -83,7 +83,7 @@ class AdapterManager:
         self._loaded[path] = adapter
 
 
-def _problem(pipe: DiffusionPipeline, path: str) -> str | None:
+def _problem(pipe: Any, path: str) -> str | None:
     """What keeps a file from being an adapter for this pipeline; None: nothing that can be seen from outside."""
     if not isinstance(pipe, LoraBaseMixin):
         return f"{type(pipe).__name__} takes no LoRA adapters"

@@ -83,7 +83,7 @@ def _is_straight(scheduler: Any) -> bool:
     return flow and not fresh_noise
 
 
-def _image_vae(pipe: DiffusionPipeline) -> Any:
+def _image_vae(pipe: Any) -> Any:
     """The pipeline's VAE, if it needs nothing but latents to decode."""
     vae = getattr(pipe, "vae", None)
     if vae is None or not hasattr(vae, "decoder"):
@@ -95,7 +95,7 @@ def _image_vae(pipe: DiffusionPipeline) -> Any:
     return vae
 
 
-def _unpacked(pipe: DiffusionPipeline, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def _unpacked(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Latents as `[1, channels, h, w]` or `[1, channels, frames, h, w]`, still normalized.
 
     Where the VAE normalizes patches of 2 x 2 (Flux2), they stay patches.
@@ -111,7 +111,7 @@ def _unpacked(pipe: DiffusionPipeline, latents: torch.Tensor, height: int, width
     raise _unknown_form(pipe, latents)
 
 
-def _unpacked_by(pipe: DiffusionPipeline, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def _unpacked_by(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """What the pipeline itself does with its packed latents before it decodes them."""
     wanted = inspect.signature(pipe._unpack_latents).parameters.keys()
     if not wanted <= UNPACK_ARGUMENTS:
@@ -124,7 +124,7 @@ def _unpacked_by(pipe: DiffusionPipeline, latents: torch.Tensor, height: int, wi
         raise _unknown_form(pipe, latents) from error
 
 
-def _denormalized(pipe: DiffusionPipeline, vae: Any, grid: torch.Tensor) -> torch.Tensor:
+def _denormalized(pipe: Any, vae: Any, grid: torch.Tensor) -> torch.Tensor:
     """Float32 latents as the VAE decodes them, of those that the denoiser works on."""
     grid = grid.float()
     if hasattr(vae, "bn"):
@@ -150,7 +150,7 @@ def _per_channel(values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
     return values.to(grid.device, torch.float32).view(1, -1, *(1,) * (grid.dim() - 2))
 
 
-def _check_form(pipe: DiffusionPipeline, vae: Any, grid: torch.Tensor) -> None:
+def _check_form(pipe: Any, vae: Any, grid: torch.Tensor) -> None:
     """Holds latents against what the VAE's decoder takes: pictures or videos, and of how many channels."""
     channels = vae.config.get("latent_channels") or vae.config.get("z_dim")
     dims = next(weight.dim() for weight in vae.decoder.parameters() if weight.dim() > 3)  # of the first convolution
@@ -173,7 +173,7 @@ def _shrunk(grid: torch.Tensor, factor: float) -> torch.Tensor:
     return functional.interpolate(grid, size=(*frames, *sides), mode="area")
 
 
-def _to_uint8(pipe: DiffusionPipeline, picture: torch.Tensor) -> torch.Tensor:
+def _to_uint8(pipe: Any, picture: torch.Tensor) -> torch.Tensor:
     """Pixels `[1, 3, h, w]` as the VAE makes them, -1 to 1, to `[h, w, 3]`; rounded as diffusers rounds files."""
     if picture.shape[1] != 3:
         raise ValueError(f"{_name(pipe)} has no previews: its VAE makes {picture.shape[1]} channels, not 3")
@@ -181,9 +181,9 @@ def _to_uint8(pipe: DiffusionPipeline, picture: torch.Tensor) -> torch.Tensor:
     return (pixels * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().cpu()
 
 
-def _unknown_form(pipe: DiffusionPipeline, latents: torch.Tensor) -> ValueError:
+def _unknown_form(pipe: Any, latents: torch.Tensor) -> ValueError:
     return ValueError(f"{_name(pipe)} has no previews: its latents {list(latents.shape)} are of no form known here")
 
 
-def _name(pipe: DiffusionPipeline) -> str:
+def _name(pipe: Any) -> str:
     return type(pipe).__name__

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Previews against what diffusers' own pipelines make of the same latents, and estimates against a known flow."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLCogVideoX,
+    DDIMScheduler,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
+
+from vllm_omni.diffusion.preview import estimate_clean, make_preview
+from vllm_omni.testing.media import make_image
+
+HEIGHT, WIDTH = 64, 96
+CALLS = {
+    "z_image": {},
+    "qwen_image": {"negative_prompt": "dark"},
+    "qwen_image_edit": {"image": make_image(0, WIDTH, HEIGHT)},
+    "flux": {},
+    "flux2_klein": {},
+    "stable_diffusion_3": {},
+    "wan": {"num_frames": 9},
+}
+MIDDLE_FRAME = 4  # of 9
+
+
+@pytest.fixture(scope="module", params=CALLS)
+def run(request, tiny_diffusion):
+    """A pipeline, the picture that it made (float32 `[3, h, w]`), and its latents after each step."""
+    pipe = DiffusionPipeline.from_pretrained(tiny_diffusion(request.param))
+    pipe.set_progress_bar_config(disable=True)
+    latents: list[torch.Tensor] = []
+
+    def keep(_pipe, _step, _timestep, tensors):
+        latents.append(tensors["latents"])
+        return {}
+
+    call = {"prompt": "a red cat", "height": HEIGHT, "width": WIDTH, "num_inference_steps": 2} | CALLS[request.param]
+    generator = torch.Generator().manual_seed(5)
+    made = pipe(**call, generator=generator, output_type="pt", callback_on_step_end=keep)[0]
+    picture = made[0] if made.dim() == 4 else made[0, MIDDLE_FRAME]
+    return SimpleNamespace(pipe=pipe, picture=picture, latents=latents)
+
+
+def test_a_preview_of_finished_latents_is_the_picture(run):
+    preview = make_preview(run.pipe, run.latents[-1], HEIGHT, WIDTH, longer_side=256)
+    assert (preview.dtype, preview.shape) == (torch.uint8, (HEIGHT, WIDTH, 3))
+    expected = (run.picture.permute(1, 2, 0) * 255).round()
+    assert (preview.float() - expected).abs().max() <= 1
+    assert expected.std() > 10, "a grey picture would prove nothing"
+
+
+def test_a_preview_is_small_and_shows_how_far_the_run_is(run):
+    previews = [make_preview(run.pipe, latents, HEIGHT, WIDTH, longer_side=48) for latents in run.latents]
+    assert all(preview.shape == (32, 48, 3) for preview in previews)
+    assert (previews[0].float() - previews[1].float()).abs().mean() > 1
+
+
+@pytest.fixture(scope="module")
+def image_vae():
+    return AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4)
+
+
+def pipeline_like(**parts):
+    return type("OddPipeline", (), parts)()
+
+
+@pytest.mark.parametrize(
+    "latents",
+    [torch.zeros(1, 64, 100), torch.zeros(1, 3, 8, 8), torch.zeros(1, 4, 5, 8, 8), torch.zeros(1, 4)],
+    ids=["sound", "channels", "video from a picture's VAE", "flat"],
+)
+def test_latents_of_an_unknown_form_are_refused_by_name(image_vae, latents):
+    with pytest.raises(ValueError, match=r"OddPipeline has no previews: its latents \[1, "):
+        make_preview(pipeline_like(vae=image_vae), latents, 64, 64, 32)
+
+
+def test_packed_latents_of_another_size_are_refused(tiny_diffusion):
+    pipe = DiffusionPipeline.from_pretrained(tiny_diffusion("flux"))
+    with pytest.raises(ValueError, match="FluxPipeline has no previews"):
+        make_preview(pipe, torch.zeros(1, 7, 64), HEIGHT, WIDTH, 32)
+
+
+def test_frames_before_channels_are_not_taken_for_channels():
+    vae = AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",),
+        up_block_types=("CogVideoXUpBlock3D",),
+        block_out_channels=(8,),
+        layers_per_block=1,
+        norm_num_groups=4,
+    )
+    with pytest.raises(ValueError, match="form known"):
+        make_preview(pipeline_like(vae=vae), torch.zeros(1, 16, 16, 8, 8), 64, 64, 32)
+
+
+def test_a_pipeline_without_a_vae_is_refused_by_name():
+    with pytest.raises(ValueError, match="OddPipeline has no previews"):
+        make_preview(pipeline_like(), torch.zeros(1, 4, 8, 8), 64, 64, 32)
+
+
+FLOWS = {
+    "euler": FlowMatchEulerDiscreteScheduler(shift=3.0),
+    "multistep": UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+}
+
+
+@pytest.mark.parametrize("scheduler", FLOWS.values(), ids=FLOWS.keys())
+def test_the_estimate_of_a_straight_flow_is_its_end_from_the_first_step_on(scheduler):
+    clean, noise = torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    scheduler.set_timesteps(4)
+    sample, first = noise, float(scheduler.sigmas[0])
+    sample = (1 - first) * clean + first * noise
+    for step, timestep in enumerate(scheduler.timesteps):
+        before, sample = sample, scheduler.step(noise - clean, timestep, sample, return_dict=False)[0]
+        torch.testing.assert_close(estimate_clean(scheduler, step, before, sample), clean, atol=1e-4, rtol=0)
+    assert scheduler.step_index == 4
+
+
+def test_the_estimate_knows_that_an_image_to_image_run_begins_later():
+    clean, noise = torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(4)
+    scheduler.set_begin_index(2)
+    level = scheduler.sigmas[2]
+    before = (1 - level) * clean + level * noise
+    after = scheduler.step(noise - clean, scheduler.timesteps[2], before, return_dict=False)[0]
+    torch.testing.assert_close(estimate_clean(scheduler, 0, before, after), clean, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "scheduler", [DDIMScheduler(), FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)], ids=["ddim", "noisy"]
+)
+def test_nothing_is_estimated_where_steps_do_not_follow_a_flow(scheduler):
+    scheduler.set_timesteps(4)
+    before, after = torch.randn(2, 1, 4, 8, 8)
+    assert estimate_clean(scheduler, 0, before, after) is after
+
+
+def test_an_estimate_keeps_the_dtype_of_the_latents():
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(4)
+    before, after = torch.randn(2, 1, 4, 8, 8).bfloat16()
+    estimate = estimate_clean(scheduler, 1, before, after)
+    assert estimate.dtype == torch.bfloat16
+    assert np.isfinite(estimate.float().numpy()).all()

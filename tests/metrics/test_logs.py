@@ -63,6 +63,13 @@ def test_a_request_is_summed_up(records, summarize):
     ]
 
 
+def test_a_request_for_a_picture_is_summed_up(records, summarize):
+    SummaryLog().request_ended(
+        summarize(stages=[], first_text=None, first_audio=None, audio_seconds=0.0, first_image=1003.0)
+    )
+    assert texts(records) == ["request 7: completed after 10.000 s, TTFI 3.000 s"]
+
+
 def test_a_failed_request_is_summed_up(records, summarize):
     SummaryLog().request_ended(
         summarize(stages=[], outcome="StageDeadError", failed_stage="talker", first_text=None, first_audio=None)

@@ -13,13 +13,14 @@ def test_times_of_a_request(summarize):
     assert summary.seconds == 10.0
     assert summary.ttft == 2.5
     assert summary.ttfa == 4.0
+    assert summarize(first_image=1007.0).ttfi == 7.0
     assert summary.tpot == 1.0  # four tokens after the first one, in four seconds
     assert summary.real_time_factor == 0.5
 
 
 def test_a_request_has_no_times_for_what_it_did_not_make(summarize):
-    summary = summarize(stages=[], first_text=None, first_audio=None, audio_seconds=0.0, text_stage_id=None)
-    assert (summary.ttft, summary.ttfa, summary.tpot, summary.real_time_factor) == (None, None, None, None)
+    summary = summarize(stages=[], first_text=None, first_audio=None, audio_seconds=0.0)
+    assert (summary.ttft, summary.ttfa, summary.ttfi, summary.tpot, summary.real_time_factor) == (None,) * 5
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(5, 1.0), (1, 5.0), (0, None)])

@@ -72,11 +72,12 @@ def test_the_latest_figures_count(observer):
 
 
 def test_a_completed_request_is_observed(observer, summarize):
-    observer.request_ended(summarize())
+    observer.request_ended(summarize(first_image=1007.0))
     found = scrape()
     for name, value in (
         ("time_to_first_token_seconds", 2.5),
         ("time_to_first_audio_seconds", 4.0),
+        ("time_to_first_image_seconds", 7.0),
         ("request_time_per_output_token_seconds", 1.0),
         ("e2e_request_latency_seconds", 10.0),
         ("real_time_factor", 0.5),

@@ -32,8 +32,7 @@ def clock(monkeypatch) -> Clock:
 def test_a_request_has_a_slice_in_each_stage_that_it_ran(config, summarize, tmp_path: Path):
     timeline = Timeline(tmp_path / "t.json", config)
     timeline.request_started("7", ["text", "audio"])
-    summary = summarize()
-    timeline.request_ended(summary)
+    timeline.request_ended(summarize(first_image=1007.0, num_images=2))
     timeline.close()
     events = read_events(tmp_path / "t.json")
     by_track = tracks(events)
@@ -46,6 +45,7 @@ def test_a_request_has_a_slice_in_each_stage_that_it_ran(config, summarize, tmp_
         assert_nested(slices)
     (root,) = by_track["requests", "slot 1000"]
     begin = root["ts"]
+    assert root["args"]["num_images"] == 2
     assert (root["dur"], root["args"]["outcome"], root["args"]["num_text_tokens"]) == (10_000_000, "completed", 5)
     whole, queue, work = by_track["stage 0: thinker", "slot 1000"]
     assert [(e["ts"] - begin, e["dur"]) for e in (whole, queue, work)] == [
@@ -55,7 +55,7 @@ def test_a_request_has_a_slice_in_each_stage_that_it_ran(config, summarize, tmp_
     ]
     assert whole["args"] == {"num_input_tokens": 12, "num_output_tokens": 5, "num_chunks": 3}
     instants = {e["name"]: e["ts"] - begin for e in events if e["ph"] == "i"}
-    assert instants == {"first text": 2_500_000, "first audio": 4_000_000}
+    assert instants == {"first text": 2_500_000, "first audio": 4_000_000, "first image": 7_000_000}
 
 
 def test_requests_that_overlap_do_not_share_a_track(config, summarize, clock, tmp_path: Path):

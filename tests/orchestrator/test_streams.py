@@ -93,6 +93,24 @@ def test_progress_is_told_and_is_no_part_of_the_result(caller: Caller) -> None:
     assert isinstance(events[-1], CompletedEvent) and events[-1].outputs[0].multimodal_output == {}
 
 
+def test_each_picture_of_a_request_has_its_progress(caller: Caller) -> None:
+    request_id = caller.submit("p", ("song",), streams=True, fake_steps=2, fake_images=3, fake_only="singer")
+    events = caller.story(request_id)
+    progress = [event for event in events if isinstance(event, ImageProgressEvent)]
+    assert [(event.step, event.index) for event in progress] == [(step, index) for step in (0, 1) for index in range(3)]
+    end = events[-1]
+    assert isinstance(end, CompletedEvent)
+    assert [image.getpixel((0, 0)) for image in end.outputs[0].images] == [(0, 0, 0), (1, 1, 1), (2, 2, 2)]
+    told = [event.multimodal_output for event in segments(events, 2) if event.multimodal_output]
+    assert [output["image"].shape for output in told] == [(3, 2, 2, 3)]
+
+
+def test_pictures_come_also_to_those_who_do_not_look_on(caller: Caller) -> None:
+    (end,) = caller.story(caller.submit("p", ("song",), fake_steps=2, fake_images=2, fake_only="singer"))
+    assert isinstance(end, CompletedEvent)
+    assert [image.size for image in end.outputs[0].images] == [(2, 2)] * 2
+
+
 def test_a_failure_in_the_middle_is_the_one_end(caller: Caller) -> None:
     request_id = caller.submit("p", streams=True, fake_tokens=5, fake_fail="singer")
     events = caller.story(request_id)

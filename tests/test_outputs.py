@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What callers hold of a final stage's output."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vllm_omni.diffusion.encoding import encode_outputs
+from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
+from vllm_omni.outputs import OmniRequestOutput, StageOutput, make_omni_request_output, merge_stage_outputs
+
+
+def received(output_type: str, outputs: list[torch.Tensor], output_format: str | None = None) -> OmniRequestOutput:
+    """As a diffusion stage sends it at its end, after two steps of progress."""
+    params = DiffusionSamplingParams(output_format=output_format)
+    tensors, data = encode_outputs(output_type, outputs, params, 44_100)
+    preview = {"image": torch.ones(2, 2, 3, dtype=torch.uint8)}
+    pieces = [
+        StageOutput(request_id="r", stage_id=0, step=0, num_steps=2, data={"index": 0}, is_last=False),
+        StageOutput(request_id="r", stage_id=0, step=1, num_steps=2, data={"index": 1}, tensors=preview, is_last=False),
+        StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data),
+    ]
+    return make_omni_request_output("r", merge_stage_outputs(pieces), output_type, [])
+
+
+PICTURE = torch.zeros(8, 12, 3)
+FILM = torch.zeros(4, 8, 12, 3)
+
+
+@pytest.mark.parametrize(
+    ("output_format", "kind"),
+    [
+        ("pil", Image.Image),
+        ("np", np.ndarray),
+        ("png", bytes),
+        ("jpeg", bytes),
+        ("webp", bytes),
+        ("latent", torch.Tensor),
+    ],
+)
+def test_images(output_format, kind):
+    output = received("image", [PICTURE, PICTURE, PICTURE], output_format)
+    assert [isinstance(image, kind) for image in output.images] == [True] * 3
+    assert output.images is output.images
+    assert output.videos == []
+    assert f"images=<3 {output_format}>" in repr(output)
+
+
+@pytest.mark.parametrize(
+    ("output_format", "kind"), [("pil", list), ("np", np.ndarray), ("mp4", bytes), ("latent", torch.Tensor)]
+)
+def test_videos(output_format, kind):
+    output = received("video", [FILM, FILM], output_format)
+    assert [isinstance(video, kind) for video in output.videos] == [True] * 2
+    assert output.images == []
+    assert output.fps == 16
+    assert f"videos=<2 {output_format}>" in repr(output)
+
+
+def test_sound():
+    output = received("audio", [torch.zeros(2, 50)] * 3)
+    assert output.multimodal_output["audio"].shape == (3, 2, 50)
+    assert output.sample_rate == 44_100
+    assert (output.images, output.videos, output.fps) == ([], [], None)
+
+
+def test_latents_of_sound_are_no_images():
+    output = received("audio", [torch.zeros(2, 50)], "latent")
+    assert (output.images, output.videos) == ([], [])
+    assert output.multimodal_output["latents"].shape == (1, 2, 50)
+
+
+def test_the_sample_rate_of_a_model_that_speaks_is_its_configuration_s():
+    output = StageOutput(request_id="r", stage_id=2, tensors={"audio": torch.zeros(50)})
+    assert make_omni_request_output("r", output, "audio", [], 24_000).sample_rate == 24_000
+    assert make_omni_request_output("r", output, "audio", []).sample_rate is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"output_type": "image"},
+        {"output_type": "image", "output_format": "tiff"},
+        {"output_type": ["image"], "output_format": "pil"},
+        {"output_type": "image", "output_format": "pil", "sample_rate": "high"},
+    ],
+)
+def test_what_a_function_stage_says_is_not_taken_for_a_picture(data):
+    output = StageOutput(request_id="r", stage_id=0, tensors={"rows": torch.zeros(3)}, data=data)
+    received = make_omni_request_output("r", output, "image", [])
+    assert (received.images, received.videos, received.sample_rate) == ([], [], None)
+    assert "rows" in repr(received)

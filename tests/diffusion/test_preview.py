@@ -16,13 +16,11 @@ from diffusers import (
 )
 
 from vllm_omni.diffusion.preview import estimate_clean, make_preview
-from vllm_omni.testing.media import make_image
 
 HEIGHT, WIDTH = 64, 96
 CALLS = {
     "z_image": {},
     "qwen_image": {"negative_prompt": "dark"},
-    "qwen_image_edit": {"image": make_image(0, WIDTH, HEIGHT)},
     "flux": {},
     "flux2_klein": {},
     "stable_diffusion_3": {},
@@ -42,7 +40,7 @@ def run(request, tiny_diffusion):
         latents.append(tensors["latents"])
         return {}
 
-    call = {"prompt": "a red cat", "height": HEIGHT, "width": WIDTH, "num_inference_steps": 2} | CALLS[request.param]
+    call = {"prompt": "a red cat", "height": HEIGHT, "width": WIDTH, "num_inference_steps": 3} | CALLS[request.param]
     generator = torch.Generator().manual_seed(5)
     made = pipe(**call, generator=generator, output_type="pt", callback_on_step_end=keep)[0]
     picture = made[0] if made.dim() == 4 else made[0, MIDDLE_FRAME]
@@ -60,7 +58,7 @@ def test_a_preview_of_finished_latents_is_the_picture(run):
 def test_a_preview_is_small_and_shows_how_far_the_run_is(run):
     previews = [make_preview(run.pipe, latents, HEIGHT, WIDTH, longer_side=48) for latents in run.latents]
     assert all(preview.shape == (32, 48, 3) for preview in previews)
-    assert (previews[0].float() - previews[1].float()).abs().mean() > 1
+    assert (previews[0].float() - previews[-1].float()).abs().mean() > 1
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE, LoraBaseMixin
 FACTOR = re.compile(r"(?P<component>\w+)\.(?P<layer>.+)\.lora_(?P<side>[AB])(\.\w+)?\.weight")
 """A key of diffusers' format: `transformer.blocks.0.attn.to_q.lora_A.weight`."""
 
+OTHER_SIDE = {"A": "B", "B": "A"}
+
 
 class AdapterManager:
     """The adapters of one loaded pipeline.
@@ -108,17 +110,34 @@ def _read(pipe: Any, path: str) -> dict[str, torch.Tensor]:
 
 
 def _mismatch(pipe: Any, weights: dict[str, torch.Tensor]) -> str | None:
+    """What diffusers would overlook: it skips what it finds no place for, and makes up what is missing."""
     foreign = [key for key in weights if "lora" not in key]
     if foreign:
         return f"holds what is no LoRA, such as {foreign[0]}: it would change the model for every request"
     components = [name for name in pipe._lora_loadable_modules if getattr(pipe, name, None) is not None]
     if not any(key.startswith(f"{name}.") for key in weights for name in components):
         return f"has no weights for {' or '.join(components) or 'anything that this stage runs'}"
-    layers = {name: dict(getattr(pipe, name).named_modules()) for name in components}
+    return _half_pair(weights) or _misfits(pipe, components, weights)
+
+
+def _half_pair(weights: dict[str, torch.Tensor]) -> str | None:
+    for key in weights:
+        other = re.sub(r"(?<=\.lora_)[AB](?=\.)", lambda side: OTHER_SIDE[side[0]], key)
+        if key.endswith(".weight") and other not in weights:
+            return f"has one half of a pair: {key} without {other}"
+    return None
+
+
+def _misfits(pipe: Any, components: list[str], weights: dict[str, torch.Tensor]) -> str | None:
+    """The first weight that has no place in the denoiser.
+
+    Names in text encoders differ between versions of transformers; diffusers translates them as it loads.
+    """
+    models = {name: getattr(pipe, name) for name in components}
+    layers = {name: dict(model.named_modules()) for name, model in models.items() if isinstance(model, ModelMixin)}
     for key, weight in weights.items():
         match = FACTOR.fullmatch(key)
-        # Names in text encoders differ between versions of transformers; diffusers translates them as it loads.
-        if match and isinstance(getattr(pipe, match["component"], None), ModelMixin):
+        if match and match["component"] in layers:
             problem = _misfit(layers[match["component"]].get(match["layer"]), match["side"], weight)
             if problem is not None:
                 return f"{key} is made for another model: {problem}"

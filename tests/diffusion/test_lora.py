@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of one pipeline, against bare diffusers with the same files."""
+
+import shutil
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file, save_file
+
+from vllm_omni.diffusion.lora import AdapterManager
+from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
+
+
+def load(path):
+    pipe = DiffusionPipeline.from_pretrained(path)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def paint(pipe):
+    """float32 `[3, 32, 32]`; other pictures with every other weight."""
+    generator = torch.Generator().manual_seed(3)
+    call = {"height": 32, "width": 32, "num_inference_steps": 2, "generator": generator, "output_type": "pt"}
+    return pipe("a red cat", **call).images[0]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_diffusion):
+    return tiny_diffusion("z_image")
+
+
+@pytest.fixture(scope="module")
+def adapters(model, tmp_path_factory):
+    """Three files, by seed."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return [str(write_tiny_diffusion_lora(model, folder / str(seed), seed)) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def pictures(model, adapters):
+    """What bare diffusers paints: without an adapter (None), and for (adapter, scale)."""
+    pipe = load(model)
+    expected = {None: paint(pipe)}
+    for index, path in enumerate(adapters):
+        pipe.load_lora_weights(path, adapter_name=f"bare{index}")
+        for scale in (0.5, 1.0):
+            pipe.set_adapters([f"bare{index}"], [scale])
+            expected[index, scale] = paint(pipe)
+    return expected
+
+
+@pytest.fixture
+def pipe(model):
+    return load(model)
+
+
+def same(picture, expected):
+    torch.testing.assert_close(picture, expected, atol=1e-6, rtol=0)
+
+
+def test_adapters_take_turns_and_leave_nothing_behind(pipe, adapters, pictures):
+    manager = AdapterManager(pipe, max_loras=8)
+    for turn in [None, (0, 1.0), (1, 0.5), None, (0, 0.5), (0, 1.0), (1, 1.0), None]:
+        index, scale = turn or (None, 1.0)
+        manager.activate(*((f"style{index}", adapters[index]) if turn else (None, None)), scale)
+        same(paint(pipe), pictures[turn])
+    differences = [(pictures[None] - pictures[turn]).abs().max() for turn in [(0, 1.0), (1, 1.0), (0, 0.5)]]
+    assert min(differences) > 0.02, "adapters that change nothing would prove nothing"
+
+
+def test_what_is_active_is_not_activated_again(pipe, adapters, monkeypatch):
+    manager = AdapterManager(pipe, max_loras=8)
+    manager.activate("style", adapters[0], 1.0)
+    for method in ("load_lora_weights", "set_adapters", "enable_lora", "disable_lora"):
+        monkeypatch.setattr(pipe, method, None)  # cannot be called
+    manager.activate("style", adapters[0], 1.0)
+    manager.activate("the same under another name", adapters[0], 1.0)
+
+
+def test_the_adapter_unused_for_longest_goes_and_comes_back(pipe, adapters, pictures):
+    manager = AdapterManager(pipe, max_loras=2)
+    for index in (0, 1, 0, 2):  # 1 is the one that is older
+        manager.activate("style", adapters[index], 1.0)
+        same(paint(pipe), pictures[index, 1.0])
+    assert len(pipe.get_list_adapters()["transformer"]) == 2
+    manager.activate("style", adapters[0], 0.5)
+    manager.activate("style", adapters[1], 1.0)
+    same(paint(pipe), pictures[1, 1.0])
+    assert len(pipe.get_list_adapters()["transformer"]) == 2
+    manager.activate(None, None, 1.0)
+    same(paint(pipe), pictures[None])
+
+
+def test_one_name_for_two_files_is_two_adapters(pipe, adapters, pictures):
+    manager = AdapterManager(pipe, max_loras=8)
+    for index in (0, 1, 0):
+        manager.activate("style", adapters[index], 1.0)
+        same(paint(pipe), pictures[index, 1.0])
+
+
+def test_a_folder_stands_for_the_file_in_it(pipe, adapters, pictures):
+    AdapterManager(pipe, max_loras=1).activate("style", adapters[0].rpartition("/")[0], 1.0)
+    same(paint(pipe), pictures[0, 1.0])
+
+
+def changed(source, path, change):
+    """A copy of an adapter's file with `change(tensors)` in it."""
+    tensors = load_file(source)
+    save_file(change(tensors), path)
+    return str(path)
+
+
+def wider(tensors):
+    return {key: torch.cat([t, t], dim=1) if "lora_A" in key else t for key, t in tensors.items()}
+
+
+def renamed(old, new):
+    return lambda tensors: {key.replace(old, new, 1): tensor for key, tensor in tensors.items()}
+
+
+def of_two_ranks(tensors):
+    return {key: torch.cat([t, t]) if "lora_A" in key else t for key, t in tensors.items()}
+
+
+def with_a_norm(tensors):
+    return tensors | {"transformer.layers.0.attention.norm_q.weight": torch.ones(16)}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (wider, "features, the layer has"),
+        (renamed("layers.", "blocks."), "there is no such layer"),
+        (renamed("transformer.", "unet."), "has no weights for transformer"),
+        (with_a_norm, "it would change the model for every request"),
+        (lambda tensors: dict(list(tensors.items())[1:]), "has one half of a pair"),
+        (of_two_ranks, "cannot be loaded"),
+    ],
+    ids=["sizes", "layers", "component", "weights that are no LoRA", "half of a pair", "two ranks"],
+)
+def test_an_adapter_of_another_model_is_refused_and_changes_nothing(
+    pipe, adapters, pictures, tmp_path, change, problem
+):
+    manager = AdapterManager(pipe, max_loras=8)
+    bad = changed(adapters[0], tmp_path / "bad.safetensors", change)
+    for turn in (None, (1, 1.0)):
+        if turn:
+            manager.activate("good", adapters[1], 1.0)
+        with pytest.raises(ValueError, match=f"LoRA adapter 'bad' .*{problem}"):
+            manager.activate("bad", bad, 1.0)
+        same(paint(pipe), pictures[turn])
+    manager.activate("good", adapters[0], 1.0)
+    same(paint(pipe), pictures[0, 1.0])
+
+
+def test_paths_that_lead_to_no_adapter_are_refused(pipe, adapters, tmp_path):
+    manager = AdapterManager(pipe, max_loras=8)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "two").mkdir()
+    for name in ("a", "b"):
+        shutil.copy(adapters[0], tmp_path / "two" / f"{name}.safetensors")
+    torch.save(load_file(adapters[0]), tmp_path / "pickle.bin")
+    for path, problem in {
+        "missing": "no such file or folder",
+        "none": "holds 0 .safetensors files",
+        "two": "holds 2 .safetensors files",
+        "pickle.bin": "is no safetensors file",
+    }.items():
+        with pytest.raises(ValueError, match=rf"LoRA adapter 'style' \(.*{path}\): .*{problem}"):
+            manager.activate("style", str(tmp_path / path), 1.0)
+
+
+def test_a_stage_that_takes_no_adapters_says_so(pipe, adapters):
+    with pytest.raises(ValueError, match="max_loras"):
+        AdapterManager(pipe, max_loras=0).activate("style", adapters[0], 1.0)
+
+
+def test_a_pipeline_that_takes_no_adapters_is_named(adapters):
+    odd = type("OddPipeline", (), {})()
+    manager = AdapterManager(odd, max_loras=8)
+    manager.activate(None, None, 1.0)
+    with pytest.raises(ValueError, match="OddPipeline takes no LoRA adapters"):
+        manager.activate("style", adapters[0], 1.0)
+
+
+def test_an_adapter_of_text_encoder_and_denoiser_counts_in_both(tiny_diffusion, tmp_path):
+    model = tiny_diffusion("flux")
+    path = str(write_tiny_diffusion_lora(model, tmp_path, 1, components=("transformer", "text_encoder")))
+    ours, bare = load(model), load(model)
+    plain = paint(bare)
+    bare.load_lora_weights(path, adapter_name="bare")
+    manager = AdapterManager(ours, max_loras=1)
+    for scale in (1.0, 0.5):
+        bare.set_adapters(["bare"], [scale])
+        manager.activate("style", path, scale)
+        same(paint(ours), paint(bare))
+    assert ours.get_list_adapters() == {"transformer": ["adapter_0"], "text_encoder": ["adapter_0"]}
+    manager.activate(None, None, 1.0)
+    same(paint(ours), plain)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a diffusers pipeline as a stage's configuration says, or says why it cannot be loaded.
+
+What the platform or the checkpoint lacks is refused before any weights are read, wherever that can be known. Loading
+itself is diffusers' business, and so is which modules keep float32. Knows no pipeline by name.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from diffusers import DiffusionPipeline, ModelMixin
+from diffusers.pipelines.pipeline_loading_utils import simple_get_class_obj
+from diffusers.utils import logging as diffusers_logging
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.pipeline_info import PipelineInfo
+from vllm_omni.diffusion.pipeline_settings import apply_settings, check_settings
+from vllm_omni.diffusion.placement import check_offload, place
+from vllm_omni.diffusion.quantization import quantization_config
+from vllm_omni.diffusion.weight_files import check_weight_files
+from vllm_omni.errors import StageConfigError
+
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    SafetensorError,
+)
+
+
+def load_pipeline(model: str, config: DiTConfig, device: torch.device) -> DiffusionPipeline:
+    """A pipeline that is ready to be called: on its device, all settings applied, in eval mode, without progress bars.
+
+    What a stage's `part` leaves out has its configuration, but no weights: it is on the meta device, and raises when
+    it is called.
+
+    Args:
+        model: A folder, or a name on the hub.
+
+    Raises:
+        StageConfigError: The checkpoint is incomplete, damaged or of a kind that is not allowed, or a setting is
+            unknown, does not fit the pipeline, or cannot be had on this device.
+    """
+    info = PipelineInfo.load(model, config)
+    classes = _component_classes(info)
+    left_out = _left_out(info.pipeline_class, classes, config)
+    check_offload(config, device)
+    check_settings(config, info.pipeline_class, classes, device, resolve_dtype(config, device))
+    with _no_progress_bars():
+        pipe = _load(model, info, classes, left_out, config, device)
+    pipe.set_progress_bar_config(disable=True)
+    for module in _modules(pipe).values():
+        module.eval()
+    apply_settings(pipe, config)
+    loaded = {name: module for name, module in _modules(pipe).items() if name not in left_out}
+    place(pipe, loaded, config, device)
+    return pipe
+
+
+def resolve_dtype(config: DiTConfig, device: torch.device) -> torch.dtype:
+    """What the weights are loaded as; a model's own exceptions are kept."""
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, config.dtype)
+
+
+def _component_classes(info: PipelineInfo) -> dict[str, type]:
+    """The class of each component that the pipeline takes and the checkpoint has.
+
+    One whose code comes with the checkpoint is left out: diffusers finds it, if it is allowed to.
+    """
+    expected, _ = DiffusionPipeline._get_signature_keys(info.pipeline_class)
+    classes = {}
+    for name in expected:
+        library, class_name = info.index.get(name) or (None, None)
+        if library is None or class_name is None:
+            continue
+        try:
+            classes[name] = simple_get_class_obj(library, class_name)
+        except (ImportError, AttributeError, ValueError):
+            continue
+    return classes
+
+
+# What a stage's part leaves out.
+
+
+class _NotLoaded(ModelHook):
+    """Stands before a component without weights.
+
+    Attributes:
+        execution_device: Where the pipeline computes; diffusers asks the hooks of its components for that.
+    """
+
+    def __init__(self, name: str, part: str, device: torch.device) -> None:
+        self.execution_device = device
+        self._message = f"{name} is not loaded: this stage has part: {part}, and its pipeline needs {name} for that"
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(self._message)
+
+
+def _left_out(pipeline_class: type, classes: Mapping[str, type], config: DiTConfig) -> dict[str, type]:
+    """The components that this stage has no use for. What has no weights is always there.
+
+    Raises:
+        StageConfigError: Nothing would be left, or they can only be made with their weights.
+    """
+    if config.part == "pipeline":
+        return {}
+    modules = {name: cls for name, cls in classes.items() if issubclass(cls, torch.nn.Module)}
+    encoders = {name for name in modules if "text_encoder" in name}
+    where = f"engine_args.part: {config.part}: {pipeline_class.__name__}"
+    if not encoders or encoders == set(modules) or not hasattr(pipeline_class, "encode_prompt"):
+        raise StageConfigError(f"{where} does not encode prompts in a step of its own; run it with part: pipeline")
+    left_out = {name: cls for name, cls in modules.items() if (name in encoders) != (config.part == "encoder")}
+    for name, cls in left_out.items():
+        if not issubclass(cls, (ModelMixin, PreTrainedModel)):
+            raise StageConfigError(f"{where}: {name} ({cls.__name__}) cannot be left out; run it with part: pipeline")
+    return left_out
+
+
+def _without_weights(model: str, name: str, cls: Any, config: DiTConfig, dtype: torch.dtype) -> torch.nn.Module:
+    """A component as its configuration describes it, on the meta device."""
+    place = {"subfolder": name, "revision": config.revision}
+    try:
+        if issubclass(cls, ModelMixin):
+            settings = cls.load_config(model, **place)
+            with torch.device("meta"):
+                return torch.nn.Module.to(cls.from_config(settings), dtype)
+        settings = cls.config_class.from_pretrained(model, **place)
+        with torch.device("meta"):
+            return torch.nn.Module.to(cls(settings), dtype)
+    except _LOADING_ERRORS as error:
+        raise StageConfigError(
+            f"{model}: {name} ({cls.__name__}) cannot be made without its weights: {error}; run it with part: pipeline"
+        ) from error
+
+
+# Loading.
+
+
+def _load(
+    model: str,
+    info: PipelineInfo,
+    classes: Mapping[str, type],
+    left_out: Mapping[str, type],
+    config: DiTConfig,
+    device: torch.device,
+) -> DiffusionPipeline:
+    dtype = resolve_dtype(config, device)
+    quantization = quantization_config(config, classes)
+    folder = _local_folder(model, info.pipeline_class, left_out, config)
+    check_weight_files(folder, [name for name in classes if name not in left_out], classes, config)
+    empty = {name: _without_weights(model, name, cls, config, dtype) for name, cls in left_out.items()}
+    try:
+        pipe = info.pipeline_class.from_pretrained(
+            str(folder),
+            dtype=dtype,
+            quantization_config=quantization,
+            **_file_choice(config),
+            **empty,
+        )
+    except _LOADING_ERRORS as error:
+        raise StageConfigError(f"{model}: cannot be loaded as {info.pipeline_class.__name__}: {error}") from error
+    for name, module in empty.items():
+        add_hook_to_module(module, _NotLoaded(name, config.part, device))
+    _check_complete(model, {name: m for name, m in _modules(pipe).items() if name not in empty})
+    return pipe
+
+
+def _file_choice(config: DiTConfig) -> dict[str, Any]:
+    # use_safetensors=False would be: pickled weights only.
+    return {
+        "variant": config.variant,
+        "use_safetensors": config.use_safetensors or None,
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
+def _local_folder(model: str, pipeline_class: Any, left_out: Mapping[str, type], config: DiTConfig) -> Path:
+    """Where the checkpoint lies; downloaded if it is a name on the hub, without what is left out."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        return Path(
+            pipeline_class.download(model, revision=config.revision, **_file_choice(config), **dict.fromkeys(left_out))
+        )
+    except _LOADING_ERRORS as error:
+        raise StageConfigError(f"{model}: cannot be downloaded: {error}") from error
+
+
+def _check_complete(model: str, modules: Mapping[str, torch.nn.Module]) -> None:
+    for name, module in modules.items():
+        missing = [key for key, value in module.state_dict().items() if value.is_meta]
+        if missing:
+            raise StageConfigError(
+                f"{model}: {name} has no weights for {', '.join(missing[:3])} ({len(missing)} in all); its files are "
+                "those of another model, or incomplete: fetch the checkpoint again"
+            )
+
+
+def _modules(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
+    return {name: item for name, item in pipe.components.items() if isinstance(item, torch.nn.Module)}
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Loading says nothing on the terminal, which belongs to the caller."""
+    libraries = [diffusers_logging, transformers_logging]
+    talkative = [library for library in libraries if library.is_progress_bar_enabled()]
+    for library in talkative:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in talkative:
+            library.enable_progress_bar()

@@ -15,8 +15,11 @@ from vllm_omni.engine.payloads import OmniEngineCoreRequest
 
 
 class OmniPrompt(TypedDict, total=False):
-    """One prompt of `OmniLLM.generate`: vLLM's text, token or embedding prompt, and three keys more.
+    """One prompt of `OmniLLM.generate`: vLLM's text, token or embedding prompt, and some keys more.
 
+    `negative_prompt` is what a diffusion stage's output shall not show; it may stand in that stage's sampling
+    parameters instead. `multi_modal_data` is for the first stage; a diffusion stage takes images of it, one or a list:
+    `{"image": PIL.Image.open("cat.png")}`.
     `modalities` names the outputs wanted (default: all that the pipeline has).
     `additional_information` holds tensors for the first stage's model, and plain values that every stage
     input processor can read as `StageRequest.options` (e.g. `{"speaker": "ethan"}`).
@@ -27,6 +30,7 @@ class OmniPrompt(TypedDict, total=False):
     prompt_embeds: torch.Tensor
     multi_modal_data: dict[str, Any]
     mm_processor_kwargs: dict[str, Any]
+    negative_prompt: str | None
     modalities: list[str] | None
     additional_information: dict[str, Any]
 

@@ -128,12 +128,15 @@ def _check_stage(stage: OmniStageConfig) -> None:
         raise StageConfigError(f"{where}: stage_type {stage.stage_type!r} contradicts engine_type; keep one of them")
     if stage.final_output and not stage.final_output_type:
         raise StageConfigError(f"{where}: final_output needs final_output_type, e.g. text or audio")
-    if stage.engine_input_source and stage.runs_vllm and not stage.custom_process_input_func:
+    has_engine = stage.runs_vllm or stage.kind == "DiT"
+    if stage.engine_input_source and has_engine and not stage.custom_process_input_func:
         raise StageConfigError(
             f"{where}: custom_process_input_func is missing; it turns the sources' outputs into input"
         )
-    if stage.runtime.requires_multimodal_data and stage.engine_input_source:
-        raise StageConfigError(f"{where}: runtime.requires_multimodal_data: only first stages receive multimodal data")
+    if stage.runtime.requires_multimodal_data and stage.engine_input_source and stage.kind != "DiT":
+        raise StageConfigError(
+            f"{where}: runtime.requires_multimodal_data: only first stages and diffusion stages receive multimodal data"
+        )
     if stage.kind == "function" and bool(stage.function) == bool(stage.batch_function):
         raise StageConfigError(f"{where}: give the dotted path of a callable as function, or as batch_function")
     for name in stage.reads or ():

@@ -29,7 +29,8 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         max_batch_size: Requests that the engine works on at once (its `max_num_seqs`).
         max_inflight: Requests that the engine holds, computing or about to; default: what it can make use of.
         max_queued: Requests that may wait in the stage for its engine. Above this, whoever feeds the stage waits.
-        requires_multimodal_data: The stage reads the multimodal data of prompts; first stages always do.
+        requires_multimodal_data: The stage reads the multimodal data of prompts. First stages always do; of the others
+            a diffusion stage can, which then gets the prompt's images.
     """
 
     process: bool | str = True
@@ -52,7 +53,8 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         stage_type: Older name of the same choice: `llm`, `diffusion` or `function`.
         runtime: Where the stage runs.
         engine_args: Any argument of vLLM's `EngineArgs`, and `model_stage` (the stage's name), `model_arch`,
-            `hf_config_name`, `worker_cls`, `scheduler_cls`, `engine_output_type`.
+            `hf_config_name`, `worker_cls`, `scheduler_cls`, `engine_output_type`; of a diffusion stage the fields of
+            `DiTConfig`. `model` is the stage's own checkpoint, where it is not the pipeline's.
         engine_input_source: Stages whose outputs this stage reads; none for the first stage.
         custom_process_input_func: Dotted path of the stage's `StageInputProcessor`.
         function: Dotted path of the callable of a `function` stage, called for each request.
@@ -62,7 +64,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         final_output_type: What that output is: `text`, `audio`, `image`, ...
         sample_rate: Samples per second of an audio output.
         reads: What of its sources' outputs the stage reads (see `StageInputProcessor.reads`, which it replaces).
-        default_sampling_params: Fields of vLLM's `SamplingParams`.
+        default_sampling_params: Fields of vLLM's `SamplingParams`; of a diffusion stage, of `DiffusionSamplingParams`.
         input_connectors, output_connectors: For each edge (`from_stage_0: name`, `to_stage_1: name`) a connector
             defined under `runtime.connectors`.
     """
@@ -103,9 +105,13 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def vllm_engine_args(self) -> dict[str, Any]:
-        """`engine_args`, with what `runtime` says of the engine unless they say it themselves."""
+        """`engine_args` but the checkpoint, with what `runtime` says of the engine unless they say it themselves."""
         batch = {} if self.runtime.max_batch_size is None else {"max_num_seqs": self.runtime.max_batch_size}
-        return batch | self.engine_args
+        return batch | {name: value for name, value in self.engine_args.items() if name != "model"}
+
+    def checkpoint(self, model: str) -> str:
+        """The stage's checkpoint in a pipeline for `model`."""
+        return self.engine_args.get("model") or model
 
     @property
     def runs_vllm(self) -> bool:

@@ -39,7 +39,7 @@ class AsyncOmniLLM(PipelineFace):
     async def generate(
         self,
         prompt: str | OmniPrompt,
-        sampling_params_list: Sequence[StageSamplingParams] | None = None,
+        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams = None,
         request_id: str | None = None,
         *,
         stream: bool = True,

@@ -38,8 +38,10 @@ class PipelineFace:
     ) -> None:
         """
         Args:
-            model: A checkpoint: a directory, or a name on the Hugging Face hub.
-            stage_configs_path: A stage configuration (YAML); by default the one that ships for the model.
+            model: A checkpoint: a directory, or a name on the Hugging Face hub. A stage can have one of its own
+                (`engine_args.model`), which may be a folder in this one.
+            stage_configs_path: A stage configuration (YAML); by default the one that ships for the model, and for any
+                diffusers pipeline a single stage that runs it.
             stage_overrides: Engine arguments for single stages, by stage name or id, e.g. `{"talker": {...}}`.
             log_stats: Keep count of what stages and requests do: logged, and in vLLM's Prometheus registry.
             trace_file: Write a timeline of all requests to this file; it opens in Perfetto.
@@ -49,7 +51,8 @@ class PipelineFace:
             max_inflight: Requests that the pipeline works on at once.
             max_queued: Requests that wait beyond that, until callers wait (or get `PipelineFullError`).
             shm_threshold_bytes: Data of at least this size passes between stages through shared memory.
-            engine_args: Arguments of vLLM's `EngineArgs` (`dtype`, `max_model_len`, ...), for every vLLM stage.
+            engine_args: Arguments of vLLM's `EngineArgs` (`dtype`, `max_model_len`, ...) for every vLLM stage, and of
+                `DiTConfig` (`dtype`, `vae_tiling`, ...) for every diffusion stage.
 
         What is None is as the stage configuration says.
 

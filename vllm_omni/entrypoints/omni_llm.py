@@ -32,13 +32,19 @@ class OmniLLM(PipelineFace):
 
         with OmniLLM("Qwen/Qwen3-Omni-30B-A3B-Instruct") as llm:
             text, speech = llm.generate("Tell me a joke.")
+
+    A diffusers checkpoint is a pipeline of one stage:
+
+        with OmniLLM("path/to/diffusers-model") as llm:
+            [output] = llm.generate("A red boat.", {"num_inference_steps": 20, "seed": 1})
+            output.images[0].save("boat.png")
     """
 
     @overload
     def generate(
         self,
         prompts: Prompts,
-        sampling_params_list: Sequence[StageSamplingParams] | None = None,
+        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams = None,
         use_tqdm: bool | None = None,
         *,
         stream: Literal[False] = False,
@@ -49,7 +55,7 @@ class OmniLLM(PipelineFace):
     def generate(
         self,
         prompts: Prompts,
-        sampling_params_list: Sequence[StageSamplingParams] | None = None,
+        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams = None,
         use_tqdm: bool | None = None,
         *,
         stream: Literal[True],
@@ -59,7 +65,7 @@ class OmniLLM(PipelineFace):
     def generate(
         self,
         prompts: Prompts,
-        sampling_params_list: Sequence[StageSamplingParams] | None = None,
+        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams = None,
         use_tqdm: bool | None = None,
         *,
         stream: bool = False,
@@ -69,16 +75,18 @@ class OmniLLM(PipelineFace):
 
         Args:
             prompts: A prompt or several; each a string or a dict (see `OmniPrompt`).
-            sampling_params_list: One `SamplingParams` (or dict of its fields) for each stage, in stage order; None, or
-                None in a stage's place, means the configuration's defaults.
+            sampling_params_list: One `SamplingParams` for each stage, in stage order (`DiffusionSamplingParams` for a
+                diffusion stage), or a dict of its fields; None, or None in a stage's place, means the configuration's
+                defaults. For a pipeline of one stage it need not be a list. What diffusion parameters leave at their
+                own defaults is as the configuration says.
             use_tqdm: Show a progress bar on stderr: prompts done, and how many each stage has work with. None: yes, but
                 not with `stream`, whose caller shows something itself.
             stream: Return an iterator over the events of all prompts, as they happen, instead of waiting for the end.
                 A prompt's events have its `request_id`: "0", "1", ... in the order of all prompts ever given. One that
                 fails ends with an `ErrorEvent`, and nothing is raised for it. Closing the iterator aborts the rest.
             lora_request: The LoRA adapter that the first stage runs with: one for all prompts, or a list with one (or
-                None) for each. The stage needs vLLM's `enable_lora`, e.g.
-                `stage_overrides={"thinker": {"enable_lora": True}}`.
+                None) for each. A vLLM stage needs vLLM's `enable_lora`, e.g.
+                `stage_overrides={"thinker": {"enable_lora": True}}`; a diffusion stage needs nothing.
 
         Returns:
             The outputs in the order of the prompts; for each prompt one output for each final stage that its
@@ -101,7 +109,7 @@ class _Batch:
         self,
         owner: OmniLLM,
         prompts: list[tuple[str | OmniPrompt, LoRARequest | None]],
-        sampling_params_list: Sequence[StageSamplingParams] | None,
+        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams,
         streams: bool,
     ) -> None:
         self._owner = owner  # Keeps it from being closed as long as somebody reads its events.

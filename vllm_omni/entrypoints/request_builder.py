@@ -2,7 +2,8 @@
 """Turns a prompt into what each stage of a pipeline is told.
 
 Rendering, tokenizing and multimodal preprocessing happen here, in the caller's process, with vLLM's own input
-processor; the first stage receives a request that is ready for its engine. Wrong input is refused here.
+processor; the first stage receives a request that is ready for its engine. A diffusion stage is told what it shall
+make. Wrong input is refused here.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
@@ -20,6 +21,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 
 from vllm_omni.config.nearest import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.diffusion.sampling_params import DiffusionRequest, DiffusionSamplingParams
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.engine.payloads import OmniEngineCoreRequest
@@ -29,7 +31,10 @@ from vllm_omni.inputs import OmniPrompt, StageRequest
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.stage.input_processor import StageInputProcessor, load_stage_input_processor
 
-StageSamplingParams = SamplingParams | Mapping[str, Any] | None
+if TYPE_CHECKING:
+    from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
+
+StageSamplingParams = SamplingParams | DiffusionSamplingParams | Mapping[str, Any] | None
 
 
 class RequestBuilder:
@@ -44,6 +49,12 @@ class RequestBuilder:
             for stage in config.stage_args
             if stage.runs_vllm and not stage.engine_input_source
         }
+        self._diffusion_processors = {
+            stage.stage_id: _make_diffusion_processor(stage, model)
+            for stage in config.stage_args
+            if stage.kind == "DiT"
+        }
+        self._adapter_stages = _adapter_stages(config)
         self._processors = _load_processors(config, model)
         self._mm_metadata_keys = {key for processor in self._processors.values() for key in processor.mm_metadata_keys}
         self._default_params = {
@@ -53,7 +64,7 @@ class RequestBuilder:
     def build(
         self,
         prompt: str | OmniPrompt,
-        sampling_params_list: Sequence[StageSamplingParams] | None,
+        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams,
         on_event: Callable[[OmniEvent], None],
         *,
         request_id: str | None = None,
@@ -63,12 +74,14 @@ class RequestBuilder:
     ) -> PipelineRequest:
         """
         Args:
-            sampling_params_list: One for each stage, in stage order; None, or a None in it, means the defaults.
+            sampling_params_list: One for each stage, in stage order; None, or a None in it, means the defaults. A
+                pipeline of one stage takes a single one as well.
             on_event: See `PipelineRequest`.
             request_id: The caller's own id for it; by default a number.
             streams: The caller wants the pieces of the output as they are made.
             trace_headers: W3C trace context of the caller.
-            lora_request: The adapter that the first stage runs with.
+            lora_request: The adapter that the first stage runs with; if that only encodes prompts for a diffusion
+                stage, the latter does.
 
         Raises:
             InvalidRequestError: The prompt or the parameters are wrong; says what, and what would be right.
@@ -100,17 +113,19 @@ class RequestBuilder:
         self,
         request_id: str,
         prompt: OmniPrompt,
-        sampling_params_list: Sequence[StageSamplingParams] | None,
+        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams,
         lora_request: LoRARequest | None,
     ) -> tuple[dict[int, StageRequest], list[int]]:
         """What each stage is told, and which are final."""
         modalities = self._check_modalities(prompt.get("modalities"))
-        params = self._sampling_params(sampling_params_list)
+        given = self._params_by_stage(sampling_params_list)
+        params = self._sampling_params(given)
         stage_ids = self._config.stages_for(modalities)
+        diffusion = self._diffusion_requests(prompt, given, stage_ids, lora_request)
         engine_requests = {
             stage_id: processor.process_inputs(
                 request_id,
-                _engine_prompt(prompt),
+                self._engine_prompt(prompt, processor),
                 params[stage_id],
                 supported_tasks=("generate",),
                 lora_request=lora_request,
@@ -129,7 +144,10 @@ class RequestBuilder:
         )
         stages = {
             stage_id: msgspec.structs.replace(
-                original, sampling_params=params.get(stage_id), engine_request=engine_requests.get(stage_id)
+                original,
+                sampling_params=params.get(stage_id),
+                engine_request=engine_requests.get(stage_id),
+                diffusion=diffusion.get(stage_id),
             )
             for stage_id in stage_ids
         }
@@ -153,21 +171,56 @@ class RequestBuilder:
                 raise ValueError(f"this pipeline cannot output {modality!r}{nearest(modality, known)} (it has {known})")
         return list(modalities)
 
-    def _sampling_params(self, given: Sequence[StageSamplingParams] | None) -> dict[int, SamplingParams]:
+    def _params_by_stage(
+        self, given: Sequence[StageSamplingParams] | StageSamplingParams
+    ) -> dict[int, StageSamplingParams]:
+        """What the caller says of each stage."""
         if given is None:
-            return self._default_params
+            return {}
         stages = self._config.stage_args
-        if isinstance(given, (SamplingParams, Mapping)) or len(given) != len(stages):
+        is_single = isinstance(given, (SamplingParams, DiffusionSamplingParams, Mapping))
+        entries = cast("Sequence[StageSamplingParams]", [given] if is_single else given)
+        if len(entries) != len(stages):
             names = ", ".join(stage.name for stage in stages)
             raise ValueError(
                 f"sampling_params_list must have one entry for each of the {len(stages)} stages ({names}), "
                 "with None for a stage's defaults"
             )
+        return {stage.stage_id: entry for stage, entry in zip(stages, entries, strict=True)}
+
+    def _sampling_params(self, given: Mapping[int, StageSamplingParams]) -> dict[int, SamplingParams]:
         params = dict(self._default_params)
-        for stage, entry in zip(stages, given, strict=True):
-            if entry is not None and stage.stage_id in params:
-                params[stage.stage_id] = _as_sampling_params(entry, stage)
+        for stage_id in params:
+            entry = given.get(stage_id)
+            if entry is not None:
+                params[stage_id] = _as_sampling_params(entry, self._config.stages[stage_id])
         return params
+
+    def _diffusion_requests(
+        self,
+        prompt: OmniPrompt,
+        given: Mapping[int, StageSamplingParams],
+        stage_ids: Sequence[int],
+        lora_request: LoRARequest | None,
+    ) -> dict[int, DiffusionRequest]:
+        if prompt.get("negative_prompt") is not None and not self._diffusion_processors:
+            raise ValueError("negative_prompt is for diffusion stages, and this pipeline has none; leave it out")
+        return {
+            stage_id: processor.process(
+                prompt, given.get(stage_id), lora_request if stage_id in self._adapter_stages else None
+            )
+            for stage_id, processor in self._diffusion_processors.items()
+            if stage_id in stage_ids
+        }
+
+    def _engine_prompt(self, prompt: OmniPrompt, processor: OmniInputProcessor) -> dict[str, Any]:
+        """What a vLLM stage takes of a prompt."""
+        left_out = {"modalities", "negative_prompt"}
+        if not processor.model_config.is_multimodal_model and any(
+            later.reads_images for later in self._diffusion_processors.values()
+        ):
+            left_out.add("multi_modal_data")  # It is for the stage that paints, not for the one that only writes.
+        return {key: value for key, value in prompt.items() if key not in left_out and value is not None}
 
     def _make_default_params(self, stage: OmniStageConfig) -> SamplingParams:
         values = stage.default_sampling_params
@@ -180,14 +233,30 @@ class RequestBuilder:
 
 
 def _make_input_processor(stage: OmniStageConfig, model: str) -> OmniInputProcessor:
-    args = create_engine_args(model, engine_type=stage.kind.lower(), **stage.vllm_engine_args)
+    args = create_engine_args(stage.checkpoint(model), engine_type=stage.kind.lower(), **stage.vllm_engine_args)
     return OmniInputProcessor(args.create_engine_config())
+
+
+def _make_diffusion_processor(stage: OmniStageConfig, model: str) -> "DiffusionInputProcessor":
+    # Imported here: a pipeline without diffusion stages needs nothing of diffusers.
+    from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
+
+    return DiffusionInputProcessor(stage, stage.checkpoint(model))
+
+
+def _adapter_stages(config: PipelineConfig) -> set[int]:
+    """The diffusion stages that a request's adapter is for."""
+    stages = [stage for stage in config.stage_args if stage.kind == "DiT"]
+    first = [stage for stage in stages if not stage.engine_input_source]
+    if any(stage.engine_args.get("part") == "encoder" for stage in first):
+        return {stage.stage_id for stage in stages if stage.engine_args.get("part") == "denoiser"}
+    return {stage.stage_id for stage in first}
 
 
 def _load_processors(config: PipelineConfig, model: str) -> dict[int, StageInputProcessor]:
     processors = {
         stage.stage_id: load_stage_input_processor(
-            stage.custom_process_input_func, model, stage.engine_args.get("trust_remote_code", False)
+            stage.custom_process_input_func, stage.checkpoint(model), stage.engine_args.get("trust_remote_code", False)
         )
         for stage in config.stage_args
     }
@@ -216,15 +285,15 @@ def _as_prompt(prompt: str | OmniPrompt) -> OmniPrompt:
     return prompt
 
 
-def _engine_prompt(prompt: OmniPrompt) -> dict[str, Any]:
-    return {key: value for key, value in prompt.items() if key != "modalities" and value is not None}
-
-
 def _plain_values(information: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in information.items() if not isinstance(value, torch.Tensor)}
 
 
-def _as_sampling_params(value: SamplingParams | Mapping[str, Any], stage: OmniStageConfig) -> SamplingParams:
+def _as_sampling_params(
+    value: SamplingParams | DiffusionSamplingParams | Mapping[str, Any], stage: OmniStageConfig
+) -> SamplingParams:
+    if isinstance(value, DiffusionSamplingParams):
+        raise TypeError(f"stage {stage.name!r} writes tokens: give SamplingParams, not DiffusionSamplingParams")
     if not isinstance(value, SamplingParams):
         known = SamplingParams.__struct_fields__
         for key in value:

@@ -38,7 +38,7 @@ class SpecFactory:
         config, runtime = stage.config, self._config.runtime
         return StageSpec(
             stage=config,
-            model=self._model,
+            model=config.checkpoint(self._model),
             epoch=stage.epoch,
             run_dir=str(run_dir.path),
             sources={

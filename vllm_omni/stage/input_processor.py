@@ -11,6 +11,7 @@ from vllm.transformers_utils.config import get_config
 
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.stage_config import WindowConfig
+from vllm_omni.diffusion.pipeline_info import is_diffusers_model, load_model_index
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import StageOutput
 
@@ -40,7 +41,7 @@ class StageInputProcessor(ABC):
     def __init__(self, hf_config: PretrainedConfig) -> None:
         """
         Args:
-            hf_config: The checkpoint's full configuration.
+            hf_config: The checkpoint's full configuration; of a diffusers pipeline, what `model_index.json` holds.
         """
         self.hf_config = hf_config
 
@@ -79,4 +80,6 @@ def load_stage_input_processor(path: str | None, model: str, trust_remote_code: 
     """The processor at a dotted path, for the checkpoint `model`; None where a stage has none."""
     if path is None:
         return None
-    return resolve_dotted_path(path, "custom_process_input_func")(get_config(model, trust_remote_code))
+    is_diffusers = is_diffusers_model(model)
+    hf_config = PretrainedConfig(**load_model_index(model)) if is_diffusers else get_config(model, trust_remote_code)
+    return resolve_dotted_path(path, "custom_process_input_func")(hf_config)

@@ -54,7 +54,7 @@ class StageSpec(msgspec.Struct, kw_only=True):
 
     Attributes:
         stage: Its configuration, overrides applied.
-        model: The checkpoint.
+        model: The stage's checkpoint.
         epoch: Counts the processes that the stage has had, from 0.
         run_dir: The pipeline's directory of sockets and payloads.
         sources, targets: Its neighbours, by stage id.

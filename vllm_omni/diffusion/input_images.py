@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt's images, in whatever form they were given, as the tensors that a diffusion stage is told.
+
+Values stay what they are: nothing is resized, turned or laid on a background. Which of that is right is the pipeline's
+to know.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+_CHANNELS = (1, 3, 4)
+
+
+def read_images(multi_modal_data: Mapping[str, Any] | None, max_pixels: int) -> list[torch.Tensor]:
+    """The images of a prompt's `multi_modal_data`, uint8 `[height, width, 3]`, or `[..., 4]` with transparency.
+
+    Args:
+        multi_modal_data: `{"image": one or a list of them}`; each a PIL image, an array `[height, width]` or
+            `[height, width, channels]`, or a tensor like that or `[channels, height, width]`. uint8, or floating point
+            in [0, 1].
+        max_pixels: Height x width of the largest image that is taken.
+
+    Raises:
+        ValueError, TypeError: There is something else, an image is too large, or one cannot be decoded.
+    """
+    if multi_modal_data is None:
+        return []
+    if not isinstance(multi_modal_data, Mapping):
+        raise TypeError(f"multi_modal_data must be a dict like {{'image': ...}}, not {_type(multi_modal_data)}")
+    for key, items in multi_modal_data.items():
+        if key != "image" and items is not None:
+            raise ValueError(f"multi_modal_data has {key!r}; a diffusion stage takes images only, as 'image'")
+    items = multi_modal_data.get("image")
+    images = [] if items is None else list(items) if isinstance(items, (list, tuple)) else [items]
+    return [_read(image, number, max_pixels) for number, image in enumerate(images)]
+
+
+def _read(image: Any, number: int, max_pixels: int) -> torch.Tensor:
+    where = f"image {number}"
+    if isinstance(image, Image.Image):
+        _check_pixels(image.height, image.width, max_pixels, where)
+        return _from_pil(image, where)
+    if isinstance(image, (np.ndarray, torch.Tensor)):
+        pixels = _as_hwc(image, where)
+        _check_pixels(pixels.shape[0], pixels.shape[1], max_pixels, where)
+        return _as_uint8(pixels, where)
+    hint = "; open it first: PIL.Image.open(...)" if isinstance(image, (str, bytes)) else ""
+    raise TypeError(f"{where} is {_type(image)}; give a PIL image, a numpy array or a tensor{hint}")
+
+
+def _from_pil(image: Image.Image, where: str) -> torch.Tensor:
+    if image.mode not in _MODES:
+        raise ValueError(f"{where} has mode {image.mode!r}, whose values have no fixed range; convert it to RGB")
+    try:
+        converted = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    except (OSError, SyntaxError) as error:  # PIL decodes late, and calls some broken files so.
+        raise ValueError(f"{where} cannot be decoded: {error}") from error
+    return torch.from_numpy(np.array(converted))
+
+
+def _as_hwc(image: np.ndarray | torch.Tensor, where: str) -> torch.Tensor:
+    """`[height, width, channels]`; an array's channels stand last, a tensor's first, where both would do."""
+    is_tensor = isinstance(image, torch.Tensor)
+    try:
+        pixels = image.detach().cpu() if isinstance(image, torch.Tensor) else torch.from_numpy(image.copy())
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}") from error
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
+    shape = list(pixels.shape)
+    if is_tensor and len(shape) == 3 and shape[0] in _CHANNELS:
+        return pixels.permute(1, 2, 0)
+    if len(shape) != 3 or shape[2] not in _CHANNELS:
+        raise ValueError(
+            f"{where} has shape {shape}; it must be [height, width, channels] with 1, 3 or 4 channels. Give several "
+            "images as a list"
+        )
+    return pixels
+
+
+def _as_uint8(pixels: torch.Tensor, where: str) -> torch.Tensor:
+    if pixels.is_floating_point():
+        pixels = pixels.float()
+        if not bool(((pixels >= 0) & (pixels <= 1)).all()):  # False for what is no number, too
+            raise ValueError(f"{where} has values outside [0, 1]; floating point images must be in that range")
+        pixels = (pixels * 255).round().to(torch.uint8)
+    if pixels.dtype != torch.uint8:
+        raise TypeError(f"{where} is {pixels.dtype}; give uint8, or floating point in [0, 1]")
+    if pixels.shape[2] == 1:
+        pixels = pixels.expand(-1, -1, 3)
+    return pixels.contiguous()
+
+
+def _check_pixels(height: int, width: int, max_pixels: int, where: str) -> None:
+    if height < 1 or width < 1:
+        raise ValueError(f"{where} is empty: {height} x {width} pixels")
+    if height * width > max_pixels:
+        raise ValueError(
+            f"{where} is {height} x {width}, {height * width} pixels; this stage takes at most {max_pixels} "
+            "(max_pixels): make it smaller"
+        )
+
+
+def _type(value: Any) -> str:
+    return f"a {type(value).__name__}"

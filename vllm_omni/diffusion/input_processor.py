@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a prompt and its settings to what a diffusion stage is told.
+
+Runs in the caller's process and refuses there whatever can be known to be wrong without the weights.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni.config.dit_config import parse_dit_config
+from vllm_omni.config.stage_config import OmniStageConfig
+from vllm_omni.diffusion.call_arguments import call_arguments
+from vllm_omni.diffusion.encoding import check_output_format
+from vllm_omni.diffusion.input_images import read_images
+from vllm_omni.diffusion.pipeline_info import PipelineInfo, takes_several_images
+from vllm_omni.diffusion.sampling_params import DiffusionRequest, DiffusionSamplingParams
+from vllm_omni.diffusion.setting_checks import check_limits, check_text, check_values, draw_seeds, read_settings
+from vllm_omni.errors import StageConfigError
+from vllm_omni.inputs import OmniPrompt
+
+_NOT_FOR_DIFFUSION = ("prompt_token_ids", "prompt_embeds", "mm_processor_kwargs")
+
+
+class DiffusionInputProcessor:
+    """Checks and completes the requests of one diffusion stage."""
+
+    def __init__(self, stage: OmniStageConfig, model: str) -> None:
+        """
+        Args:
+            model: The stage's checkpoint.
+
+        Raises:
+            StageConfigError: The checkpoint is no diffusers pipeline that can be run, does not make what the stage is
+                said to, or cannot have the stage's `default_sampling_params`.
+        """
+        where = f"stage {stage.stage_id} ({stage.name})"
+        self._config = parse_dit_config(stage.engine_args, where)
+        self._info = PipelineInfo.load(model, self._config)
+        self._class_name = self._info.pipeline_class.__name__
+        self._is_first = not stage.engine_input_source
+        self.reads_images = self._is_first or stage.runtime.requires_multimodal_data
+        _check_output_type(stage, self._info, where)
+        try:
+            self._defaults, self._said = read_settings(stage.default_sampling_params, self._info.pipeline_class)
+            self._check_settings(self._defaults, self._info.pipeline_class)
+        except (ValueError, TypeError) as error:
+            raise StageConfigError(f"{where}: default_sampling_params: {error}") from error
+
+    def process(
+        self,
+        prompt: OmniPrompt,
+        params: DiffusionSamplingParams | SamplingParams | Mapping[str, Any] | None,
+        lora_request: LoRARequest | None = None,
+    ) -> DiffusionRequest:
+        """
+        Args:
+            params: Settings; where they say nothing, the stage's `default_sampling_params` do.
+            lora_request: The adapter that the stage runs with.
+
+        Raises:
+            ValueError, TypeError: Something is wrong, or is not for this pipeline; says what, and what would be right.
+        """
+        if self._is_first:
+            _check_prompt(prompt)
+        settings = self._with_defaults(prompt, params)
+        images = self._read_images(prompt)
+        if settings.strength is not None and not images and self._info.takes_images:
+            raise ValueError("strength says how much of an image is changed, and there is none; give one, or leave it")
+        pipeline_class = self._info.class_for(bool(images))
+        self._check_settings(settings, pipeline_class)
+        check_limits(settings, pipeline_class, self._config)
+        output_format = check_output_format(self._info.output_type, settings.output_format)
+        self._check_adapter(lora_request)
+        return DiffusionRequest(
+            params=msgspec.structs.replace(settings, output_format=output_format),
+            seeds=draw_seeds(settings),
+            images=images,
+            lora_name=None if lora_request is None else lora_request.lora_name,
+            lora_path=None if lora_request is None else lora_request.lora_path,
+        )
+
+    def _with_defaults(
+        self, prompt: OmniPrompt, params: DiffusionSamplingParams | SamplingParams | Mapping[str, Any] | None
+    ) -> DiffusionSamplingParams:
+        given, said = read_settings({} if params is None else params, self._info.pipeline_class)
+        values = {name: getattr(self._defaults, name) for name in self._said}
+        values |= {name: getattr(given, name) for name in said}
+        negative = prompt.get("negative_prompt")
+        if negative is not None:
+            if not isinstance(negative, str):
+                raise TypeError(f"negative_prompt must be a text, not a {type(negative).__name__}")
+            if given.negative_prompt not in (None, negative):
+                raise ValueError("negative_prompt is in the prompt and, another one, in the settings; keep one of them")
+            values["negative_prompt"] = negative
+        values["extra_args"] = {**self._defaults.extra_args, **given.extra_args}
+        return msgspec.structs.replace(DiffusionSamplingParams(), **values)
+
+    def _read_images(self, prompt: OmniPrompt) -> list[torch.Tensor]:
+        if not self.reads_images:
+            return []
+        images = read_images(prompt.get("multi_modal_data"), self._config.max_pixels)
+        if not images and self._info.needs_images:
+            raise ValueError(f"{self._class_name} needs an input image; give multi_modal_data={{'image': ...}}")
+        if len(images) > 1 and not takes_several_images(self._info.class_for(True)):
+            raise ValueError(f"{self._class_name} takes one input image for a prompt, not {len(images)}")
+        return images
+
+    def _check_settings(self, params: DiffusionSamplingParams, pipeline_class: type) -> None:
+        check_values(params)
+        call_arguments(pipeline_class, params)
+        made = self._info.output_type
+        if params.fps is not None and made != "video":
+            raise ValueError(f"fps is for videos, and {self._class_name} makes {made}; leave it out")
+        if params.preview_every and made == "audio":
+            raise ValueError("preview_every: there is nothing to see of sound; leave it out")
+        check_output_format(made, params.output_format)
+
+    def _check_adapter(self, lora_request: LoRARequest | None) -> None:
+        if lora_request is None:
+            return
+        if not isinstance(lora_request, LoRARequest):
+            raise TypeError(f"lora_request must be a LoRARequest, not {type(lora_request).__name__}")
+        if not hasattr(self._info.pipeline_class, "load_lora_weights"):
+            raise ValueError(f"{self._class_name} takes no LoRA adapters; leave lora_request out")
+        path = lora_request.lora_path
+        if not os.path.exists(path) and path.count("/") != 1:  # a name on the hub has one
+            raise ValueError(f"lora_request: there is no {path!r}; give an adapter's file or folder, or its hub name")
+
+
+def _check_output_type(stage: OmniStageConfig, info: PipelineInfo, where: str) -> None:
+    if stage.final_output and stage.final_output_type != info.output_type:
+        raise StageConfigError(
+            f"{where}: final_output_type {stage.final_output_type!r}, but {info.pipeline_class.__name__} makes "
+            f"{info.output_type!r}; write that"
+        )
+
+
+def _check_prompt(prompt: OmniPrompt) -> None:
+    """A diffusion stage that nobody feeds takes text, and images."""
+    for key in _NOT_FOR_DIFFUSION:
+        if prompt.get(key) is not None:
+            raise ValueError(f"a diffusion stage takes a prompt's text, not {key}; give 'prompt'")
+    text = prompt.get("prompt")
+    if not isinstance(text, str):
+        raise TypeError(f"prompt must be a text, not {'missing' if text is None else f'a {type(text).__name__}'}")
+    if not text.strip():
+        raise ValueError("prompt is empty; say what there is to be made")
+    check_text(text, "prompt")
+    for key, value in (prompt.get("additional_information") or {}).items():
+        if isinstance(value, torch.Tensor):
+            raise ValueError(f"additional_information: {key!r} is a tensor, which a diffusion stage has no use for")

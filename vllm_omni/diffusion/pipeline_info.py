@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a diffusers checkpoint is: its pipeline's class, what that makes, and what images it takes.
+
+Reads `model_index.json` and the class's signature; loads no weights and builds no pipeline. What a pipeline makes and
+takes is read from diffusers' own declarations, so that one that comes with the next diffusers needs nothing here.
+"""
+
+import dataclasses
+import inspect
+import sys
+import types
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origin
+
+from PIL import Image
+
+from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.config.nearest import nearest
+from vllm_omni.errors import StageConfigError
+
+if TYPE_CHECKING:  # diffusers is imported when a diffusion pipeline is opened, not before
+    from diffusers import DiffusionPipeline
+
+OutputType = Literal["image", "video", "audio"]
+
+_INDEX = "model_index.json"
+# Fields of diffusers' output classes, and what they hold.
+_OUTPUT_FIELDS: dict[str, OutputType] = {"frames": "video", "audios": "audio"}
+# Their signatures promise a batch of images, one for each prompt; they take several for one prompt.
+_SEVERAL_IMAGES = ("QwenImageEditPlusPipeline", "QwenImage21Pipeline")
+
+
+def is_diffusers_model(model: str, revision: str | None = None) -> bool:
+    """Whether a checkpoint (a directory, or a name on the hub) is a diffusers pipeline. Imports no diffusers.
+
+    A name that cannot be asked for (offline, not cached) is none: who loads it next says what is wrong.
+    """
+    if Path(model).exists():
+        return (Path(model) / _INDEX).is_file()
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(model, _INDEX, revision=revision)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineInfo:
+    """One diffusers checkpoint.
+
+    Attributes:
+        index: Its `model_index.json`.
+        pipeline_class: The diffusers class that runs it.
+    """
+
+    index: dict[str, Any]
+    pipeline_class: "type[DiffusionPipeline]"
+
+    @classmethod
+    def load(cls, model: str, config: DiTConfig) -> "PipelineInfo":
+        """
+        Raises:
+            StageConfigError: The checkpoint cannot be read, its class is not known, or takes no prompt.
+        """
+        index = load_model_index(model, config.revision)
+        pipeline_class = _find_class(model, index, config)
+        if "prompt" not in call_parameters(pipeline_class):
+            raise StageConfigError(
+                f"{model}: {pipeline_class.__name__} takes no prompt; a diffusion stage runs pipelines that do"
+            )
+        return cls(index, pipeline_class)
+
+    @cached_property
+    def output_type(self) -> OutputType:
+        """What the pipeline makes, as the output classes say that its module deals with."""
+        from diffusers.utils import BaseOutput
+
+        known: Iterable[Any] = vars(sys.modules[self.pipeline_class.__module__]).values()
+        outputs = [name for name in known if inspect.isclass(name) and issubclass(name, BaseOutput)]
+        fields = {field.name for output in outputs for field in dataclasses.fields(cast(Any, output))}
+        if "num_frames" in call_parameters(self.pipeline_class):
+            return "video"
+        return next((made for field, made in _OUTPUT_FIELDS.items() if field in fields), "image")
+
+    @property
+    def needs_images(self) -> bool:
+        """Whether it makes nothing from a prompt alone."""
+        parameter = call_parameters(self.pipeline_class).get("image")
+        if parameter is None:
+            return False
+        if parameter.default is inspect.Parameter.empty or not _is_optional(parameter.annotation):
+            return True
+        from diffusers.pipelines import auto_pipeline
+
+        from_text = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()
+        from_image = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING.values()
+        return self.pipeline_class in from_image and self.pipeline_class not in from_text
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether a request may have input images."""
+        return "image" in call_parameters(self.pipeline_class) or self._class_with_images is not None
+
+    def class_for(self, has_images: bool) -> "type[DiffusionPipeline]":
+        """The class that runs a request with or without input images, made of the same components.
+
+        Raises:
+            ValueError: There are images, and the model takes none.
+        """
+        if not has_images or "image" in call_parameters(self.pipeline_class):
+            return self.pipeline_class
+        if self._class_with_images is None:
+            raise ValueError(f"{self.pipeline_class.__name__} takes no input images; leave multi_modal_data out")
+        return self._class_with_images
+
+    @cached_property
+    def _class_with_images(self) -> "type[DiffusionPipeline] | None":
+        """What diffusers has for the same model where images come in, in a class of its own."""
+        from diffusers.pipelines import auto_pipeline
+
+        by_text = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING
+        by_image = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING
+        names = [name for name, known in by_text.items() if known is self.pipeline_class]
+        found = [by_image[name] for name in names if name in by_image]
+        return cast("type[DiffusionPipeline]", found[0]) if found else None
+
+
+def call_parameters(pipeline_class: type) -> dict[str, inspect.Parameter]:
+    """The named arguments of a pipeline's call."""
+    parameters = inspect.signature(pipeline_class.__call__).parameters
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name: p for name, p in parameters.items() if name != "self" and p.kind not in variable}
+
+
+def takes_several_images(pipeline_class: type) -> bool:
+    """Whether one prompt can have several input images.
+
+    Most of diffusers' pipelines take a list for a batch of prompts; then an array or a tensor may be an item, too.
+    """
+    if pipeline_class.__name__ in _SEVERAL_IMAGES:
+        return True
+    parameter = call_parameters(pipeline_class).get("image")
+    lists = [] if parameter is None else [a for a in _alternatives(parameter.annotation) if get_origin(a) is list]
+    return bool(lists) and all(get_args(a)[:1] == (Image.Image,) for a in lists)
+
+
+def load_model_index(model: str, revision: str | None = None) -> dict[str, Any]:
+    """A checkpoint's `model_index.json`.
+
+    Raises:
+        StageConfigError: It is not there, cannot be read, or names no class.
+    """
+    from diffusers import DiffusionPipeline
+
+    try:
+        index = DiffusionPipeline.load_config(model, revision=revision)
+    except (OSError, ValueError) as error:
+        raise StageConfigError(
+            f"{model}: {_INDEX} cannot be read ({error}); give a folder that a diffusers pipeline was saved to, or a "
+            "name on the hub (offline: one that is in the cache)"
+        ) from error
+    if not isinstance(index, dict) or not index.get("_class_name"):
+        raise StageConfigError(
+            f"{model}: {_INDEX} names no pipeline class (_class_name); it is no diffusers checkpoint"
+        )
+    return index
+
+
+def _find_class(model: str, index: dict[str, Any], config: DiTConfig) -> "type[DiffusionPipeline]":
+    import diffusers
+
+    name = config.pipeline_class or index["_class_name"]
+    if not isinstance(name, str):  # [file, class]: code that comes with the checkpoint
+        return _load_own_class(model, name[0], name[1], config)
+    found = getattr(diffusers, name, None)
+    if isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline):
+        return found
+    if found is not None and hasattr(found, "_backends"):
+        needed = ", ".join(found._backends)
+        raise StageConfigError(f"{model}: {name} needs packages that are not installed, of these: {needed}")
+    known = [other for other in dir(diffusers) if other.endswith("Pipeline")]
+    raise StageConfigError(
+        f"{model}: diffusers {diffusers.__version__} has no pipeline {name!r}{nearest(name, known)}; install a "
+        "diffusers that has it, or name another one as engine_args.pipeline_class"
+    )
+
+
+def _load_own_class(model: str, module: str, name: str, config: DiTConfig) -> "type[DiffusionPipeline]":
+    if not config.trust_remote_code:
+        raise StageConfigError(
+            f"{model}: its pipeline {name} is code that comes with the checkpoint ({module}.py); read that, and set "
+            "engine_args.trust_remote_code: true to run it"
+        )
+    from diffusers.utils.dynamic_modules_utils import get_class_from_dynamic_module
+
+    try:
+        return get_class_from_dynamic_module(
+            model, f"{module}.py", class_name=name, revision=config.revision, trust_remote_code=True
+        )
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        raise StageConfigError(f"{model}: its pipeline {name} cannot be imported from {module}.py: {error}") from error
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation alone."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _is_optional(annotation: Any) -> bool:
+    return type(None) in _alternatives(annotation) or (isinstance(annotation, str) and "None" in annotation)

@@ -20,6 +20,13 @@ TINY_CHECKPOINTS = {
     "qwen3": "vllm_omni.testing.tiny.qwen3",
     "qwen2_5_omni": "vllm_omni.testing.tiny.qwen2_5_omni",
     "qwen3_omni_moe": "vllm_omni.testing.tiny.qwen3_omni_moe",
+    "flux": "vllm_omni.testing.tiny.flux",
+    "flux2_klein": "vllm_omni.testing.tiny.flux2_klein",
+    "qwen_image": "vllm_omni.testing.tiny.qwen_image",
+    "qwen_image_edit": "vllm_omni.testing.tiny.qwen_image_edit",
+    "stable_diffusion_3": "vllm_omni.testing.tiny.stable_diffusion_3",
+    "wan": "vllm_omni.testing.tiny.wan",
+    "wan_i2v": "vllm_omni.testing.tiny.wan_i2v",
     "z_image": "vllm_omni.testing.tiny.z_image",
 }
 """Name -> module with `SIZES` (names of sizes) and `write(path: Path, seed: int, size: str)`."""

@@ -39,7 +39,9 @@ def fill_random(module: nn.Module, seed: int, layer_gain: float, heads: tuple[st
             noise = torch.empty(parameter.shape, dtype=torch.float32).normal_(generator=generator)
             if name in embeddings:
                 value = EMBEDDING_STD * noise
-            elif parameter.dim() >= 2:
+            elif (
+                parameter.dim() >= 2 and parameter[0].numel() > 1
+            ):  # not the gains of a norm that broadcast over pixels
                 gain = HEAD_GAIN if any(head in name for head in heads) else layer_gain
                 value = gain / _fan_in(name, parameter, strides.get(name)) ** 0.5 * noise
             else:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny `Flux2KleinPipeline`: text, or text and pictures, to image.
+
+The text encoder has 28 layers, if narrow ones: what the pipeline hands on are those after 9, 18 and 27 layers.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
+from transformers import Qwen3ForCausalLM
+
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, fill_components, save, settle
+from vllm_omni.testing.tiny.text_encoders import make_qwen_tokenizer, qwen3_config
+
+TEXT_LAYERS = 28
+LAYERS_READ = 3
+
+
+@dataclass(frozen=True)
+class Size:
+    """Everything in which the sizes of the checkpoint differ. `axes` are the parts of a head that know the position."""
+
+    layers: int
+    single_layers: int
+    heads: int
+    axes: tuple[int, int, int, int]
+    text_hidden: int
+
+
+SIZES = {
+    "default": Size(layers=2, single_layers=2, heads=4, axes=(4, 4, 4, 4), text_hidden=32),
+}
+GAINS = {"text_encoder": 1.0, "transformer": 1.5, "vae": 1.0}
+
+
+def write(path: Path, seed: int, size: str) -> None:
+    """Writes the whole checkpoint into the empty folder `path`."""
+    pipe = _build(SIZES[size])
+    fill_components(pipe, seed, GAINS)
+    settle(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64)
+    save(pipe, path)
+
+
+def _build(size: Size) -> Flux2KleinPipeline:
+    tokenizer = make_qwen_tokenizer()
+    transformer = Flux2Transformer2DModel(
+        in_channels=4 * LATENT_CHANNELS,  # 2 x 2 latents are one token
+        num_layers=size.layers,
+        num_single_layers=size.single_layers,
+        attention_head_dim=sum(size.axes),
+        num_attention_heads=size.heads,
+        joint_attention_dim=LAYERS_READ * size.text_hidden,
+        axes_dims_rope=size.axes,
+        guidance_embeds=False,
+    )
+    return Flux2KleinPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=_make_vae(),
+        text_encoder=Qwen3ForCausalLM(qwen3_config(tokenizer, size.text_hidden, TEXT_LAYERS)),
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
+
+
+def _make_vae() -> AutoencoderKLFlux2:
+    """Normalizes its latents by statistics that are not 0 and 1, so that leaving them out shows."""
+    vae = AutoencoderKLFlux2(
+        block_out_channels=(8, 16, 16, 16), layers_per_block=1, latent_channels=LATENT_CHANNELS, norm_num_groups=4
+    )
+    with torch.no_grad():
+        vae.bn.running_mean.fill_(0.1)
+        vae.bn.running_var.fill_(2.0)
+    return vae

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny `QwenImagePipeline`: text to image, the prompt read by a Qwen2.5-VL. Has what `qwen_image_edit` shares."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, fill_components, save, settle
+from vllm_omni.testing.tiny.text_encoders import make_qwen_tokenizer
+from vllm_omni.testing.tiny.tokenizer import token_id
+
+VOCAB_SIZE = 1024
+PATCH = 14
+"""Pixels of a patch of the vision tower, on each side."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Everything in which the sizes of the checkpoint differ. `axes` are the parts of a head that know the position."""
+
+    layers: int
+    heads: int
+    axes: tuple[int, int, int]
+    text_hidden: int
+    text_layers: int
+
+
+SIZES = {
+    "default": Size(layers=2, heads=4, axes=(4, 6, 6), text_hidden=64, text_layers=2),
+    "large": Size(layers=3, heads=5, axes=(16, 24, 24), text_hidden=128, text_layers=3),
+}
+GAINS = {"text_encoder": 2.0, "transformer": 1.5, "vae": 1.0}
+
+
+def write(path: Path, seed: int, size: str) -> None:
+    """Writes the whole checkpoint into the empty folder `path`."""
+    pipe = QwenImagePipeline(**make_components(SIZES[size]))
+    learn_template(pipe)
+    fill_components(pipe, seed, GAINS)
+    negative = {"negative_prompt": "dark"}
+    settle(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64, **negative)
+    save(pipe, path)
+
+
+def make_components(size: Size) -> dict[str, Any]:
+    """Arguments of the pipeline's class."""
+    tokenizer = make_qwen_tokenizer()
+    transformer = QwenImageTransformer2DModel(
+        in_channels=4 * LATENT_CHANNELS,  # 2 x 2 latents are one token
+        out_channels=LATENT_CHANNELS,
+        num_layers=size.layers,
+        attention_head_dim=sum(size.axes),
+        num_attention_heads=size.heads,
+        joint_attention_dim=size.text_hidden,
+        axes_dims_rope=size.axes,
+    )
+    return {
+        "scheduler": FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
+        ),
+        "vae": AutoencoderKLQwenImage(base_dim=4, num_res_blocks=1),
+        "text_encoder": Qwen2_5_VLForConditionalGeneration(_text_config(size, tokenizer)),
+        "tokenizer": tokenizer,
+        "transformer": transformer,
+    }
+
+
+def learn_template(pipe: Any) -> None:
+    """Gives each word of the pipeline's own instruction to its text encoder a token.
+
+    The pipeline drops as many tokens as that instruction has in the real tokenizer. Spelled in bytes it would be
+    longer, and what stayed of it would drown the prompt.
+    """
+    instruction = pipe.prompt_template_encode.split("<|im_end|>")[0].removeprefix("<|im_start|>system\n")
+    words = dict.fromkeys(re.findall(r"'s| ?\w+| ?[^\w\s]+", instruction))
+    pipe.tokenizer.add_tokens([word for word in words if len(pipe.tokenizer.encode(word)) > 1])
+
+
+def _text_config(size: Size, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
+    heads = size.text_hidden // 16
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": size.text_hidden,
+        "intermediate_size": 2 * size.text_hidden,
+        "num_hidden_layers": size.text_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        "bos_token_id": None,
+        "eos_token_id": token_id(tokenizer, "<|im_end|>"),
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": size.text_hidden,
+        "patch_size": PATCH,
+        "window_size": 4 * PATCH,
+        "fullatt_block_indexes": [1],
+    }
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=token_id(tokenizer, "<|image_pad|>"),
+        video_token_id=token_id(tokenizer, "<|video_pad|>"),
+        vision_start_token_id=token_id(tokenizer, "<|vision_start|>"),
+        vision_end_token_id=token_id(tokenizer, "<|vision_end|>"),
+        tie_word_embeddings=True,
+        dtype="float32",
+    )

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny `QwenImageEditPipeline`: a picture and an instruction to another picture.
+
+The pipeline works on the input at a million pixels, whatever was given and asked for. Its autoencoder therefore has
+16 pixels a latent on each side, not 8 as the real one: sizes are multiples of 32.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline
+from PIL import Image
+from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+from vllm_omni.testing.tiny.pipelines import fill_components, save, settle
+from vllm_omni.testing.tiny.qwen_image import GAINS, PATCH, Size, learn_template, make_components
+
+SIZES = {"default": Size(layers=2, heads=4, axes=(4, 6, 6), text_hidden=64, text_layers=2)}
+VAE = {"base_dim": 8, "dim_mult": [1] * 5, "num_res_blocks": 0, "temperal_downsample": [False, False, True, True]}
+"""The encoder has no other layers at its full size than the first one and the one that halves it."""
+PROMPT_KEYS_GAIN = 3.0
+
+
+def write(path: Path, seed: int, size: str) -> None:
+    """Writes the whole checkpoint into the empty folder `path`."""
+    components = make_components(SIZES[size])
+    components["vae"] = AutoencoderKLQwenImage(**VAE)
+    pipe = QwenImageEditPipeline(**components, processor=_make_processor(components["tokenizer"]))
+    learn_template(pipe)
+    fill_components(pipe, seed, GAINS)
+    _heed_prompt(pipe)
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    call = {"image": Image.fromarray(pixels), "negative_prompt": "dark", "height": 64, "width": 64}
+    settle(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, **call)
+    save(pipe, path)
+
+
+def _heed_prompt(pipe: QwenImageEditPipeline) -> None:
+    """Lets attention prefer the few tokens of the prompt to the thousand of the picture."""
+    with torch.no_grad():
+        for block in pipe.transformer.transformer_blocks:
+            block.attn.norm_added_k.weight *= PROMPT_KEYS_GAIN
+
+
+def _make_processor(tokenizer: object) -> Qwen2VLProcessor:
+    """Shows the text encoder at most 16 tokens of a picture."""
+    pixels = {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 16 * (2 * PATCH) ** 2}
+    settings = {"size": pixels, "patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
+    images, videos = Qwen2VLImageProcessor(**settings), Qwen2VLVideoProcessor(**settings)
+    return Qwen2VLProcessor(images, tokenizer, videos)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny `WanPipeline`: text to video of 4k + 1 frames, 8 pixels and 4 frames a latent. Has what `wan_i2v` shares."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, fill_components, save, settle
+from vllm_omni.testing.tiny.text_encoders import make_t5_tokenizer, make_umt5
+
+
+@dataclass(frozen=True)
+class Size:
+    """Everything in which the sizes of the checkpoint differ."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    text_hidden: int
+    text_layers: int
+
+
+SIZES = {"default": Size(layers=2, heads=2, head_dim=24, text_hidden=64, text_layers=2)}
+GAINS = {"text_encoder": 1.5, "transformer": 1.5, "vae": 1.0}
+QUERY_GAIN = 4.0
+
+
+def write(path: Path, seed: int, size: str) -> None:
+    """Writes the whole checkpoint into the empty folder `path`."""
+    pipe = WanPipeline(**make_components(SIZES[size]))
+    fill_components(pipe, seed, GAINS)
+    heed_prompt(pipe.transformer)
+    settle(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64, num_frames=5)
+    save(pipe, path)
+
+
+def make_components(size: Size, **transformer_settings: Any) -> dict[str, Any]:
+    """Arguments of the pipeline's class.
+
+    Args:
+        transformer_settings: Of a transformer that reads more than noise and text.
+    """
+    tokenizer = make_t5_tokenizer()
+    hidden = size.heads * size.head_dim
+    settings = {"in_channels": LATENT_CHANNELS, **transformer_settings}
+    transformer = WanTransformer3DModel(
+        num_attention_heads=size.heads,
+        attention_head_dim=size.head_dim,
+        out_channels=LATENT_CHANNELS,
+        text_dim=size.text_hidden,
+        ffn_dim=2 * hidden,
+        num_layers=size.layers,
+        **settings,
+    )
+    return {
+        "tokenizer": tokenizer,
+        "text_encoder": make_umt5(tokenizer, size.text_hidden, size.text_layers),
+        "vae": AutoencoderKLWan(base_dim=4, num_res_blocks=1),
+        "scheduler": UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
+        ),
+        "transformer": transformer,
+    }
+
+
+def heed_prompt(transformer: WanTransformer3DModel) -> None:
+    """Lets cross-attention pick few tokens: the pipeline fills each prompt up to 512 with zeros, and reads them all."""
+    with torch.no_grad():
+        for block in transformer.blocks:
+            block.attn2.norm_q.weight *= QUERY_GAIN

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for every test: the environment, set before anything imports torch or vLLM, and shared fixtures."""
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,12 @@ def tiny_qwen2_5_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_qwen3_omni_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete Qwen3-Omni checkpoint with random weights."""
     return _write("qwen3_omni_moe", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_diffusion(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny diffusers checkpoint, by its name; each is written once."""
+    return functools.cache(lambda name: _write(name, tmp_path_factory))
 
 
 def _write(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:

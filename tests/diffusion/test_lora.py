@@ -171,6 +171,11 @@ def test_paths_that_lead_to_no_adapter_are_refused(pipe, adapters, tmp_path):
             manager.activate("style", str(tmp_path / path), 1.0)
 
 
+def test_a_name_that_the_hub_does_not_give_is_refused(pipe):
+    with pytest.raises(ValueError, match=r"LoRA adapter 'style' \(nobody/nothing\): .*could not be had from the hub"):
+        AdapterManager(pipe, max_loras=8).activate("style", "nobody/nothing", 1.0)
+
+
 def test_a_stage_that_takes_no_adapters_says_so(pipe, adapters):
     with pytest.raises(ValueError, match="max_loras"):
         AdapterManager(pipe, max_loras=0).activate("style", adapters[0], 1.0)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE, LoraBaseMixin
+from vllm.lora.utils import get_adapter_absolute_path
 
 FACTOR = re.compile(r"(?P<component>\w+)\.(?P<layer>.+)\.lora_(?P<side>[AB])(\.\w+)?\.weight")
 """A key of diffusers' format: `transformer.blocks.0.attn.to_q.lora_A.weight`."""
@@ -42,7 +43,8 @@ class AdapterManager:
 
         Args:
             name: What the user calls the adapter; None: no adapter.
-            path: Its file, safetensors, or the folder that the file is in.
+            path: Its file, safetensors, or the folder that the file is in, or its name on the hub, from where it is
+                downloaded now unless it was before.
             scale: How strongly it counts; 1: as it was trained.
 
         Raises:
@@ -70,12 +72,13 @@ class AdapterManager:
     def _load(self, name: str, path: str) -> None:
         if self._max_loras < 1:
             raise ValueError(f"LoRA adapter {name!r}: this stage takes none (max_loras is {self._max_loras})")
-        problem = _problem(self._pipe, path)
+        place = _place(path)
+        problem = _problem(self._pipe, place)
         if problem is not None:
             raise ValueError(f"LoRA adapter {name!r} ({path}): {problem}")
         adapter = f"adapter_{next(self._numbers)}"
         try:
-            self._pipe.load_lora_weights(path, adapter_name=adapter, use_safetensors=True, local_files_only=True)
+            self._pipe.load_lora_weights(place, adapter_name=adapter, use_safetensors=True, local_files_only=True)
         except Exception as error:  # whatever the file provokes in diffusers or PEFT is the file's fault
             self._pipe.delete_adapters([adapter])
             self._apply(self._active)
@@ -85,12 +88,20 @@ class AdapterManager:
         self._loaded[path] = adapter
 
 
+def _place(path: str) -> str:
+    """Where an adapter lies on this machine; `path` itself, if nowhere."""
+    try:
+        return get_adapter_absolute_path(path)
+    except OSError:  # the hub cannot be reached, and nothing was kept
+        return path
+
+
 def _problem(pipe: Any, path: str) -> str | None:
     """What keeps a file from being an adapter for this pipeline; None: nothing that can be seen from outside."""
     if not isinstance(pipe, LoraBaseMixin):
         return f"{type(pipe).__name__} takes no LoRA adapters"
     if not Path(path).exists():
-        return "there is no such file or folder"
+        return "there is no such file or folder, and it could not be had from the hub"
     if Path(path).is_dir():
         files = [file.name for file in Path(path).glob("*.safetensors")]
         if LORA_WEIGHT_NAME_SAFE not in files and len(files) != 1:

@@ -88,7 +88,7 @@ def _image_vae(pipe: Any) -> Any:
     vae = getattr(pipe, "vae", None)
     if vae is None or not hasattr(vae, "decoder"):
         raise ValueError(f"{_name(pipe)} has no previews: it has no VAE whose decoder is known here")
-    parameters = list(inspect.signature(vae.decode).parameters.values())[1:]
+    parameters = list(inspect.signature(type(vae).decode).parameters.values())[2:]  # not self, nor latents
     needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if needed or vae.config.get("timestep_conditioning"):
         raise ValueError(f"{_name(pipe)} has no previews: its {type(vae).__name__} needs more than latents to decode")

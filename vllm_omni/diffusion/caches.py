@@ -115,7 +115,7 @@ def _settings(config: DiTConfig) -> Any:
     try:
         return cls(**values)
     except (ValueError, TypeError) as error:
-        raise StageConfigError(f"{where}: {error}") from error
+        raise StageConfigError(f"{where}: {str(error).strip()}") from error
 
 
 def _value(value: Any, default: Any) -> Any:

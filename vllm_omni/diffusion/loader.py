@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.pipelines.pipeline_loading_utils import simple_get_class_obj
 from diffusers.utils import logging as diffusers_logging
@@ -53,7 +52,7 @@ def load_pipeline(model: str, config: DiTConfig, device: torch.device) -> Diffus
             unknown, does not fit the pipeline, or cannot be had on this device.
     """
     info = PipelineInfo.load(model, config)
-    classes = _component_classes(info)
+    classes = _component_classes(model, info, config)
     left_out = _left_out(info.pipeline_class, classes, config)
     check_offload(config, device)
     check_settings(config, info.pipeline_class, classes, device, resolve_dtype(config, device))
@@ -75,44 +74,39 @@ def resolve_dtype(config: DiTConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, config.dtype)
 
 
-def _component_classes(info: PipelineInfo) -> dict[str, type]:
+def _component_classes(model: str, info: PipelineInfo, config: DiTConfig) -> dict[str, type]:
     """The class of each component that the pipeline takes and the checkpoint has.
 
-    One whose code comes with the checkpoint is left out: diffusers finds it, if it is allowed to.
+    Where code that comes with the checkpoint may run, a class that is not found is left to diffusers.
+
+    Raises:
+        StageConfigError: One is missing, or of a class that is not known.
     """
     expected, _ = DiffusionPipeline._get_signature_keys(info.pipeline_class)
     classes = {}
-    for name in expected:
+    for name in sorted(expected):
         library, class_name = info.index.get(name) or (None, None)
         if library is None or class_name is None:
+            if name not in info.pipeline_class._optional_components:
+                raise StageConfigError(f"{model}: {info.pipeline_class.__name__} needs a {name}, it has none")
             continue
         try:
             classes[name] = simple_get_class_obj(library, class_name)
-        except (ImportError, AttributeError, ValueError):
-            continue
+        except (ImportError, AttributeError) as error:
+            if not config.trust_remote_code:
+                raise StageConfigError(
+                    f"{model}: {name} is a {class_name}, which {library} does not have here; install a version that "
+                    "does, or, if the class comes with the checkpoint and you have read it, set "
+                    "engine_args.trust_remote_code: true"
+                ) from error
     return classes
 
 
 # What a stage's part leaves out.
 
 
-class _NotLoaded(ModelHook):
-    """Stands before a component without weights.
-
-    Attributes:
-        execution_device: Where the pipeline computes; diffusers asks the hooks of its components for that.
-    """
-
-    def __init__(self, name: str, part: str, device: torch.device) -> None:
-        self.execution_device = device
-        self._message = f"{name} is not loaded: this stage has part: {part}, and its pipeline needs {name} for that"
-
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(self._message)
-
-
 def _left_out(pipeline_class: type, classes: Mapping[str, type], config: DiTConfig) -> dict[str, type]:
-    """The components that this stage has no use for. What has no weights is always there.
+    """The models that this stage has no use for. Tokenizers and schedulers are always there.
 
     Raises:
         StageConfigError: Nothing would be left, or they can only be made with their weights.
@@ -131,21 +125,34 @@ def _left_out(pipeline_class: type, classes: Mapping[str, type], config: DiTConf
     return left_out
 
 
-def _without_weights(model: str, name: str, cls: Any, config: DiTConfig, dtype: torch.dtype) -> torch.nn.Module:
+def _without_weights(model: str, name: str, cls: type, config: DiTConfig, device: torch.device) -> torch.nn.Module:
     """A component as its configuration describes it, on the meta device."""
+    empty, dtype = _empty_class(name, cls, config.part, device), resolve_dtype(config, device)
     place = {"subfolder": name, "revision": config.revision}
     try:
         if issubclass(cls, ModelMixin):
-            settings = cls.load_config(model, **place)
+            settings = empty.load_config(model, **place)
             with torch.device("meta"):
-                return torch.nn.Module.to(cls.from_config(settings), dtype)
-        settings = cls.config_class.from_pretrained(model, **place)
+                return torch.nn.Module.to(empty.from_config(settings), dtype)
+        settings = empty.config_class.from_pretrained(model, **place)
         with torch.device("meta"):
-            return torch.nn.Module.to(cls(settings), dtype)
+            return torch.nn.Module.to(empty(settings), dtype)
     except _LOADING_ERRORS as error:
         raise StageConfigError(
             f"{model}: {name} ({cls.__name__}) cannot be made without its weights: {error}; run it with part: pipeline"
         ) from error
+
+
+def _empty_class(name: str, cls: type, part: str, device: torch.device) -> Any:
+    """The class of a component without weights. It refuses to compute, and says that it is where the pipeline computes:
+    diffusers asks whichever component comes first for that."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{name} is not loaded: this stage has part: {part}, and its pipeline needs {name} for that")
+
+    body: dict[str, Any] = {method: refuse for method in ("forward", "encode", "decode") if hasattr(cls, method)}
+    body |= {"__module__": cls.__module__, "device": property(lambda self: device)}
+    return type(cls.__name__, (cls,), body)
 
 
 # Loading.
@@ -159,23 +166,20 @@ def _load(
     config: DiTConfig,
     device: torch.device,
 ) -> DiffusionPipeline:
-    dtype = resolve_dtype(config, device)
     quantization = quantization_config(config, classes)
     folder = _local_folder(model, info.pipeline_class, left_out, config)
     check_weight_files(folder, [name for name in classes if name not in left_out], classes, config)
-    empty = {name: _without_weights(model, name, cls, config, dtype) for name, cls in left_out.items()}
+    empty = {name: _without_weights(model, name, cls, config, device) for name, cls in left_out.items()}
     try:
         pipe = info.pipeline_class.from_pretrained(
             str(folder),
-            dtype=dtype,
+            dtype=resolve_dtype(config, device),
             quantization_config=quantization,
             **_file_choice(config),
             **empty,
         )
     except _LOADING_ERRORS as error:
         raise StageConfigError(f"{model}: cannot be loaded as {info.pipeline_class.__name__}: {error}") from error
-    for name, module in empty.items():
-        add_hook_to_module(module, _NotLoaded(name, config.part, device))
     _check_complete(model, {name: m for name, m in _modules(pipe).items() if name not in empty})
     return pipe
 

@@ -11,6 +11,7 @@ from diffusers import DiffusionPipeline
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import ModuleCall, compute
+from vllm_omni.diffusion.caches import follow
 from vllm_omni.diffusion.job import DiffusionJob, JobEnd, Progress, RunningJob
 from vllm_omni.diffusion.lora import AdapterManager
 from vllm_omni.diffusion.pipeline_call import CallAborted, PipelineCall, gate_modules, on_method
@@ -44,6 +45,8 @@ class DiffusionModelRunner:
             self._adapters.activate(*job.adapter)
             gate_modules(self._pipe)
             running = RunningJob(job, PipelineCall(self._pipe_for(job.pipeline_class)))
+            if self._config.cache_backend is not None:
+                follow(running.call.pipe)
             arguments = self._prepare(running)
         except (ValueError, TypeError) as error:
             return JobEnd(job, error=error, is_invalid=True)

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for pictures that nobody wants any more: they end at the next step, and the others do not notice."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.entrypoints.faces import is_idle, quick_servers
+from tests.stage.running_engine import StepCounter
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.sampling_params import DiffusionRequest, DiffusionSamplingParams
+from vllm_omni.errors import RequestTimeoutError
+from vllm_omni.events import CompletedEvent, ErrorEvent, ImageProgressEvent, OmniEvent
+from vllm_omni.inputs import StageRequest
+from vllm_omni.stage.engines.base import NewRequest, Outbox, OutboxItem, Result, Stream
+from vllm_omni.stage.engines.diffusion import DiffusionStageEngine
+
+NUM_STEPS = 4
+SIZE = {"height": 32, "width": 32, "output_format": "np"}
+SHORT = {**SIZE, "num_inference_steps": NUM_STEPS}
+ENDLESS = {**SIZE, "num_inference_steps": 100_000}
+
+
+class WatchedEngine:
+    """An engine that runs in the test's thread, so that what is done about an item is done before its next step."""
+
+    def __init__(self, checkpoint: Path, max_batch_size: int) -> None:
+        self.outbox = WatchedOutbox()
+        self.engine = DiffusionStageEngine(
+            self.outbox, 0, str(checkpoint), DiTConfig(), max_batch_size=max_batch_size, memory=None
+        )
+        self.engine.start()
+
+    def run(
+        self,
+        *requests: NewRequest,
+        on_item: Callable[[OutboxItem], None] = lambda item: None,
+        on_step: Callable[[int], None] = lambda num_steps: None,
+    ) -> list[int]:
+        """Works until somebody calls `engine.stop`. How many outputs each step worked on."""
+        self.outbox.items.clear()
+        self.outbox.order.clear()
+        self.outbox.on_item = on_item
+        self.engine.recorder = counter = WatchedCounter(on_step)
+        for request in requests:
+            self.engine.inbox.put(request)
+        self.engine.run()
+        return counter.batch_sizes
+
+    def run_to_the_end(self, *requests: NewRequest) -> list[int]:
+        """Works until all of these are done."""
+        return self.run(*requests, on_item=self.stop_after(len(requests)))
+
+    def stop_after(self, num_results: int) -> Callable[[OutboxItem], None]:
+        def on_item(item: OutboxItem) -> None:
+            if sum(isinstance(items[-1], Result) for items in list(self.outbox.items.values())) == num_results:
+                self.engine.stop()
+
+        return on_item
+
+    def steps(self, request_id: str) -> list[tuple[int, int]]:
+        """Which output came how far, as a caller who looks on is told."""
+        told = [item.output for item in self.outbox.items[request_id] if isinstance(item, Stream)]
+        return [(output.data["index"], output.step) for output in told]
+
+    def pictures(self, request_id: str) -> torch.Tensor:
+        last = self.outbox.items[request_id][-1]
+        assert isinstance(last, Result), last
+        return last.output.tensors["image"]
+
+
+class WatchedOutbox(Outbox):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: dict[str, list[OutboxItem]] = defaultdict(list)
+        self.order: list[str] = []
+        self.on_item: Callable[[OutboxItem], None]
+
+    def put(self, item: OutboxItem) -> None:
+        self.items[item.request_id].append(item)
+        self.order.append(item.request_id)
+        self.on_item(item)
+
+
+class WatchedCounter(StepCounter):
+    def __init__(self, on_step: Callable[[int], None]) -> None:
+        super().__init__()
+        self._on_step = on_step
+
+    def step(self, seconds: float, batch_size: int) -> None:
+        super().step(seconds, batch_size)
+        self._on_step(len(self.batch_sizes))
+
+
+def new_request(request_id: str, *seeds: int, prompt: str = "a hen") -> NewRequest:
+    params = DiffusionSamplingParams(**SHORT, num_outputs_per_prompt=len(seeds))
+    diffusion = DiffusionRequest(params=params, seeds=list(seeds))
+    return NewRequest(StageRequest(request_id=request_id, prompt=prompt, diffusion=diffusion), streams_output=True)
+
+
+@pytest.fixture(scope="module")
+def watched(tiny_diffusion: Callable[[str], Path]) -> Iterator[WatchedEngine]:
+    watched = WatchedEngine(tiny_diffusion("z_image"), max_batch_size=3)
+    yield watched
+    watched.engine.close()
+
+
+def test_an_abort_takes_effect_at_the_next_step_and_for_one_request(watched: WatchedEngine) -> None:
+    watched.run_to_the_end(new_request("alone", 7))
+    alone = watched.pictures("alone")
+
+    def on_item(item: OutboxItem) -> None:
+        if watched.steps("left")[-1:] == [(1, 2)]:
+            watched.engine.abort("left")
+        watched.stop_after(1)(item)
+
+    watched.run(new_request("left", 1, 2), new_request("stays", 7), on_item=on_item)
+
+    assert watched.steps("left") == [(index, step) for step in (0, 1, 2) for index in (0, 1)]
+    assert all(isinstance(item, Stream) for item in watched.outbox.items["left"]), "it has no end that anybody hears"
+    assert watched.steps("stays") == [(0, step) for step in range(NUM_STEPS)]
+    torch.testing.assert_close(watched.pictures("stays"), alone, rtol=0, atol=1e-4)
+
+
+def test_an_abort_takes_effect_whatever_is_being_computed(watched: WatchedEngine) -> None:
+    """After each of a request's module calls: of the text encoder, the denoiser, the VAE."""
+    num_calls = len(watched.run_to_the_end(new_request("whole", 1)))
+    assert num_calls > NUM_STEPS
+
+    for call in range(1, num_calls):
+
+        def on_step(num_steps: int, call: int = call) -> None:
+            if num_steps == call:
+                watched.engine.abort("left")
+                watched.engine.stop()
+
+        assert watched.run(new_request("left", 1), on_step=on_step) == [1] * call
+        assert all(isinstance(item, Stream) for item in watched.outbox.items["left"])
+
+    assert watched.run_to_the_end(new_request("whole", 1)) == [1] * num_calls, "nothing is left of the others"
+
+
+def test_a_request_that_leaves_while_it_waits_is_never_computed(watched: WatchedEngine) -> None:
+    def on_step(num_steps: int) -> None:
+        if num_steps == 2:
+            watched.engine.abort("waits")
+
+    requests = [new_request("works", 1, 2, 3), new_request("waits", 4), new_request("next", 5)]
+    watched.run(*requests, on_step=on_step, on_item=watched.stop_after(2))
+
+    assert watched.outbox.items.keys() == {"works", "next"}
+    assert watched.pictures("works").shape == (3, 32, 32, 3)
+
+
+def test_who_leaves_makes_room_for_who_waits(watched: WatchedEngine) -> None:
+    """A waiting request begins beside those that are in the middle of theirs."""
+
+    def on_item(item: OutboxItem) -> None:
+        if item.request_id == "left" and watched.steps("left") == [(0, 0)]:
+            watched.engine.abort("left")
+        watched.stop_after(2)(item)
+
+    requests = [new_request("left", 1), new_request("works", 2, 3), new_request("waits", 4)]
+    watched.run(*requests, on_item=on_item)
+
+    order = watched.outbox.order
+    assert order.count("left") == 1
+    assert order.index("waits") < order.index("works", order.index("waits")), "it begins before the others are done"
+    assert len(watched.steps("waits")) == NUM_STEPS and len(watched.steps("works")) == 2 * NUM_STEPS
+
+
+async def read(events: AsyncIterator[OmniEvent]) -> list[OmniEvent]:
+    return [event async for event in events]
+
+
+async def look_on_until(step: int, events: AsyncIterator[OmniEvent]) -> None:
+    """Leaves when this step is done."""
+    async for event in events:
+        if isinstance(event, ImageProgressEvent) and event.step == step:
+            break
+    await events.aclose()  # type: ignore[attr-defined]
+
+
+def picture(events: list[OmniEvent]) -> np.ndarray:
+    end = events[-1]
+    assert isinstance(end, CompletedEvent), end
+    return end.outputs[0].images[0]
+
+
+def num_computed(llm: AsyncOmniLLM) -> int:
+    (stats,) = llm.stats()
+    return stats.num_scheduled
+
+
+def paint(llm: AsyncOmniLLM, seed: int, settings: dict[str, Any] = SHORT) -> AsyncIterator[OmniEvent]:
+    return llm.generate(f"picture {seed}", {**settings, "seed": seed})
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_diffusion: Callable[[str], Path]) -> Iterator[AsyncOmniLLM]:
+    with quick_servers():
+        llm = AsyncOmniLLM(str(tiny_diffusion("z_image")), max_steps=100_000, request_timeout_s=5.0, log_stats=True)
+    with llm:
+        yield llm
+
+
+def test_a_caller_who_leaves_disturbs_nobody(llm: AsyncOmniLLM) -> None:
+    async def main() -> None:
+        alone = [picture(await read(paint(llm, seed))) for seed in range(3)]
+        before = num_computed(llm)
+        await read(paint(llm, 0))
+        num_calls = num_computed(llm) - before
+
+        leaving = look_on_until(2, paint(llm, 9, ENDLESS))
+        _, *stories = await asyncio.gather(leaving, *(read(paint(llm, seed)) for seed in range(3)))
+        for events, expected in zip(stories, alone, strict=True):
+            steps = [event.step for event in events if isinstance(event, ImageProgressEvent)]
+            assert steps == list(range(NUM_STEPS))
+            np.testing.assert_allclose(picture(events), expected, rtol=0, atol=1e-4)
+
+        assert is_idle(llm)
+        await read(paint(llm, 0))  # now the engine has heard of the abort
+        before = num_computed(llm)
+        await read(paint(llm, 0))
+        assert num_computed(llm) - before == num_calls, "nothing else is computed"
+
+    asyncio.run(main())
+
+
+def test_a_deadline_ends_one_request(llm: AsyncOmniLLM) -> None:
+    async def main() -> None:
+        alone = picture(await read(paint(llm, 4)))
+        overdue = asyncio.create_task(read(paint(llm, 9, ENDLESS)))
+        for _ in range(2):
+            np.testing.assert_allclose(picture(await read(paint(llm, 4))), alone, rtol=0, atol=1e-4)
+        *progress, end = await overdue
+        assert isinstance(end, ErrorEvent) and isinstance(end.error, RequestTimeoutError)
+        assert len(progress) > NUM_STEPS and all(isinstance(event, ImageProgressEvent) for event in progress)
+        assert picture(await read(paint(llm, 4))).shape == (32, 32, 3)
+        assert is_idle(llm)
+
+    asyncio.run(main())

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline is loaded as the stage says: the same picture as diffusers makes with the same setting, or a clear no."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
+from vllm_omni.diffusion.loader import load_pipeline
+from vllm_omni.errors import StageConfigError
+
+CPU = torch.device("cpu")
+ATTENTION_WARNING = "ignore:Attention backends"
+
+
+@pytest.fixture(scope="module")
+def z_image(tiny_diffusion: Callable[[str], Path]) -> Path:
+    return tiny_diffusion("z_image")
+
+
+@pytest.fixture
+def copied(z_image: Path, tmp_path: Path) -> Path:
+    """A checkpoint that may be damaged."""
+    return Path(shutil.copytree(z_image, tmp_path / "model"))
+
+
+def load(model: Path, **engine_args: Any) -> DiffusionPipeline:
+    return load_pipeline(str(model), parse_dit_config(engine_args, "stage 0 (dit)"), CPU)
+
+
+def bare(model: Path, **arguments: Any) -> DiffusionPipeline:
+    pipe = DiffusionPipeline.from_pretrained(model, **arguments)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def paint(pipe: DiffusionPipeline, **arguments: Any) -> torch.Tensor:
+    """A picture, float32 `[1, 3, 64, 64]`."""
+    defaults = {"prompt": "a red cat", "height": 64, "width": 64, "num_inference_steps": 2, "guidance_scale": 4.0}
+    generator = torch.Generator().manual_seed(3)
+    return pipe(**(defaults | arguments), generator=generator, output_type="pt").images.float()
+
+
+def refusal(model: Path, **engine_args: Any) -> str:
+    """Why a pipeline with these settings cannot be had."""
+    with pytest.raises(StageConfigError) as caught:
+        load(model, **engine_args)
+    return str(caught.value)
+
+
+@pytest.fixture
+def no_weights_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were read before the mistake was noticed")
+
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", refuse)
+
+
+# What applies on a CPU.
+
+
+def tile(pipe: DiffusionPipeline) -> None:
+    pipe.vae.enable_tiling()
+
+
+def slice_vae(pipe: DiffusionPipeline) -> None:
+    pipe.vae.enable_slicing()
+
+
+def no_more(pipe: DiffusionPipeline) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "arguments", "change"),
+    [
+        ({}, {}, no_more),
+        ({"dtype": "bfloat16"}, {"dtype": torch.bfloat16}, no_more),
+        ({"dtype": "float16"}, {"dtype": torch.float16}, no_more),
+        ({"vae_tiling": True}, {}, tile),
+        ({"vae_slicing": True}, {}, slice_vae),
+        ({"attention_backend": "_native_math"}, {}, no_more),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_a_setting_does_what_it_does_in_diffusers(
+    z_image: Path, engine_args: dict[str, Any], arguments: dict[str, Any], change: Callable
+) -> None:
+    expected = bare(z_image, **arguments)
+    change(expected)
+    pipe = load(z_image, **engine_args)
+    assert pipe.transformer.dtype == expected.transformer.dtype
+    assert (pipe.vae.use_tiling, pipe.vae.use_slicing) == (expected.vae.use_tiling, expected.vae.use_slicing)
+    assert (paint(pipe) - paint(expected)).abs().max() < 1e-4
+
+
+def test_a_loaded_pipeline_is_silent_and_ready(z_image: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pipe = load(z_image)
+    paint(pipe)
+    assert "it/s" not in capfd.readouterr().err
+    assert not any(module.training for module in (pipe.transformer, pipe.vae, pipe.text_encoder))
+
+
+def test_an_attention_backend_is_that_of_one_pipeline(z_image: Path) -> None:
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    pipe = load(z_image, attention_backend="_native_math")
+    assert pipe.transformer.layers[0].attention.processor._attention_backend == AttentionBackendName._NATIVE_MATH
+    active, _ = _AttentionBackendRegistry.get_active_backend()
+    assert active == AttentionBackendName.NATIVE
+
+
+@pytest.mark.usefixtures("no_weights_read")
+@pytest.mark.parametrize(
+    ("engine_args", "words"),
+    [
+        ({"offload": "model"}, ["engine_args.offload: model", "CPU", "remove it"]),
+        ({"offload": "group"}, ["engine_args.offload: group"]),
+        ({"offload": "sequential"}, ["engine_args.offload: sequential"]),
+        ({"attention_backend": "nativ"}, ["attention_backend", "did you mean 'native'?", "known here: flash"]),
+        ({"attention_backend": "flash"}, ["attention_backend: flash", "cpu", "flash-attn", "use native"]),
+        ({"attention_backend": "_native_cudnn"}, ["attention_backend: _native_cudnn", "cpu"]),
+        ({"cache_backend": "first"}, ["cache_backend", "no 'first'", "known here: ", "first_block_cache"]),
+        ({"cache_backend": "first_block_cache"}, ["cache_backend", "no caching for transformer (ZImageTransf"]),
+        (
+            {"cache_backend": "first_block_cache", "cache_config": {"treshold": 1}},
+            ["cache_config: first_block_cache has no 'treshold'", "did you mean 'threshold'?"],
+        ),
+        ({"cache_backend": "mag_cache"}, ["cache_config: mag_cache: `mag_ratios` must be provided"]),
+        (
+            {"cache_backend": "pyramid_attention_broadcast", "cache_config": {"current_timestep_callback": 1}},
+            ["has no 'current_timestep_callback'"],
+        ),
+        ({"quantization": {"bits": 4}}, ["engine_args.quantization", "'bits'"]),
+        (
+            {"quantization": {"quant_backend": "bitsandbytes_4bit", "quant_kwargs": {"load_in_4bit": True}}},
+            ["engine_args.quantization", "bitsandbytes"],
+        ),
+        (
+            {"quantization": {"quant_mapping": {"transfrmer": {"quant_backend": "torchao"}}}},
+            ["no model 'transfrmer'", "did you mean 'transformer'?"],
+        ),
+        (
+            {"quantization": {"quant_mapping": {"transformer": {"quant_backend": "torch"}}}},
+            ["quant_mapping.transformer", "'torch' is none", "known here: "],
+        ),
+        ({"pipeline_class": "ZImagePipelin"}, ["no pipeline 'ZImagePipelin'", "did you mean 'ZImagePipeline'?"]),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_had_is_refused_before_loading(
+    z_image: Path, engine_args: dict[str, Any], words: list[str]
+) -> None:
+    message = refusal(z_image, **engine_args)
+    for word in words:
+        assert word in message, message
+
+
+def test_a_compiler_that_does_not_work_is_noticed(z_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_nothing(function: Callable) -> None:
+        raise RuntimeError("no C++ compiler was found\nand so on")
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    message = refusal(z_image, compile=True)
+    assert message.startswith("engine_args.compile") and "no C++ compiler was found" in message
+
+
+def test_quantized_weights(z_image: Path) -> None:
+    pytest.importorskip("torchao")
+    method = {"quant_backend": "torchao", "quant_type": "Int8WeightOnlyConfig"}
+    pipe = load(z_image, quantization={"quant_mapping": {"transformer": method}})
+    assert 0 < (paint(pipe) - paint(load(z_image))).abs().max() < 0.1
+
+
+# Parts.
+
+
+def test_two_parts_make_the_picture_of_the_whole(z_image: Path) -> None:
+    encoder, denoiser = load(z_image, part="encoder"), load(z_image, part="denoiser")
+    assert all(value.is_meta for value in (*encoder.transformer.parameters(), *encoder.vae.parameters()))
+    assert all(value.is_meta for value in denoiser.text_encoder.parameters())
+    embeds, negative = encoder.encode_prompt("a red cat", do_classifier_free_guidance=True)
+    picture = paint(denoiser, prompt=None, prompt_embeds=embeds, negative_prompt_embeds=negative)
+    assert torch.equal(picture, paint(load(z_image)))
+
+
+@pytest.mark.parametrize("name", ["z_image", "qwen_image", "flux", "stable_diffusion_3"])
+@pytest.mark.parametrize("part", ["encoder", "denoiser"])
+def test_a_part_reads_no_weights_but_its_own(
+    tiny_diffusion: Callable[[str], Path], tmp_path: Path, name: str, part: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_diffusion(name), tmp_path / name))
+    for weights in folder.glob("*/*.safetensors"):
+        if ("text_encoder" in weights.parent.name) != (part == "encoder"):
+            weights.unlink()
+    pipe = load(folder, part=part, dtype="bfloat16")
+    modules = [item for item in pipe.components.values() if isinstance(item, torch.nn.Module)]
+    assert {module.dtype for module in modules} == {torch.bfloat16}
+    assert {module.device for module in modules} == {CPU} and pipe._execution_device == CPU
+
+
+def test_what_a_part_leaves_out_says_so(z_image: Path) -> None:
+    with pytest.raises(RuntimeError, match="text_encoder is not loaded: this stage has part: denoiser"):
+        paint(load(z_image, part="denoiser"))
+    with pytest.raises(RuntimeError, match="vae is not loaded: this stage has part: encoder"):
+        load(z_image, part="encoder").vae.decode(torch.zeros(1, 16, 4, 4))
+
+
+# Checkpoints.
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    message = refusal(tmp_path)
+    assert str(tmp_path) in message and "model_index.json" in message
+
+
+@pytest.mark.usefixtures("no_weights_read")
+class TestFiles:
+    def test_pickled_weights(self, copied: Path) -> None:
+        pickle(copied)
+        message = refusal(copied)
+        assert str(copied / "transformer") in message
+        assert "pickled (diffusion_pytorch_model.bin)" in message and "use_safetensors: false" in message
+
+    def test_no_weights(self, copied: Path) -> None:
+        (copied / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+        assert f"{copied / 'vae'}: holds no weights" in refusal(copied)
+
+    def test_a_component_that_is_missing(self, copied: Path) -> None:
+        shutil.rmtree(copied / "tokenizer")
+        assert f"{copied / 'tokenizer'}: is missing, model_index.json names it" in refusal(copied)
+
+    def test_a_file_that_is_cut_off(self, copied: Path) -> None:
+        file = copied / "transformer" / "diffusion_pytorch_model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+        message = refusal(copied)
+        assert message.startswith(f"{file}: is damaged") and "fetch it again" in message
+
+    def test_a_shard_that_is_missing(self, copied: Path) -> None:
+        index = copied / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {"x": "diffusion_pytorch_model-00002-of-00002.safetensors"}}))
+        message = refusal(copied)
+        assert "diffusion_pytorch_model-00002-of-00002.safetensors: is missing" in message and index.name in message
+
+    def test_an_index_that_is_damaged(self, copied: Path) -> None:
+        index = copied / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+        index.write_text("{")
+        assert f"{index}: is damaged" in refusal(copied)
+
+    def test_a_class_that_is_not_known(self, copied: Path) -> None:
+        change_index(copied, transformer=["diffusers", "ZImageTransformer9DModel"])
+        message = refusal(copied)
+        assert "transformer is a ZImageTransformer9DModel, which diffusers does not have here" in message
+        assert "trust_remote_code" in message
+
+    def test_a_component_that_the_index_lacks(self, copied: Path) -> None:
+        change_index(copied, vae=[None, None])
+        assert "ZImagePipeline needs a vae, it has none" in refusal(copied)
+
+
+def test_pickled_weights_that_are_allowed(copied: Path, z_image: Path) -> None:
+    pickle(copied)
+    assert torch.equal(paint(load(copied, use_safetensors=False)), paint(load(z_image)))
+
+
+def test_weights_of_another_shape(copied: Path) -> None:
+    config = copied / "vae" / "config.json"
+    config.write_text(config.read_text().replace('"latent_channels": 16', '"latent_channels": 8'))
+    message = refusal(copied)
+    assert message.startswith(f"{copied}: cannot be loaded as ZImagePipeline")
+
+
+def test_weights_that_are_not_all_there(copied: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = copied / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights.pop("layers.0.attention.to_q.weight")
+    save_file(weights, file)
+    message = refusal(copied)
+    assert str(copied) in message and "layers.0.attention.to_q.weight" in message
+
+
+def test_a_variant_that_is_not_there(z_image: Path) -> None:
+    assert "variant=fp16" in refusal(z_image, variant="fp16")
+
+
+def pickle(folder: Path) -> None:
+    """Replaces the denoiser's weights by pickled ones."""
+    from safetensors.torch import load_file
+
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    file.unlink()
+
+
+def change_index(folder: Path, **entries: Any) -> None:
+    file = folder / "model_index.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def test_auto_is_bfloat16_on_an_accelerator() -> None:
+    from vllm_omni.diffusion.loader import resolve_dtype
+
+    assert resolve_dtype(DiTConfig(), torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype(DiTConfig(), CPU) == torch.float32

@@ -49,6 +49,13 @@ def call_arguments(pipeline_class: type, params: DiffusionSamplingParams) -> dic
     return arguments
 
 
+def default_fps(pipeline_class: type) -> float | None:
+    """The frames per second that a pipeline makes a video for unless it is told; None where it does not say."""
+    known = call_parameters(pipeline_class)
+    defaults = (known[name].default for name in _FPS if name in known)
+    return next((float(default) for default in defaults if isinstance(default, (int, float))), None)
+
+
 def _check_extra(name: str) -> None:
     if name in _ARGUMENTS:
         raise ValueError(f"extra_args: {name!r} is a setting of its own; give it beside extra_args")

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.diffusion.call_arguments import call_arguments
+from vllm_omni.diffusion.call_arguments import call_arguments, default_fps
 from vllm_omni.diffusion.encoded_prompts import pack_encoded_prompts, unpack_encoded_prompts
 from vllm_omni.diffusion.encoding import encode_outputs, to_pil
 from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress
@@ -203,10 +204,10 @@ class DiffusionStageEngine(StageEngine):
     def _encode(self, request_id: str, request: _Request) -> None:
         """Runs in the thread for it: writing files takes long, and needs no device."""
         outputs = [request.outputs[index] for index in range(len(request.outputs))]
+        params = request.diffusion.params
+        params = msgspec.structs.replace(params, fps=params.fps or default_fps(self._info.pipeline_class))
         try:
-            tensors, data = encode_outputs(
-                self._info.output_type, outputs, request.diffusion.params, self._executor.sample_rate
-            )
+            tensors, data = encode_outputs(self._info.output_type, outputs, params, self._executor.sample_rate)
             self._hand_out(request_id, tensors, data)
         except Exception as error:
             self.outbox.put(Error.from_exception(request_id, error))

@@ -55,6 +55,10 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         # A stage without vLLM takes what it likes; a budget of its own counts.
         ([{"devices": 0}, {"devices": 0, "engine_type": "fake"}], [None, None]),
+        ([{"devices": 0, "memory": 0.4}, {"devices": 0, "engine_type": "DiT"}], [0.4, None]),
+        ([{"devices": 0, "engine_type": "DiT"}, {"devices": 0, "engine_type": "DiT"}], [None, None]),
+        ([{"devices": 0, "memory": 0.4}, {"devices": 0, "memory": "48GiB", "engine_type": "DiT"}], [0.4, None]),
+        ([{"devices": 0}, {"devices": 1, "engine_type": "DiT"}], [None, None]),
     ],
 )
 def test_budgets_on_accelerators(stages: list[dict[str, Any]], fractions: list[float | None]) -> None:
@@ -81,6 +85,7 @@ def test_an_argument_of_the_caller_wins_over_the_file() -> None:
         ([{"devices": 1, "memory": "30GiB"}, {"devices": 1, "memory": "11GiB"}], ["device 1", "0.750", "0.275"]),
         ([{"devices": 1, "memory": "50GiB"}], ["device 1", "1.250"]),
         ([{"devices": 0, "memory": 0.5}, {"devices": 0, "memory": 0.6, "engine_type": "fake"}], ["0.600", "1.100"]),
+        ([{"devices": 0}, {"devices": 0, "memory": "40GiB", "engine_type": "DiT"}], ["0.920", "0.500", "1.420"]),
         ([{"process": "x", "devices": 0}, {"process": "x"}], ["device 0", "1.840"]),
         (
             [
@@ -96,6 +101,14 @@ def test_more_than_a_device_has_is_refused_with_a_table(stages: list[dict[str, A
         apply_budgets(pipeline(*stages))
     for row in rows:
         assert row in str(error.value)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_diffusion_stage_that_vllm_leaves_nothing_for() -> None:
+    with pytest.raises(
+        StageConfigError, match=r"stage 1 \(b\): shares device 0 with stage 0 \(a\), which takes 0\.920"
+    ):
+        apply_budgets(pipeline({"devices": 0}, {"devices": 0, "engine_type": "DiT"}))
 
 
 @pytest.mark.usefixtures("two_gpus")

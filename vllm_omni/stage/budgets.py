@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory each stage takes: `runtime.memory` as engine arguments, and the sum checked before anything starts.
 
-On an accelerator a budget is all that a stage's process may take of its device; vLLM makes the KV cache as large as
-the budget leaves room for. On a CPU it is the KV cache alone: weights lie in the same memory, but vLLM's CPU worker
-accounts for nothing else.
+On an accelerator a budget is all that a stage may take of its device; vLLM makes the KV cache as large as the budget
+leaves room for, a diffusion stage gets no more than it. On a CPU it is the KV cache alone: weights lie in the same
+memory, but vLLM's CPU worker accounts for nothing else.
 """
 
 import os
@@ -26,6 +26,7 @@ from vllm_omni.stage.placement import stage_devices, visible_devices
 
 _GIB = 1 << 30
 _ROUNDING = 1e-6
+_NOT_SAID = "vLLM's default: nothing is said"
 # vLLM's older setting for the KV cache on a CPU, in GiB; it wins over everything.
 _CPU_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
@@ -51,8 +52,8 @@ def apply_budgets(config: PipelineConfig) -> PipelineConfig:
     An engine argument that says the same thing, given to `OmniLLM`, wins.
 
     Raises:
-        StageConfigError: The stages of a device want more than it has, or a stage's devices are wrong (see
-            `stage_devices`).
+        StageConfigError: The stages of a device want more than it has or leave nothing for one of them, or a stage's
+            devices are wrong (see `stage_devices`).
     """
     if current_platform.is_cpu():
         return _apply_on_cpu(config)
@@ -64,6 +65,9 @@ def apply_budgets(config: PipelineConfig) -> PipelineConfig:
             by_device[device] += _claims(stage, device)
     for claims in by_device.values():
         _check_sum(claims, 1.0)
+    for stage in config.stage_args:
+        for device in devices[stage.stage_id]:
+            _check_room(stage, by_device[device])
     return config
 
 
@@ -102,8 +106,21 @@ def _claims(stage: OmniStageConfig, device: str) -> list[_Claim]:
         return [_Claim(stage, device, _as_fraction(stage, [device]), "runtime.memory")]
     fraction = _number(stage, "gpu_memory_utilization")
     if fraction is None:
-        return [_Claim(stage, device, CacheConfig.gpu_memory_utilization, "vLLM's default: nothing is said")]
+        return [_Claim(stage, device, CacheConfig.gpu_memory_utilization, _NOT_SAID)]
     return [_Claim(stage, device, fraction, "gpu_memory_utilization, or runtime.memory")]
+
+
+def _check_room(stage: OmniStageConfig, claims: Sequence[_Claim]) -> None:
+    """A diffusion stage takes what it needs, but not beside a vLLM stage that was not told to leave anything."""
+    if stage.kind != "DiT" or stage.runtime.memory is not None:
+        return
+    for claim in claims:
+        if claim.source == _NOT_SAID:
+            raise StageConfigError(
+                f"{_label(stage)}: shares device {claim.device} with {_label(claim.stage)}, which takes "
+                f"{_amount(claim.amount)} of it, vLLM's default; give both their part with runtime.memory: a fraction "
+                "(0.3), or bytes ('20GiB')"
+            )
 
 
 # On a CPU.

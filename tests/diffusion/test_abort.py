@@ -2,7 +2,6 @@
 """Requests for pictures that nobody wants any more: they end at the next step, and the others do not notice."""
 
 import asyncio
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,98 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.diffusion.watched_engine import NUM_STEPS, SHORT, WatchedEngine, new_request
 from tests.entrypoints.faces import is_idle, quick_servers
-from tests.stage.running_engine import StepCounter
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.diffusion.sampling_params import DiffusionRequest, DiffusionSamplingParams
 from vllm_omni.errors import RequestTimeoutError
 from vllm_omni.events import CompletedEvent, ErrorEvent, ImageProgressEvent, OmniEvent
-from vllm_omni.inputs import StageRequest
-from vllm_omni.stage.engines.base import NewRequest, Outbox, OutboxItem, Result, Stream
-from vllm_omni.stage.engines.diffusion import DiffusionStageEngine
+from vllm_omni.stage.engines.base import OutboxItem, Stream
 
-NUM_STEPS = 4
-SIZE = {"height": 32, "width": 32, "output_format": "np"}
-SHORT = {**SIZE, "num_inference_steps": NUM_STEPS}
-ENDLESS = {**SIZE, "num_inference_steps": 100_000}
-
-
-class WatchedEngine:
-    """An engine that runs in the test's thread, so that what is done about an item is done before its next step."""
-
-    def __init__(self, checkpoint: Path, max_batch_size: int) -> None:
-        self.outbox = WatchedOutbox()
-        self.engine = DiffusionStageEngine(
-            self.outbox, 0, str(checkpoint), DiTConfig(), max_batch_size=max_batch_size, memory=None
-        )
-        self.engine.start()
-
-    def run(
-        self,
-        *requests: NewRequest,
-        on_item: Callable[[OutboxItem], None] = lambda item: None,
-        on_step: Callable[[int], None] = lambda num_steps: None,
-    ) -> list[int]:
-        """Works until somebody calls `engine.stop`. How many outputs each step worked on."""
-        self.outbox.items.clear()
-        self.outbox.order.clear()
-        self.outbox.on_item = on_item
-        self.engine.recorder = counter = WatchedCounter(on_step)
-        for request in requests:
-            self.engine.inbox.put(request)
-        self.engine.run()
-        return counter.batch_sizes
-
-    def run_to_the_end(self, *requests: NewRequest) -> list[int]:
-        """Works until all of these are done."""
-        return self.run(*requests, on_item=self.stop_after(len(requests)))
-
-    def stop_after(self, num_results: int) -> Callable[[OutboxItem], None]:
-        def on_item(item: OutboxItem) -> None:
-            if sum(isinstance(items[-1], Result) for items in list(self.outbox.items.values())) == num_results:
-                self.engine.stop()
-
-        return on_item
-
-    def steps(self, request_id: str) -> list[tuple[int, int]]:
-        """Which output came how far, as a caller who looks on is told."""
-        told = [item.output for item in self.outbox.items[request_id] if isinstance(item, Stream)]
-        return [(output.data["index"], output.step) for output in told]
-
-    def pictures(self, request_id: str) -> torch.Tensor:
-        last = self.outbox.items[request_id][-1]
-        assert isinstance(last, Result), last
-        return last.output.tensors["image"]
-
-
-class WatchedOutbox(Outbox):
-    def __init__(self) -> None:
-        super().__init__()
-        self.items: dict[str, list[OutboxItem]] = defaultdict(list)
-        self.order: list[str] = []
-        self.on_item: Callable[[OutboxItem], None]
-
-    def put(self, item: OutboxItem) -> None:
-        self.items[item.request_id].append(item)
-        self.order.append(item.request_id)
-        self.on_item(item)
-
-
-class WatchedCounter(StepCounter):
-    def __init__(self, on_step: Callable[[int], None]) -> None:
-        super().__init__()
-        self._on_step = on_step
-
-    def step(self, seconds: float, batch_size: int) -> None:
-        super().step(seconds, batch_size)
-        self._on_step(len(self.batch_sizes))
-
-
-def new_request(request_id: str, *seeds: int, prompt: str = "a hen") -> NewRequest:
-    params = DiffusionSamplingParams(**SHORT, num_outputs_per_prompt=len(seeds))
-    diffusion = DiffusionRequest(params=params, seeds=list(seeds))
-    return NewRequest(StageRequest(request_id=request_id, prompt=prompt, diffusion=diffusion), streams_output=True)
+ENDLESS = {**SHORT, "num_inference_steps": 100_000}
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +29,7 @@ def watched(tiny_diffusion: Callable[[str], Path]) -> Iterator[WatchedEngine]:
 
 def test_an_abort_takes_effect_at_the_next_step_and_for_one_request(watched: WatchedEngine) -> None:
     watched.run_to_the_end(new_request("alone", 7))
-    alone = watched.pictures("alone")
+    alone = watched.tensors("alone")["image"]
 
     def on_item(item: OutboxItem) -> None:
         if watched.steps("left")[-1:] == [(1, 2)]:
@@ -126,7 +41,7 @@ def test_an_abort_takes_effect_at_the_next_step_and_for_one_request(watched: Wat
     assert watched.steps("left") == [(index, step) for step in (0, 1, 2) for index in (0, 1)]
     assert all(isinstance(item, Stream) for item in watched.outbox.items["left"]), "it has no end that anybody hears"
     assert watched.steps("stays") == [(0, step) for step in range(NUM_STEPS)]
-    torch.testing.assert_close(watched.pictures("stays"), alone, rtol=0, atol=1e-4)
+    torch.testing.assert_close(watched.tensors("stays")["image"], alone, rtol=0, atol=1e-4)
 
 
 def test_an_abort_takes_effect_whatever_is_being_computed(watched: WatchedEngine) -> None:
@@ -156,7 +71,7 @@ def test_a_request_that_leaves_while_it_waits_is_never_computed(watched: Watched
     watched.run(*requests, on_step=on_step, on_item=watched.stop_after(2))
 
     assert watched.outbox.items.keys() == {"works", "next"}
-    assert watched.pictures("works").shape == (3, 32, 32, 3)
+    assert watched.tensors("works")["image"].shape == (3, 32, 32, 3)
 
 
 def test_who_leaves_makes_room_for_who_waits(watched: WatchedEngine) -> None:

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures: `OmniLLM` against the bare diffusers pipeline with the same weights, in one run, round by round.
+
+    python benchmarks/diffusion.py [--models NAME ...] [--sizes default large] [--steps N] [--height N --width N]
+                                   [--output FILE.json] [--quick]
+
+One picture at a time: the bare call, ours, ours while somebody looks on, and ours with a preview at every step. Then 16
+pictures: sixteen bare calls, one bare call with a batch of 16, and 16 requests to us at once. Then callers who leave
+while their picture is being painted. Everybody computes on as many threads as OMP_NUM_THREADS says (default 1), and all
+pictures are compared with those of the bare calls. Weights are random. In the default size of the checkpoints overhead
+decides; in the large one computing does.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import yaml
+from diffusers.utils import logging as diffusers_logging
+from painters import BarePainter, OmniPainter, Order, check_pictures, make_prompts
+from report import Report, make_parser, percentile, progress
+from transformers.utils import logging
+from walkouts import Gallery, Walkout
+
+from vllm_omni import AsyncOmniLLM, OmniLLM
+from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
+
+T = TypeVar("T")
+CROWD = 16
+BARE, OURS, WATCHED, PREVIEWED = "diffusers", "OmniLLM", "OmniLLM, watched", "OmniLLM, previews"
+ONE_BY_ONE, BATCH, AT_ONCE = "diffusers, one by one", "diffusers, one batch", "OmniLLM, at once"
+MODELS: dict[str, dict[str, Any]] = {
+    "z_image": {"guidance_scale": 4.0, "negative_prompt": "blur"},
+    "flux": {"guidance_scale": 3.5},
+    "stable_diffusion_3": {"guidance_scale": 4.0, "negative_prompt": "blur"},
+}
+"""Names of tiny checkpoints, with arguments of their pipelines."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured with checkpoints of one size."""
+
+    order: Order
+    single_rounds: int
+    crowd_rounds: int
+    walkouts: int
+
+
+@dataclass
+class Tally:
+    """What one contestant did.
+
+    Attributes:
+        seconds: Of each round.
+        first_previews: Seconds until the first preview of each round.
+    """
+
+    images: int
+    seconds: list[float] = field(default_factory=list)
+    first_previews: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return percentile(self.seconds, 50)
+
+    def run(self, paint: Callable[..., T], *args: Any) -> T:
+        started = time.perf_counter()
+        made = paint(*args)
+        self.seconds.append(time.perf_counter() - started)
+        return made
+
+
+@dataclass
+class Results:
+    """Of one checkpoint. `difference`: the largest one from what the bare calls painted."""
+
+    tallies: dict[str, Tally]
+    walkouts: list[Walkout]
+    difference: float
+
+
+def play(model: str, size: str, plan: Plan) -> Results:
+    """
+    Raises:
+        ValueError: We painted something else than the bare pipeline.
+    """
+    label = f"{model} {size}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tiny_checkpoint(model, Path(folder) / model, size=size)
+        config = write_configuration(Path(folder))
+        bare = BarePainter(path, plan.order)
+        progress(f"{label}: starting")
+        with OmniLLM(str(path), config, dtype="float32") as llm:
+            ours = OmniPainter(llm, plan.order)
+            progress(f"{label}: one at a time")
+            singles, difference = paint_singles(bare, ours, plan.single_rounds)
+            progress(f"{label}: {CROWD} pictures")
+            crowds, crowd_difference = paint_crowds(bare, ours, plan.crowd_rounds)
+        progress(f"{label}: callers who leave")
+        with AsyncOmniLLM(str(path), config, dtype="float32", log_stats=True) as llm:
+            walkouts = Gallery(llm, plan.order).walk_out(plan.walkouts, seed=0)
+    return Results(singles | crowds, walkouts, max(difference, crowd_difference))
+
+
+def write_configuration(folder: Path) -> str:
+    """What a diffusers checkpoint is run with anyway, but batches as large as the bare pipeline's."""
+    stage = {"stage_id": 0, "engine_type": "DiT", "runtime": {"max_batch_size": CROWD}}
+    path = folder / "pipeline.yaml"
+    path.write_text(yaml.safe_dump({"stage_args": [stage | {"final_output": True, "final_output_type": "image"}]}))
+    return str(path)
+
+
+def paint_singles(bare: BarePainter, ours: OmniPainter, rounds: int) -> tuple[dict[str, Tally], float]:
+    """The same picture by everybody, and another one in the next round. The first round warms up."""
+    tallies = {name: Tally(1) for name in (BARE, OURS, WATCHED, PREVIEWED)}
+    difference = 0.0
+    for prompt in make_prompts(1 + rounds):
+        expected = tallies[BARE].run(bare.paint, [prompt])
+        alone = tallies[OURS].run(ours.paint, [prompt])
+        watched = tallies[WATCHED].run(ours.sit, prompt, 0)
+        previewed = tallies[PREVIEWED].run(ours.sit, prompt, 1)
+        tallies[PREVIEWED].first_previews.append(previewed.first_preview)
+        by_name = {OURS: alone, WATCHED: [watched.picture], PREVIEWED: [previewed.picture]}
+        difference = max(difference, *(check_pictures(name, got, expected) for name, got in by_name.items()))
+    for tally in tallies.values():
+        del tally.seconds[:1], tally.first_previews[:1]
+    return tallies, difference
+
+
+def paint_crowds(bare: BarePainter, ours: OmniPainter, rounds: int) -> tuple[dict[str, Tally], float]:
+    """The same 16 pictures by everybody, each round. The bare batch has been warmed up by the one at a time."""
+    tallies = {name: Tally(CROWD) for name in (ONE_BY_ONE, BATCH, AT_ONCE)}
+    prompts = make_prompts(CROWD)
+    difference = 0.0
+    for _ in range(rounds):
+        expected = tallies[ONE_BY_ONE].run(bare.paint_one_by_one, prompts)
+        by_name = {
+            BATCH: tallies[BATCH].run(bare.paint, prompts),
+            AT_ONCE: tallies[AT_ONCE].run(ours.paint, prompts),
+        }
+        difference = max(difference, *(check_pictures(name, got, expected) for name, got in by_name.items()))
+    return tallies, difference
+
+
+def ratios(results: Results) -> dict[str, float]:
+    medians = {name: tally.median for name, tally in results.tallies.items()}
+    return {
+        "overhead": medians[OURS] / medians[BARE] - 1,
+        "overhead_ms": 1000 * (medians[OURS] - medians[BARE]),
+        "batch_16": medians[BATCH] / medians[AT_ONCE],
+        "one_by_one": medians[ONE_BY_ONE] / medians[AT_ONCE],
+        "first_preview": percentile(results.tallies[PREVIEWED].first_previews, 50) / medians[PREVIEWED],
+        "preview_cost": medians[PREVIEWED] / medians[WATCHED] - 1,
+        "abort_steps": max(walkout.steps_after for walkout in results.walkouts),
+        "abort_free_ms": 1000 * percentile([walkout.free_s for walkout in results.walkouts], 50),
+    }
+
+
+def add_results(model: str, size: str, results: Results, report: Report) -> None:
+    for name, tally in results.tallies.items():
+        report.rows.append(
+            {
+                "model": model,
+                "size": size,
+                "who": name,
+                "images": tally.images,
+                "s (median)": tally.median,
+                "least": min(tally.seconds),
+                "images/s": tally.images / tally.median,
+                "first preview s": percentile(tally.first_previews, 50) if tally.first_previews else "",
+            }
+        )
+    found = ratios(results)
+    report.ratios |= {f"{model}_{size}_{name}": value for name, value in found.items()}
+    bare, ours = results.tallies[BARE].median, results.tallies[OURS].median
+    within = "within" if ours <= 1.03 * bare + 0.005 else "NOT within"
+    report.notes.append(
+        f"{model} {size}: one picture {within} 3% + 5 ms of diffusers; "
+        f"largest difference between pictures {results.difference:.1e}"
+    )
+
+
+def add_worst(report: Report) -> None:
+    """The three figures that were asked for, each the worst of all checkpoints."""
+    for name, worst in (("overhead", max), ("batch_16", min), ("abort_steps", max)):
+        report.ratios[name] = worst(value for key, value in report.ratios.items() if key.endswith(f"_{name}"))
+    report.notes.append("higher is better: batch_16, one_by_one; lower is better: all other ratios")
+    report.notes.append(
+        "abort_steps: denoising steps begun or completed after those that the caller saw before leaving"
+    )
+
+
+def make_plan(args: Any, model: str, size: str) -> Plan:
+    large = size == "large"
+    side = 64 if not large else 128 if args.quick else 256
+    order = Order(args.height or side, args.width or side, args.steps, arguments=MODELS[model])
+    if large:
+        return Plan(order, *((3, 1, 3) if args.quick else (8, 2, 8)))
+    return Plan(order, *((12, 3, 6) if args.quick else (40, 8, 20)))
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), help="default: all; one of them if quick")
+    parser.add_argument("--sizes", nargs="+", choices=["default", "large"], default=["default", "large"])
+    parser.add_argument("--steps", type=int, default=8, help="denoising steps (default 8)")
+    for side in ("height", "width"):
+        parser.add_argument(f"--{side}", type=int, help="pixels (default 64; for the large size 256, or 128 if quick)")
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    diffusers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+    report = Report("diffusion", {"quick": str(args.quick)})
+    for model in args.models or list(MODELS)[: 1 if args.quick else None]:
+        for size in args.sizes:
+            plan = make_plan(args, model, size)
+            add_results(model, size, play(model, size, plan), report)
+            order = plan.order
+            report.settings[f"{size} pictures"] = f"{order.width}x{order.height}, {order.num_inference_steps} steps"
+    add_worst(report)
+    report.finish(args.output)
+
+
+if __name__ == "__main__":
+    main()

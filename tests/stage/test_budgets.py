@@ -128,6 +128,14 @@ def test_what_cannot_be_counted_is_refused(stage: dict[str, Any], says: str) -> 
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_a_diffusion_stage_with_a_budget_has_its_own_process() -> None:
+    painter = {"process": "x", "engine_type": "DiT"}
+    with pytest.raises(StageConfigError, match=r"stage 1 \(b\): runtime.memory would limit stage 0 \(a\) too"):
+        apply_budgets(pipeline({"process": "x", "memory": 0.5}, {"memory": 0.4, **painter}))
+    apply_budgets(pipeline({"process": "x", "memory": 0.5}, painter))
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_a_fraction_of_a_device_that_has_only_a_name() -> None:
     assert applied("gpu_memory_utilization", {"devices": "MIG-a", "memory": 0.5}, {"devices": "MIG-a", "memory": 0.5})
 

@@ -57,6 +57,7 @@ def apply_budgets(config: PipelineConfig) -> PipelineConfig:
     """
     if current_platform.is_cpu():
         return _apply_on_cpu(config)
+    _check_processes(config)
     devices = stage_devices(config)
     config = config.with_stage_args([_with_fraction(stage, devices[stage.stage_id]) for stage in config.stage_args])
     by_device: dict[str, list[_Claim]] = defaultdict(list)
@@ -108,6 +109,18 @@ def _claims(stage: OmniStageConfig, device: str) -> list[_Claim]:
     if fraction is None:
         return [_Claim(stage, device, CacheConfig.gpu_memory_utilization, _NOT_SAID)]
     return [_Claim(stage, device, fraction, "gpu_memory_utilization, or runtime.memory")]
+
+
+def _check_processes(config: PipelineConfig) -> None:
+    """What a diffusion stage may take is enforced for its process."""
+    for stages in config.processes:
+        for stage in stages:
+            if len(stages) > 1 and stage.kind == "DiT" and stage.runtime.memory is not None:
+                others = ", ".join(_label(other) for other in stages if other is not stage)
+                raise StageConfigError(
+                    f"{_label(stage)}: runtime.memory would limit {others} too, in the same process; give this stage a "
+                    "process of its own (runtime.process: true), or leave memory out"
+                )
 
 
 def _check_room(stage: OmniStageConfig, claims: Sequence[_Claim]) -> None:

@@ -135,9 +135,10 @@ def with_a_norm(tensors):
         (renamed("transformer.", "unet."), "has no weights for transformer"),
         (with_a_norm, "it would change the model for every request"),
         (lambda tensors: dict(list(tensors.items())[1:]), "has one half of a pair"),
-        (of_two_ranks, "cannot be loaded"),
+        (of_two_ranks, "are of different ranks"),
+        (lambda tensors: {key: tensor.flatten() for key, tensor in tensors.items()}, "is no matrix"),
     ],
-    ids=["sizes", "layers", "component", "weights that are no LoRA", "half of a pair", "two ranks"],
+    ids=["sizes", "layers", "component", "weights that are no LoRA", "half of a pair", "two ranks", "vectors"],
 )
 def test_an_adapter_of_another_model_is_refused_and_changes_nothing(
     pipe, adapters, pictures, tmp_path, change, problem
@@ -154,6 +155,30 @@ def test_an_adapter_of_another_model_is_refused_and_changes_nothing(
     same(paint(pipe), pictures[0, 1.0])
 
 
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [(RuntimeError("odd file"), ValueError), (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError)],
+    ids=["file", "memory"],
+)
+def test_a_load_that_fails_halfway_leaves_what_was_active(pipe, adapters, pictures, monkeypatch, failure, raised):
+    manager = AdapterManager(pipe, max_loras=8)
+    manager.activate("good", adapters[1], 0.5)
+    load_lora_weights = pipe.load_lora_weights
+
+    def fail_late(*args, **kwargs):
+        load_lora_weights(*args, **kwargs)
+        raise failure
+
+    monkeypatch.setattr(pipe, "load_lora_weights", fail_late)
+    with pytest.raises(raised, match=str(failure)):
+        manager.activate("bad", adapters[0], 1.0)
+    same(paint(pipe), pictures[1, 0.5])
+    assert pipe.get_list_adapters() == {"transformer": ["adapter_0"]}
+    monkeypatch.undo()
+    manager.activate("good now", adapters[0], 1.0)
+    same(paint(pipe), pictures[0, 1.0])
+
+
 def test_paths_that_lead_to_no_adapter_are_refused(pipe, adapters, tmp_path):
     manager = AdapterManager(pipe, max_loras=8)
     (tmp_path / "none").mkdir()
@@ -164,6 +189,7 @@ def test_paths_that_lead_to_no_adapter_are_refused(pipe, adapters, tmp_path):
     for path, problem in {
         "missing": "no such file or folder",
         "none": "holds 0 .safetensors files",
+        "name" * 100: "no such file or folder",
         "two": "holds 2 .safetensors files",
         "pickle.bin": "is no safetensors file",
     }.items():

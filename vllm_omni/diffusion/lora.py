@@ -7,6 +7,7 @@ files overwrite weights of the model. Nothing here knows requests or batches.
 """
 
 import itertools
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,9 @@ def _problem(pipe: Any, path: str) -> str | None:
     """What keeps a file from being an adapter for this pipeline; None: nothing that can be seen from outside."""
     if not isinstance(pipe, LoraBaseMixin):
         return f"{type(pipe).__name__} takes no LoRA adapters"
-    if not Path(path).exists():
+    if not os.path.exists(path):
         return "there is no such file or folder, and it could not be had from the hub"
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         files = [file.name for file in Path(path).glob("*.safetensors")]
         if LORA_WEIGHT_NAME_SAFE not in files and len(files) != 1:
             return f"the folder holds {len(files)} .safetensors files: name the one that is meant"
@@ -128,14 +129,22 @@ def _mismatch(pipe: Any, weights: dict[str, torch.Tensor]) -> str | None:
     components = [name for name in pipe._lora_loadable_modules if getattr(pipe, name, None) is not None]
     if not any(key.startswith(f"{name}.") for key in weights for name in components):
         return f"has no weights for {' or '.join(components) or 'anything that this stage runs'}"
-    return _half_pair(weights) or _misfits(pipe, components, weights)
+    return _odd_pair(weights) or _misfits(pipe, components, weights)
 
 
-def _half_pair(weights: dict[str, torch.Tensor]) -> str | None:
-    for key in weights:
-        other = re.sub(r"(?<=\.lora_)[AB](?=\.)", lambda side: OTHER_SIDE[side[0]], key)
-        if key.endswith(".weight") and other not in weights:
+def _odd_pair(weights: dict[str, torch.Tensor]) -> str | None:
+    """A `[rank, inputs]` and B `[outputs, rank]` come together."""
+    for key, weight in weights.items():
+        match = FACTOR.fullmatch(key)
+        if match is None:
+            continue
+        other = f"{key[: match.start('side')]}{OTHER_SIDE[match['side']]}{key[match.end('side') :]}"
+        if other not in weights:
             return f"has one half of a pair: {key} without {other}"
+        if weight.dim() < 2:
+            return f"{key} is no matrix"
+        if match["side"] == "A" and weight.shape[:1] != weights[other].shape[1:2]:
+            return f"{key} and {other} are of different ranks"
     return None
 
 
@@ -156,7 +165,7 @@ def _misfits(pipe: Any, components: list[str], weights: dict[str, torch.Tensor])
 
 
 def _misfit(layer: torch.nn.Module | None, side: str, weight: torch.Tensor) -> str | None:
-    """Why a layer cannot take one of an adapter's two factors: A `[rank, inputs]`, or B `[outputs, rank]`."""
+    """Why a layer cannot take one of an adapter's two factors."""
     if layer is None:
         return "there is no such layer"
     layer = getattr(layer, "base_layer", layer)  # an adapter that is loaded already wraps it

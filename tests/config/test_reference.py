@@ -10,11 +10,13 @@ import pytest
 import yaml
 
 from vllm_omni.config import stage_config
+from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
 from vllm_omni.config.loader import parse_pipeline_config
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
 STRUCTS = {
     "## `stage_args[]`": stage_config.OmniStageConfig,
+    "### `engine_args` of a `DiT` stage": DiTConfig,
     "## `stage_args[].runtime`": stage_config.StageRuntimeConfig,
     "## `runtime`": stage_config.RuntimeConfig,
     "### `runtime.defaults`": stage_config.RuntimeDefaults,
@@ -54,3 +56,6 @@ def test_examples_load(text: str) -> None:
     raw["stage_args"][-1] |= {"final_output": True, "final_output_type": "text"}
     config = parse_pipeline_config(raw, "docs/configuration.md")
     assert len(config.stage_args) == len(raw["stage_args"])
+    for stage in config.stage_args:
+        if stage.kind == "DiT":
+            parse_dit_config(stage.engine_args, stage.name)

@@ -59,7 +59,7 @@ class DiTConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     model: str | None = None
-    model_stage: str = ""
+    model_stage: str | None = None
     engine_output_type: str | None = None
     pipeline_class: str | None = None
     part: Literal["pipeline", "encoder", "denoiser"] = "pipeline"

@@ -53,6 +53,7 @@ def parse_pipeline_config(raw: Any, source: str) -> PipelineConfig:
         _check_graph(config)
         for stage in config.stage_args:
             _check_stage(stage)
+            _check_input(config, stage)
         _check_runtime(config)
         check_placement(config)
     except StageConfigError as error:
@@ -128,11 +129,6 @@ def _check_stage(stage: OmniStageConfig) -> None:
         raise StageConfigError(f"{where}: stage_type {stage.stage_type!r} contradicts engine_type; keep one of them")
     if stage.final_output and not stage.final_output_type:
         raise StageConfigError(f"{where}: final_output needs final_output_type, e.g. text or audio")
-    has_engine = stage.runs_vllm or stage.kind == "DiT"
-    if stage.engine_input_source and has_engine and not stage.custom_process_input_func:
-        raise StageConfigError(
-            f"{where}: custom_process_input_func is missing; it turns the sources' outputs into input"
-        )
     if stage.runtime.requires_multimodal_data and stage.engine_input_source and stage.kind != "DiT":
         raise StageConfigError(
             f"{where}: runtime.requires_multimodal_data: only first stages and diffusion stages receive multimodal data"
@@ -148,6 +144,17 @@ def _check_stage(stage: OmniStageConfig) -> None:
         resolve_dotted_path(stage.function, f"{where}: function")
     if stage.batch_function:
         resolve_dotted_path(stage.batch_function, f"{where}: batch_function")
+
+
+def _check_input(config: PipelineConfig, stage: OmniStageConfig) -> None:
+    sources = [config.stages[source] for source in stage.engine_input_source]
+    is_fed = sources and (stage.runs_vllm or stage.kind == "DiT")
+    takes_them_as_they_are = stage.kind == "DiT" and any(source.encodes_prompts for source in sources)
+    if is_fed and not stage.custom_process_input_func and not takes_them_as_they_are:
+        raise StageConfigError(
+            f"stage {stage.stage_id} ({stage.name}): custom_process_input_func is missing; it turns the sources' "
+            "outputs into input"
+        )
 
 
 def _check_graph(config: PipelineConfig) -> None:

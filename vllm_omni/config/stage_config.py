@@ -114,6 +114,11 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.engine_args.get("model") or model
 
     @property
+    def encodes_prompts(self) -> bool:
+        """Whether it is the part of a diffusion pipeline that encodes prompts, for a later stage."""
+        return self.kind == "DiT" and self.engine_args.get("part") == "encoder"
+
+    @property
     def runs_vllm(self) -> bool:
         return self.kind in ("AR", "generation")
 

@@ -3,7 +3,8 @@
 
 A call is that of a single picture, so its batch holds one row, or two where a pipeline computes the guided and the
 unguided picture in one go. What has that many entries is taken for a batch; all else has to be the same in every call.
-Knows no module and no pipeline.
+Only a sequence that comes with a mask (`encoder_hidden_states`, `encoder_hidden_states_mask`) may have another length
+in each: it is padded. Knows no module and no pipeline.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -36,31 +38,60 @@ class SharedTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """How a call holds its batch.
+
+    Attributes:
+        count: Rows of it.
+        in_lists: Pictures come in a list, and so does everything of any length that belongs to one.
+    """
+
+    count: int
+    in_lists: bool
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return tensor.ndim > 0 and tensor.shape[0] == self.count
+
+    def are_items_of(self, value: list) -> bool:
+        """Whether a list has one entry for each row; a list of batches has not."""
+        if len(value) != self.count:
+            return False
+        return self.in_lists or not any(isinstance(item, torch.Tensor) and self.has(item) for item in value)
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleCall:
     """A call that waits to be computed.
 
     Attributes:
         function: What is called; calls of different functions are never joined.
-        num_rows: Rows of its batch.
+        rows: Its batch.
         layout: Calls with the same can be computed as one.
     """
 
     function: Callable[..., Any]
     args: tuple
     kwargs: dict[str, Any]
-    num_rows: int
+    rows: Rows
     layout: Hashable
 
     @classmethod
     def describe(
         cls, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], shared: SharedTensors
     ) -> "ModuleCall":
-        leading = next((value for value in (*args, *kwargs.values()) if _has_rows(value)), None)
-        num_rows = 1 if leading is None else len(leading)
+        leading = next((value for value in (*args, *kwargs.values()) if _leads(value)), None)
+        in_lists = isinstance(leading, list)
+        rows = Rows(1 if leading is None else len(leading), in_lists)
         # Pictures of one batch have one size: padding a small one to a large one would waste more than is won.
-        size = [tuple(item.shape) for item in leading] if isinstance(leading, list) else None
-        layout = (id(function), num_rows, str(size), _layout(args, num_rows, shared), _layout(kwargs, num_rows, shared))
-        return cls(function, args, kwargs, num_rows, layout)
+        sizes = tuple(tuple(picture.shape) for picture in leading) if in_lists else ()
+        masked = _masked_sequences(kwargs, rows)
+        others = {key: value for key, value in kwargs.items() if key not in (*masked, *masked.values())}
+        layout = (
+            *(id(function), rows, sizes),
+            *(_layout(args, rows, shared), _layout(others, rows, shared)),
+            *((name, kwargs[name].shape[2], kwargs[name].dtype) for name in masked),
+        )
+        return cls(function, args, kwargs, rows, layout)
 
 
 def compute(calls: Sequence[ModuleCall]) -> list[Any]:
@@ -73,53 +104,78 @@ def compute(calls: Sequence[ModuleCall]) -> list[Any]:
     first = calls[0]
     if len(calls) == 1:
         return [first.function(*first.args, **first.kwargs)]
-    rows = [call.num_rows for call in calls]
+    rows, num_calls = first.rows, len(calls)
     args = _join([call.args for call in calls], rows)
-    kwargs = _join([call.kwargs for call in calls], rows)
-    return _split(first.function(*args, **kwargs), rows)
+    kwargs: dict[str, Any] = {}
+    masked = _masked_sequences(first.kwargs, rows)
+    for name, mask_name in masked.items():
+        sequences, masks = ([call.kwargs[key] for call in calls] for key in (name, mask_name))
+        kwargs[name], kwargs[mask_name] = _pad(sequences, masks)
+    for name in first.kwargs.keys() - kwargs.keys():
+        kwargs[name] = _join([call.kwargs[name] for call in calls], rows)
+    return _split(first.function(*args, **kwargs), rows.count, num_calls)
 
 
-def _has_rows(value: Any) -> bool:
+def _leads(value: Any) -> bool:
+    """Whether it tells how many rows a call has, if it is the first that does."""
     if isinstance(value, torch.Tensor):
         return value.ndim > 0
     return isinstance(value, list) and len(value) > 0 and isinstance(value[0], torch.Tensor)
 
 
-def _is_batch_list(value: list, num_rows: int) -> bool:
-    """Whether a list has one entry for each row; a list of batches has not."""
-    return len(value) == num_rows and not any(
-        isinstance(item, torch.Tensor) and item.ndim > 0 and item.shape[0] == num_rows for item in value
-    )
+def _masked_sequences(kwargs: dict[str, Any], rows: Rows) -> dict[str, str]:
+    """Arguments `[rows, length, features]` that come with a mask `[rows, length]`, and the name of that."""
+    found = {}
+    for name, value in kwargs.items():
+        mask_name = f"{name}_mask"
+        if mask_name in kwargs and isinstance(value, torch.Tensor) and value.ndim == 3 and rows.has(value):
+            mask = kwargs[mask_name]
+            if mask is None or (mask.shape == value.shape[:2] and not mask.is_floating_point()):
+                found[name] = mask_name
+    return found
 
 
-def _layout(value: Any, num_rows: int, shared: SharedTensors) -> Hashable:
+def _pad(sequences: list[torch.Tensor], masks: list[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sequences `[rows, length, features]` as one, as long as the longest, and its mask, if it needs one."""
+    length = max(sequence.shape[1] for sequence in sequences)
+    padded = [F.pad(sequence, (0, 0, 0, length - sequence.shape[1])) for sequence in sequences]
+    if all(mask is None for mask in masks) and all(sequence.shape[1] == length for sequence in sequences):
+        return torch.cat(padded), None
+    full = [
+        torch.ones(sequence.shape[:2], dtype=torch.bool, device=sequence.device) if mask is None else mask.bool()
+        for sequence, mask in zip(sequences, masks, strict=True)
+    ]
+    return torch.cat(padded), torch.cat([F.pad(mask, (0, length - mask.shape[1])) for mask in full])
+
+
+def _layout(value: Any, rows: Rows, shared: SharedTensors) -> Hashable:
     match value:
         case torch.Tensor() if value.ndim == 0:
             return ("scalar", value.dtype)
-        case torch.Tensor() if value.shape[0] == num_rows:
+        case torch.Tensor() if rows.has(value):
             return ("rows", tuple(value.shape[1:]), value.dtype)
         case torch.Tensor():
             return ("shared", tuple(value.shape), value.dtype, shared.digest(value))
-        case list() if _is_batch_list(value, num_rows):
+        case list() if rows.are_items_of(value):
             return ("list",)
         case list() | tuple():
-            return (type(value), *(_layout(item, num_rows, shared) for item in value))
+            return (type(value), *(_layout(item, rows, shared) for item in value))
         case dict():
-            return ("dict", *((key, _layout(item, num_rows, shared)) for key, item in value.items()))
+            return ("dict", *((key, _layout(item, rows, shared)) for key, item in value.items()))
         case _ if isinstance(value, _PLAIN):
             return ("plain", type(value), value)
         case _:
             return ("object", id(value))
 
 
-def _join(values: list[Any], rows: list[int]) -> Any:
-    first, num_rows = values[0], rows[0]
+def _join(values: list[Any], rows: Rows) -> Any:
+    first = values[0]
     match first:
         case torch.Tensor() if first.ndim == 0:
-            return torch.cat([value.expand(count) for value, count in zip(values, rows, strict=True)])
-        case torch.Tensor() if first.shape[0] == num_rows:
+            return torch.cat([value.expand(rows.count) for value in values])
+        case torch.Tensor() if rows.has(first):
             return torch.cat(values)
-        case list() if _is_batch_list(first, num_rows):
+        case list() if rows.are_items_of(first):
             return [item for value in values for item in value]
         case list() | tuple():
             return type(first)(_join([value[i] for value in values], rows) for i in range(len(first)))
@@ -129,22 +185,21 @@ def _join(values: list[Any], rows: list[int]) -> Any:
             return first
 
 
-def _split(output: Any, rows: list[int]) -> list[Any]:
-    total = sum(rows)
+def _split(output: Any, count: int, num_calls: int) -> list[Any]:
+    """The parts of an output, `count` rows for each call."""
     match output:
-        case torch.Tensor() if output.ndim > 0 and output.shape[0] == total:
-            return list(output.split(rows))
-        case list() if len(output) == total:
-            ends = [sum(rows[: i + 1]) for i in range(len(rows))]
-            return [output[end - count : end] for end, count in zip(ends, rows, strict=True)]
+        case torch.Tensor() if output.ndim > 0 and output.shape[0] == count * num_calls:
+            return list(output.split(count))
+        case list() if len(output) == count * num_calls:
+            return [output[i * count : (i + 1) * count] for i in range(num_calls)]
         case tuple():
-            columns = [_split(item, rows) for item in output]
-            return [tuple(column[i] for column in columns) for i in range(len(rows))]
+            columns = [_split(item, count, num_calls) for item in output]
+            return [tuple(column[i] for column in columns) for i in range(num_calls)]
         case dict():  # the output classes of transformers and diffusers are dicts, too
-            fields = {key: _split(item, rows) for key, item in output.items() if key != "past_key_values"}
             # Pipelines read an encoder's states; its cache, which cannot be split, is for generating text.
-            return [type(output)(**{key: field[i] for key, field in fields.items()}) for i in range(len(rows))]
+            fields = {key: _split(item, count, num_calls) for key, item in output.items() if key != "past_key_values"}
+            return [type(output)(**{key: field[i] for key, field in fields.items()}) for i in range(num_calls)]
         case None:
-            return [None] * len(rows)
+            return [None] * num_calls
         case _:
             raise CannotSplitError(f"a {type(output).__name__} in the output of a batch")

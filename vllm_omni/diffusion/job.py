@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One output of one request of a diffusion stage: what is to be made, and how it ended."""
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -85,7 +86,7 @@ class RunningJob:
     def let_go(self) -> None:
         """It has ended: nothing of it stays on the device until Python looks for reference cycles."""
         self.waiting = self.latents = None
-        del self.call.pipe
+        self.call.close()
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,11 +97,18 @@ class JobEnd:
         output: A picture float32 `[height, width, channels]` in [0, 1], a video `[frames, height, width, channels]`,
             sound `[channels, samples]`, or latents; on the CPU. Of a stage that encodes prompts: what `encode_prompt`
             returned.
-        error: Why there is none.
+        error: Why there is none; without its frames, which would keep all that the pipeline has computed.
+        traceback: Where that was raised.
         is_invalid: The request itself was wrong.
     """
 
     job: DiffusionJob
     output: Any = None
     error: Exception | None = None
+    traceback: str = ""
     is_invalid: bool = False
+
+    @classmethod
+    def failed(cls, job: DiffusionJob, error: Exception, is_invalid: bool) -> "JobEnd":
+        text = "".join(traceback.format_exception(error))
+        return cls(job, error=error.with_traceback(None), traceback=text, is_invalid=is_invalid)

@@ -59,6 +59,11 @@ class PipelineCall:
         """Makes the module call that it waits for raise; the pipeline unwinds. Raises as `start`."""
         return self._advance(lambda: self._greenlet.throw(error))
 
+    def close(self) -> None:
+        """Takes the copy apart: its hooks refer to it, and it to all that the pipeline has computed."""
+        vars(self.pipe).clear()
+        del self.pipe, self._greenlet
+
     def _advance(self, switch: Callable[[], Any]) -> ModuleCall | None:
         value = switch()
         if not self._greenlet.dead:

@@ -9,23 +9,27 @@ _PROCESSORS = ("image_processor", "video_processor")
 _TEMPORAL_FACTORS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 
 
+class SizeError(ValueError):
+    """A size that this stage does not make."""
+
+
 def check_size(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> None:
     """
     Args:
         arguments: Of the pipeline's call.
 
     Raises:
-        ValueError: Height, width or number of frames is not one that the pipeline makes; names the nearest.
+        SizeError: Height, width or number of frames is not one that the pipeline makes; names the nearest.
     """
     factor = _spatial_factor(pipe)
     for name in ("height", "width"):
         size = arguments.get(name)
         if factor and size is not None and size % factor:
-            raise ValueError(f"{name} {size}: this pipeline makes multiples of {factor}{_near(size, factor, 0)}")
+            raise SizeError(f"{name} {size}: this pipeline makes multiples of {factor}{_near(size, factor, 0)}")
     factor = next((getattr(pipe, name) for name in _TEMPORAL_FACTORS if hasattr(pipe, name)), None)
     num_frames = arguments.get("num_frames")
     if factor and num_frames is not None and (num_frames - 1) % factor:
-        raise ValueError(
+        raise SizeError(
             f"num_frames {num_frames}: this pipeline makes multiples of {factor}, and one more"
             f"{_near(num_frames, factor, 1)}"
         )
@@ -34,10 +38,10 @@ def check_size(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> None:
 def check_pixels(height: int, width: int, max_pixels: int) -> None:
     """
     Raises:
-        ValueError: It is larger than the stage allows.
+        SizeError: It is larger than the stage allows.
     """
     if height * width > max_pixels:
-        raise ValueError(
+        raise SizeError(
             f"{height} x {width} is {height * width} pixels; this stage makes at most {max_pixels} (max_pixels)"
         )
 

@@ -54,6 +54,7 @@ class RequestBuilder:
             for stage in config.stage_args
             if stage.kind == "DiT"
         }
+        self._encoded_for = _encoded_for(config)
         self._adapter_stages = _adapter_stages(config)
         self._processors = _load_processors(config, model)
         self._mm_metadata_keys = {key for processor in self._processors.values() for key in processor.mm_metadata_keys}
@@ -205,9 +206,15 @@ class RequestBuilder:
     ) -> dict[int, DiffusionRequest]:
         if prompt.get("negative_prompt") is not None and not self._diffusion_processors:
             raise ValueError("negative_prompt is for diffusion stages, and this pipeline has none; leave it out")
+        for encoder, reader in self._encoded_for.items():
+            if given.get(encoder) is not None:
+                names = [self._config.stages[stage_id].name for stage_id in (encoder, reader)]
+                raise ValueError(f"stage {names[0]!r} encodes prompts as stage {names[1]!r} needs them: give it None")
         return {
             stage_id: processor.process(
-                prompt, given.get(stage_id), lora_request if stage_id in self._adapter_stages else None
+                prompt,
+                given.get(self._encoded_for.get(stage_id, stage_id)),
+                lora_request if stage_id in self._adapter_stages else None,
             )
             for stage_id, processor in self._diffusion_processors.items()
             if stage_id in stage_ids
@@ -244,11 +251,32 @@ def _make_diffusion_processor(stage: OmniStageConfig, model: str) -> "DiffusionI
     return DiffusionInputProcessor(stage, stage.checkpoint(model))
 
 
+def _encoded_for(config: PipelineConfig) -> dict[int, int]:
+    """The stages that only encode prompts, each with the diffusion stage that it does this for.
+
+    Raises:
+        StageConfigError: There is none, or the two do not have the same default settings.
+    """
+    found = {}
+    for stage in config.stage_args:
+        if stage.encodes_prompts:
+            where = f"stage {stage.stage_id} ({stage.name})"
+            readers = [i for i in config.targets[stage.stage_id] if config.stages[i].kind == "DiT"]
+            if not readers:
+                raise StageConfigError(f"{where}: part: encoder, but no diffusion stage reads it")
+            if stage.default_sampling_params != config.stages[readers[0]].default_sampling_params:
+                raise StageConfigError(
+                    f"{where}: default_sampling_params must be those of stage {readers[0]}, for which it encodes"
+                )
+            found[stage.stage_id] = readers[0]
+    return found
+
+
 def _adapter_stages(config: PipelineConfig) -> set[int]:
     """The diffusion stages that a request's adapter is for."""
     stages = [stage for stage in config.stage_args if stage.kind == "DiT"]
     first = [stage for stage in stages if not stage.engine_input_source]
-    if any(stage.engine_args.get("part") == "encoder" for stage in first):
+    if any(stage.encodes_prompts for stage in first):
         return {stage.stage_id for stage in stages if stage.engine_args.get("part") == "denoiser"}
     return {stage.stage_id for stage in first}
 

@@ -16,7 +16,7 @@ from vllm_omni.diffusion.job import DiffusionJob, JobEnd, Progress, RunningJob
 from vllm_omni.diffusion.lora import AdapterManager
 from vllm_omni.diffusion.pipeline_call import CallAborted, PipelineCall, gate_modules, on_method
 from vllm_omni.diffusion.preview import estimate_clean, make_preview
-from vllm_omni.diffusion.size_checks import check_pixels, check_size
+from vllm_omni.diffusion.size_checks import SizeError, check_pixels, check_size
 
 
 class _PromptsEncoded(BaseException):
@@ -49,7 +49,7 @@ class DiffusionModelRunner:
                 follow(running.call.pipe)
             arguments = self._prepare(running)
         except (ValueError, TypeError) as error:
-            return JobEnd(job, error=error, is_invalid=True)
+            return JobEnd.failed(job, error, is_invalid=True)
         return self._advance(running, lambda: running.call.start(arguments))
 
     def compute(self, batch: Sequence[RunningJob]) -> list[Any]:
@@ -73,7 +73,8 @@ class DiffusionModelRunner:
         self.running.remove(running)
         try:
             self._advance(running, lambda: running.call.throw(CallAborted()))
-        except CallAborted:
+        except CallAborted as aborted:
+            aborted.with_traceback(None)  # It is a local variable of its own frames: a cycle.
             running.call.pipe.maybe_free_model_hooks()
             running.let_go()
 
@@ -93,6 +94,7 @@ class DiffusionModelRunner:
         """
         job, pipe = running.job, running.call.pipe
         check_size(pipe, job.arguments)
+        follow(pipe)
         on_method(pipe, "prepare_latents", lambda method, arguments: self._on_prepare(running, method, arguments))
         if job.encoded_prompts is not None:
             results = iter(job.encoded_prompts)
@@ -163,10 +165,14 @@ class DiffusionModelRunner:
             end = JobEnd(job, call.result)
         except Exception as error:
             call.pipe.maybe_free_model_hooks()  # which the pipeline does itself when it ends well
-            is_invalid = isinstance(error, (ValueError, TypeError)) and not call.has_begun
-            end = JobEnd(job, error=error, is_invalid=is_invalid)
+            end = JobEnd.failed(job, error, _is_refusal(error, call))
         running.let_go()
         return end
+
+
+def _is_refusal(error: Exception, call: PipelineCall) -> bool:
+    """Whether the arguments were wrong, and not what was computed with them."""
+    return isinstance(error, SizeError) or (isinstance(error, (ValueError, TypeError)) and not call.has_begun)
 
 
 def _waiting(running: RunningJob) -> ModuleCall:

@@ -123,7 +123,8 @@ class DiffusionStageEngine(StageEngine):
                 try:
                     self._add(item)
                 except (ValueError, TypeError) as error:
-                    self._fail(item.request_id, error, is_invalid=True)
+                    self._forget(item.request_id)
+                    self.outbox.put(Error.from_exception(item.request_id, error, invalid=True))
             case AbortRequest():
                 self._forget(item.request_id)
 
@@ -191,7 +192,9 @@ class DiffusionStageEngine(StageEngine):
         if request is None:
             return  # Another output of the same request has failed in this step.
         if end.error is not None:
-            self._fail(request_id, end.error, end.is_invalid)
+            self._forget(request_id)
+            text = f"{type(end.error).__name__}: {end.error}"
+            self.outbox.put(Error(request_id, text, end.traceback, end.is_invalid))
             return
         request.outputs[end.job.index] = end.output
         if self._config.part == "encoder":
@@ -215,12 +218,6 @@ class DiffusionStageEngine(StageEngine):
     def _hand_out(self, request_id: str, tensors: dict[str, torch.Tensor], data: dict[str, Any]) -> None:
         output = StageOutput(request_id=request_id, stage_id=self._stage_id, tensors=tensors, data=data)
         self.outbox.put(Result(request_id, output))
-
-    # Ends other than a result.
-
-    def _fail(self, request_id: str, error: Exception, is_invalid: bool) -> None:
-        self._forget(request_id)
-        self.outbox.put(Error.from_exception(request_id, error, is_invalid))
 
     def _forget(self, request_id: str) -> None:
         if self._requests.pop(request_id, None) is not None:

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which calls are joined, and that each gets what it would have got alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from vllm_omni.diffusion.batched_call import CannotSplitError, ModuleCall, SharedTensors, compute
+
+
+def describe(function, *args: Any, **kwargs: Any) -> ModuleCall:
+    return ModuleCall.describe(function, args, kwargs, SharedTensors())
+
+
+def check_joined(function, *arguments: dict[str, Any]) -> None:
+    """The calls can be joined, and their outputs are those that they have alone."""
+    calls = [describe(function, **kwargs) for kwargs in arguments]
+    assert len({call.layout for call in calls}) == 1
+    for joined, call in zip(compute(calls), calls, strict=True):
+        torch.testing.assert_close(joined, function(**call.kwargs))
+
+
+def check_apart(function, *arguments: dict[str, Any]) -> None:
+    assert len({describe(function, **kwargs).layout for kwargs in arguments}) == len(arguments)
+
+
+def denoise(hidden_states, timestep=None, img_ids=None, guidance=None, return_dict=False, kwargs=None):
+    """Like a transformer: one row for each picture, positions that all have in common."""
+    output = hidden_states * 2
+    if timestep is not None:
+        output = output + timestep.reshape(-1, 1, 1)
+    if img_ids is not None:
+        output = output + img_ids.sum(-1)[None, :, None]
+    return (output,)
+
+
+def test_rows_are_joined_and_given_back():
+    check_joined(denoise, *({"hidden_states": torch.randn(1, 4, 8), "timestep": torch.rand(1)} for _ in range(3)))
+
+
+def test_two_rows_of_one_call_stay_together():
+    check_joined(denoise, *({"hidden_states": torch.randn(2, 4, 8), "timestep": torch.rand(2)} for _ in range(3)))
+
+
+def test_a_time_without_rows_is_that_of_each_row():
+    check_joined(denoise, *({"hidden_states": torch.randn(2, 4, 8), "timestep": torch.tensor(t)} for t in (0.1, 0.7)))
+
+
+def test_positions_are_shared_only_where_they_are_equal():
+    positions = torch.arange(12.0).reshape(4, 3)
+    calls = [{"hidden_states": torch.randn(1, 4, 8), "img_ids": positions.clone()} for _ in range(2)]
+    check_joined(denoise, *calls)
+    calls[1]["img_ids"] = positions + 1
+    check_apart(denoise, *calls)
+
+
+def test_positions_that_change_in_place_are_seen():
+    shared, positions = SharedTensors(), torch.arange(12.0).reshape(4, 3)
+    before = shared.digest(positions)
+    positions += 1
+    assert shared.digest(positions) != before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"hidden_states": torch.randn(1, 9, 8)},
+        {"hidden_states": torch.randn(1, 4, 8, dtype=torch.float64)},
+        {"hidden_states": torch.randn(2, 4, 8)},
+        {"hidden_states": torch.randn(1, 4, 8), "guidance": 2.0},
+        {"hidden_states": torch.randn(1, 4, 8), "return_dict": 1},
+        {"hidden_states": torch.randn(1, 4, 8), "kwargs": {"scale": 1.0}},
+        {"hidden_states": torch.randn(1, 4, 8), "kwargs": {"cache": object()}},
+        {"hidden_states": torch.randn(1, 4, 8), "kwargs": {"cache": object()}},
+    ],
+)
+def test_what_differs_is_not_joined(other: dict[str, Any]):
+    check_apart(denoise, {"hidden_states": torch.randn(1, 4, 8)}, other)
+
+
+def test_calls_of_two_functions_are_not_joined():
+    x = torch.randn(1, 4, 8)
+    assert describe(denoise, x).layout != describe(lambda hidden_states: hidden_states, x).layout
+
+
+def paint(x: list[torch.Tensor], t: torch.Tensor, captions: list[torch.Tensor]) -> tuple[list[torch.Tensor]]:
+    """Like a transformer that takes lists, with captions of any length."""
+    return ([picture + time * caption.mean() for picture, time, caption in zip(x, t, captions, strict=True)],)
+
+
+def test_lists_are_joined_whatever_the_length_of_the_captions():
+    calls = [
+        {"x": [torch.randn(16, 1, 4, 4)], "t": torch.rand(1), "captions": [torch.randn(length, 8)]}
+        for length in (3, 7, 1)
+    ]
+    check_joined(paint, *calls)
+
+
+def test_pictures_of_two_sizes_are_not_joined():
+    check_apart(
+        paint,
+        *(
+            {"x": [torch.randn(16, 1, size, size)], "t": torch.rand(1), "captions": [torch.randn(3, 8)]}
+            for size in (4, 8)
+        ),
+    )
+
+
+def test_a_list_of_batches_is_not_a_batch():
+    def add(hidden_states, residuals):
+        return hidden_states + sum(residuals)
+
+    check_joined(
+        add, *({"hidden_states": torch.randn(2, 8), "residuals": list(torch.randn(2, 2, 8))} for _ in range(2))
+    )
+
+
+def attend(hidden_states, encoder_hidden_states, encoder_hidden_states_mask=None):
+    """Like a transformer that reads a prompt of any length under a mask."""
+    mask = encoder_hidden_states_mask
+    if mask is None:
+        mask = torch.ones(encoder_hidden_states.shape[:2])
+    text = (encoder_hidden_states * mask[..., None]).sum(1, keepdim=True) / mask.sum(1)[:, None, None]
+    return (hidden_states + text,)
+
+
+def test_masked_prompts_are_padded():
+    calls = [
+        {
+            "hidden_states": torch.randn(1, 4, 8),
+            "encoder_hidden_states": torch.randn(1, length, 8),
+            "encoder_hidden_states_mask": mask,
+        }
+        for length, mask in ((3, None), (5, torch.tensor([[1, 1, 1, 0, 0]])), (5, None))
+    ]
+    check_joined(attend, *calls)
+
+
+def test_prompts_without_a_mask_are_not_padded():
+    def read(hidden_states, prompt):
+        return hidden_states + prompt.sum(1, keepdim=True)
+
+    check_apart(
+        read, *({"hidden_states": torch.randn(1, 4, 8), "prompt": torch.randn(1, length, 8)} for length in (3, 5))
+    )
+
+
+def test_the_output_of_an_encoder_is_split_and_its_cache_is_left_out():
+    def encode(input_ids):
+        states = input_ids[..., None].float()
+        return BaseModelOutputWithPast(
+            last_hidden_state=states, past_key_values=object(), hidden_states=(states, states + 1)
+        )
+
+    first, second = compute([describe(encode, input_ids=torch.tensor([[i, 2]])) for i in (1, 5)])
+    assert first.last_hidden_state.flatten().tolist() == [1, 2]
+    assert [states.flatten().tolist() for states in second.hidden_states] == [[5, 2], [6, 3]]
+    assert second.past_key_values is None
+
+
+def test_a_call_alone_keeps_its_output_as_it_is():
+    output = object()
+    assert compute([describe(lambda x: output, torch.randn(1))]) == [output]
+
+
+@pytest.mark.parametrize("output", [object(), torch.randn(5), torch.tensor(1.0), [1, 2, 3]])
+def test_what_cannot_be_split_is_said(output: Any):
+    calls = [describe(lambda x: (output,), torch.randn(1, 3))] * 2
+    with pytest.raises(CannotSplitError):
+        compute(calls)

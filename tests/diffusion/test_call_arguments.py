@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings as arguments of the pipelines that diffusers has."""
+
+from typing import Any
+
+import diffusers
+import pytest
+
+from vllm_omni.diffusion.call_arguments import call_arguments, default_fps
+from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
+
+
+def arguments(class_name: str, **settings: Any) -> dict[str, Any]:
+    return call_arguments(getattr(diffusers, class_name), DiffusionSamplingParams(**settings))
+
+
+def test_only_what_was_asked_for_is_given() -> None:
+    assert arguments("ZImagePipeline", seed=4, num_outputs_per_prompt=3, output_format="png", preview_every=2) == {}
+
+
+def test_settings_keep_their_names() -> None:
+    settings = {"negative_prompt": "", "height": 64, "width": 32, "num_inference_steps": 2, "guidance_scale": 0.0}
+
+    assert arguments("ZImagePipeline", **settings, extra_args={"max_sequence_length": 9}) == {
+        **settings,
+        "max_sequence_length": 9,
+    }
+
+
+@pytest.mark.parametrize(
+    ("class_name", "expected"),
+    [("WanPipeline", {}), ("LTXPipeline", {"frame_rate": 24.0}), ("CosmosTextToWorldPipeline", {"fps": 24.0})],
+)
+def test_frames_per_second_go_to_pipelines_that_ask_for_them(class_name: str, expected: dict[str, float]) -> None:
+    assert arguments(class_name, fps=24.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("class_name", "expected"),
+    [("WanPipeline", None), ("LTXPipeline", 25), ("StableVideoDiffusionPipeline", 7), ("ZImagePipeline", None)],
+)
+def test_a_video_has_the_speed_that_its_pipeline_makes_it_for(class_name: str, expected: float | None) -> None:
+    assert default_fps(getattr(diffusers, class_name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("class_name", "settings", "words"),
+    [
+        ("ZImagePipeline", {"true_cfg_scale": 2.0}, ["'true_cfg_scale'", "guidance_scale", "max_sequence_length"]),
+        ("ZImagePipeline", {"num_frames": 5}, ["ZImagePipeline does not take 'num_frames'"]),
+        ("ZImagePipeline", {"strength": 0.5}, ["does not take 'strength'"]),
+        ("Flux2KleinPipeline", {"negative_prompt": "x"}, ["Flux2KleinPipeline does not take 'negative_prompt'"]),
+        ("WanPipeline", {"true_cfg_scale": 2.0}, ["does not take 'true_cfg_scale'", "num_frames"]),
+        ("StableAudioPipeline", {"height": 64}, ["does not take 'height'", "audio_end_in_s"]),
+        ("ZImagePipeline", {"extra_args": {"max_sequence_len": 9}}, ["did you mean 'max_sequence_length'"]),
+        ("ZImagePipeline", {"extra_args": {"height": 64}}, ["'height' is a setting of its own"]),
+        ("LTXPipeline", {"extra_args": {"frame_rate": 8}}, ["'frame_rate'", "comes from fps"]),
+        ("ZImagePipeline", {"extra_args": {"num_images_per_prompt": 2}}, ["comes from num_outputs_per_prompt"]),
+        ("ZImagePipeline", {"extra_args": {"generator": 2}}, ["'generator'", "comes from seed"]),
+        ("ZImagePipeline", {"extra_args": {"return_dict": False}}, ["'return_dict' is given by the stage itself"]),
+        ("ZImagePipeline", {"extra_args": {"self": 1}}, ["does not take 'self'"]),
+    ],
+)
+def test_what_a_pipeline_does_not_take_is_refused_by_name(
+    class_name: str, settings: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ValueError) as error:
+        arguments(class_name, **settings)
+    assert [word for word in words if word not in str(error.value)] == []

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a diffusers checkpoint is found to be, from its `model_index.json` and diffusers' own declarations."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.diffusion.indexes import write_index
+from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model, load_model_index, takes_several_images
+from vllm_omni.errors import StageConfigError
+
+
+def load(folder: Path, class_name: object, **config: object) -> PipelineInfo:
+    return PipelineInfo.load(write_index(folder, class_name), DiTConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("class_name", "made", "with_images", "needs_images", "several"),
+    [
+        ("ZImagePipeline", "image", "ZImageImg2ImgPipeline", False, False),
+        ("QwenImagePipeline", "image", "QwenImageImg2ImgPipeline", False, False),
+        ("QwenImageEditPipeline", "image", "QwenImageEditPipeline", True, False),
+        ("QwenImageEditPlusPipeline", "image", "QwenImageEditPlusPipeline", True, True),
+        ("FluxPipeline", "image", "FluxImg2ImgPipeline", False, False),
+        ("FluxImg2ImgPipeline", "image", "FluxImg2ImgPipeline", True, False),
+        ("Flux2KleinPipeline", "image", "Flux2KleinPipeline", False, True),
+        ("StableDiffusion3Pipeline", "image", "StableDiffusion3Img2ImgPipeline", False, False),
+        ("WanPipeline", "video", None, False, False),
+        ("WanImageToVideoPipeline", "video", "WanImageToVideoPipeline", True, False),
+        ("WanVideoToVideoPipeline", "video", None, False, False),  # its call has no num_frames
+        ("SanaVideoPipeline", "video", None, False, False),  # nor has this one's
+        ("StableAudioPipeline", "audio", None, False, False),
+        ("StableAudio3Pipeline", "audio", None, False, False),  # nothing in its call speaks of audio
+    ],
+)
+def test_what_a_pipeline_makes_and_takes(
+    tmp_path: Path, class_name: str, made: str, with_images: str | None, needs_images: bool, several: bool
+) -> None:
+    info = load(tmp_path, class_name)
+
+    assert (info.output_type, info.needs_images, info.takes_images) == (made, needs_images, with_images is not None)
+    assert info.class_for(has_images=False) is info.pipeline_class
+    if with_images is None:
+        with pytest.raises(ValueError, match=rf"{class_name} takes no input images"):
+            info.class_for(has_images=True)
+    else:
+        assert info.class_for(has_images=True).__name__ == with_images
+        assert takes_several_images(info.class_for(has_images=True)) == several
+
+
+def test_a_configuration_can_name_another_class(tmp_path: Path) -> None:
+    info = load(tmp_path, "FluxPipeline", pipeline_class="FluxImg2ImgPipeline")
+
+    assert info.pipeline_class.__name__ == "FluxImg2ImgPipeline"
+
+
+@pytest.mark.parametrize(
+    ("class_name", "words"),
+    [
+        ("ZImagPipeline", ["diffusers 0.", "'ZImagPipeline'", "did you mean 'ZImagePipeline'", "pipeline_class"]),
+        ("AutoencoderKL", ["no pipeline 'AutoencoderKL'"]),
+        ("DDPMPipeline", ["DDPMPipeline takes no prompt"]),
+        (["painting", "MyPipeline"], ["MyPipeline", "painting.py", "trust_remote_code: true"]),
+        ("", ["names no pipeline class"]),
+    ],
+)
+def test_what_cannot_be_run_is_refused(tmp_path: Path, class_name: object, words: list[str]) -> None:
+    with pytest.raises(StageConfigError) as error:
+        load(tmp_path, class_name)
+    assert [word for word in [str(tmp_path), *words] if word not in str(error.value)] == []
+
+
+def test_code_of_the_checkpoint_runs_where_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    code = "from diffusers import WanPipeline\nclass Own(WanPipeline):\n    pass\n"
+    (tmp_path / "painting.py").write_text(code)
+
+    info = load(tmp_path, ["painting", "Own"], trust_remote_code=True)
+
+    assert (info.pipeline_class.__name__, info.output_type) == ("Own", "video")
+    with pytest.raises(StageConfigError, match=r"Other cannot be imported from painting\.py"):
+        load(tmp_path, ["painting", "Other"], trust_remote_code=True)
+
+
+def test_a_folder_is_a_diffusers_model_by_its_index(tmp_path: Path, tiny_qwen3: Path) -> None:
+    assert is_diffusers_model(write_index(tmp_path, "FluxPipeline"))
+    assert not is_diffusers_model(str(tiny_qwen3))
+    assert not is_diffusers_model("nobody/has-this")  # tests are offline
+    assert not is_diffusers_model("no: name")
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "no class")])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "model_index.json").write_text(content)
+
+    with pytest.raises(StageConfigError, match=words.replace("no class", "names no pipeline class")):
+        load_model_index(str(tmp_path))
+
+
+def test_a_name_that_is_not_in_the_cache_is_refused_offline() -> None:
+    with pytest.raises(StageConfigError, match=r"nobody/has-this.*model_index\.json cannot be read.*in the cache"):
+        load_model_index("nobody/has-this")
+
+
+def test_diffusers_is_not_imported_to_tell_what_a_checkpoint_is(tiny_qwen3: Path) -> None:
+    code = (
+        "import sys; from vllm_omni.diffusion.pipeline_info import is_diffusers_model; "
+        f"assert not is_diffusers_model({str(tiny_qwen3)!r}); assert 'diffusers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which arguments reach which stage, and what is checked before any stage is started."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.diffusion.indexes import write_index
+from vllm_omni import OmniLLM
+from vllm_omni.config.loader import parse_pipeline_config
+from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.entrypoints.stage_arguments import apply_arguments, resolve_checkpoints
+from vllm_omni.errors import StageConfigError
+
+PROCESSOR = "tests.diffusion.rewriting.RewrittenPrompt"
+
+
+def pipeline(writer: dict[str, Any] | None = None, painter: dict[str, Any] | None = None) -> PipelineConfig:
+    """A stage that writes and one that paints, with these engine arguments."""
+    stages = [
+        {"stage_id": 0, "engine_type": "AR", "engine_args": {"model_stage": "writer", **(writer or {})}},
+        {
+            "stage_id": 1,
+            "engine_type": "DiT",
+            "engine_args": {"model_stage": "painter", **(painter or {})},
+            "engine_input_source": [0],
+            "custom_process_input_func": PROCESSOR,
+            "final_output": True,
+            "final_output_type": "image",
+        },
+    ]
+    return parse_pipeline_config({"stage_args": stages}, "this test")
+
+
+def test_an_argument_reaches_every_stage_of_a_kind_that_has_it() -> None:
+    given = {"dtype": "float32", "max_model_len": 64, "vae_tiling": True}
+
+    writer, painter = apply_arguments(pipeline(painter={"dtype": "bfloat16"}), given, {}).stage_args
+
+    assert writer.vllm_engine_args["max_model_len"] == 64 and "vae_tiling" not in writer.engine_args
+    assert painter.engine_args == {"model_stage": "painter", "dtype": "float32", "vae_tiling": True}
+
+
+def test_overrides_are_for_one_stage_and_win() -> None:
+    config = apply_arguments(pipeline(), {"dtype": "float32"}, {"painter": {"dtype": "float16"}, 0: {"seed": 4}})
+
+    writer, painter = config.stage_args
+    assert (writer.engine_args["dtype"], writer.engine_args["seed"]) == ("float32", 4)
+    assert painter.engine_args == {"model_stage": "painter", "dtype": "float16"}
+
+
+def test_an_argument_that_no_stage_has_is_refused() -> None:
+    with pytest.raises(StageConfigError, match="engine argument 'vae_tilling'; did you mean 'vae_tiling'"):
+        apply_arguments(pipeline(), {"vae_tilling": True}, {})
+    with pytest.raises(StageConfigError, match="no stage 'panter'"):
+        apply_arguments(pipeline(), {}, {"panter": {}})
+
+
+def test_a_stages_own_checkpoint_is_looked_for_in_the_pipelines_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("model/writer", "elsewhere/painter"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    model = str(tmp_path / "model")
+
+    inside = resolve_checkpoints(pipeline({"model": "writer"}, {"model": "elsewhere/painter"}), model)
+    assert [stage.checkpoint(model) for stage in inside.stage_args] == [
+        str(tmp_path / "model/writer"),
+        str(tmp_path / "elsewhere/painter"),
+    ]
+    assert "model" not in inside.stages[0].vllm_engine_args
+    hub = resolve_checkpoints(pipeline(painter={"model": "somebody/painter"}), model)
+    assert [stage.checkpoint(model) for stage in hub.stage_args] == [model, "somebody/painter"]
+
+
+@pytest.mark.parametrize("model", ["/no/where", "./painter", "a/b/c"])
+def test_a_stages_own_checkpoint_must_be_there(model: str) -> None:
+    with pytest.raises(StageConfigError, match=rf"stage 1 \(painter\): engine_args\.model: there is no '{model}'"):
+        resolve_checkpoints(pipeline(painter={"model": model}), "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_stepz": 3}, ["'max_stepz'", "did you mean 'max_steps'"]),
+        ({"max_model_len": 3}, ["no stage of this pipeline has an engine argument 'max_model_len'"]),
+        ({"dtype": "float8"}, ["dtype", "float8"]),
+        ({"stage_overrides": {"diffusion": {"max_stepz": 3}}}, ["stage 0 (diffusion)", "did you mean 'max_steps'"]),
+        ({"stage_overrides": {"diffusion": {"max_steps": 0}}}, ["stage 0 (diffusion)", "max_steps"]),
+        ({"stage_overrides": {"thinker": {}}}, ["no stage 'thinker'", "'diffusion' (0)"]),
+        ({"pipeline_class": "ZImagPipeline"}, ["did you mean 'ZImagePipeline'"]),
+    ],
+)
+def test_wrong_arguments_of_a_diffusers_model_start_nothing(
+    tmp_path: Path, arguments: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(StageConfigError) as error:
+        OmniLLM(write_index(tmp_path, "ZImagePipeline"), **arguments)
+    assert [word for word in words if word not in str(error.value)] == []

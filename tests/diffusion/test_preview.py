@@ -15,7 +15,7 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 
-from vllm_omni.diffusion.preview import estimate_clean, make_preview
+from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 
 HEIGHT, WIDTH = 64, 96
 CALLS = {
@@ -58,6 +58,10 @@ def test_a_preview_of_finished_latents_is_the_picture(run):
     assert expected.std() > 10, "a grey picture would prove nothing"
 
 
+def test_what_has_previews_is_not_refused_beforehand(run):
+    check_previews(run.pipe)
+
+
 def test_a_preview_is_small_and_shows_how_far_the_run_is(run):
     previews = [make_preview(run.pipe, latents, HEIGHT, WIDTH, longer_side=48) for latents in run.latents]
     assert all(preview.shape == (32, 48, 3) for preview in previews)
@@ -97,13 +101,24 @@ def test_frames_before_channels_are_not_taken_for_channels():
         layers_per_block=1,
         norm_num_groups=4,
     )
-    with pytest.raises(ValueError, match="form known"):
-        make_preview(pipeline_like(vae=vae), torch.zeros(1, 16, 16, 8, 8), 64, 64, 32)
+    assert_refused_beforehand(pipeline_like(vae=vae), "of no form known", torch.zeros(1, 16, 16, 8, 8))
 
 
-def test_a_pipeline_without_a_vae_is_refused_by_name():
-    with pytest.raises(ValueError, match="OddPipeline has no previews"):
-        make_preview(pipeline_like(), torch.zeros(1, 4, 8, 8), 64, 64, 32)
+def test_a_pipeline_without_a_vae_is_refused():
+    assert_refused_beforehand(pipeline_like(), "has no VAE", torch.zeros(1, 4, 8, 8))
+
+
+def test_latents_that_are_unpacked_by_what_is_not_known_are_refused(image_vae):
+    unpack = staticmethod(lambda latents, num_frames, height, width: latents)
+    assert_refused_beforehand(
+        pipeline_like(vae=image_vae, _unpack_latents=unpack), "unpacked by num_frames", torch.zeros(1, 64, 16)
+    )
+
+
+def assert_refused_beforehand(pipe, problem, latents):
+    for refuse in (lambda: check_previews(pipe), lambda: make_preview(pipe, latents, 64, 64, 32)):
+        with pytest.raises(ValueError, match=f"OddPipeline has no previews: .*{problem}"):
+            refuse()
 
 
 FLOWS = {

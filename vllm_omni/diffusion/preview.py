@@ -14,12 +14,21 @@ from diffusers import DiffusionPipeline
 from diffusers.utils.torch_utils import get_module_execution_device
 from torch.nn import functional
 
-UNPACK_ARGUMENTS = frozenset({"self", "latents", "height", "width", "vae_scale_factor", "patch_size"})
+UNPACK_ARGUMENTS = frozenset({"latents", "height", "width", "vae_scale_factor", "patch_size"})
 """What a pipeline's `_unpack_latents` may ask for; pixels. Others mean something else by the same names."""
 FRAMES_BEFORE_CHANNELS = frozenset({"AutoencoderKLCogVideoX"})
 """VAEs of pipelines whose latents are `[1, frames, channels, h, w]`, which no number tells from the usual form."""
 FLOW_SCHEDULERS = frozenset({"FlowMatchEulerDiscreteScheduler"})
 """Schedulers that integrate a flow; others do so if they `use_flow_sigmas`."""
+
+
+def check_previews(pipe: DiffusionPipeline) -> None:
+    """
+    Raises:
+        ValueError: It is certain, before there are any latents, that `make_preview` cannot decode this pipeline's.
+    """
+    _image_vae(pipe)
+    _unpack_arguments(pipe)
 
 
 @torch.no_grad()
@@ -88,11 +97,24 @@ def _image_vae(pipe: Any) -> Any:
     vae = getattr(pipe, "vae", None)
     if vae is None or not hasattr(vae, "decoder"):
         raise ValueError(f"{_name(pipe)} has no previews: it has no VAE whose decoder is known here")
+    if type(vae).__name__ in FRAMES_BEFORE_CHANNELS:
+        raise ValueError(f"{_name(pipe)} has no previews: the latents of its {type(vae).__name__} are of no form known")
     parameters = list(inspect.signature(type(vae).decode).parameters.values())[2:]  # not self, nor latents
     needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if needed or vae.config.get("timestep_conditioning"):
         raise ValueError(f"{_name(pipe)} has no previews: its {type(vae).__name__} needs more than latents to decode")
     return vae
+
+
+def _unpack_arguments(pipe: Any) -> set[str]:
+    """What the pipeline's `_unpack_latents` asks for, if it has one."""
+    if not hasattr(pipe, "_unpack_latents"):
+        return set()
+    wanted = set(inspect.signature(pipe._unpack_latents).parameters)
+    if not wanted <= UNPACK_ARGUMENTS:
+        unknown = ", ".join(sorted(wanted - UNPACK_ARGUMENTS))
+        raise ValueError(f"{_name(pipe)} has no previews: its latents are unpacked by {unknown}, not known here")
+    return wanted
 
 
 def _unpacked(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -113,11 +135,8 @@ def _unpacked(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torc
 
 def _unpacked_by(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """What the pipeline itself does with its packed latents before it decodes them."""
-    wanted = inspect.signature(pipe._unpack_latents).parameters.keys()
-    if not wanted <= UNPACK_ARGUMENTS:
-        raise _unknown_form(pipe, latents)
-    given = {"latents": latents, "height": height, "width": width}
-    given |= {name: getattr(pipe, name) for name in wanted - given.keys()}
+    given: dict[str, Any] = {"latents": latents, "height": height, "width": width}
+    given |= {name: getattr(pipe, name) for name in _unpack_arguments(pipe) - given.keys()}
     try:
         return pipe._unpack_latents(**given)
     except RuntimeError as error:  # as many tokens as another size has
@@ -154,7 +173,7 @@ def _check_form(pipe: Any, vae: Any, grid: torch.Tensor) -> None:
     """Holds latents against what the VAE's decoder takes: pictures or videos, and of how many channels."""
     channels = vae.config.get("latent_channels") or vae.config.get("z_dim")
     dims = next(weight.dim() for weight in vae.decoder.parameters() if weight.dim() > 3)  # of the first convolution
-    if type(vae).__name__ in FRAMES_BEFORE_CHANNELS or grid.dim() != dims or grid.shape[1] != channels:
+    if grid.dim() != dims or grid.shape[1] != channels:
         raise _unknown_form(pipe, grid)
 
 

@@ -36,7 +36,8 @@ def write_tiny_diffusion_lora(
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name in components:
-        added = _factors(pipe.components[name], generator)
+        component = pipe.components[name]
+        added = _factors(component, generator) if isinstance(component, nn.Module) else {}
         if not added:
             raise ValueError(f"{name} of {model_path} has no attention layers of the usual names")
         tensors |= {f"{name}.{key}": tensor for key, tensor in added.items()}

@@ -24,5 +24,5 @@ def test_every_attention_layer_has_both_factors(tiny_diffusion, tmp_path):
 
 
 def test_a_component_without_attention_is_named(tiny_diffusion, tmp_path):
-    with pytest.raises(ValueError, match="scheduler of .* has no attention layers"):
+    with pytest.raises(ValueError, match=r"scheduler of .* has no attention layers"):
         write_tiny_diffusion_lora(tiny_diffusion("z_image"), tmp_path, components=("scheduler",))

@@ -20,6 +20,7 @@ TINY_CHECKPOINTS = {
     "qwen3": "vllm_omni.testing.tiny.qwen3",
     "qwen2_5_omni": "vllm_omni.testing.tiny.qwen2_5_omni",
     "qwen3_omni_moe": "vllm_omni.testing.tiny.qwen3_omni_moe",
+    "ace_step": "vllm_omni.testing.tiny.ace_step",
     "flux": "vllm_omni.testing.tiny.flux",
     "flux2_klein": "vllm_omni.testing.tiny.flux2_klein",
     "qwen_image": "vllm_omni.testing.tiny.qwen_image",

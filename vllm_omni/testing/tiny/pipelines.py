@@ -18,6 +18,7 @@ VELOCITY_STD = 1.0
 PICTURE_STD = 0.4
 """Of pixels, which diffusers cuts at -1 and 1."""
 LATENT_CHANNELS = 16
+MEANS_GAIN, LOG_VARIANCE = 4.0, -10.0
 SETTLING_PROMPT = "a red cat by the sea"
 
 
@@ -48,6 +49,18 @@ def fill_components(pipe: DiffusionPipeline, seed: int, gains: dict[str, float])
     for index, (name, gain) in enumerate(sorted(gains.items())):
         module: nn.Module = pipe.components[name].eval()
         fill_random(module, 16 * seed + index, gain)
+        if isinstance(module, AutoencoderKL):
+            _make_sure(module.encoder.conv_out)
+
+
+@torch.no_grad()
+def _make_sure(conv_out: nn.Conv2d) -> None:
+    """Makes an encoder say little of doubt, as trained ones do, and its latents about as loud as noise."""
+    assert conv_out.bias is not None
+    means = conv_out.out_channels // 2  # the others are logarithms of variances
+    conv_out.weight[:means] *= MEANS_GAIN
+    conv_out.weight[means:] = 0
+    conv_out.bias[means:] = LOG_VARIANCE
 
 
 def settle(pipe: DiffusionPipeline, velocity: nn.Module, picture: nn.Module, **call: Any) -> None:

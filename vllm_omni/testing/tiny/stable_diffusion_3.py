@@ -16,7 +16,7 @@ from vllm_omni.testing.tiny.text_encoders import clip_config, make_clip_tokenize
 
 @dataclass(frozen=True)
 class Size:
-    """Everything in which the sizes of the checkpoint differ. The CLIPs together are as wide as the T5, or less wide."""
+    """Everything in which the sizes of the checkpoint differ. The CLIPs together are at most as wide as the T5."""
 
     layers: int
     heads: int

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tiny pipelines are asked in tests: the smallest output of each, and a picture for those that need one."""
+
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+SMALL = {"height": 64, "width": 64, "num_inference_steps": 2}
+SMALL_VIDEO = {**SMALL, "num_frames": 5}
+SMALLEST: dict[str, dict[str, Any]] = {
+    "ace_step": {"num_inference_steps": 2, "audio_duration": 0.4},
+    "flux": SMALL,
+    "flux2_klein": {**SMALL, "max_sequence_length": 64},  # its text encoder is deep
+    "qwen_image": {**SMALL, "negative_prompt": "dark"},
+    "qwen_image_edit": {**SMALL, "negative_prompt": "dark"},
+    "stable_diffusion_3": SMALL,
+    "wan": SMALL_VIDEO,
+    "wan_i2v": SMALL_VIDEO,
+    "z_image": SMALL,
+}
+"""Name of a tiny pipeline -> arguments of its diffusers pipeline, besides the prompt."""
+
+NEED_IMAGES = ("qwen_image_edit", "wan_i2v")
+
+
+def make_image(seed: int, width: int = 64, height: int = 48) -> Image.Image:
+    """Large random patches: they survive being resized."""
+    patches = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), np.uint8)
+    return Image.fromarray(patches).resize((width, height), Image.Resampling.NEAREST)
+
+
+def images_for(name: str, seed: int = 0) -> list[Image.Image]:
+    """Input images of a call of this pipeline."""
+    return [make_image(seed)] if name in NEED_IMAGES else []

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny diffusers pipelines: what one asks of them shows in what they make. And the oracle of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from tests.diffusion.tiny_calls import SMALLEST, images_for, make_image
+from vllm_omni.testing.diffusers_oracle import DiffusersOracle
+from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
+
+PROMPT = "a red cat"
+# One of them asks what makes the pipeline compare with a negative prompt, if that takes more than a negative prompt.
+NEGATIVE: dict[str, dict[str, Any]] = {
+    "flux": {"true_cfg_scale": 4.0},
+    "qwen_image": {},
+    "qwen_image_edit": {},
+    "stable_diffusion_3": {},
+    "wan": {},
+    "wan_i2v": {},
+    "z_image": {},
+}
+
+
+@pytest.fixture(scope="module")
+def oracles(tiny_diffusion: Callable[[str], Path]) -> dict[str, DiffusersOracle]:
+    return {name: DiffusersOracle(tiny_diffusion(name)) for name in SMALLEST}
+
+
+@pytest.fixture(scope="module")
+def paint(oracles: dict[str, DiffusersOracle]) -> Callable[..., torch.Tensor]:
+    def paint(name: str, prompt: str = PROMPT, seed: int = 0, **call: Any) -> torch.Tensor:
+        call = {"images": images_for(name), **SMALLEST[name], **call}
+        return oracles[name].generate(prompt, seed=seed, **call)
+
+    return paint
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """How much values differ, of which all together are spread over about 1."""
+    return (one - other).abs().mean().item()
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_the_prompt_and_the_seed_show(name: str, paint: Callable[..., torch.Tensor]) -> None:
+    made = paint(name)
+
+    shape = {"ace_step": (2, 19_200), "wan": (5, 64, 64, 3), "wan_i2v": (5, 64, 64, 3)}.get(name, (64, 64, 3))
+    assert made.shape == shape
+    assert torch.equal(paint(name), made)
+    assert difference(paint(name, seed=1), made) > 0.02
+    assert difference(paint(name, prompt="the wind in a tree at night"), made) > 0.02
+    if name != "ace_step":
+        assert made.std() > 0.1
+        assert ((made == 0) | (made == 1)).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_the_negative_prompt_shows(name: str, paint: Callable[..., torch.Tensor]) -> None:
+    dark, bright = (paint(name, negative_prompt=word, **NEGATIVE[name]) for word in ("dark", "very bright"))
+
+    assert difference(dark, bright) > 0.01
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2_klein", "qwen_image_edit", "stable_diffusion_3", "wan_i2v", "z_image"])
+def test_input_images_show(name: str, paint: Callable[..., torch.Tensor]) -> None:
+    strength = {"strength": 0.5} if name in ("flux", "stable_diffusion_3", "z_image") else {}
+    one, other = (paint(name, images=[make_image(seed, 64, 64)], **strength) for seed in (1, 2))
+
+    assert difference(one, other) > 0.01
+
+
+def test_several_images_go_in_together(paint: Callable[..., torch.Tensor]) -> None:
+    images = [make_image(seed, 64, 64) for seed in (1, 2)]
+
+    assert difference(paint("flux2_klein", images=images), paint("flux2_klein", images=images[:1])) > 0.01
+
+
+def test_the_oracle_calls_the_pipeline_and_no_more(tiny_diffusion: Callable[[str], Path]) -> None:
+    path = tiny_diffusion("z_image")
+    pipe = DiffusionPipeline.from_pretrained(path)
+    expected = pipe(PROMPT, generator=torch.Generator().manual_seed(3), output_type="np", **SMALLEST["z_image"])
+    oracle = DiffusersOracle(path)
+
+    assert torch.equal(oracle.generate(PROMPT, seed=3, **SMALLEST["z_image"]), torch.from_numpy(expected.images[0]))
+    latents = oracle.generate(PROMPT, seed=3, output_type="latent", **SMALLEST["z_image"])
+    assert latents.shape == (16, 8, 8)
+
+
+@pytest.mark.parametrize("name", ["z_image", "flux", "stable_diffusion_3", "qwen_image"])
+def test_the_large_size_is_large(name: str, tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(name, tmp_path, size="large")
+
+    assert 20e6 < (path / "transformer" / "diffusion_pytorch_model.safetensors").stat().st_size < 100e6

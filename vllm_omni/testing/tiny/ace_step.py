@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny `AceStepPipeline`: text and lyrics to stereo sound at 48 kHz, 25 latents a second as in ACE-Step 1.5."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AceStepPipeline, AceStepTransformer1DModel, AutoencoderOobleck, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.ace_step import AceStepConditionEncoder
+from transformers import Qwen3Model
+
+from vllm_omni.testing.tiny.pipelines import VELOCITY_STD, fill_components, paint, save
+from vllm_omni.testing.tiny.text_encoders import make_qwen_tokenizer, qwen3_config
+from vllm_omni.testing.tiny.weights import scale_output
+
+LATENT_CHANNELS = 16
+SAMPLE_RATE = 48_000
+
+
+@dataclass(frozen=True)
+class Size:
+    """Everything in which the sizes of the checkpoint differ."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    text_hidden: int
+    text_layers: int
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * self.head_dim
+
+
+SIZES = {"default": Size(layers=2, heads=4, head_dim=16, text_hidden=64, text_layers=2)}
+GAINS = {"text_encoder": 2.0, "condition_encoder": 1.5, "transformer": 1.5, "vae": 1.0}
+
+
+def write(path: Path, seed: int, size: str) -> None:
+    """Writes the whole checkpoint into the empty folder `path`."""
+    pipe = _build(SIZES[size])
+    fill_components(pipe, seed, GAINS)
+    silence = pipe.condition_encoder.silence_latent
+    silence.normal_(generator=torch.Generator().manual_seed(seed))
+    # The pipeline itself brings what it decoded to a fixed loudness.
+    scale_output(pipe.transformer.proj_out_conv, VELOCITY_STD, lambda: paint(pipe, audio_duration=0.4))
+    save(pipe, path)
+
+
+def _build(size: Size) -> AceStepPipeline:
+    tokenizer = make_qwen_tokenizer()
+    heads = {"num_attention_heads": size.heads, "num_key_value_heads": size.heads // 2, "head_dim": size.head_dim}
+    widths = {"hidden_size": size.hidden, "intermediate_size": 2 * size.hidden}
+    transformer = AceStepTransformer1DModel(
+        num_hidden_layers=size.layers,
+        in_channels=3 * LATENT_CHANNELS,  # the noise, what is given, and where it is given
+        audio_acoustic_hidden_dim=LATENT_CHANNELS,
+        encoder_hidden_size=size.hidden,
+        **widths,
+        **heads,
+    )
+    condition_encoder = AceStepConditionEncoder(
+        text_hidden_dim=size.text_hidden,
+        timbre_hidden_dim=LATENT_CHANNELS,
+        num_lyric_encoder_hidden_layers=1,
+        num_timbre_encoder_hidden_layers=1,
+        **widths,
+        **heads,
+    )
+    return AceStepPipeline(
+        vae=_make_vae(),
+        text_encoder=Qwen3Model(qwen3_config(tokenizer, size.text_hidden, size.text_layers)),
+        tokenizer=tokenizer,
+        transformer=transformer,
+        condition_encoder=condition_encoder,
+        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1, shift=1.0),
+    )
+
+
+def _make_vae() -> AutoencoderOobleck:
+    return AutoencoderOobleck(
+        encoder_hidden_size=4,
+        downsampling_ratios=[2, 4, 4, 6, 10],
+        channel_multiples=[1, 2, 2, 4, 4],
+        decoder_channels=4,
+        decoder_input_channels=LATENT_CHANNELS,
+        audio_channels=2,
+        sampling_rate=SAMPLE_RATE,
+    )

@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 help:  ## Say what there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
-demo: $(STAMP)  ## Ask a tiny pipeline about a picture and a spoken clip; writes demo_output/
+demo: $(STAMP)  ## Ask a tiny pipeline about a picture and a spoken clip, and let one paint; writes demo_output/
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)  ## Run the tests

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline that sees, hears and speaks, on any machine in a minute.
+"""A pipeline that sees, hears and speaks, and one that paints, on any machine in a minute.
 
 1. writes a tiny Qwen3-Omni checkpoint (the real architecture, random weights)
 2. makes a picture and a spoken-like clip
 3. asks the pipeline about both
 4. shows the answer's text as it is written, writes its speech, and says what each stage did, and when speech began
+5. writes a tiny Z-Image checkpoint (random weights, too), a diffusers pipeline
+6. lets it paint a picture, and shows how far it has come at every step
 
     python examples/demo.py [OUTPUT_DIR]
 """
@@ -20,6 +22,8 @@ from typing import TYPE_CHECKING
 # Keeps the screen to what the demo says. Before the imports: these are read when a library is loaded.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
@@ -88,26 +92,53 @@ def print_stages(speech: "OmniRequestOutput", seconds_of_speech: float) -> None:
         print(f"  {stage.name:<10} {stage.num_input_tokens:>6} {written:>6} {stage.seconds:>9.3f} {factor:>18}  {unit}")
 
 
-def main() -> None:
-    output_dir = Path(sys.argv[1] if len(sys.argv) > 1 else "demo_output")
-    output_dir.mkdir(parents=True, exist_ok=True)
+def speak(folder: Path, output_dir: Path) -> None:
+    """Steps 1 to 4."""
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        print("[1/4] writing a tiny Qwen3-Omni checkpoint: the real architecture with RANDOM weights")
-        model = write_tiny_checkpoint("qwen3_omni_moe", Path(folder) / "model")
-        print(f"[2/4] making a picture and a spoken clip: {output_dir}/picture.png, {output_dir}/voice.wav")
-        prompt = make_question(model, output_dir)
-        print("[3/4] starting the pipeline: thinker, talker and code2wav, each a vLLM engine in its own process")
-        with OmniLLM(str(model), dtype="float32", max_model_len=1024, use_tqdm_on_load=False) as llm:
-            print(f"[4/4] asking about both (ready after {time.perf_counter() - begin:.0f} s)")
-            (text, speech), heard = ask(llm, prompt)
+    print("[1/6] writing a tiny Qwen3-Omni checkpoint: the real architecture with RANDOM weights")
+    model = write_tiny_checkpoint("qwen3_omni_moe", folder / "qwen3_omni_moe")
+    print(f"[2/6] making a picture and a spoken clip: {output_dir}/picture.png, {output_dir}/voice.wav")
+    prompt = make_question(model, output_dir)
+    print("[3/6] starting the pipeline: thinker, talker and code2wav, each a vLLM engine in its own process")
+    with OmniLLM(str(model), dtype="float32", max_model_len=1024, use_tqdm_on_load=False) as llm:
+        print(f"[4/6] asking about both (ready after {time.perf_counter() - begin:.0f} s)")
+        (text, speech), heard = ask(llm, prompt)
     audio = speech.multimodal_output["audio"].numpy()
     write_wav(output_dir / "answer.wav", audio, SPEECH_RATE)
     (output_dir / "answer.txt").write_text(text.outputs[0].text, encoding="utf-8")
     seconds = len(audio) / SPEECH_RATE
     print(f"  speech: {output_dir}/answer.wav, {seconds:.2f} s, 24 kHz mono; begun after {heard:.2f} s")
     print_stages(speech, seconds)
-    print("\nThe weights are random, so the answer means nothing; the pipeline that made it is the real one.")
+
+
+def paint(folder: Path, output_dir: Path) -> None:
+    """Steps 5 and 6."""
+    from vllm_omni import ErrorEvent, ImageProgressEvent
+
+    print("\n[5/6] writing a tiny Z-Image checkpoint, RANDOM weights again, and starting it: a diffusers pipeline")
+    model = write_tiny_checkpoint("z_image", folder / "z_image")
+    with OmniLLM(str(model), dtype="float32") as llm:
+        print("[6/6] painting a lighthouse, as far as random weights can\n\n  step:   ", end="", flush=True)
+        params = {"height": 256, "width": 256, "num_inference_steps": 12, "seed": 7}
+        asked = time.perf_counter()
+        for event in llm.generate("A lighthouse in a storm.", [params], stream=True):
+            if isinstance(event, ErrorEvent):
+                raise event.error
+            if isinstance(event, ImageProgressEvent):
+                print(event.step + 1, end=" ", flush=True)
+        seconds = time.perf_counter() - asked
+    event.outputs[0].images[0].save(output_dir / "painting.png")
+    print(f"of {params['num_inference_steps']}")
+    print(f"  painting: {output_dir}/painting.png, {params['width']}x{params['height']}, after {seconds:.2f} s")
+
+
+def main() -> None:
+    output_dir = Path(sys.argv[1] if len(sys.argv) > 1 else "demo_output")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        speak(Path(folder), output_dir)
+        paint(Path(folder), output_dir)
+    print("\nThe weights are random: answer and painting mean nothing; the pipelines that made them are the real ones.")
 
 
 if __name__ == "__main__":

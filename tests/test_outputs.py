@@ -63,6 +63,7 @@ def test_sound():
     assert output.multimodal_output["audio"].shape == (3, 2, 50)
     assert output.sample_rate == 44_100
     assert (output.images, output.videos, output.fps) == ([], [], None)
+    assert repr(output).endswith("multimodal_output={'audio': (3, 2, 50)})")
 
 
 def test_latents_of_sound_are_no_images():

@@ -285,7 +285,7 @@ class OmniRequestOutput:
     def __repr__(self) -> str:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.multimodal_output.items()}
         media = ""
-        if self._num_media:
+        if self._num_media and self._data["output_type"] != "audio":
             media = f", {self._data['output_type']}s=<{self._num_media} {self._data['output_format']}>"
         return (
             f"OmniRequestOutput(request_id={self.request_id!r}, stage_id={self.stage_id}, "

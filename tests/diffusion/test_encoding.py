@@ -191,7 +191,7 @@ def test_audio_says_its_sample_rate():
     assert data == {"output_type": "audio", "output_format": "np", "sample_rate": 44_100}
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
     ("output_type", "output_format"),
     [(output_type, name) for output_type, names in FORMATS.items() for name in names],

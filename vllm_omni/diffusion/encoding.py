@@ -93,7 +93,9 @@ def encode_outputs(
 
 def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
     """Pixels in [0, 1] as bytes, rounded as diffusers' `numpy_to_pil` does."""
-    return (pixels.float() * 255).round().clamp(0, 255).to(torch.uint8)
+    values = np.multiply(pixels.float().numpy(), 255)  # on a CPU several times as fast as the same in torch
+    np.clip(np.rint(values, out=values), 0, 255, out=values)
+    return torch.from_numpy(values.astype(np.uint8))
 
 
 def encode_image(pixels: torch.Tensor, file_format: str, quality: int) -> bytes:
@@ -146,7 +148,7 @@ def encode_mp4(pixels: torch.Tensor, fps: float) -> bytes:
 
 
 def _check_numbers(output_type: str, index: int, output: torch.Tensor) -> None:
-    if not torch.isfinite(output).all():
+    if not all(map(torch.isfinite, torch.aminmax(output))):  # of the extremes: they are NaN where anything is
         raise FloatingPointError(
             f"{output_type} {index} of the request holds values that are no finite numbers (NaN, infinity). The usual "
             "cause is a VAE or a denoiser that overflows in half precision: try dtype bfloat16 or float32"

@@ -159,6 +159,13 @@ def test_nothing_is_estimated_where_steps_do_not_follow_a_flow(scheduler):
     assert estimate_clean(scheduler, 0, before, after) is after
 
 
+def test_nothing_is_estimated_of_a_step_that_the_schedule_does_not_have():
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(2)
+    before, after = torch.randn(2, 1, 4, 8, 8)
+    assert estimate_clean(scheduler, 2, before, after) is after
+
+
 def test_an_estimate_keeps_the_dtype_of_the_latents():
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(4)

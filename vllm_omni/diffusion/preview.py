@@ -76,8 +76,10 @@ def estimate_clean(scheduler: Any, step: int, before: torch.Tensor, after: torch
     """
     if not _is_straight(scheduler):
         return after
-    first = scheduler.begin_index or 0  # image to image starts at a later noise level
-    level, next_level, last_level = (float(scheduler.sigmas[i]) for i in (first + step, first + step + 1, -1))
+    start = (scheduler.begin_index or 0) + step  # image to image begins at a later noise level
+    if start + 1 >= len(scheduler.sigmas):  # the noise levels of this run are counted in another way
+        return after
+    level, next_level, last_level = (float(scheduler.sigmas[i]) for i in (start, start + 1, -1))
     if next_level == level:
         return after
     velocity = (after.float() - before.float()) / (next_level - level)
@@ -87,9 +89,11 @@ def estimate_clean(scheduler: Any, step: int, before: torch.Tensor, after: torch
 def _is_straight(scheduler: Any) -> bool:
     """Whether steps follow `x = (1 - sigma) * clean + sigma * noise` and add no fresh noise."""
     config = scheduler.config
-    flow = type(scheduler).__name__ in FLOW_SCHEDULERS or bool(config.get("use_flow_sigmas"))
+    flow = hasattr(scheduler, "begin_index") and (
+        type(scheduler).__name__ in FLOW_SCHEDULERS or config.get("use_flow_sigmas")
+    )
     fresh_noise = config.get("stochastic_sampling") or str(config.get("algorithm_type")).startswith("sde")
-    return flow and not fresh_noise
+    return bool(flow) and not fresh_noise
 
 
 def _image_vae(pipe: Any) -> Any:

@@ -86,6 +86,8 @@ def truncated_png() -> Image.Image:
         (np.array([["a"]]), ["image 1"]),
         (Image.new("I;16", (4, 4)), ["mode 'I;16'", "convert it to RGB"]),
         (Image.new("F", (4, 4)), ["mode 'F'"]),
+        (torch.ones(5, 6, 3).to_sparse(), ["give a dense one"]),
+        (torch.ones(5, 6, 3, device="meta"), ["give a dense one"]),
         (truncated_png(), ["image 1 cannot be decoded"]),
         ("cat.png", ["a str", "PIL.Image.open"]),
         (b"\x89PNG", ["a bytes", "PIL.Image.open"]),

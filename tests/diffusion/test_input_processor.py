@@ -158,6 +158,7 @@ BAD_SETTINGS: list[tuple[str, Any, list[str]]] = [
     ("klein", {"negative_prompt": "x"}, ["Flux2KleinPipeline does not take 'negative_prompt'"]),
     ("audio", {"num_inference_steps": 2, "preview_every": 1}, ["preview_every", "sound"]),
     ("text", {"extra_args": {"sigmas": torch.ones(2)}}, ["extra_args: 'sigmas' is not plain"]),
+    ("text", {"extra_args": {"sigmas": [2**80]}}, ["extra_args: 'sigmas' is not plain"]),
     ("text", {"extra_args": {"height": 64}}, ["'height' is a setting of its own"]),
 ]
 
@@ -184,6 +185,7 @@ def test_bad_settings_are_refused(
         ("text", {"mm_processor_kwargs": {"size": 1}}, ["not mm_processor_kwargs"]),
         ("text", {"negative_prompt": ["a"]}, ["negative_prompt must be a text, not a list"]),
         ("text", {"additional_information": {"x": torch.ones(1)}}, ["'x' is a tensor"]),
+        ("text", {"additional_information": [1]}, ["additional_information must be a dict"]),
         ("text", {"multi_modal_data": {"audio": np.ones(4)}}, ["'audio'", "images only"]),
         ("text", {"multi_modal_data": {"image": "cat.png"}}, ["image 0 is a str", "PIL.Image.open"]),
         ("text", {"multi_modal_data": {"image": [PICTURE, PICTURE]}}, ["one input image for a prompt, not 2"]),

@@ -66,6 +66,8 @@ def _from_pil(image: Image.Image, where: str) -> torch.Tensor:
 def _as_hwc(image: np.ndarray | torch.Tensor, where: str) -> torch.Tensor:
     """`[height, width, channels]`; an array's channels stand last, a tensor's first, where both would do."""
     is_tensor = isinstance(image, torch.Tensor)
+    if isinstance(image, torch.Tensor) and (image.is_meta or image.layout != torch.strided):
+        raise TypeError(f"{where} is a tensor without plain pixels ({image.layout}, {image.device}); give a dense one")
     try:
         pixels = image.detach().cpu() if isinstance(image, torch.Tensor) else torch.from_numpy(image.copy())
     except TypeError as error:

@@ -152,6 +152,9 @@ def _check_prompt(prompt: OmniPrompt) -> None:
     if not text.strip():
         raise ValueError("prompt is empty; say what there is to be made")
     check_text(text, "prompt")
-    for key, value in (prompt.get("additional_information") or {}).items():
+    information = prompt.get("additional_information") or {}
+    if not isinstance(information, Mapping):
+        raise TypeError(f"additional_information must be a dict, not a {type(information).__name__}")
+    for key, value in information.items():
         if isinstance(value, torch.Tensor):
             raise ValueError(f"additional_information: {key!r} is a tensor, which a diffusion stage has no use for")

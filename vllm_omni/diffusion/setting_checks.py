@@ -147,7 +147,7 @@ def _check_names(values: Mapping[str, Any], pipeline_class: type) -> None:
 def _check_extra_args(extra_args: dict[str, Any]) -> None:
     for name, value in extra_args.items():
         try:
-            msgspec.json.encode(value)
+            msgspec.msgpack.encode(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise TypeError(
                 f"extra_args: {name!r} is not plain numbers, texts and lists or dicts of them: {error}"

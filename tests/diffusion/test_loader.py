@@ -261,12 +261,25 @@ class TestFiles:
 
     def test_a_component_that_the_index_lacks(self, copied: Path) -> None:
         change_index(copied, vae=[None, None])
-        assert "ZImagePipeline needs a vae, it has none" in refusal(copied)
+        assert "ZImagePipeline needs a vae; model_index.json says [None, None]" in refusal(copied)
+
+    def test_code_that_comes_with_the_checkpoint(self, copied: Path, tmp_path: Path) -> None:
+        add_code(copied, tmp_path / "has_run")
+        message = refusal(copied)
+        assert "transformer is a OwnTransformer" in message and "trust_remote_code: true" in message
+        assert not (tmp_path / "has_run").exists()
 
 
 def test_pickled_weights_that_are_allowed(copied: Path, z_image: Path) -> None:
     pickle(copied)
     assert torch.equal(paint(load(copied, use_safetensors=False)), paint(load(z_image)))
+
+
+def test_code_that_is_trusted(copied: Path, z_image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    add_code(copied, tmp_path / "has_run")
+    assert torch.equal(paint(load(copied, trust_remote_code=True)), paint(load(z_image)))
+    assert (tmp_path / "has_run").exists()
 
 
 def test_weights_of_another_shape(copied: Path) -> None:
@@ -298,6 +311,13 @@ def pickle(folder: Path) -> None:
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     torch.save(load_file(file), file.with_suffix(".bin"))
     file.unlink()
+
+
+def add_code(folder: Path, trace: Path) -> None:
+    """Gives the denoiser a class of the checkpoint's own; when it is imported, a file appears."""
+    change_index(folder, transformer=["own", "OwnTransformer"])
+    code = f"from diffusers import ZImageTransformer2DModel as OwnTransformer\nopen({str(trace)!r}, 'w').close()\n"
+    (folder / "transformer" / "own.py").write_text(code)
 
 
 def change_index(folder: Path, **entries: Any) -> None:

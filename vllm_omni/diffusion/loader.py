@@ -85,14 +85,19 @@ def _component_classes(model: str, info: PipelineInfo, config: DiTConfig) -> dic
     expected, _ = DiffusionPipeline._get_signature_keys(info.pipeline_class)
     classes = {}
     for name in sorted(expected):
-        library, class_name = info.index.get(name) or (None, None)
-        if library is None or class_name is None:
-            if name not in info.pipeline_class._optional_components:
-                raise StageConfigError(f"{model}: {info.pipeline_class.__name__} needs a {name}, it has none")
-            continue
+        match info.index.get(name):
+            case [str(library), str(class_name)]:
+                pass
+            case None | [None, None] if name in info.pipeline_class._optional_components:
+                continue
+            case entry:
+                raise StageConfigError(
+                    f"{model}: {info.pipeline_class.__name__} needs a {name}; model_index.json says {entry!r}, and not "
+                    "the library and the class of one"
+                )
         try:
             classes[name] = simple_get_class_obj(library, class_name)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError) as error:
             if not config.trust_remote_code:
                 raise StageConfigError(
                     f"{model}: {name} is a {class_name}, which {library} does not have here; install a version that "

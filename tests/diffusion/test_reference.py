@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/diffusion.md names every setting of a request with its default."""
+"""docs/diffusion.md names every setting of a request with its default, and its stage configurations load."""
 
 import re
 from pathlib import Path
 
 import msgspec
+import pytest
+import yaml
 
+from tests.diffusion import rewriting
+from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "diffusion.md").read_text()
@@ -21,3 +25,14 @@ def test_every_field_is_described_with_its_default() -> None:
     for name, field in fields.items():
         default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
         assert said[name] == ("none" if default is None else f"`{default}`"), name
+
+
+@pytest.mark.parametrize("text", re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL))
+def test_examples_load(text: str) -> None:
+    raw = yaml.safe_load(text.replace("my_project.rewriting", rewriting.__name__))
+    assert len(parse_pipeline_config(raw, "docs/diffusion.md").stage_args) == 2
+
+
+def test_the_input_processor_is_the_one_that_is_tested() -> None:
+    (shown,) = re.findall(r"```python\n(class .*?)```", DOCUMENT, re.DOTALL)
+    assert shown in Path(rewriting.__file__).read_text()

@@ -200,6 +200,26 @@ def test_a_batch_too_large_for_the_memory_is_computed_in_halves(model: Path, ora
         check_picture(studio, oracle, name, seed)
 
 
+def test_calls_that_cannot_be_joined_are_computed_one_by_one_from_then_on(model: Path, oracle: DiffusersOracle):
+    studio = Studio(model)
+    compute, sizes = studio.pipe.transformer.forward, []
+
+    def only_one(x: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        sizes.append(len(x) // 2)
+        if len(x) > 2:
+            raise RuntimeError("sizes of tensors must match")
+        return compute(x, *args, **kwargs)
+
+    studio.pipe.transformer.forward = only_one
+    names = [f"picture {number}" for number in range(3)]
+    for seed, name in enumerate(names):
+        studio.add(name, seed)
+    studio.run()
+    assert len([size for size in sizes if size > 1]) == 2, "three, and the half with two"
+    for seed, name in enumerate(names):
+        check_picture(studio, oracle, name, seed)
+
+
 def test_a_job_too_large_for_the_memory_fails_and_the_next_one_works(model: Path, oracle: DiffusersOracle):
     studio = Studio(model)
     compute = studio.pipe.vae.decode

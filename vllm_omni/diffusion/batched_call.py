@@ -80,10 +80,9 @@ class ModuleCall:
         cls, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], shared: SharedTensors
     ) -> "ModuleCall":
         leading = next((value for value in (*args, *kwargs.values()) if _leads(value)), None)
-        in_lists = isinstance(leading, list)
-        rows = Rows(1 if leading is None else len(leading), in_lists)
+        rows = Rows(1 if leading is None else len(leading), in_lists=isinstance(leading, list))
         # Pictures of one batch have one size: padding a small one to a large one would waste more than is won.
-        sizes = tuple(tuple(picture.shape) for picture in leading) if in_lists else ()
+        sizes = tuple(tuple(picture.shape) for picture in leading) if isinstance(leading, list) else ()
         masked = _masked_sequences(kwargs, rows)
         others = {key: value for key, value in kwargs.items() if key not in (*masked, *masked.values())}
         layout = (

@@ -83,6 +83,11 @@ class RunningJob:
     size: tuple[int, int] | None = None
     latents: torch.Tensor | None = None
 
+    @property
+    def waiting_call(self) -> ModuleCall:
+        assert self.waiting is not None
+        return self.waiting
+
     def let_go(self) -> None:
         """It has ended: nothing of it stays on the device until Python looks for reference cycles."""
         self.waiting = self.latents = None

@@ -83,11 +83,6 @@ class DiffusersPipelineExecutor:
         running = self._runner.running
         if not running:
             return []
-        call = running[0].waiting
-        assert call is not None
-        joined = [other for other in running if self._can_join(running[0], other)]
+        call, adapter = running[0].waiting_call, running[0].job.adapter
+        joined = [job for job in running if job.waiting_call.layout == call.layout and job.job.adapter == adapter]
         return joined[: self._worker.max_batch_size(call)]
-
-    def _can_join(self, first: RunningJob, other: RunningJob) -> bool:
-        assert first.waiting is not None and other.waiting is not None
-        return first.waiting.layout == other.waiting.layout and first.job.adapter == other.job.adapter

@@ -353,6 +353,8 @@ class StageShell:
         self._send_segment(state, lambda: state.outputs.add(item.output))
 
     def _note_output(self, state: RequestState, output: StageOutput) -> None:
+        if output.step is not None:
+            return  # It says how far the stage has come; it is no output.
         output.prompt = state.request.prompt if not state.metrics.num_chunks else None
         state.metrics.num_chunks += 1
         if state.metrics.first_output is None:

@@ -3,19 +3,19 @@
 together. It knows no pipeline by name, and not what is computed when."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.diffusion.batched_call import ModuleCall, compute
+from vllm_omni.diffusion.batched_call import ModuleCall
 from vllm_omni.diffusion.caches import follow
-from vllm_omni.diffusion.job import DiffusionJob, JobEnd, Progress, RunningJob
+from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress, RunningJob
 from vllm_omni.diffusion.lora import AdapterManager
 from vllm_omni.diffusion.pipeline_call import CallAborted, PipelineCall, gate_modules, on_method
-from vllm_omni.diffusion.preview import estimate_clean, make_preview
+from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 from vllm_omni.diffusion.size_checks import SizeError, check_pixels, check_size
 
 
@@ -42,24 +42,19 @@ class DiffusionModelRunner:
     def start(self, job: DiffusionJob) -> JobEnd | None:
         """Calls the pipeline, up to its first module call. The end of the job, if that is it."""
         try:
-            self._adapters.activate(*job.adapter)
+            self.activate(job.adapter)
             gate_modules(self._pipe)
             running = RunningJob(job, PipelineCall(self._pipe_for(job.pipeline_class)))
             if self._config.cache_backend is not None:
                 follow(running.call.pipe)
             arguments = self._prepare(running)
-        except (ValueError, TypeError) as error:
-            return JobEnd.failed(job, error, is_invalid=True)
+        except Exception as error:
+            return JobEnd.failed(job, error, is_invalid=isinstance(error, (ValueError, TypeError)))
         return self._advance(running, lambda: running.call.start(arguments))
 
-    def compute(self, batch: Sequence[RunningJob]) -> list[Any]:
-        """The outputs of the module calls that these wait for, computed as one.
-
-        Raises:
-            Exception: What the module raises. Nothing has changed.
-        """
-        self._adapters.activate(*batch[0].job.adapter)
-        return compute([_waiting(running) for running in batch])
+    def activate(self, adapter: Adapter) -> None:
+        """The modules compute with this LoRA adapter from now on, which a job has started with before."""
+        self._adapters.activate(*adapter)
 
     def resume(self, running: RunningJob, output: Any) -> JobEnd | None:
         """Goes on with a job up to its next module call; an exception is what its module call raised."""
@@ -81,19 +76,24 @@ class DiffusionModelRunner:
     def _pipe_for(self, pipeline_class: type) -> DiffusionPipeline:
         """The loaded components as another pipeline, e.g. one that starts from a picture."""
         if pipeline_class not in self._pipes:
-            pipe = pipeline_class.from_pipe(self._pipe)  # type: ignore[attr-defined]
+            # diffusers' own `from_pipe` would convert the weights, which all share, to one dtype.
+            components, options = DiffusionPipeline._get_signature_keys(pipeline_class)
+            arguments: dict[str, Any] = {name: self._pipe.components.get(name) for name in components}
+            arguments |= {name: self._pipe.config[name] for name in options if name in self._pipe.config}
+            pipe = self._pipes[pipeline_class] = pipeline_class(**arguments)
             pipe.set_progress_bar_config(disable=True)
-            self._pipes[pipeline_class] = pipe
         return self._pipes[pipeline_class]
 
     def _prepare(self, running: RunningJob) -> dict[str, Any]:
         """The arguments of the pipeline's call, and the hooks that it runs with.
 
         Raises:
-            ValueError: The pipeline cannot make this size.
+            ValueError: The pipeline cannot make this size, or has no previews.
         """
         job, pipe = running.job, running.call.pipe
         check_size(pipe, job.arguments)
+        if job.preview_every:
+            check_previews(pipe)
         follow(pipe)
         on_method(pipe, "prepare_latents", lambda method, arguments: self._on_prepare(running, method, arguments))
         if job.encoded_prompts is not None:
@@ -117,7 +117,10 @@ class DiffusionModelRunner:
             running.size = (height, width)
         if self._config.part == "encoder":
             raise _PromptsEncoded
-        return method()
+        prepared = method()
+        if running.job.preview_every:
+            running.latents = prepared[0] if isinstance(prepared, tuple) else prepared
+        return prepared
 
     def _callbacks(self, running: RunningJob) -> dict[str, Any]:
         """How the pipeline tells of its steps; the older way where it has no other."""
@@ -173,11 +176,6 @@ class DiffusionModelRunner:
 def _is_refusal(error: Exception, call: PipelineCall) -> bool:
     """Whether the arguments were wrong, and not what was computed with them."""
     return isinstance(error, SizeError) or (isinstance(error, (ValueError, TypeError)) and not call.has_begun)
-
-
-def _waiting(running: RunningJob) -> ModuleCall:
-    assert running.waiting is not None
-    return running.waiting
 
 
 def _keep(results: list[Any], result: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.diffusion.batched_call import CannotSplitError, ModuleCall
+from vllm_omni.diffusion.batched_call import CannotSplitError, ModuleCall, compute
 from vllm_omni.diffusion.job import JobEnd, RunningJob
 from vllm_omni.diffusion.loader import load_pipeline
 from vllm_omni.metrics.logs import get_logger
@@ -62,12 +62,18 @@ class DiffusionGPUWorker:
 
     def execute(self, batch: Sequence[RunningJob]) -> list[JobEnd]:
         """Computes the module calls that these jobs wait for as one, and goes on with each; those that ended."""
-        with torch.no_grad():
-            outputs = self._compute(batch)
+        calls = [running.waiting_call for running in batch]
+        try:
+            self._runner.activate(batch[0].job.adapter)
+        except Exception as error:  # It was loaded before, but had to make room for others since.
+            outputs: list[Any] = [error] * len(batch)
+        else:
+            with torch.no_grad():
+                outputs = self._compute(calls)
         ends = [self._runner.resume(running, output) for running, output in zip(batch, outputs, strict=True)]
         return [end for end in ends if end is not None]
 
-    def _compute(self, batch: Sequence[RunningJob]) -> list[Any]:
+    def _compute(self, batch: Sequence[ModuleCall]) -> list[Any]:
         """The output of each module call, or the exception that it raised by itself.
 
         A batch that fails is tried again in halves: it was too large for the memory, or one of them is at fault.
@@ -76,30 +82,28 @@ class DiffusionGPUWorker:
             torch.AcceleratorError: The device is in a state that nothing can run in.
         """
         try:
-            return self._runner.compute(batch)
+            return compute(batch)
         except torch.AcceleratorError:
             raise
         except Exception as error:
             if len(batch) == 1:
                 return [error]
-            self._learn(batch, error)
+            logger.warning("a batch of %d failed (%s); trying again in halves", len(batch), _first_line(error))
+            key = batch[0].function if isinstance(error, CannotSplitError) else batch[0].layout
         # Here and not above: an exception that is being handled holds on to the tensors of the step that failed.
         if self._device.type != "cpu":
             torch.accelerator.empty_cache()
         middle = len(batch) // 2
-        return [*self._compute(batch[:middle]), *self._compute(batch[middle:])]
+        outputs = [*self._compute(batch[:middle]), *self._compute(batch[middle:])]
+        if not any(isinstance(output, Exception) for output in outputs):
+            self._limit(key, middle)  # None of them was at fault.
+        return outputs
 
-    def _learn(self, batch: Sequence[RunningJob], error: Exception) -> None:
+    def _limit(self, key: Hashable, max_batch_size: int) -> None:
         """Batches that cannot work are not tried again and again."""
-        call = batch[0].waiting
-        assert call is not None
-        logger.warning("a batch of %d failed (%s); trying again in halves", len(batch), _first_line(error))
         if len(self._limits) >= _MAX_LIMITS:
             self._limits.clear()
-        if isinstance(error, CannotSplitError):
-            self._limits[call.function] = 1
-        elif isinstance(error, torch.OutOfMemoryError):
-            self._limits[call.layout] = len(batch) // 2
+        self._limits[key] = min(max_batch_size, self._limits.get(key, max_batch_size))
 
 
 def _first_line(error: Exception) -> str:

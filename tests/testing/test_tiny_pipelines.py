@@ -41,7 +41,7 @@ def paint(oracles: dict[str, DiffusersOracle]) -> Callable[..., torch.Tensor]:
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """How much values differ, of which all together are spread over about 1."""
+    """How much two outputs differ; pictures are between 0 and 1."""
     return (one - other).abs().mean().item()
 
 
@@ -52,8 +52,8 @@ def test_the_prompt_and_the_seed_show(name: str, paint: Callable[..., torch.Tens
     shape = {"ace_step": (2, 19_200), "wan": (5, 64, 64, 3), "wan_i2v": (5, 64, 64, 3)}.get(name, (64, 64, 3))
     assert made.shape == shape
     assert torch.equal(paint(name), made)
-    assert difference(paint(name, seed=1), made) > 0.02
-    assert difference(paint(name, prompt="the wind in a tree at night"), made) > 0.02
+    assert difference(paint(name, seed=1), made) > 0.1 * made.std()
+    assert difference(paint(name, prompt="the wind in a tree at night"), made) > 0.1 * made.std()
     if name != "ace_step":
         assert made.std() > 0.1
         assert ((made == 0) | (made == 1)).float().mean() < 0.1

@@ -4,6 +4,7 @@
 from typing import Any
 
 from diffusers import DiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
 
 _PROCESSORS = ("image_processor", "video_processor")
 _TEMPORAL_FACTORS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
@@ -47,7 +48,8 @@ def check_pixels(height: int, width: int, max_pixels: int) -> None:
 
 
 def _spatial_factor(pipe: DiffusionPipeline) -> int | None:
-    processor = next((getattr(pipe, name) for name in _PROCESSORS if hasattr(pipe, name)), None)
+    processors = (getattr(pipe, name, None) for name in _PROCESSORS)  # an image encoder has one of another kind
+    processor = next((found for found in processors if isinstance(found, VaeImageProcessor)), None)
     return None if processor is None else processor.config.vae_scale_factor
 
 

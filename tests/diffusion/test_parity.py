@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every tiny pipeline, opened by its folder alone, makes what bare diffusers makes: alone, and among other requests."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.diffusion.tiny_calls import SMALLEST, images_for, make_image
+from tests.entrypoints.faces import quick_servers
+from vllm_omni import OmniLLM, OmniRequestOutput
+from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
+from vllm_omni.testing.diffusers_oracle import DiffusersOracle
+
+# How a pipeline is asked to follow its prompt more closely than by default, or less.
+NEGATIVE = {"negative_prompt": "grey and quiet"}
+GUIDED: dict[str, dict[str, Any]] = {
+    "ace_step": {"guidance_scale": 2.0},
+    "flux": {**NEGATIVE, "true_cfg_scale": 3.0},
+    "flux2_klein": {"guidance_scale": 1.0},
+    "qwen_image": {**NEGATIVE, "true_cfg_scale": 2.5},
+    "qwen_image_edit": {**NEGATIVE, "true_cfg_scale": 2.5},
+    "stable_diffusion_3": {**NEGATIVE, "guidance_scale": 3.0},
+    "wan": {**NEGATIVE, "guidance_scale": 3.0},
+    "wan_i2v": {**NEGATIVE, "guidance_scale": 3.0},
+    "z_image": {**NEGATIVE, "guidance_scale": 2.0},
+}
+SMALLER: dict[str, dict[str, Any]] = {"ace_step": {"audio_duration": 0.2}}
+IMAGE_TO_IMAGE = ("flux", "qwen_image", "stable_diffusion_3", "z_image")
+
+
+class Ask(NamedTuple):
+    """A request, as arguments of the diffusers pipeline."""
+
+    prompt: str
+    seed: int
+    call: dict[str, Any]
+    images: list[Image.Image]
+
+    @property
+    def omni_prompt(self) -> Any:
+        if not self.images:
+            return self.prompt
+        images = self.images[0] if len(self.images) == 1 else self.images
+        return {"prompt": self.prompt, "multi_modal_data": {"image": images}}
+
+    @property
+    def params(self) -> dict[str, Any]:
+        fields = DiffusionSamplingParams.__struct_fields__
+        known = {key: value for key, value in self.call.items() if key in fields}
+        others = {key: value for key, value in self.call.items() if key not in fields}
+        return {**known, "extra_args": others, "seed": self.seed, "output_format": "np"}
+
+
+def different_asks(name: str) -> list[Ask]:
+    """The first two can be computed together; the others differ from them in what they go through."""
+    small = SMALLEST[name]
+    smaller = {"num_inference_steps": 3, **SMALLER.get(name, {"height": 32, "width": 96})}
+    asks = [
+        Ask("a red cat", 1, small, images_for(name)),
+        Ask("the wind in a tree at night, " * 3, 2, small, images_for(name, seed=1)),
+        Ask("two ships", 3, {**small, **smaller}, images_for(name)),
+        Ask("a house on a hill", 4, {**small, **GUIDED[name]}, images_for(name)),
+    ]
+    if name in IMAGE_TO_IMAGE:
+        asks.append(Ask("a dog", 5, {**small, "strength": 0.5}, [make_image(0, 64, 64)]))
+    if name == "flux2_klein":
+        asks.append(Ask("a dog", 5, small, [make_image(0, 64, 64), make_image(1, 96, 64)]))
+    return asks
+
+
+@pytest.fixture(params=sorted(SMALLEST))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def llm(name: str, tiny_diffusion: Callable[[str], Path]) -> Iterator[OmniLLM]:
+    with quick_servers():
+        llm = OmniLLM(str(tiny_diffusion(name)))
+    with llm:
+        yield llm
+
+
+def made_by(llm: OmniLLM, ask: Ask) -> np.ndarray:
+    (output,) = llm.generate(ask.omni_prompt, ask.params, use_tqdm=False)
+    return the_array(output)
+
+
+def the_array(output: OmniRequestOutput) -> np.ndarray:
+    made: Any = {"image": output.images, "video": output.videos}.get(output.final_output_type)
+    return np.asarray(output.multimodal_output["audio"][0] if made is None else made[0])
+
+
+def test_a_request_alone_and_among_others_is_what_diffusers_makes(
+    name: str, llm: OmniLLM, tiny_diffusion: Callable[[str], Path]
+) -> None:
+    asks = different_asks(name)
+    oracle = DiffusersOracle(tiny_diffusion(name))
+    expected = [oracle.generate(ask.prompt, seed=ask.seed, images=ask.images, **ask.call).numpy() for ask in asks]
+
+    np.testing.assert_allclose(made_by(llm, asks[0]), expected[0], rtol=0, atol=1e-4)
+    with ThreadPoolExecutor(len(asks)) as threads:
+        made = list(threads.map(lambda ask: made_by(llm, ask), asks))
+    for one, other in zip(made, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)

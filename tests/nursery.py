@@ -25,6 +25,8 @@ from vllm_omni.stage.fork_server import ForkServer
 
 _COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import main; main()"
 _MAX_MESSAGE = 1 << 20
+_SLOW_IMPORTS = ("vllm_omni.stage.engines.", "diffusers.")
+"""What is imported for all tests as soon as the first one needs it."""
 
 
 class QuickForkServer(ForkServer):
@@ -86,10 +88,14 @@ def main() -> None:
         start, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
         if not start:
             os._exit(0)
+        described = json.loads(start)
+        for module in described["modules"]:
+            if module.startswith(_SLOW_IMPORTS):
+                importlib.import_module(module)
         pid = os.fork()
         if not pid:
             control.close()
-            become_server(json.loads(start), fds[0])
+            become_server(described, fds[0])
         os.close(fds[0])
         control.send(str(pid).encode())
 

@@ -82,7 +82,7 @@ def _component_classes(model: str, info: PipelineInfo, config: DiTConfig) -> dic
     Raises:
         StageConfigError: One is missing, or of a class that is not known.
     """
-    expected, _ = DiffusionPipeline._get_signature_keys(info.pipeline_class)
+    expected, _ = info.pipeline_class._get_signature_keys(info.pipeline_class)
     classes = {}
     for name in sorted(expected):
         match info.index.get(name):

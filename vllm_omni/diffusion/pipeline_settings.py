@@ -113,9 +113,13 @@ def _check_attention(name: str, device: torch.device, dtype: torch.dtype) -> Non
 
 
 def _set_attention(denoiser: torch.nn.Module, name: str) -> None:
+    if not isinstance(denoiser, ModelMixin):
+        raise StageConfigError(
+            f"engine_args.attention_backend: {type(denoiser).__name__} is not a model of diffusers'; remove it"
+        )
     # It also becomes the backend of the process, which other stages may share: not beyond this.
     with attention_backend(name):
-        denoiser.set_attention_backend(name)  # type: ignore[operator]
+        denoiser.set_attention_backend(name)
 
 
 # Compilation.
@@ -126,7 +130,7 @@ def _check_compiler(device: torch.device) -> None:
         torch.compile(lambda x: x * 2 + 1)(torch.ones(4, device=device))
     except Exception as error:  # whatever the compilers that torch calls complain of
         raise StageConfigError(
-            f"engine_args.compile: torch.compile does not work here: {str(error).splitlines()[0]}; it needs a C++ "
+            f"engine_args.compile: torch.compile does not work here: {str(error).partition(chr(10))[0]}; it needs a C++ "
             "compiler, and Triton on a GPU"
         ) from error
 

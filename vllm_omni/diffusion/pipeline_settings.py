@@ -129,9 +129,10 @@ def _check_compiler(device: torch.device) -> None:
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.ones(4, device=device))
     except Exception as error:  # whatever the compilers that torch calls complain of
+        reason = str(error).partition("\n")[0]
         raise StageConfigError(
-            f"engine_args.compile: torch.compile does not work here: {str(error).partition(chr(10))[0]}; it needs a C++ "
-            "compiler, and Triton on a GPU"
+            f"engine_args.compile: torch.compile does not work here: {reason}; it needs a C++ compiler, and Triton on a "
+            "GPU"
         ) from error
 
 

@@ -131,8 +131,8 @@ def _check_compiler(device: torch.device) -> None:
     except Exception as error:  # whatever the compilers that torch calls complain of
         reason = str(error).partition("\n")[0]
         raise StageConfigError(
-            f"engine_args.compile: torch.compile does not work here: {reason}; it needs a C++ compiler, and Triton on a "
-            "GPU"
+            f"engine_args.compile: torch.compile does not work here: {reason}; it needs a C++ compiler, and Triton "
+            "on a GPU"
         ) from error
 
 

@@ -77,7 +77,7 @@ def in_diffusers(backend: str) -> Any:
 @pytest.mark.parametrize("backend", SETTINGS)
 def test_pictures_side_by_side_and_after_an_abort(flux: Path, uncached: torch.Tensor, backend: str) -> None:
     config = DiTConfig(cache_backend=backend, cache_config=SETTINGS[backend])
-    executor = DiffusersPipelineExecutor(str(flux), config, max_batch_size=8)
+    executor = DiffusersPipelineExecutor(str(flux), config)
     executor.start()
     executor.add(job(executor, "a dog"))
     for _ in range(6):  # its prompt is encoded, some steps are done

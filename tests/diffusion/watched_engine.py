@@ -25,7 +25,7 @@ class WatchedEngine:
     def __init__(self, checkpoint: Path, max_batch_size: int) -> None:
         self.outbox = WatchedOutbox()
         self.engine = DiffusionStageEngine(
-            self.outbox, 0, str(checkpoint), DiTConfig(), max_batch_size=max_batch_size, memory=None
+            self.outbox, 0, str(checkpoint), DiTConfig(max_batch_size=max_batch_size), memory=None
         )
         self.engine.start()
 

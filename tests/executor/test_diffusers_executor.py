@@ -36,8 +36,8 @@ class Studio:
         batches: How many jobs computed in each step.
     """
 
-    def __init__(self, model: Path, max_batch_size: int | None = 8, **config: Any) -> None:
-        self.executor = DiffusersPipelineExecutor(str(model), DiTConfig(**config), max_batch_size)
+    def __init__(self, model: Path, **config: Any) -> None:
+        self.executor = DiffusersPipelineExecutor(str(model), DiTConfig(**config))
         self.executor.start()
         self.pipe = self.executor._runner._pipe
         self.progress: list[tuple[str, Progress]] = []

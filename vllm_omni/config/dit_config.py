@@ -17,6 +17,7 @@ from vllm_omni.errors import StageConfigError
 _learning_types = threading.Lock()
 # Each must be at least this.
 _SMALLEST = {
+    "max_batch_size": 1,
     "max_loras": 1,
     "batch_wait_ms": 0,
     "max_pixels": 1,
@@ -48,10 +49,12 @@ class DiTConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             (`group`), or single layers (`sequential`).
         attention_backend: One of diffusers' attention backends.
         cache_backend, cache_config: One of diffusers' caching methods for denoisers, and its settings. Such a stage
-            computes one image at a time: what is cached depends on all images of a batch.
+            makes one output at a time: what is cached depends on all outputs of a batch.
         compile: Compile the denoiser with torch.compile.
         quantization: Arguments of diffusers' `PipelineQuantizationConfig`.
         max_loras: LoRA adapters that are kept loaded.
+        max_batch_size: Outputs that it works on at once (`runtime.max_batch_size`); None: 4, or 1 with a cache, or
+            where whole components are offloaded.
         batch_wait_ms: How long an idle stage waits for company when a request arrives.
         max_pixels: Largest height x width of an output, and of an input image.
         max_frames, max_steps, max_outputs: Largest number of frames, of steps, and of outputs for one prompt.
@@ -77,6 +80,7 @@ class DiTConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     compile: bool = False
     quantization: dict[str, Any] | None = None
     max_loras: int = 8
+    max_batch_size: int | None = None
     batch_wait_ms: float = 2.0
     max_pixels: int = 2048 * 2048
     max_frames: int = 257
@@ -124,11 +128,16 @@ def _choices(key: str) -> str:
 def _check_ranges(config: DiTConfig, where: str) -> None:
     for key, smallest in _SMALLEST.items():
         value = getattr(config, key)
-        if not smallest <= value < float("inf"):
+        if value is not None and not smallest <= value < float("inf"):
             raise StageConfigError(f"{where}.{key}: {value} is out of range; it must be {smallest} or more")
 
 
 def _check_contradictions(config: DiTConfig, where: str) -> None:
+    if config.cache_backend is not None and (config.max_batch_size or 1) > 1:
+        raise StageConfigError(
+            f"{where}.cache_backend: what is cached depends on all outputs of a batch, so they are made one at a time; "
+            f"remove it, or max_batch_size {config.max_batch_size}"
+        )
     if config.cache_config and config.cache_backend is None:
         raise StageConfigError(f"{where}.cache_config: there is no cache_backend that it could be for; name one")
     for key in _NOT_FOR_ENCODERS:

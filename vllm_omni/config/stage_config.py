@@ -114,6 +114,12 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.engine_args.get("model") or model
 
     @property
+    def dit_engine_args(self) -> dict[str, Any]:
+        """The same for a diffusion stage."""
+        batch = {} if self.runtime.max_batch_size is None else {"max_batch_size": self.runtime.max_batch_size}
+        return batch | self.engine_args
+
+    @property
     def encodes_prompts(self) -> bool:
         """Whether it is the part of a diffusion pipeline that encodes prompts, for a later stage."""
         return self.kind == "DiT" and self.engine_args.get("part") == "encoder"

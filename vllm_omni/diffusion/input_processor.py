@@ -40,7 +40,7 @@ class DiffusionInputProcessor:
                 said to, or cannot have the stage's `default_sampling_params`.
         """
         where = f"stage {stage.stage_id} ({stage.name})"
-        self._config = parse_dit_config(stage.engine_args, where)
+        self._config = parse_dit_config(stage.dit_engine_args, where)
         self._info = PipelineInfo.load(model, self._config)
         self._class_name = self._info.pipeline_class.__name__
         self._is_first = not stage.engine_input_source

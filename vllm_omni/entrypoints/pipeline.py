@@ -114,7 +114,7 @@ def _check_engine_args(config: PipelineConfig, model: str) -> list[EngineArgs]:
     for stage in config.stage_args:
         where = f"stage {stage.stage_id} ({stage.name})"
         if stage.kind == "DiT":
-            parse_dit_config(stage.engine_args, where)
+            parse_dit_config(stage.dit_engine_args, where)
         if stage.runs_vllm:
             checkpoint = stage.checkpoint(model)
             try:
@@ -138,6 +138,6 @@ def _modules_to_preload(config: PipelineConfig, engine_args: list[EngineArgs], m
 
 def _pipeline_module(stage: OmniStageConfig, model: str) -> list[str]:
     """The module of a diffusion stage's pipeline; none where it is code that comes with the checkpoint."""
-    config = parse_dit_config(stage.engine_args, f"stage {stage.stage_id} ({stage.name})")
+    config = parse_dit_config(stage.dit_engine_args, f"stage {stage.stage_id} ({stage.name})")
     module = PipelineInfo.load(stage.checkpoint(model), config).pipeline_class.__module__
     return [module] if module.startswith("diffusers.") else []

@@ -20,13 +20,11 @@ class DiffusersPipelineExecutor:
         max_batch_size: Outputs that are worked on at once.
     """
 
-    def __init__(
-        self, model: str, config: DiTConfig, max_batch_size: int | None, memory: float | int | None = None
-    ) -> None:
-        # What is cached depends on all that is in a batch, and a pipeline that moves its components between devices
-        # takes them from the others.
+    def __init__(self, model: str, config: DiTConfig, memory: float | int | None = None) -> None:
+        """`memory`: what it may take of an accelerator: a fraction, or bytes; None: all."""
+        # Jobs at different places would have an offloaded pipeline's components moved back and forth.
         is_serial = config.cache_backend is not None or config.offload == "model"
-        self.max_batch_size = 1 if is_serial else max_batch_size or _DEFAULT_MAX_BATCH_SIZE
+        self.max_batch_size = config.max_batch_size or (1 if is_serial else _DEFAULT_MAX_BATCH_SIZE)
         self._worker = DiffusionGPUWorker(model, config, memory)
         self._runner: DiffusionModelRunner
         self._waiting: deque[DiffusionJob] = deque()

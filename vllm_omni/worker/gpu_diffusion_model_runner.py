@@ -45,8 +45,6 @@ class DiffusionModelRunner:
             self.activate(job.adapter)
             gate_modules(self._pipe)
             running = RunningJob(job, PipelineCall(self._pipe_for(job.pipeline_class)))
-            if self._config.cache_backend is not None:
-                follow(running.call.pipe)
             arguments = self._prepare(running)
         except Exception as error:
             return JobEnd.failed(job, error, is_invalid=isinstance(error, (ValueError, TypeError)))

@@ -31,6 +31,6 @@ def make_stage_engine(stage: OmniStageConfig, model: str, outbox: Outbox) -> Sta
     # Imported here: it brings diffusers.
     from vllm_omni.stage.engines.diffusion import DiffusionStageEngine
 
-    config = parse_dit_config(stage.engine_args, f"stage {stage.stage_id} ({stage.name})")
+    config = parse_dit_config(stage.dit_engine_args, f"stage {stage.stage_id} ({stage.name})")
     memory = None if stage.runtime.memory is None else parse_memory(stage.runtime.memory)
-    return DiffusionStageEngine(outbox, stage.stage_id, model, config, stage.runtime.max_batch_size, memory)
+    return DiffusionStageEngine(outbox, stage.stage_id, model, config, memory)

@@ -63,14 +63,13 @@ class DiffusionStageEngine(StageEngine):
         stage_id: int,
         model: str,
         config: DiTConfig,
-        max_batch_size: int | None,
         memory: float | int | None,
     ) -> None:
         super().__init__(outbox)
         self._stage_id = stage_id
         self._model = model
         self._config = config
-        self._executor = DiffusersPipelineExecutor(model, config, max_batch_size, memory)
+        self._executor = DiffusersPipelineExecutor(model, config, memory)
         self._requests: dict[str, _Request] = {}
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self._info: PipelineInfo

@@ -40,12 +40,18 @@ class DiffusionModelRunner:
         self.sample_rate: int | None = None if vae is None else vae.config.get("sampling_rate")
 
     def start(self, job: DiffusionJob) -> JobEnd | None:
-        """Calls the pipeline, up to its first module call. The end of the job, if that is it."""
+        """Calls the pipeline, up to its first module call. The end of the job, if that is it.
+
+        Raises:
+            torch.AcceleratorError: The device is broken; so all that let a job go on.
+        """
         try:
             self.activate(job.adapter)
             gate_modules(self._pipe)
             running = RunningJob(job, PipelineCall(self._pipe_for(job.pipeline_class)))
             arguments = self._prepare(running)
+        except torch.AcceleratorError:
+            raise
         except Exception as error:
             return JobEnd.failed(job, error, is_invalid=isinstance(error, (ValueError, TypeError)))
         return self._advance(running, lambda: running.call.start(arguments))
@@ -164,6 +170,8 @@ class DiffusionModelRunner:
             end = JobEnd(job, _as_output(call.result, job.latents_only))
         except _PromptsEncoded:
             end = JobEnd(job, call.result)
+        except torch.AcceleratorError:
+            raise  # The device is in a state that nothing can run in.
         except Exception as error:
             call.pipe.maybe_free_model_hooks()  # which the pipeline does itself when it ends well
             end = JobEnd.failed(job, error, _is_refusal(error, call))

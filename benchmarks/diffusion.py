@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import yaml
 from diffusers.utils import logging as diffusers_logging
 from painters import BarePainter, OmniPainter, Order, check_pictures, make_prompts
 from report import Report, make_parser, percentile, progress
@@ -93,27 +92,18 @@ def play(model: str, size: str, plan: Plan) -> Results:
     label = f"{model} {size}"
     with tempfile.TemporaryDirectory() as folder:
         path = write_tiny_checkpoint(model, Path(folder) / model, size=size)
-        config = write_configuration(Path(folder))
         bare = BarePainter(path, plan.order)
         progress(f"{label}: starting")
-        with OmniLLM(str(path), config, dtype="float32") as llm:
+        with OmniLLM(str(path), dtype="float32", max_batch_size=CROWD) as llm:
             ours = OmniPainter(llm, plan.order)
             progress(f"{label}: one at a time")
             singles, difference = paint_singles(bare, ours, plan.single_rounds)
             progress(f"{label}: {CROWD} pictures")
             crowds, crowd_difference = paint_crowds(bare, ours, plan.crowd_rounds)
         progress(f"{label}: callers who leave")
-        with AsyncOmniLLM(str(path), config, dtype="float32", log_stats=True) as llm:
+        with AsyncOmniLLM(str(path), dtype="float32", log_stats=True) as llm:
             walkouts = Gallery(llm, plan.order).walk_out(plan.walkouts, seed=0)
     return Results(singles | crowds, walkouts, max(difference, crowd_difference))
-
-
-def write_configuration(folder: Path) -> str:
-    """What a diffusers checkpoint is run with anyway, but batches as large as the bare pipeline's."""
-    stage = {"stage_id": 0, "engine_type": "DiT", "runtime": {"max_batch_size": CROWD}}
-    path = folder / "pipeline.yaml"
-    path.write_text(yaml.safe_dump({"stage_args": [stage | {"final_output": True, "final_output_type": "image"}]}))
-    return str(path)
 
 
 def paint_singles(bare: BarePainter, ours: OmniPainter, rounds: int) -> tuple[dict[str, Tally], float]:
@@ -208,7 +198,7 @@ def make_plan(args: Any, model: str, size: str) -> Plan:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="default: all; one of them if quick")
-    parser.add_argument("--sizes", nargs="+", choices=["default", "large"], default=["default", "large"])
+    parser.add_argument("--sizes", nargs="+", choices=["default", "large"], help="default: both; not large if quick")
     parser.add_argument("--steps", type=int, default=8, help="denoising steps (default 8)")
     for side in ("height", "width"):
         parser.add_argument(f"--{side}", type=int, help="pixels (default 64; for the large size 256, or 128 if quick)")
@@ -220,7 +210,7 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     report = Report("diffusion", {"quick": str(args.quick)})
     for model in args.models or list(MODELS)[: 1 if args.quick else None]:
-        for size in args.sizes:
+        for size in args.sizes or ["default", "large"][: 1 if args.quick else None]:
             plan = make_plan(args, model, size)
             add_results(model, size, play(model, size, plan), report)
             order = plan.order

@@ -108,6 +108,13 @@ def test_pictures_of_two_sizes_are_not_joined():
     )
 
 
+def test_pictures_of_as_many_pixels_but_another_shape_are_not_joined():
+    """A network may take the shapes of all from the first."""
+    latents = torch.randn(1, 8, 64)
+    check_apart(denoise, *({"hidden_states": latents, "kwargs": [[(1, *shape)]]} for shape in ((2, 4), (4, 2))))
+    check_joined(denoise, *({"hidden_states": torch.randn(1, 8, 64), "kwargs": [[(1, 2, 4)]]} for _ in range(2)))
+
+
 def test_a_list_of_batches_is_not_a_batch():
     def add(hidden_states, residuals):
         return hidden_states + sum(residuals)

@@ -156,7 +156,7 @@ def _layout(value: Any, rows: Rows, shared: SharedTensors) -> Hashable:
         case torch.Tensor():
             return ("shared", tuple(value.shape), value.dtype, shared.digest(value))
         case list() if rows.are_items_of(value):
-            return ("list",)
+            return ("list", *(_item_layout(item, rows, shared) for item in value))
         case list() | tuple():
             return (type(value), *(_layout(item, rows, shared) for item in value))
         case dict():
@@ -165,6 +165,13 @@ def _layout(value: Any, rows: Rows, shared: SharedTensors) -> Hashable:
             return ("plain", type(value), value)
         case _:
             return ("object", id(value))
+
+
+def _item_layout(item: Any, rows: Rows, shared: SharedTensors) -> Hashable:
+    """Of what belongs to one row. Plain values have to be equal: a network may look at those of the first row only."""
+    if not isinstance(item, torch.Tensor):
+        return _layout(item, rows, shared)
+    return ("item", item.dtype, None if rows.in_lists else tuple(item.shape))
 
 
 def _join(values: list[Any], rows: Rows) -> Any:

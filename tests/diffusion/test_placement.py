@@ -12,6 +12,7 @@ from accelerate.hooks import add_hook_to_module
 from diffusers import DiffusionPipeline
 
 from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.batched_call import compute
 from vllm_omni.diffusion.job import DiffusionJob
 from vllm_omni.diffusion.loader import load_pipeline
 from vllm_omni.diffusion.placement import OneAtATime, place
@@ -67,7 +68,7 @@ def paint(runner: DiffusionModelRunner, pipe: DiffusionPipeline, seeds: list[int
         ends.append(runner.start(job))
     while runner.running:
         running = runner.running[0]
-        ends.append(runner.resume(running, *runner.compute([running])))
+        ends.append(runner.resume(running, *compute([running.waiting_call])))
     return [end.output for end in ends if end is not None]
 
 
@@ -76,7 +77,7 @@ def test_pictures_of_weights_that_come_and_go(tiny_diffusion: Callable[[str], Pa
     config = DiTConfig(offload=offload)
     pipe = load_pipeline(str(tiny_diffusion("z_image")), DiTConfig(), CPU)
     place(pipe, {name: pipe.components[name] for name in ("text_encoder", "transformer", "vae")}, config, CPU)
-    runner = DiffusionModelRunner(pipe, config)
+    runner = DiffusionModelRunner(pipe, config, CPU)
     oracle = DiffusersOracle(tiny_diffusion("z_image"))
     for _ in range(2):  # what moves the weights outlives a picture
         for seed, picture in zip((1, 2), paint(runner, pipe, [1, 2]), strict=True):

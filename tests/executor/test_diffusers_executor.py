@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import ZImageImg2ImgPipeline
+from PIL import Image
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.job import DiffusionJob, JobEnd, Progress
 from vllm_omni.diffusion.pipeline_call import PipelineCall
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
+from vllm_omni.testing.media import make_image
 
 SIZE = {"height": 32, "width": 32, "num_inference_steps": 3, "max_sequence_length": 64}
 
@@ -48,11 +51,11 @@ class Studio:
         self.ends: dict[str, JobEnd] = {}
         self.progress.clear()
 
-    def add(self, name: str, seed: int = 0, **arguments: Any) -> None:
+    def add(self, name: str, seed: int = 0, pipeline_class: type | None = None, **arguments: Any) -> None:
         job = DiffusionJob(
             request_id=name,
             index=0,
-            pipeline_class=type(self.pipe),
+            pipeline_class=pipeline_class or type(self.pipe),
             arguments={"prompt": f"a painting of {name}", **SIZE, **arguments},
             seed=seed,
             on_progress=lambda progress: self.progress.append((name, progress)),
@@ -260,6 +263,40 @@ def test_the_pipelines_own_size_has_to_fit_as_well(model: Path):
     assert studio.ends["default"].is_invalid and "max_pixels" in str(studio.ends["default"].error)
 
 
+def test_a_picture_gets_the_size_of_what_is_made_of_it(studio: Studio, oracle: DiffusersOracle):
+    """Also where diffusers would fail on it."""
+    picture = make_image(seed=2).resize((70, 52))
+    changes = {"image": picture, "strength": 0.7}
+    studio.add("asked", 1, ZImageImg2ImgPipeline, **changes, width=64)
+    studio.add("own size", 1, ZImageImg2ImgPipeline, **changes, height=None, width=None)
+    studio.run()
+    fitted = picture.resize((64, 32), Image.Resampling.LANCZOS)
+    for name in ("asked", "own size"):
+        wishes = {**SIZE, "strength": 0.7, "height": 32, "width": 64}
+        expected = oracle.generate(f"a painting of {name}", seed=1, images=[fitted], **wishes)
+        torch.testing.assert_close(studio.ends[name].output, expected, atol=1e-4, rtol=0)
+
+
+def test_the_weights_keep_their_dtype_when_another_class_runs_them(model: Path):
+    studio = Studio(model, dtype="bfloat16")
+    studio.add("changed", 1, ZImageImg2ImgPipeline, image=make_image(seed=2).resize((32, 32)), strength=0.7)
+    studio.run()
+    assert studio.ends["changed"].error is None
+    assert {parameter.dtype for parameter in studio.pipe.transformer.parameters()} == {torch.bfloat16}
+
+
+def test_what_the_pipeline_refuses_before_its_first_step_is_the_requests_fault(model: Path):
+    studio = Studio(model)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("too small a picture")
+
+    studio.pipe.vae.encode = refuse  # after the prompt has been encoded
+    studio.add("small", 1, ZImageImg2ImgPipeline, image=make_image(seed=2).resize((32, 32)), strength=0.7)
+    studio.run()
+    assert studio.ends["small"].is_invalid and "too small" in str(studio.ends["small"].error)
+
+
 def test_nothing_of_a_job_that_ended_is_kept(studio: Studio):
     """Also before Python looks for cycles: on a device that would be memory that the next job has not got."""
     calls = []
@@ -276,7 +313,6 @@ def test_nothing_of_a_job_that_ended_is_kept(studio: Studio):
             studio.add("good")
             studio.add("invalid", height=40)
             studio.add("aborted")
-            studio.step()
             studio.executor.abort("aborted")
             studio.run()
             studio.clear()

@@ -7,6 +7,7 @@ they are computed. Knows no pipeline by name.
 """
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,6 @@ class PipelineCall:
 
     Attributes:
         pipe: The copy.
-        has_begun: It has asked for something to be computed; until then it merely checks its arguments.
         result: What the pipeline returned.
     """
 
@@ -38,7 +38,6 @@ class PipelineCall:
         for name, component in pipe.components.items():
             if isinstance(component, SchedulerMixin):
                 setattr(self.pipe, name, copy.deepcopy(component))
-        self.has_begun = False
         self._shared = SharedTensors()
         self._greenlet: _CallGreenlet
 
@@ -73,7 +72,6 @@ class PipelineCall:
 
     def wait_for(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Called in the coroutine, instead of `function`; returns its output."""
-        self.has_begun = True
         call = ModuleCall.describe(function, args, kwargs, self._shared)
         assert self._greenlet.parent is not None
         return self._greenlet.parent.switch(call)
@@ -98,6 +96,14 @@ class _Gate:
         return self._function(*args, **kwargs)
 
 
+def tell_device(pipe: DiffusionPipeline, device: torch.device) -> None:
+    """Lets a pipeline object know where it computes.
+
+    diffusers asks every module of every component for that, each time that the pipeline is called.
+    """
+    pipe.__class__ = type(type(pipe).__name__, (type(pipe),), {"_execution_device": device})
+
+
 def gate_modules(pipe: DiffusionPipeline) -> None:
     """Puts a gate before every module of a pipeline: `forward`, or `decode` where it is an autoencoder.
 
@@ -120,11 +126,16 @@ def on_method(pipe: DiffusionPipeline, name: str, hook: Callable[[Callable[..., 
     method = getattr(pipe, name, None)
     if method is None:
         return
-    signature = inspect.signature(method)
+    signature = _signature(getattr(type(pipe), name))
 
     def call_hook(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
+        bound = signature.bind(pipe, *args, **kwargs)
         bound.apply_defaults()
-        return hook(lambda: method(*args, **kwargs), dict(bound.arguments))
+        return hook(lambda: method(*args, **kwargs), bound.arguments)
 
     setattr(pipe, name, call_hook)
+
+
+@functools.cache
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(method)

@@ -9,8 +9,8 @@ import dataclasses
 import inspect
 import sys
 import types
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origin
 
@@ -131,7 +131,12 @@ class PipelineInfo:
 
 def call_parameters(pipeline_class: type) -> dict[str, inspect.Parameter]:
     """The named arguments of a pipeline's call."""
-    parameters = inspect.signature(pipeline_class.__call__).parameters
+    return _named_parameters(pipeline_class.__call__)
+
+
+@cache
+def _named_parameters(call: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(call).parameters
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {name: p for name, p in parameters.items() if name != "self" and p.kind not in variable}
 

@@ -28,6 +28,7 @@ class DiffusersPipelineExecutor:
         self._worker = DiffusionGPUWorker(model, config, memory)
         self._runner: DiffusionModelRunner
         self._waiting: deque[DiffusionJob] = deque()
+        self._ended: list[JobEnd] = []  # before they had anything to compute
 
     def start(self) -> None:
         """Loads the pipeline. Raises as `DiffusionGPUWorker.load_model`."""
@@ -36,7 +37,7 @@ class DiffusersPipelineExecutor:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._runner.running)
+        return bool(self._waiting or self._runner.running or self._ended)
 
     @property
     def has_room(self) -> bool:
@@ -49,32 +50,36 @@ class DiffusersPipelineExecutor:
         return self._runner.sample_rate
 
     def add(self, job: DiffusionJob) -> None:
+        """Begins with a job, up to its first module call, or lets it wait until another has ended."""
         self._waiting.append(job)
+        self._begin_waiting()
 
     def abort(self, request_id: str) -> None:
-        """Ends all jobs of a request."""
+        """Ends all jobs of a request. Those that ended by themselves are still told of."""
         self._waiting = deque(job for job in self._waiting if job.request_id != request_id)
         for running in list(self._runner.running):
             if running.job.request_id == request_id:
                 self._runner.abort(running)
+        self._begin_waiting()
 
     def step(self) -> tuple[list[JobEnd], int]:
-        """Lets new jobs begin, and computes one module call of those that can do it together.
+        """Computes one module call of those jobs that can do it together.
 
         Returns:
             The jobs that ended, and how many computed.
         """
-        ends = self._begin_waiting()
         batch = self._next_batch()
-        return ends + self._worker.execute(batch) if batch else ends, len(batch)
+        ends, self._ended = self._ended, []
+        if batch:
+            ends += self._worker.execute(batch)
+        self._begin_waiting()
+        return ends, len(batch)
 
-    def _begin_waiting(self) -> list[JobEnd]:
-        ends = []
+    def _begin_waiting(self) -> None:
         while self._waiting and len(self._runner.running) < self.max_batch_size:
             end = self._runner.start(self._waiting.popleft())
             if end is not None:
-                ends.append(end)
-        return ends
+                self._ended.append(end)
 
     def _next_batch(self) -> list[RunningJob]:
         """Who has waited longest, and all that can join it."""

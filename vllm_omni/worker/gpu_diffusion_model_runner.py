@@ -2,7 +2,7 @@
 """Runs the calls of a diffusers pipeline side by side: each is at a module call of its own, and these are computed
 together. It knows no pipeline by name, and not what is computed when."""
 
-import inspect
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +14,10 @@ from vllm_omni.diffusion.batched_call import ModuleCall
 from vllm_omni.diffusion.caches import follow
 from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress, RunningJob
 from vllm_omni.diffusion.lora import AdapterManager
-from vllm_omni.diffusion.pipeline_call import CallAborted, PipelineCall, gate_modules, on_method
+from vllm_omni.diffusion.pipeline_call import CallAborted, PipelineCall, gate_modules, on_method, tell_device
+from vllm_omni.diffusion.pipeline_info import call_parameters
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
-from vllm_omni.diffusion.size_checks import SizeError, check_pixels, check_size
+from vllm_omni.diffusion.size_checks import check_pixels, check_size, fit_image
 
 
 class _PromptsEncoded(BaseException):
@@ -30,11 +31,12 @@ class DiffusionModelRunner:
         sample_rate: Samples per second of the sound that the pipeline makes; None where it makes none.
     """
 
-    def __init__(self, pipe: DiffusionPipeline, config: DiTConfig) -> None:
+    def __init__(self, pipe: DiffusionPipeline, config: DiTConfig, device: torch.device) -> None:
         self.running: list[RunningJob] = []
         self._config = config
         self._pipe = pipe
-        self._pipes: dict[type, DiffusionPipeline] = {type(pipe): pipe}
+        self._device = device
+        self._pipes: dict[type, DiffusionPipeline] = {}
         self._adapters = AdapterManager(pipe, config.max_loras)
         vae = pipe.components.get("vae")
         self.sample_rate: int | None = None if vae is None else vae.config.get("sampling_rate")
@@ -64,6 +66,7 @@ class DiffusionModelRunner:
         """Goes on with a job up to its next module call; an exception is what its module call raised."""
         self.running.remove(running)
         if isinstance(output, Exception):
+            running.has_begun = True
             return self._advance(running, lambda: running.call.throw(output))
         return self._advance(running, lambda: running.call.resume(output))
 
@@ -80,13 +83,19 @@ class DiffusionModelRunner:
     def _pipe_for(self, pipeline_class: type) -> DiffusionPipeline:
         """The loaded components as another pipeline, e.g. one that starts from a picture."""
         if pipeline_class not in self._pipes:
-            # diffusers' own `from_pipe` would convert the weights, which all share, to one dtype.
-            components, options = DiffusionPipeline._get_signature_keys(pipeline_class)
-            arguments: dict[str, Any] = {name: self._pipe.components.get(name) for name in components}
-            arguments |= {name: self._pipe.config[name] for name in options if name in self._pipe.config}
-            pipe = self._pipes[pipeline_class] = pipeline_class(**arguments)
+            pipe = self._pipes[pipeline_class] = self._make_pipe(pipeline_class)
             pipe.set_progress_bar_config(disable=True)
+            tell_device(pipe, self._device)
         return self._pipes[pipeline_class]
+
+    def _make_pipe(self, pipeline_class: type) -> DiffusionPipeline:
+        if pipeline_class is type(self._pipe):
+            return copy.copy(self._pipe)
+        # diffusers' own `from_pipe` would convert the weights, which all share, to one dtype.
+        components, options = DiffusionPipeline._get_signature_keys(pipeline_class)
+        arguments: dict[str, Any] = {name: self._pipe.components.get(name) for name in components}
+        arguments |= {name: self._pipe.config[name] for name in options if name in self._pipe.config}
+        return pipeline_class(**arguments)
 
     def _prepare(self, running: RunningJob) -> dict[str, Any]:
         """The arguments of the pipeline's call, and the hooks that it runs with.
@@ -95,7 +104,10 @@ class DiffusionModelRunner:
             ValueError: The pipeline cannot make this size, or has no previews.
         """
         job, pipe = running.job, running.call.pipe
-        check_size(pipe, job.arguments)
+        arguments = job.arguments
+        if job.pipeline_class is not type(self._pipe):
+            arguments = fit_image(pipe, arguments)
+        check_size(pipe, arguments)
         if job.preview_every:
             check_previews(pipe)
         follow(pipe)
@@ -107,7 +119,7 @@ class DiffusionModelRunner:
             encoded = running.call.result = []
             on_method(pipe, "encode_prompt", lambda method, arguments: _keep(encoded, method()))
         return {
-            **job.arguments,
+            **arguments,
             **self._callbacks(running),
             "generator": torch.Generator().manual_seed(job.seed),
             "output_type": "latent" if job.latents_only else "pt",
@@ -128,7 +140,7 @@ class DiffusionModelRunner:
 
     def _callbacks(self, running: RunningJob) -> dict[str, Any]:
         """How the pipeline tells of its steps; the older way where it has no other."""
-        parameters = inspect.signature(running.job.pipeline_class.__call__).parameters
+        parameters = call_parameters(running.job.pipeline_class)
         if "callback_on_step_end" in parameters:
 
             def on_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +154,7 @@ class DiffusionModelRunner:
 
     def _on_step(self, running: RunningJob, step: int, latents: torch.Tensor) -> None:
         job, pipe = running.job, running.call.pipe
+        running.has_begun = True
         num_steps = (
             len(pipe.scheduler.timesteps) if getattr(pipe, "num_timesteps", None) is None else pipe.num_timesteps
         )
@@ -174,14 +187,14 @@ class DiffusionModelRunner:
             raise  # The device is in a state that nothing can run in.
         except Exception as error:
             call.pipe.maybe_free_model_hooks()  # which the pipeline does itself when it ends well
-            end = JobEnd.failed(job, error, _is_refusal(error, call))
+            end = JobEnd.failed(job, error, _is_refusal(error, running))
         running.let_go()
         return end
 
 
-def _is_refusal(error: Exception, call: PipelineCall) -> bool:
+def _is_refusal(error: Exception, running: RunningJob) -> bool:
     """Whether the arguments were wrong, and not what was computed with them."""
-    return isinstance(error, SizeError) or (isinstance(error, (ValueError, TypeError)) and not call.has_begun)
+    return isinstance(error, (ValueError, TypeError)) and not running.has_begun
 
 
 def _keep(results: list[Any], result: Any) -> Any:

@@ -48,7 +48,8 @@ class DiffusionGPUWorker:
         Raises:
             StageConfigError: The checkpoint or a setting cannot be used.
         """
-        self._runner = DiffusionModelRunner(load_pipeline(self._model, self._config, self._device), self._config)
+        pipe = load_pipeline(self._model, self._config, self._device)
+        self._runner = DiffusionModelRunner(pipe, self._config, self._device)
         return self._runner
 
     def _memory_fraction(self, memory: float | int) -> float:

@@ -115,6 +115,16 @@ def test_a_job_joins_the_others_at_their_next_step(studio: Studio, oracle: Diffu
     check_picture(studio, oracle, "second", 1, num_inference_steps=2)
 
 
+def test_a_job_that_comes_late_catches_up_before_the_others_go_on(studio: Studio):
+    for seed in range(2):
+        studio.add(f"early {seed}", seed)
+    studio.step()
+    studio.add("late", 2)
+    studio.run()
+    num_steps = SIZE["num_inference_steps"]
+    assert studio.batches.count(3) >= num_steps, "all of its steps are made together with the others'"
+
+
 def test_each_job_has_its_own_steps_guidance_and_size(studio: Studio, oracle: DiffusersOracle):
     wishes = {
         "plain": {"guidance_scale": 0.0},

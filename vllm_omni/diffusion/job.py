@@ -75,6 +75,7 @@ class RunningJob:
         waiting: The module call that it waits for.
         size: Height and width of the output in pixels, once the pipeline has said so.
         latents: What the last step left; kept only where there are previews to make.
+        num_calls: Module calls that are done.
         has_begun: A step is done, or a network has failed; until then a ValueError is the request's fault.
     """
 
@@ -83,6 +84,7 @@ class RunningJob:
     waiting: ModuleCall | None = None
     size: tuple[int, int] | None = None
     latents: torch.Tensor | None = None
+    num_calls: int = 0
     has_begun: bool = False
 
     @property

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which jobs of a diffusion stage run, and which of them compute together next. It knows no request and no pipeline."""
 
+import sys
 from collections import deque
 
 from vllm_omni.config.dit_config import DiTConfig
@@ -82,10 +83,15 @@ class DiffusersPipelineExecutor:
                 self._ended.append(end)
 
     def _next_batch(self) -> list[RunningJob]:
-        """Who has waited longest, and all that can join it."""
+        """Those that compute next.
+
+        A job that has not made a step yet catches up with the others first: all that follows it does together with
+        them. After that it is the turn of whoever has waited longest, and of all that can join it.
+        """
         running = self._runner.running
         if not running:
             return []
-        call, adapter = running[0].waiting_call, running[0].job.adapter
+        first = min(running, key=lambda job: sys.maxsize if job.has_begun else job.num_calls)
+        call, adapter = first.waiting_call, first.job.adapter
         joined = [job for job in running if job.waiting_call.layout == call.layout and job.job.adapter == adapter]
         return joined[: self._worker.max_batch_size(call)]

@@ -65,6 +65,7 @@ class DiffusionModelRunner:
     def resume(self, running: RunningJob, output: Any) -> JobEnd | None:
         """Goes on with a job up to its next module call; an exception is what its module call raised."""
         self.running.remove(running)
+        running.num_calls += 1
         if isinstance(output, Exception):
             running.has_begun = True
             return self._advance(running, lambda: running.call.throw(output))

@@ -14,7 +14,7 @@ from typing import Any
 
 import greenlet
 import torch
-from diffusers import DiffusionPipeline, SchedulerMixin
+from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 
 from vllm_omni.diffusion.batched_call import ModuleCall, SharedTensors
 
@@ -101,7 +101,22 @@ def tell_device(pipe: DiffusionPipeline, device: torch.device) -> None:
 
     diffusers asks every module of every component for that, each time that the pipeline is called.
     """
-    pipe.__class__ = type(type(pipe).__name__, (type(pipe),), {"_execution_device": device})
+    _set_on_class(pipe, "_execution_device", device)
+
+
+def tell_dtypes(pipe: DiffusionPipeline) -> None:
+    """Lets the models of a pipeline know their dtype, which will not change any more.
+
+    diffusers looks at every parameter for that, and its pipelines ask at every step: once for each picture of a batch.
+    """
+    for module in pipe.components.values():
+        if isinstance(module, ModelMixin):
+            _set_on_class(module, "dtype", module.dtype)
+
+
+def _set_on_class(instance: Any, name: str, value: Any) -> None:
+    """Gives an object's property one value for good; its class, and all others of that, stay as they are."""
+    instance.__class__ = type(type(instance).__name__, (type(instance),), {name: value})
 
 
 def gate_modules(pipe: DiffusionPipeline) -> None:

@@ -14,7 +14,14 @@ from vllm_omni.diffusion.batched_call import ModuleCall
 from vllm_omni.diffusion.caches import follow
 from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress, RunningJob
 from vllm_omni.diffusion.lora import AdapterManager
-from vllm_omni.diffusion.pipeline_call import CallAborted, PipelineCall, gate_modules, on_method, tell_device
+from vllm_omni.diffusion.pipeline_call import (
+    CallAborted,
+    PipelineCall,
+    gate_modules,
+    on_method,
+    tell_device,
+    tell_dtypes,
+)
 from vllm_omni.diffusion.pipeline_info import call_parameters
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 from vllm_omni.diffusion.size_checks import check_pixels, check_size, fit_image
@@ -38,6 +45,7 @@ class DiffusionModelRunner:
         self._device = device
         self._pipes: dict[type, DiffusionPipeline] = {}
         self._adapters = AdapterManager(pipe, config.max_loras)
+        tell_dtypes(pipe)
         vae = pipe.components.get("vae")
         self.sample_rate: int | None = None if vae is None else vae.config.get("sampling_rate")
 

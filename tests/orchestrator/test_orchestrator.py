@@ -117,7 +117,7 @@ def test_a_stage_that_cannot_start_ends_the_start_with_its_own_error() -> None:
     raw = {
         "stage_args": [
             {"stage_id": 0, "engine_type": "fake"},
-            {"stage_id": 1, "engine_type": "DiT", "engine_args": {"model_stage": "painter"}, "engine_input_source": [0],
+            {"stage_id": 1, "engine_type": "DiT", "engine_args": {"model_stage": "painter", "model": "no/checkpoint"},
              "final_output": True, "final_output_type": "image"},
         ]
     }  # fmt: skip

@@ -156,6 +156,7 @@ def test_a_process_that_ends_takes_all_its_stages_and_spares_the_others(start: O
 
 
 def test_a_stage_that_cannot_start_is_named_among_those_of_its_process(start: Open) -> None:
-    missing = fake_stage(1, "painter", (0,), "image") | {"engine_type": "DiT"}
-    with pytest.raises(StageStartError, match=r"stage 1 \(painter\): StageConfigError: .*DiT"):
+    missing = fake_stage(1, "painter", output="image") | {"engine_type": "DiT"}
+    missing["engine_args"] |= {"model": "no/checkpoint"}
+    with pytest.raises(StageStartError, match=r"stage 1 \(painter\): StageConfigError: no/checkpoint"):
         start(make_config(*in_process("x", fake_stage(0, "a"), missing)))

@@ -32,7 +32,8 @@ class _PromptsEncoded(BaseException):
 
 
 class DiffusionModelRunner:
-    """
+    """The jobs of one loaded pipeline.
+
     Attributes:
         running: Jobs that wait for a module call, the longest-waiting first.
         sample_rate: Samples per second of the sound that the pipeline makes; None where it makes none.

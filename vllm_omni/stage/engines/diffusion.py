@@ -120,24 +120,28 @@ class DiffusionStageEngine(StageEngine):
         match item:
             case NewRequest():
                 try:
-                    self._add(item)
+                    jobs = self._make_jobs(item)
                 except (ValueError, TypeError) as error:
-                    self._forget(item.request_id)
                     self.outbox.put(Error.from_exception(item.request_id, error, invalid=True))
+                else:
+                    self._begin(item, jobs)
             case AbortRequest():
                 self._forget(item.request_id)
 
-    def _add(self, item: NewRequest) -> None:
+    def _begin(self, item: NewRequest, jobs: list[DiffusionJob]) -> None:
+        assert item.request.diffusion is not None
+        self._requests[item.request_id] = _Request(item.request.diffusion, item.streams_output)
+        for job in jobs:
+            self._executor.add(job)
+
+    def _make_jobs(self, item: NewRequest) -> list[DiffusionJob]:
+        """
+        Raises:
+            ValueError, TypeError: The request is none for this stage.
+        """
         diffusion = item.request.diffusion
         if diffusion is None:
             raise ValueError("the request does not say what a diffusion stage shall do")
-        if item.request_id in self._requests:
-            raise ValueError("a request of this id is running")
-        self._requests[item.request_id] = _Request(diffusion, item.streams_output)
-        for job in self._make_jobs(item, diffusion):
-            self._executor.add(job)
-
-    def _make_jobs(self, item: NewRequest, diffusion: DiffusionRequest) -> list[DiffusionJob]:
         params = diffusion.params
         pipeline_class = self._info.class_for(bool(diffusion.images))
         arguments = {**call_arguments(pipeline_class, params), **_prompt_arguments(pipeline_class, item)}

@@ -113,7 +113,16 @@ def interrupt_when_working(llm: OmniLLM) -> threading.Thread:
     return thread
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises; in what a shell runs in the background it may be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_aborts_and_the_pipeline_serves_on(llm: OmniLLM, stream: bool) -> None:
     prompts = [ask(f"p{i}", fake_seconds=60, fake_only="writer") for i in range(5)]
     thread = interrupt_when_working(llm)

@@ -4,17 +4,15 @@
 What diffusers, the checkpoint or the device lack is not known here: `diffusion/loader.py` refuses that.
 """
 
-import threading
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
 from vllm_omni.config.nearest import nearest
+from vllm_omni.config.reading import convert, take_apart
 from vllm_omni.errors import StageConfigError
 
-# msgspec shows other threads what it is still learning of a type: pipelines may be opened in several at once.
-_learning_types = threading.Lock()
 # Each must be at least this.
 _SMALLEST = {
     "max_batch_size": 1,
@@ -108,10 +106,9 @@ def parse_dit_config(engine_args: Mapping[str, Any], where: str) -> DiTConfig:
                 f"{where}: a diffusion stage has no {key!r}{nearest(key, known)} (known here: {', '.join(known)})"
             )
     try:
-        with _learning_types:
-            config = msgspec.convert(dict(engine_args), DiTConfig)
+        config = convert(dict(engine_args), DiTConfig)
     except msgspec.ValidationError as error:
-        problem, _, key = str(error).removesuffix("`").partition(" - at `$.")
+        problem, key = take_apart(error)
         raise StageConfigError(f"{where}.{key or '?'}: {problem}{_choices(key)}") from error
     _check_ranges(config, where)
     _check_contradictions(config, where)

@@ -3,7 +3,6 @@
 
 import importlib
 import re
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import yaml
 
 from vllm_omni.config.nearest import nearest
 from vllm_omni.config.placement import check_placement
+from vllm_omni.config.reading import convert, take_apart
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
 
-# msgspec shows other threads what it is still learning of a type: pipelines may be opened in several at once.
-_learning_types = threading.Lock()
 _READABLE = ("prompt", "prompt_token_ids", "completions", "tensors", "data")
 
 
@@ -43,10 +41,9 @@ def parse_pipeline_config(raw: Any, source: str) -> PipelineConfig:
     if not isinstance(raw, Mapping):
         raise StageConfigError(f"{source}: must be a mapping with the key 'stage_args'")
     try:
-        with _learning_types:
-            config = msgspec.convert(raw, PipelineConfig)
+        config = convert(raw, PipelineConfig)
     except msgspec.ValidationError as error:
-        raise StageConfigError(f"{source}: {_explain(str(error))}") from error
+        raise StageConfigError(f"{source}: {_explain(error)}") from error
     config = config.with_stage_args(sorted(config.stage_args, key=lambda stage: stage.stage_id))
     try:
         _check_ids(config)
@@ -81,11 +78,9 @@ def resolve_dotted_path(path: str, key: str) -> Any:
     return getattr(module, name)
 
 
-def _explain(message: str) -> str:
+def _explain(error: msgspec.ValidationError) -> str:
     """Turns msgspec's complaint into one that names key and remedy."""
-    where = re.search(r" - at `\$(.*)`", message)
-    location = where.group(1).lstrip(".") if where else ""
-    problem = message.split(" - at ")[0]
+    problem, location = take_apart(error)
     unknown = re.search(r"unknown field `(.+?)`", problem)
     if unknown is None:
         return f"{location or 'top level'}: {problem}"

@@ -16,6 +16,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.nearest import nearest
+from vllm_omni.config.reading import convert, take_apart
 from vllm_omni.diffusion.pipeline_info import call_parameters
 from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
 
@@ -52,9 +53,9 @@ def read_settings(
             f"a diffusion stage takes DiffusionSamplingParams, or a dict of their fields, not {type(given).__name__}"
         )
     try:
-        return msgspec.convert(values, DiffusionSamplingParams), said
+        return convert(values, DiffusionSamplingParams), said
     except msgspec.ValidationError as error:
-        problem, _, name = str(error).removesuffix("`").partition(" - at `$.")
+        problem, name = take_apart(error)
         raise TypeError(f"{name or 'sampling parameters'}: {problem}") from error
 
 

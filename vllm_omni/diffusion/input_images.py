@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from vllm_omni.diffusion.encoding import to_uint8
+
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 _CHANNELS = (1, 3, 4)
 
@@ -90,7 +92,7 @@ def _as_uint8(pixels: torch.Tensor, where: str) -> torch.Tensor:
         pixels = pixels.float()
         if not bool(((pixels >= 0) & (pixels <= 1)).all()):  # False for what is no number, too
             raise ValueError(f"{where} has values outside [0, 1]; floating point images must be in that range")
-        pixels = (pixels * 255).round().to(torch.uint8)
+        pixels = to_uint8(pixels)
     if pixels.dtype != torch.uint8:
         raise TypeError(f"{where} is {pixels.dtype}; give uint8, or floating point in [0, 1]")
     if pixels.shape[2] == 1:

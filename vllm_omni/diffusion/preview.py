@@ -14,6 +14,8 @@ from diffusers import DiffusionPipeline
 from diffusers.utils.torch_utils import get_module_execution_device
 from torch.nn import functional
 
+from vllm_omni.diffusion.encoding import to_uint8
+
 UNPACK_ARGUMENTS = frozenset({"latents", "height", "width", "vae_scale_factor", "patch_size"})
 """What a pipeline's `_unpack_latents` may ask for; pixels. Others mean something else by the same names."""
 FRAMES_BEFORE_CHANNELS = frozenset({"AutoencoderKLCogVideoX"})
@@ -197,11 +199,11 @@ def _shrunk(grid: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _to_uint8(pipe: Any, picture: torch.Tensor) -> torch.Tensor:
-    """Pixels `[1, 3, h, w]` as the VAE makes them, -1 to 1, to `[h, w, 3]`; rounded as diffusers rounds files."""
+    """Pixels `[1, 3, h, w]` as the VAE makes them, -1 to 1, to `[h, w, 3]` on the CPU."""
     if picture.shape[1] != 3:
         raise ValueError(f"{_name(pipe)} has no previews: its VAE makes {picture.shape[1]} channels, not 3")
-    pixels = (picture[0].float() / 2 + 0.5).clamp(0, 1)
-    return (pixels * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().cpu()
+    pixels = picture[0].permute(1, 2, 0).contiguous().cpu()
+    return to_uint8(pixels.float() / 2 + 0.5)
 
 
 def _unknown_form(pipe: Any, latents: torch.Tensor) -> ValueError:

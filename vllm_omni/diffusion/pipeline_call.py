@@ -35,7 +35,7 @@ class PipelineCall:
 
     def __init__(self, pipe: DiffusionPipeline) -> None:
         self.pipe = copy.copy(pipe)
-        for name, component in pipe.components.items():
+        for name, component in vars(pipe).items():  # `components` would look at the class's signature first
             if isinstance(component, SchedulerMixin):
                 setattr(self.pipe, name, copy.deepcopy(component))
         self._shared = SharedTensors()
@@ -124,7 +124,7 @@ def gate_modules(pipe: DiffusionPipeline) -> None:
 
     To be called again when something may have replaced these functions, as offloading and adapters do.
     """
-    for module in pipe.components.values():
+    for module in vars(pipe).values():
         if isinstance(module, torch.nn.Module):
             name = "decode" if hasattr(module, "decode") else "forward"
             function = getattr(module, name)

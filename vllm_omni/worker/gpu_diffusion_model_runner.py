@@ -120,7 +120,8 @@ class DiffusionModelRunner:
         check_size(pipe, arguments)
         if job.preview_every:
             check_previews(pipe)
-        follow(pipe)
+        if self._config.cache_backend is not None:
+            follow(pipe)
         on_method(pipe, "prepare_latents", lambda method, arguments: self._on_prepare(running, method, arguments))
         if job.encoded_prompts is not None:
             results = iter(job.encoded_prompts)

@@ -193,44 +193,42 @@ def _with_function(call: Any, function: Callable[..., Any]) -> Any:
     return type(call)(function, call.args, call.kwargs, call.rows, call.layout)
 
 
-def test_a_batch_too_large_for_the_memory_is_computed_in_halves(model: Path, oracle: DiffusersOracle):
-    studio = Studio(model)
+def refuse_above(studio: Studio, most: int, error: Exception) -> list[int]:
+    """Has the transformer raise on more than so many pictures; how many it was called with each time."""
     compute, sizes = studio.pipe.transformer.forward, []
 
-    def small_memory(x: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def refuse(x: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         sizes.append(len(x) // 2)  # with guidance each picture is there twice
-        if len(x) > 4:
-            raise torch.OutOfMemoryError("out of memory")
+        if sizes[-1] > most:
+            raise error
         return compute(x, *args, **kwargs)
 
-    studio.pipe.transformer.forward = small_memory
-    names = [f"picture {number}" for number in range(4)]
+    studio.pipe.transformer.forward = refuse
+    return sizes
+
+
+def check_pictures(studio: Studio, oracle: DiffusersOracle, number: int) -> None:
+    """So many jobs begin at once, and each gets its own picture."""
+    names = [f"picture {seed}" for seed in range(number)]
     for seed, name in enumerate(names):
         studio.add(name, seed)
     studio.run()
-    assert sizes.count(4) == 1, "a size that did not fit must not be tried at every step"
     for seed, name in enumerate(names):
         check_picture(studio, oracle, name, seed)
+
+
+def test_a_batch_too_large_for_the_memory_is_computed_in_halves(model: Path, oracle: DiffusersOracle):
+    studio = Studio(model)
+    sizes = refuse_above(studio, 2, torch.OutOfMemoryError("out of memory"))
+    check_pictures(studio, oracle, 4)
+    assert sizes.count(4) == 1, "a size that did not fit must not be tried at every step"
 
 
 def test_calls_that_cannot_be_joined_are_computed_one_by_one_from_then_on(model: Path, oracle: DiffusersOracle):
     studio = Studio(model)
-    compute, sizes = studio.pipe.transformer.forward, []
-
-    def only_one(x: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        sizes.append(len(x) // 2)
-        if len(x) > 2:
-            raise RuntimeError("sizes of tensors must match")
-        return compute(x, *args, **kwargs)
-
-    studio.pipe.transformer.forward = only_one
-    names = [f"picture {number}" for number in range(3)]
-    for seed, name in enumerate(names):
-        studio.add(name, seed)
-    studio.run()
+    sizes = refuse_above(studio, 1, RuntimeError("sizes of tensors must match"))
+    check_pictures(studio, oracle, 3)
     assert len([size for size in sizes if size > 1]) == 2, "three, and the half with two"
-    for seed, name in enumerate(names):
-        check_picture(studio, oracle, name, seed)
 
 
 def test_a_job_too_large_for_the_memory_fails_and_the_next_one_works(model: Path, oracle: DiffusersOracle):

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples become the bytes of an audio file, all at once or as they come.
+
+Knows formats, not requests. Nothing here waits for anything but the processor; encoders (unlike `pcm` and `wav` at
+their own speed) are for a thread beside the event loop.
+"""
+
+import io
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import av
+import av.filter
+import numpy as np
+from av.audio.stream import AudioStream
+from av.container import OutputContainer
+
+AUDIO_FORMATS: dict[str, str] = {
+    "wav": "audio/wav",
+    "mp3": "audio/mpeg",
+    "flac": "audio/flac",
+    "opus": "audio/ogg",
+    "aac": "audio/aac",
+    "pcm": "audio/pcm",
+    "pcm16": "audio/pcm",
+}
+"""Media types by name. `pcm` and `pcm16`: 16-bit little-endian samples without a header."""
+
+MIN_SPEED, MAX_SPEED = 0.25, 4.0
+
+WAV_UNKNOWN_SIZE = 0xFFFFFFFF
+"""What a WAV header says of a length that is not known yet; players read on to the end of the stream."""
+
+_MIN_CODED_S = 0.1  # Decoders take much shorter files of lossy codecs for damaged ones, and empty ones do not exist.
+_BIT_RATE = 64_000
+
+
+class AudioEncoder:
+    """Encodes one sound while it is being made. One caller at a time; `finish` is its last call."""
+
+    def __init__(self, format: str, sample_rate: int, speed: float = 1.0, *, is_whole: bool = False) -> None:
+        """
+        Args:
+            format: One of `AUDIO_FORMATS`.
+            sample_rate: Of the samples, in Hz. A codec that does not know it encodes the next higher one.
+            speed: How many times as fast it is spoken, at the same pitch.
+            is_whole: Give all of the file at its end, with headers that say how long it is.
+
+        Raises:
+            ValueError: Unknown format, or a speed out of bounds.
+        """
+        if format not in AUDIO_FORMATS:
+            raise ValueError(f"unknown audio format {format!r}; there are {', '.join(AUDIO_FORMATS)}")
+        if not MIN_SPEED <= speed <= MAX_SPEED:
+            raise ValueError(f"speed must be between {MIN_SPEED} and {MAX_SPEED}, not {speed}")
+        codec = _CODECS.get(format)
+        rate = sample_rate if codec is None else _codec_rate(codec.name, sample_rate)
+        self._filter = _Filter(sample_rate, rate, speed) if speed != 1.0 or rate != sample_rate else None
+        self._coder: _Coder
+        if codec is not None:
+            self._coder = _FileCoder(codec, rate, _WholeFile() if is_whole else _Pipe())
+        elif format == "wav":
+            self._coder = _WholeWavCoder(rate) if is_whole else _PcmCoder(wav_header(rate))
+        else:
+            self._coder = _PcmCoder()
+
+    def encode(self, samples: np.ndarray) -> bytes:
+        """
+        Args:
+            samples: float32 `[n]` in [-1, 1]; what is louder is clipped.
+
+        Returns:
+            What is ready of the file; may be nothing yet.
+
+        Raises:
+            ValueError: A sample is not a number.
+        """
+        samples = np.asarray(samples, dtype=np.float32).reshape(-1)
+        if not np.isfinite(samples).all():
+            raise ValueError("the audio has samples that are not numbers (NaN or infinite)")
+        if self._filter is not None:
+            samples = self._filter.run(samples)
+        return self._coder.encode(np.clip(samples, -1.0, 1.0))
+
+    def finish(self) -> bytes:
+        """The rest of the file."""
+        rest = b"" if self._filter is None else self._coder.encode(np.clip(self._filter.finish(), -1.0, 1.0))
+        return rest + self._coder.finish()
+
+
+def encode_audio(samples: np.ndarray, format: str, sample_rate: int, speed: float = 1.0) -> bytes:
+    """A whole file, whose headers say how long it is. Arguments and errors: as of `AudioEncoder`."""
+    encoder = AudioEncoder(format, sample_rate, speed, is_whole=True)
+    return encoder.encode(samples) + encoder.finish()
+
+
+def wav_header(sample_rate: int, num_bytes: int | None = None) -> bytes:
+    """The 44 bytes before 16-bit mono samples; `num_bytes` of them, if it is known."""
+    sizes = (WAV_UNKNOWN_SIZE,) * 2 if num_bytes is None else (36 + num_bytes, num_bytes)
+    riff = struct.pack("<4sI4s", b"RIFF", sizes[0], b"WAVE")
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16)
+    return riff + form + struct.pack("<4sI", b"data", sizes[1])
+
+
+def to_pcm16(samples: np.ndarray) -> np.ndarray:
+    """float32 `[n]` in [-1, 1] -> int16 `[n]`, little-endian; 1.0 becomes the largest value."""
+    return np.clip(np.rint(samples * 32768.0), -32768, 32767).astype("<i2")
+
+
+@dataclass(frozen=True)
+class _Codec:
+    """What PyAV calls a codec, the files it is put in, and the samples it takes."""
+
+    name: str
+    container: str
+    sample_format: str
+    is_lossy: bool = True
+    options: dict[str, str] = field(default_factory=dict)
+
+
+_CODECS = {
+    "mp3": _Codec("libmp3lame", "mp3", "s16p"),
+    "aac": _Codec("aac", "adts", "fltp"),
+    # A page for each packet: else a listener waits for a second of sound at a time.
+    "opus": _Codec("libopus", "ogg", "s16", options={"page_duration": "20000"}),
+    "flac": _Codec("flac", "flac", "s16", is_lossy=False, options={"metadata_header_padding": "0"}),
+}
+
+
+def _codec_rate(codec: str, sample_rate: int) -> int:
+    """The lowest rate that loses nothing, or the highest that there is."""
+    rates = av.Codec(codec, "w").audio_rates
+    if rates is None or sample_rate in rates:
+        return sample_rate
+    return min((rate for rate in rates if rate > sample_rate), default=max(rates))
+
+
+class _Coder(Protocol):
+    def encode(self, samples: np.ndarray) -> bytes: ...
+
+    def finish(self) -> bytes: ...
+
+
+class _PcmCoder:
+    """Samples as they are, after a header."""
+
+    def __init__(self, header: bytes = b"") -> None:
+        self._header = header
+
+    def encode(self, samples: np.ndarray) -> bytes:
+        header, self._header = self._header, b""
+        return header + to_pcm16(samples).tobytes()
+
+    def finish(self) -> bytes:
+        return self._header
+
+
+class _WholeWavCoder:
+    """A header that knows how many samples come after it."""
+
+    def __init__(self, sample_rate: int) -> None:
+        self._sample_rate = sample_rate
+        self._parts: list[bytes] = []
+
+    def encode(self, samples: np.ndarray) -> bytes:
+        self._parts.append(to_pcm16(samples).tobytes())
+        return b""
+
+    def finish(self) -> bytes:
+        pcm = b"".join(self._parts)
+        return wav_header(self._sample_rate, len(pcm)) + pcm
+
+
+class _Sink(Protocol):
+    """Where a container writes: a file object, and a way to take what is ready."""
+
+    def write(self, data: bytes) -> int: ...
+
+    def take(self, is_end: bool) -> bytes: ...
+
+
+class _Pipe:
+    """Gives what was written, once. It has no `seek`, by which PyAV knows that headers cannot be written again."""
+
+    def __init__(self) -> None:
+        self._written: list[bytes] = []
+
+    def write(self, data: bytes) -> int:
+        self._written.append(bytes(data))
+        return len(data)
+
+    def take(self, is_end: bool) -> bytes:
+        data, self._written = b"".join(self._written), []
+        return data
+
+
+class _WholeFile(io.BytesIO):
+    """Gives everything at the end."""
+
+    def take(self, is_end: bool) -> bytes:
+        return self.getvalue() if is_end else b""
+
+
+class _FileCoder:
+    """A codec in a container."""
+
+    def __init__(self, codec: _Codec, sample_rate: int, sink: _Sink) -> None:
+        self._sink = sink
+        self._num_missing = int(_MIN_CODED_S * sample_rate) if codec.is_lossy else 0
+        self._container: OutputContainer = av.open(
+            sink, "w", format=codec.container, options={"flush_packets": "1", **codec.options}
+        )
+        self._stream = cast(AudioStream, self._container.add_stream(codec.name, rate=sample_rate))
+        context = self._stream.codec_context
+        context.layout, context.format = "mono", codec.sample_format
+        if codec.is_lossy:
+            context.bit_rate = _BIT_RATE
+        self._container.start_encoding()
+
+    def encode(self, samples: np.ndarray) -> bytes:
+        if samples.size:
+            self._num_missing -= samples.size
+            self._mux(_as_frame(to_pcm16(samples), "s16", self._stream.codec_context.sample_rate))
+        return self._sink.take(False)
+
+    def finish(self) -> bytes:
+        rest = self.encode(np.zeros(max(0, self._num_missing), np.float32))
+        self._mux(None)
+        self._container.close()
+        return rest + self._sink.take(True)
+
+    def _mux(self, frame: av.AudioFrame | None) -> None:
+        self._container.mux(self._stream.encode(frame))
+
+
+class _Filter:
+    """Another speed at the same pitch, and another sample rate."""
+
+    def __init__(self, sample_rate: int, to_rate: int, speed: float) -> None:
+        self._sample_rate = sample_rate
+        self._is_used = False
+        self._graph = graph = av.filter.Graph()
+        graph.threads = 1
+        nodes = [graph.add_abuffer(sample_rate=sample_rate, format="flt", layout="mono", time_base=None)]
+        nodes += [graph.add("atempo", repr(factor)) for factor in _tempo_factors(speed)]
+        if to_rate != sample_rate:
+            nodes.append(graph.add("aresample", str(to_rate)))
+        nodes.append(graph.add("abuffersink"))
+        graph.link_nodes(*nodes).configure()
+
+    def run(self, samples: np.ndarray) -> np.ndarray:
+        """float32 `[n]` -> float32 `[m]`, what is ready."""
+        if not samples.size:
+            return samples
+        self._is_used = True
+        self._graph.push(_as_frame(samples, "flt", self._sample_rate))
+        return self._pull()
+
+    def finish(self) -> np.ndarray:
+        """float32 `[m]`, the rest."""
+        if not self._is_used:
+            return np.zeros(0, np.float32)
+        self._graph.push(None)
+        return self._pull()
+
+    def _pull(self) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.float32), *self._pulled()])
+
+    def _pulled(self) -> Iterator[np.ndarray]:
+        with suppress(BlockingIOError, EOFError):  # Nothing more is ready; nothing more will be.
+            while True:
+                yield self._graph.pull().to_ndarray()[0]
+
+
+def _tempo_factors(speed: float) -> list[float]:
+    """Factors of `speed` from 0.5 to 2, within which the filter drops no sound."""
+    if speed == 1.0:
+        return []
+    return [speed] if 0.5 <= speed <= 2.0 else [speed**0.5] * 2
+
+
+def _as_frame(samples: np.ndarray, format: str, sample_rate: int) -> av.AudioFrame:
+    frame = av.AudioFrame.from_ndarray(samples[None], format=format, layout="mono")
+    frame.sample_rate = sample_rate
+    return frame

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client is told when a request fails: the status, vLLM's error body, and when to try again.
+
+Knows the errors of the pipeline and of the web framework; no endpoint.
+"""
+
+import logging
+import math
+from http import HTTPStatus
+from typing import Any, cast
+
+import fastapi
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
+from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
+from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
+from vllm.exceptions import GracefulHTTPError
+
+from vllm_omni.errors import (
+    InvalidRequestError,
+    OmniError,
+    PipelineClosedError,
+    PipelineFullError,
+    RequestAbortedError,
+    RequestError,
+    RequestTimeoutError,
+    StageDeadError,
+    StageExecutionError,
+)
+
+logger = logging.getLogger("vllm.omni.server")
+
+# A stage's process is back in about this time, where its weights are in the page cache.
+_RESTART_S = 5.0
+
+_STATUS: dict[type[OmniError], HTTPStatus] = {
+    InvalidRequestError: HTTPStatus.BAD_REQUEST,
+    PipelineFullError: HTTPStatus.TOO_MANY_REQUESTS,
+    RequestTimeoutError: HTTPStatus.GATEWAY_TIMEOUT,
+    StageDeadError: HTTPStatus.SERVICE_UNAVAILABLE,
+    PipelineClosedError: HTTPStatus.SERVICE_UNAVAILABLE,
+    RequestAbortedError: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+
+
+class OmniHTTPError(GracefulHTTPError):
+    """A failed request as an HTTP answer. vLLM's handlers and streams, too, know what to do with it.
+
+    Attributes:
+        retry_after_s: Seconds after which trying again makes sense; None where it makes none.
+    """
+
+    def __init__(self, message: str, http_status: HTTPStatus, retry_after_s: float | None = None) -> None:
+        super().__init__(message, http_status)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.retry_after_s is None:
+            return {}
+        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def to_http_error(error: OmniError) -> OmniHTTPError:
+    """How a client is told of an error of the pipeline.
+
+    What went wrong inside of the server goes to the log, not to the client.
+    """
+    status = next((_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        return OmniHTTPError(_log_failure(error), status)
+    if isinstance(error, PipelineFullError):
+        return OmniHTTPError(str(error), status, error.retry_after_s)
+    if isinstance(error, StageDeadError):
+        text = "the stage that held the request failed, and is being started again; send the request again"
+        return OmniHTTPError(text, status, _RESTART_S)
+    return OmniHTTPError(str(error), status)
+
+
+def _log_failure(error: OmniError) -> str:
+    """Logs an error that is the server's own; gives what the client may know of it."""
+    if not isinstance(error, RequestError):
+        logger.error("a request failed", exc_info=error)
+        return "internal error; the server's log says more"
+    where = "" if error.stage_id is None else f" in stage {error.stage_id}"
+    logger.error("request %s failed%s: %s\n%s", error.request_id, where, error, error.stage_traceback)
+    kind = "failed" if isinstance(error, StageExecutionError) else "ended with an internal error"
+    return f"request {error.request_id} {kind}{where}; the server's log says more"
+
+
+def error_response(message: str, status: HTTPStatus, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error in vLLM's form, for where no handler is at hand: in middleware."""
+    info = ErrorInfo(message=message, type=status.phrase, code=status.value)
+    return JSONResponse(ErrorResponse(error=info).model_dump(), status.value, headers)
+
+
+def register_error_handlers(app: FastAPI) -> None:
+    """To be called after vLLM's own handlers were set; some of them are replaced."""
+    handlers: dict[type[Exception], Any] = {
+        OmniError: _on_omni_error,
+        OmniHTTPError: _on_http_error,
+        HTTPException: _on_framework_error,
+        RecursionError: _on_recursion_error,
+        Exception: _on_unknown_error,
+    }
+    for error_type, handler in handlers.items():
+        app.add_exception_handler(error_type, handler)
+
+
+async def _on_omni_error(request: Request, error: OmniError) -> JSONResponse:
+    return await _on_http_error(request, to_http_error(error))
+
+
+async def _on_http_error(request: Request, error: OmniHTTPError) -> JSONResponse:
+    return error_response(sanitize_message(error.message), error.http_status, error.headers)
+
+
+async def _on_framework_error(request: Request, error: HTTPException) -> JSONResponse:
+    """vLLM's answer, also for what the framework refuses itself (no such path, no such method), with its headers."""
+    response = await http_exception_handler(request, cast(fastapi.HTTPException, error))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_recursion_error(request: Request, error: RecursionError) -> JSONResponse:
+    """Nothing of ours recurses, but for readers and writers of what a client has nested."""
+    logger.warning("a request was refused: nested too deeply", exc_info=error)
+    return error_response("the request is nested too deeply", HTTPStatus.BAD_REQUEST)
+
+
+async def _on_unknown_error(request: Request, error: Exception) -> JSONResponse:
+    """The framework raises the error again when the client has its answer, and the web server logs it."""
+    return error_response("internal error; the server's log says more", HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -12,6 +12,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.nearest import nearest
+from vllm_omni.config.overrides import merge, override_stage
+from vllm_omni.config.placement import check_placement
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, find_stage
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.errors import StageConfigError
@@ -32,23 +34,39 @@ def apply_arguments(
 ) -> PipelineConfig:
     """Gives every stage those of `engine_args` that stages of its kind know, and its own of `overrides`.
 
+    Args:
+        overrides: By stage name or id; see `config.overrides`.
+
     Raises:
-        StageConfigError: There is an argument that no stage knows, or an override for a stage that is not there.
+        StageConfigError: There is an argument that no stage knows, an override for a stage that is not there, or one
+            that is wrong.
     """
     known = _FOR_ALL.union(*(_known_arguments(stage) for stage in config.stage_args))
     for name in engine_args:
         if name not in known:
             raise StageConfigError(f"no stage of this pipeline has an engine argument {name!r}{nearest(name, known)}")
-    by_stage: dict[int, dict[str, Any]] = {}
-    for key, values in overrides.items():
-        by_stage.setdefault(find_stage(config, key).stage_id, {}).update(values)
+    by_stage = _overrides_by_stage(config, overrides)
+    check_placement(config.with_stage_args([override_stage(s, by_stage[s.stage_id]) for s in config.stage_args]))
     stages = []
     for stage in config.stage_args:
         of_its_kind = _known_arguments(stage)
         shared = {name: value for name, value in engine_args.items() if name in of_its_kind}
-        added = (_FOR_VLLM_STAGES if stage.runs_vllm else {}) | shared | by_stage.get(stage.stage_id, {})
-        stages.append(msgspec.structs.replace(stage, engine_args=stage.engine_args | added))
+        added = (_FOR_VLLM_STAGES if stage.runs_vllm else {}) | shared
+        stage = msgspec.structs.replace(stage, engine_args=stage.engine_args | added)
+        stages.append(override_stage(stage, by_stage[stage.stage_id]))
     return config.with_stage_args(stages)
+
+
+def _overrides_by_stage(
+    config: PipelineConfig, overrides: Mapping[str | int, Mapping[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    by_stage: dict[int, dict[str, Any]] = {stage_id: {} for stage_id in config.stages}
+    for key, values in overrides.items():
+        stage_id = find_stage(config, key).stage_id
+        if not isinstance(values, Mapping):
+            raise StageConfigError(f"override for stage {key}: {values!r} is no mapping of keys to values")
+        by_stage[stage_id] = merge(by_stage[stage_id], values)
+    return by_stage
 
 
 def resolve_checkpoints(config: PipelineConfig, model: str) -> PipelineConfig:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a caller says of a single stage, put over what its configuration says.
+
+An override is written like the stage itself: `{"engine_args": {...}, "runtime": {...}, "default_sampling_params":
+{...}}`. A key that is none of these sections is an engine argument. Whether an engine has it is asked later.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from vllm_omni.config.nearest import nearest
+from vllm_omni.config.reading import convert, take_apart
+from vllm_omni.config.stage_config import OmniStageConfig, StageRuntimeConfig
+from vllm_omni.errors import StageConfigError
+
+SECTIONS = ("engine_args", "runtime", "default_sampling_params")
+
+# Engine arguments that say the same as a key of `runtime`, and would win over it.
+_SAME_AS_RUNTIME = {
+    "memory": ("gpu_memory_utilization", "kv_cache_memory_bytes"),
+    "max_batch_size": ("max_num_seqs", "max_batch_size"),
+}
+
+
+def override_stage(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniStageConfig:
+    """The stage with an override's values; dicts below a section replace each other whole.
+
+    Raises:
+        StageConfigError: A section is no mapping, or `runtime` has an unknown key or a value of the wrong type.
+    """
+    where = f"override for stage {stage.stage_id} ({stage.name})"
+    sections = _sections(override, where)
+    said = sections["runtime"]
+    replaced = {same for key in said for same in _SAME_AS_RUNTIME.get(key, ())}
+    kept = {name: value for name, value in stage.engine_args.items() if name not in replaced}
+    return msgspec.structs.replace(
+        stage,
+        engine_args=kept | sections["engine_args"],
+        runtime=_override_runtime(stage.runtime, said, where) if said else stage.runtime,
+        default_sampling_params=stage.default_sampling_params | sections["default_sampling_params"],
+    )
+
+
+def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, mappings within mappings too; where both have a value, the second's."""
+    merged = dict(first)
+    for key, value in second.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def overridden_keys(override: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """The (section, key) pairs that an override gives a value."""
+    return {(section, key) for section, values in _sections(override, "override").items() for key in values}
+
+
+def _sections(override: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for key, value in override.items():
+        if key not in sections:
+            sections["engine_args"][key] = value
+        elif isinstance(value, Mapping):
+            sections[key].update(value)
+        else:
+            raise StageConfigError(f"{where}: {key} is a section, {value!r} is none; give one of its keys a value")
+    return sections
+
+
+def _override_runtime(runtime: StageRuntimeConfig, said: Mapping[str, Any], where: str) -> StageRuntimeConfig:
+    try:
+        return convert(msgspec.to_builtins(runtime) | dict(said), StageRuntimeConfig)
+    except msgspec.ValidationError as error:
+        problem, key = take_apart(error)
+        if unknown := re.search(r"unknown field `(.+?)`", problem):
+            known = StageRuntimeConfig.__struct_fields__
+            near = nearest(unknown.group(1), known)
+            problem = f"there is no runtime.{unknown.group(1)}{near} (known here: {', '.join(known)})"
+        raise StageConfigError(f"{where}: {f'runtime.{key}: ' if key else ''}{problem}") from error

@@ -214,6 +214,7 @@ class OmniRequestOutput:
         stage_metrics: What each stage that worked on the prompt did, in stage order.
         sample_rate: Samples per second of `audio`; None where there is none, or the pipeline's YAML does not say.
         fps: Frames of a video in a second; None elsewhere.
+        output_format: How `images` and `videos` are given: `pil`, `png`, `mp4`, ...; None where there are none.
     """
 
     def __init__(
@@ -243,6 +244,7 @@ class OmniRequestOutput:
         said = self._data if self._num_media else {}
         self.sample_rate: int | None = said.get("sample_rate") or sample_rate
         self.fps: float | None = said.get("fps")
+        self.output_format: str | None = said.get("output_format")
 
     @cached_property
     def images(self) -> list[Any]:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures and videos in messages, and the settings of a diffusion model in a request."""
+
+import base64
+import io
+import math
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from vllm.exceptions import VLLMValidationError
+
+from vllm_omni.diffusion.encoding import encode_outputs
+from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
+from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, image_content, video_content
+from vllm_omni.outputs import OmniRequestOutput, StageOutput, make_omni_request_output
+
+
+def made(output_type: str, output_format: Any, *shape: int, **settings: Any) -> OmniRequestOutput:
+    """Two outputs of a diffusion stage: the first black, the second white."""
+    params = DiffusionSamplingParams(output_format=output_format, **settings)
+    tensors, data = encode_outputs(output_type, [torch.zeros(*shape, 3), torch.ones(*shape, 3)], params, None)
+    return make_omni_request_output("r", StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data), "x", [])
+
+
+def opened(url: str, media_type: str) -> io.BytesIO:
+    prefix = f"data:{media_type};base64,"
+    assert url.startswith(prefix)
+    return io.BytesIO(base64.b64decode(url.removeprefix(prefix)))
+
+
+@pytest.mark.parametrize("output_format", ["pil", "np", "png", "jpeg", "webp"])
+def test_images_in_any_form_are_data_uris_of_files(output_format: str) -> None:
+    parts = image_content(made("image", output_format, 8, 8))
+
+    file_format = output_format if output_format in ("jpeg", "webp") else "png"
+    pictures = [Image.open(opened(part["image_url"]["url"], f"image/{file_format}")) for part in parts]
+    assert [part["type"] for part in parts] == ["image_url"] * 2
+    assert [picture.format for picture in pictures] == [file_format.upper()] * 2
+    assert [round(float(np.asarray(picture).mean())) for picture in pictures] == [0, 255]
+    assert video_content(made("image", output_format, 8, 8)) == []
+
+
+@pytest.mark.parametrize("output_format", ["pil", "np", "mp4"])
+def test_videos_in_any_form_are_data_uris_of_mp4s(output_format: str) -> None:
+    parts = video_content(made("video", output_format, 4, 16, 16, fps=8.0))
+
+    for part, brightness in zip(parts, (0, 255), strict=True):
+        with av.open(opened(part["video_url"]["url"], "video/mp4")) as container:
+            assert container.streams.video[0].average_rate == 8
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        assert len(frames) == 4 and all(abs(float(frame.mean()) - brightness) < 4 for frame in frames)
+    assert image_content(made("video", output_format, 4, 16, 16, fps=8.0)) == []
+
+
+def test_settings_are_read_from_both_places() -> None:
+    settings = diffusion_settings(
+        {"height": 64, "messages": [], "seed": None, "extra_body": {"width": 32, "seed": 7, "guidance_scale": 1}}
+    )
+
+    assert settings == {"height": 64, "width": 32, "seed": 7, "guidance_scale": 1.0}
+    assert diffusion_settings({}) == diffusion_settings({"extra_body": None}) == {}
+
+
+@pytest.mark.parametrize(
+    ("extra", "parameter", "words"),
+    [
+        ({"extra_body": {"heigth": 64}}, "extra_body.heigth", "did you mean 'height'"),
+        ({"extra_body": {"extra_args": {"max_sequence_length": 1 << 30}}}, "extra_body.extra_args", "operator"),
+        ({"extra_body": {"preview_every": 1}}, "extra_body.preview_every", "operator"),
+        ({"extra_body": [1]}, "extra_body", "must be an object"),
+        ({"height": 64, "extra_body": {"height": 32}}, "height", "another one"),
+        ({"extra_body": {"height": "64"}}, "height", "Expected `int"),
+        ({"extra_body": {"height": 0}}, "height", "1 or more"),
+        ({"extra_body": {"guidance_scale": math.nan}}, "guidance_scale", "finite"),
+        ({"extra_body": {"negative_prompt": "\ud800"}}, "negative_prompt", "no valid text"),
+        ({"output_format": "latent"}, "output_format", "not for HTTP"),
+        ({"extra_body": {"strength": 1.5}}, "strength", "1 or less"),
+    ],
+)
+def test_wrong_settings_are_named(extra: dict[str, Any], parameter: str, words: str) -> None:
+    with pytest.raises(VLLMValidationError, match=words) as error:
+        diffusion_settings(extra)
+    assert error.value.parameter == parameter

@@ -81,6 +81,11 @@ class PipelineFace:
         self._finalizer = weakref.finalize(self, self._pipeline.orchestrator.close)
 
     @property
+    def voices(self) -> list[str]:
+        """What a prompt can name as `additional_information={"speaker": ...}`, the default voice first."""
+        return self._pipeline.builder.voices
+
+    @property
     def is_open(self) -> bool:
         """False as soon as `close()` was called."""
         return self._finalizer.alive

@@ -110,6 +110,11 @@ class RequestBuilder:
             trace_headers=dict(trace_headers or {}),
         )
 
+    @property
+    def voices(self) -> list[str]:
+        """The voices of all stages, the default one first."""
+        return list(dict.fromkeys(voice for processor in self._processors.values() for voice in processor.voices))
+
     def _build(
         self,
         request_id: str,

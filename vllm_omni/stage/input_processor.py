@@ -71,6 +71,11 @@ class StageInputProcessor(ABC):
             ValueError: The request is wrong; the message says what is right.
         """
 
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """The voices that a request can choose (`additional_information={"speaker": ...}`), the default one first."""
+        return ()
+
     def empty_output(self) -> dict[str, torch.Tensor]:
         """The stage's output tensors for a request with nothing to do."""
         return {}

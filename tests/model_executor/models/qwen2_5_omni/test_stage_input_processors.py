@@ -100,6 +100,13 @@ def test_speakers_are_found_whatever_their_case(
     assert made.additional_information["speaker"] == "ethan"
 
 
+def test_the_voices_are_those_of_the_checkpoint_and_the_default_one_is_first(
+    to_talker: ThinkerToTalker,
+) -> None:
+    assert to_talker.voices == ("chelsie", "ethan", "aiden")
+    assert process(to_talker, window([40, 41], num_rows=4)).additional_information["speaker"] == to_talker.voices[0]
+
+
 @pytest.mark.parametrize("speaker", ["Nobody", 7])
 def test_an_unknown_speaker_is_refused_with_the_known_ones(speaker: Any, to_talker: ThinkerToTalker) -> None:
     with pytest.raises(InvalidRequestError, match="chelsie, ethan, aiden") as raised:

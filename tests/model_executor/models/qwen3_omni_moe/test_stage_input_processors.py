@@ -158,6 +158,14 @@ def test_speakers_are_found_whatever_their_case(
     assert made.additional_information["speaker_id"] == config.talker_config.speaker_id["ethan"]
 
 
+def test_the_voices_are_those_of_the_checkpoint_and_the_default_one_is_first(
+    to_talker: ThinkerToTalker, config: PretrainedConfig
+) -> None:
+    assert sorted(to_talker.voices) == sorted(config.talker_config.speaker_id)
+    made = process(to_talker, thinker_output(config, render(config, (config.user_token_id, [30])), 3))
+    assert made.additional_information["speaker_id"] == config.talker_config.speaker_id[to_talker.voices[0]]
+
+
 @pytest.mark.parametrize("speaker", ["Nobody", 7])
 def test_an_unknown_speaker_is_refused_with_the_known_ones(
     speaker: Any, to_talker: ThinkerToTalker, config: PretrainedConfig

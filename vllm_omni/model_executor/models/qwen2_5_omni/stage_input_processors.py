@@ -26,19 +26,19 @@ NUM_TAIL_ROWS = 2
 
 
 def speaker_names(hf_config: PretrainedConfig) -> list[str]:
-    """The voices of the checkpoint whose configuration this is, in lower case."""
+    """The voices of the checkpoint whose configuration this is, in lower case, the default one first."""
     if not hf_config.name_or_path:
         raise ValueError("a configuration that does not say where it was read from leads to no voices")
-    return list(load_speakers(hf_config.name_or_path))
+    return sorted(load_speakers(hf_config.name_or_path), key=lambda name: name != DEFAULT_SPEAKER)
 
 
 def find_speaker(request: StageRequest, speakers: list[str]) -> str:
-    """The voice that a request asks for, in lower case.
+    """The voice that a request asks for, in lower case; by default the first of `speakers`.
 
     Raises:
         InvalidRequestError: There is no such voice; names those that there are.
     """
-    name = request.options.get("speaker", DEFAULT_SPEAKER if DEFAULT_SPEAKER in speakers else speakers[0])
+    name = request.options.get("speaker", speakers[0])
     if not isinstance(name, str) or name.lower() not in speakers:
         raise InvalidRequestError(
             f"unknown speaker {name!r}; this checkpoint has {', '.join(speakers)}", request.request_id
@@ -94,6 +94,10 @@ class ThinkerToTalker(StageInputProcessor):
             num_generated = window.start + len(window.completions[0].token_ids) - window.context
             made.num_ready_tokens = len(request.prompt_token_ids) + NUM_TAIL_ROWS + num_generated - 2
         return made
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        return tuple(self.speakers)
 
     def empty_output(self) -> dict[str, torch.Tensor]:
         return {}

@@ -123,6 +123,10 @@ class ThinkerToTalker(StageInputProcessor):
             made.num_ready_tokens = user.shape[0] + NUM_TAIL_ROWS + num_text_rows
         return made
 
+    @property
+    def voices(self) -> tuple[str, ...]:
+        return tuple(sorted(self.talker_config.speaker_id, key=lambda name: (name != DEFAULT_SPEAKER, name)))
+
     def empty_output(self) -> dict[str, torch.Tensor]:
         return {"codes": torch.empty(0, self.talker_config.num_code_groups, dtype=torch.int64)}
 

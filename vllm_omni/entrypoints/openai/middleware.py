@@ -17,7 +17,7 @@ from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_omni.entrypoints.openai.http_errors import error_response
-from vllm_omni.entrypoints.openai.limits import MIB, RequestLimits, flag, limits_from
+from vllm_omni.entrypoints.openai.limits import MIB, MediaCount, RequestLimits, flag, limits_from, media_count
 
 # Whoever keeps the server running must be able to ask how it is; the answer tells nothing of users or models.
 # /metrics is not among them: it names models and shows the traffic, and Prometheus can send a key.
@@ -59,6 +59,7 @@ class BodyMiddleware:
     def __init__(self, app: ASGIApp, limits: RequestLimits) -> None:
         self.app = app
         self._max_bytes = limits.max_request_bytes
+        self._max_media_parts = limits.max_media_parts
         self._too_large = (
             f"the body has more than {self._max_bytes} bytes; the server takes no more ({flag('max_request_bytes')})"
         )
@@ -67,6 +68,7 @@ class BodyMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        media_count.set(MediaCount(self._max_media_parts))
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._max_bytes:

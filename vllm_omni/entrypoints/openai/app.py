@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP application: vLLM's own, with those of its endpoints that a pipeline serves, and ours."""
+
+from argparse import Namespace
+from types import ModuleType
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from starlette.routing import BaseRoute
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+
+from vllm_omni.entrypoints.openai import chat, health, images, middleware, speech, videos
+from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
+from vllm_omni.entrypoints.openai.models import DiffusionModels
+from vllm_omni.entrypoints.openai.serving_chat import OmniServingChat
+from vllm_omni.entrypoints.openai.serving_completion import OmniServingCompletion
+
+# The others of vLLM's are for engines with what a pipeline does not have: other tasks, profilers, caches to reset.
+VLLM_PATHS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/load",
+        "/version",
+        "/metrics",
+        "/docs",
+        "/docs/oauth2-redirect",
+        "/redoc",
+        "/openapi.json",
+        "/static",
+    }
+)
+TEXT_PATHS = frozenset({"/v1/completions", "/tokenize", "/detokenize"})
+# Each has `attach_router(app)` and `init_state(state, client, args)`, as vLLM's have.
+MEDIA_ENDPOINTS: tuple[ModuleType, ...] = (speech, images, videos)
+
+
+async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
+    """The application for a pipeline; `args` are those of `vllm serve`."""
+    app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
+    kept = VLLM_PATHS if client.has_renderer else VLLM_PATHS - TEXT_PATHS
+    app.router.routes[:] = [route for route in app.router.routes if _path(route) in kept]
+    app.title = "vLLM-Omni"
+    for module in (chat, health, *MEDIA_ENDPOINTS):
+        module.attach_router(app)
+    app.middleware_stack = None  # vLLM has built it; with ours it is built again, at the first request.
+    register_error_handlers(app)
+    middleware.add_middleware(app, args)
+    await _init_state(app.state, client, args)
+    for module in MEDIA_ENDPOINTS:
+        module.init_state(app.state, client, args)
+    return app
+
+
+async def _init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
+    if client.has_renderer:
+        await init_app_state(client, state, args, await client.get_supported_tasks())
+        state.openai_serving_chat = OmniServingChat.from_vllm(state.openai_serving_chat)
+        state.openai_serving_completion = OmniServingCompletion.from_vllm(state.openai_serving_completion)
+    else:
+        _init_diffusion_state(state, client, args)
+
+
+def _init_diffusion_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
+    """What vLLM's routes read, where there is no vLLM stage whose tokenizer and configuration it could be made of."""
+    state.engine_client = client
+    state.vllm_config = client.vllm_config
+    state.args = args
+    state.log_stats = not args.disable_log_stats
+    state.enable_server_load_tracking = args.enable_server_load_tracking
+    state.server_load_metrics = 0
+    names = args.served_model_name or [args.model]
+    state.openai_serving_models = DiffusionModels([BaseModelPath(name, args.model) for name in names])
+    state.openai_serving_chat = DiffusionChat(client, state, args)
+
+
+def _path(route: BaseRoute) -> str:
+    return getattr(route, "path", "")

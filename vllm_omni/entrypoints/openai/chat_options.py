@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a chat request asks of a pipeline besides the text: its outputs, the voice, and each stage's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient, RequestOptions
+from vllm_omni.entrypoints.openai.media_messages import diffusion_settings
+from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.stage_params import read_stage_params
+
+# They change what is understood and not how much work it is, so that anybody may say them.
+HARMLESS_MM_KWARGS = {"use_audio_in_video"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """
+    Attributes:
+        for_engine: What the pipeline is told.
+        shows_text: Whether the answer has the text; that of speech only is its transcript.
+        audio_format: How speech is encoded.
+        trusts_mm_kwargs: The request's `mm_processor_kwargs` may be used also where clients are not trusted.
+    """
+
+    for_engine: RequestOptions
+    shows_text: bool
+    audio_format: str
+    trusts_mm_kwargs: bool
+
+
+def read_chat_options(request: OmniChatCompletionRequest, client: OmniEngineClient) -> ChatOptions:
+    """
+    Raises:
+        VLLMValidationError: The request asks for what the model cannot do; says what it can.
+    """
+    wanted = read_modalities(request.modalities, client.config)
+    media = [modality for modality in wanted if modality != "text"]
+    if media and request.use_beam_search:
+        raise VLLMValidationError(
+            f"beam search is for text only; leave it out, or set modalities to ['text'] (not {wanted})",
+            parameter="use_beam_search",
+        )
+    # Whoever asks for speech gets its transcript: the text is made anyway.
+    needed = list(dict.fromkeys([*(["text"] if "text" in client.config.output_types else []), *wanted]))
+    return ChatOptions(
+        for_engine=RequestOptions(
+            modalities=tuple(needed),
+            stage_params=_stage_params(request, client.config),
+            said=_said(request),
+            prompt=_voice(request, client),
+        ),
+        shows_text="text" in wanted,
+        audio_format=_audio_format(request),
+        trusts_mm_kwargs=set(request.mm_processor_kwargs or {}) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs,
+    )
+
+
+def read_modalities(modalities: list[Any] | None, config: PipelineConfig) -> list[str]:
+    """The outputs that are asked for; all that the pipeline has, where nothing is said.
+
+    Raises:
+        VLLMValidationError: There is none, or one that the pipeline does not have.
+    """
+    known = config.output_types
+    if modalities is None:
+        return known
+    for modality in modalities:
+        if modality not in known:
+            raise VLLMValidationError(
+                f"this model cannot output {modality!r}; it outputs {', '.join(known)}",
+                parameter="modalities",
+                value=modality,
+            )
+    if not modalities:
+        raise VLLMValidationError(f"modalities is empty; name some of {', '.join(known)}", parameter="modalities")
+    return list(modalities)
+
+
+def _stage_params(request: OmniChatCompletionRequest, config: PipelineConfig) -> list[Mapping[str, Any] | None]:
+    params = read_stage_params(request.sampling_params_list, config)
+    painting = [i for i, stage in enumerate(config.stage_args) if stage.kind == "DiT" and not stage.encodes_prompts]
+    if request.extra_body and not painting:
+        raise VLLMValidationError(
+            "extra_body holds the settings of a diffusion model, and this model has none", parameter="extra_body"
+        )
+    for i in painting:
+        params[i] = {**(params[i] or {}), **diffusion_settings(request.extra_body or {})}
+    return params
+
+
+def _said(request: OmniChatCompletionRequest) -> frozenset[str]:
+    said = {name for name in request.model_fields_set if getattr(request, name) is not None}
+    return frozenset(said | ({"max_tokens"} if "max_completion_tokens" in said else set()))
+
+
+def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient) -> dict[str, Any]:
+    if request.audio is None:
+        return {}
+    if "audio" not in client.config.output_types:
+        raise VLLMValidationError(
+            f"this model cannot speak; it outputs {', '.join(client.config.output_types)}", parameter="audio"
+        )
+    voice = request.audio.voice
+    if voice is None:
+        return {}
+    name = voice if isinstance(voice, str) else voice.id
+    known = client.llm.voices
+    if name.lower() not in known:
+        has = f"it has {', '.join(known)}" if known else "it has one voice only; leave it out"
+        raise VLLMValidationError(f"unknown voice {name!r}; {has}", parameter="audio.voice")
+    return {"additional_information": {"speaker": name.lower()}}
+
+
+def _audio_format(request: OmniChatCompletionRequest) -> str:
+    said = None if request.audio is None else request.audio.format
+    return said or ("pcm16" if request.stream else "wav")

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A streamed chat answer of several modalities: vLLM's lines of text, and between them ours of everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.outputs import RequestOutput
+
+from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.entrypoints.openai.audio_formats import AudioEncoder
+from vllm_omni.entrypoints.openai.chat_options import ChatOptions
+from vllm_omni.entrypoints.openai.engine_client import EngineOutput
+from vllm_omni.entrypoints.openai.media_choices import add_media_usage, content_of, finish_reason_of
+from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
+
+_CHEAP_FORMATS = ("pcm16", "pcm")
+
+
+class MediaStream:
+    """One answer. Its text goes through vLLM's handler, everything else directly into the answer's lines."""
+
+    def __init__(
+        self,
+        outputs: AsyncIterator[EngineOutput],
+        options: ChatOptions,
+        config: PipelineConfig,
+        request_id: str,
+        model_name: str,
+        num_text_choices: int,
+        mm_token_counts: dict[str, int] | None,
+    ) -> None:
+        self._outputs = outputs
+        self._options = options
+        self._config = config
+        self._chunk = {
+            "id": request_id,
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model_name,
+        }
+        self._audio_id = f"audio-{request_id}"
+        self._first_index = num_text_choices if options.shows_text else 0
+        self._mm_token_counts = mm_token_counts
+        self._lines: asyncio.Queue[str | None] = asyncio.Queue()
+        self._voices: dict[int, _Voice] = {}
+        self._completed: CompletedEvent | None = None
+
+    async def text(self) -> AsyncGenerator[RequestOutput, None]:
+        """What vLLM's handler reads; ends when all outputs are complete."""
+        async for output in self._outputs:
+            if isinstance(output, RequestOutput):
+                if not self._options.shows_text:
+                    self._put_transcript(output)
+                yield output
+            else:
+                await self._put_event(output)
+
+    async def lines(self, text: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        """The answer; `text` are the lines that vLLM's handler makes of `text()`."""
+        pump = asyncio.create_task(self._pump(text))
+        try:
+            while (line := await self._lines.get()) is not None:
+                yield line
+            await pump
+        finally:
+            pump.cancel()
+            with suppress(asyncio.CancelledError):
+                await pump
+
+    async def _pump(self, text: AsyncGenerator[str, None]) -> None:
+        try:
+            async for line in text:
+                if (line := self._rewrite(line)) is not None:
+                    self._lines.put_nowait(line)
+        finally:
+            self._lines.put_nowait(None)
+
+    def _rewrite(self, line: str) -> str | None:
+        """A line of vLLM's: usage gets the other outputs' tokens, text is left out where it was not asked for."""
+        if line.startswith("data: [DONE]") or line.startswith('data: {"error"'):
+            return line
+        if '"choices":[]' in line and self._completed is not None:
+            chunk = json.loads(line.removeprefix("data: "))
+            add_media_usage(chunk["usage"], self._completed, self._config, self._mm_token_counts)
+            return _line(chunk)
+        if not self._options.shows_text:
+            return None
+        return line.replace("data: {", 'data: {"modality":"text",', 1)
+
+    def _put_transcript(self, output: RequestOutput) -> None:
+        completion = output.outputs[0]
+        if completion.index == 0 and completion.text:
+            self._put("audio", {"audio": {"id": self._audio_id, "transcript": completion.text}}, 0)
+
+    async def _put_event(self, event: OmniEvent) -> None:
+        if isinstance(event, CompletedEvent):
+            await self._finish(event)
+        elif isinstance(event, ARSegmentEvent) and event.final_output_type == "audio":
+            samples = event.multimodal_output.get("audio")
+            if samples is not None and samples.ndim == 1 and len(samples):
+                await self._put_audio(event.stage_id, await self._voice(event.stage_id).encode(samples))
+
+    async def _finish(self, event: CompletedEvent) -> None:
+        self._completed = event
+        media = [output for output in event.outputs if output.final_output_type != "text"]
+        for offset, output in enumerate(media):
+            if output.stage_id in self._voices:
+                await self._put_audio(output.stage_id, await self._voices[output.stage_id].finish())
+            if output.final_output_type == "audio" and output.stage_id in self._voices:
+                delta: dict[str, Any] = {"audio": {"id": self._audio_id, "expires_at": self._chunk["created"]}}
+            else:
+                delta = await content_of(output, self._options.audio_format, self._audio_id)
+            self._put(output.final_output_type, delta, offset, finish_reason_of(output))
+
+    async def _put_audio(self, stage_id: int, data: bytes) -> None:
+        if data:
+            encoded = base64.b64encode(data).decode()
+            self._put("audio", {"audio": {"id": self._audio_id, "data": encoded}}, self._offset(stage_id))
+
+    def _put(self, modality: str, delta: dict[str, Any], offset: int, finish_reason: str | None = None) -> None:
+        choice = {
+            "index": self._first_index + offset,
+            "delta": {"role": "assistant", **delta},
+            "logprobs": None,
+            "finish_reason": finish_reason,
+        }
+        self._lines.put_nowait(_line({"modality": modality, **self._chunk, "choices": [choice]}))
+
+    def _offset(self, stage_id: int) -> int:
+        media = [
+            stage.stage_id
+            for stage in self._config.stage_args
+            if stage.final_output_type in (self._options.for_engine.modalities or ())
+            and stage.final_output
+            and stage.final_output_type != "text"
+        ]
+        return media.index(stage_id)
+
+    def _voice(self, stage_id: int) -> _Voice:
+        if stage_id not in self._voices:
+            sample_rate = self._config.stages[stage_id].sample_rate
+            self._voices[stage_id] = _Voice(self._options.audio_format, sample_rate or 24000)
+        return self._voices[stage_id]
+
+
+class _Voice:
+    """Encodes the sound of one stage, in a thread where that takes time."""
+
+    def __init__(self, audio_format: str, sample_rate: int) -> None:
+        self._encoder = AudioEncoder(audio_format, sample_rate)
+        self._is_cheap = audio_format in _CHEAP_FORMATS
+
+    async def encode(self, samples: torch.Tensor) -> bytes:
+        array: np.ndarray = samples.numpy()
+        return self._encoder.encode(array) if self._is_cheap else await asyncio.to_thread(self._encoder.encode, array)
+
+    async def finish(self) -> bytes:
+        return self._encoder.finish() if self._is_cheap else await asyncio.to_thread(self._encoder.finish)
+
+
+def _line(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"

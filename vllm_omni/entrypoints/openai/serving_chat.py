@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat with a pipeline whose first stage reads prompts: vLLM's handler for the text, ours for all other outputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, cast
+
+from fastapi import Request
+from typing_extensions import Self
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.outputs import RequestOutput
+
+from vllm_omni.entrypoints.openai.chat_options import ChatOptions, read_chat_options
+from vllm_omni.entrypoints.openai.chat_stream import MediaStream
+from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
+from vllm_omni.entrypoints.openai.media_choices import add_media_choices
+from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.events import CompletedEvent
+
+
+class OmniServingChat(OpenAIServingChat):
+    """One instance answers all requests; each is handled by a copy that has its own `options` and engine client."""
+
+    options: ChatOptions
+
+    @classmethod
+    def from_vllm(cls, handler: OpenAIServingChat) -> Self:
+        """The handler that vLLM has made, as one of ours: its constructor's arguments are vLLM's business."""
+        ours = cls.__new__(cls)
+        vars(ours).update(vars(handler))
+        ours.default_sampling_params = ours.client.default_sampling_params
+        return ours
+
+    @property
+    def client(self) -> OmniEngineClient:
+        return cast(OmniEngineClient, self.engine_client)
+
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Request | None = None
+    ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
+        assert isinstance(request, OmniChatCompletionRequest)
+        handler = self._for_request(request)
+        answer = await OpenAIServingChat.create_chat_completion(handler, request, raw_request)
+        if isinstance(answer, AsyncGenerator):
+            await handler.client.started()  # What fails before is answered with an HTTP status.
+        return answer
+
+    def _for_request(self, request: OmniChatCompletionRequest) -> Self:
+        handler = copy.copy(self)
+        handler.options = options = read_chat_options(request, self.client)
+        handler.engine_client = self.client.with_options(options.for_engine)
+        if options.trusts_mm_kwargs:
+            handler.online_renderer = copy.copy(self.online_renderer)
+            handler.online_renderer.trust_request_mm_kwargs = True
+        return handler
+
+    async def chat_completion_full_generator(  # type: ignore[override]
+        self,
+        request: OmniChatCompletionRequest,
+        result_generator: AsyncIterator[EngineOutput],
+        request_id: str,
+        *args: Any,
+        mm_token_counts: dict[str, int] | None = None,
+        **kwargs: Any,
+    ) -> ErrorResponse | ChatCompletionResponse:
+        completed: list[CompletedEvent] = []
+
+        async def text_only() -> AsyncGenerator[RequestOutput, None]:
+            async for output in result_generator:
+                if isinstance(output, RequestOutput):
+                    yield output
+                elif isinstance(output, CompletedEvent):
+                    completed.append(output)
+
+        answer = await super().chat_completion_full_generator(
+            request, text_only(), request_id, *args, mm_token_counts=mm_token_counts, **kwargs
+        )
+        if isinstance(answer, ChatCompletionResponse) and completed:
+            await add_media_choices(
+                answer,
+                completed[0],
+                self.options.audio_format,
+                self.client.config,
+                mm_token_counts,
+                shows_text=self.options.shows_text,
+            )
+        return answer
+
+    def chat_completion_stream_generator(  # type: ignore[override]
+        self,
+        request: OmniChatCompletionRequest,
+        result_generator: AsyncIterator[EngineOutput],
+        request_id: str,
+        model_name: str,
+        *args: Any,
+        mm_token_counts: dict[str, int] | None = None,
+        **kwargs: Any,
+    ) -> AsyncGenerator[str, None]:
+        media = MediaStream(
+            result_generator,
+            self.options,
+            self.client.config,
+            request_id,
+            model_name,
+            num_text_choices=request.n or 1,
+            mm_token_counts=mm_token_counts,
+        )
+        text = super().chat_completion_stream_generator(
+            request, media.text(), request_id, model_name, *args, mm_token_counts=mm_token_counts, **kwargs
+        )
+        return media.lines(text) if self.options.for_engine.wants_media else text

@@ -56,6 +56,12 @@ def resolve_pipeline(
     return ResolvedPipeline(source, loaded, with_arguments, config)
 
 
+def has_vllm_stages(model: str, stage_configs_path: str | None, engine_args: Mapping[str, Any]) -> bool:
+    """Whether any stage of a checkpoint's pipeline is a vLLM engine. Raises as `resolve_pipeline`."""
+    source = stage_configs_path or _find_file(model, engine_args)
+    return source is not None and any(stage.runs_vllm for stage in load_pipeline_config(source).stage_args)
+
+
 def _find_file(model: str, engine_args: Mapping[str, Any]) -> Path | None:
     """The stage configuration that ships for a checkpoint; None for a diffusers pipeline."""
     _check_is_checkpoint(model)

@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `vllm-omni` script, and what vLLM itself calls for `vllm ... --omni`.
 
-It answers for the pipeline and hands every other command line to vLLM. Nothing is imported from vLLM
-until then, so `--version` and `--help` also work where vLLM is missing.
+Its commands are below; every other one is vLLM's. Nothing is imported from vLLM until a command needs it, so
+`--version`, `--help` and `doctor` also work where vLLM is missing.
 """
 
+import errno
+import logging
 import sys
+from collections.abc import Callable
 
 from vllm_omni import __version__
 from vllm_omni.errors import OmniError
 from vllm_omni.vllm_requirement import find_vllm, require_vllm
 
 USAGE = """\
-usage: vllm-omni [--help] [--version]
-       vllm-omni COMMAND ...            the same as: vllm COMMAND ...
-       vllm-omni serve MODEL --omni     not in this version
+usage: vllm-omni serve MODEL [options]         serve a model over HTTP; the same as: vllm serve MODEL --omni
+       vllm-omni config show MODEL [options]   print its stage configuration, and where each value came from
+       vllm-omni doctor [MODEL] [options]      check this installation and machine, and say what to do
+       vllm-omni COMMAND ...                   any other command is vLLM's: vllm COMMAND ...
+       vllm-omni [--help] [--version]
 
-Any-to-any models as a pipeline of vLLM engines. In this version a pipeline is used from Python:
+Any-to-any models as a pipeline of vLLM engines. `vllm-omni serve --help` says more, `--help=omni` lists our own
+options, `--help=all` all of them. From Python:
 
     from vllm_omni import OmniLLM
 
@@ -24,23 +30,22 @@ Any-to-any models as a pipeline of vLLM engines. In this version a pipeline is u
         outputs = omni.generate([{"prompt": "..."}])
 """
 
-NO_SERVING = (
-    f"vllm_omni {__version__} does not serve over HTTP yet, so --omni is refused. "
-    "Use the offline API: `from vllm_omni import OmniLLM`, then `OmniLLM(MODEL).generate(prompts)`."
-)
-
 
 def main() -> None:
-    """Runs the command line in `sys.argv`; exits with 1 if it was refused or vLLM is not usable."""
-    arguments = sys.argv[1:]
-    if not arguments or arguments[0] in ("-h", "--help"):
+    """Runs the command line in `sys.argv`; exits with 1 if that failed, with 2 if it cannot be understood."""
+    said = sys.argv[1:]
+    arguments = [argument for argument in said if argument != "--omni"]
+    command = arguments[0] if arguments else "--help"
+    if command in ("-h", "--help"):
         print(USAGE, end="")
-    elif arguments[0] in ("-v", "--version"):
+    elif command in ("-v", "--version"):
         print(_version_line())
-    elif "--omni" in arguments:
-        sys.exit(f"vllm-omni: error: {NO_SERVING}")
+    elif command in _COMMANDS:
+        _run(_COMMANDS[command], arguments[1:])
+    elif len(arguments) < len(said):
+        _fail(f"--omni is for {', '.join(_COMMANDS)}; leave it out for {command}", 2)
     else:
-        _run_vllm()
+        _run(_run_vllm, arguments)
 
 
 def _version_line() -> str:
@@ -48,11 +53,59 @@ def _version_line() -> str:
     return f"vllm-omni {__version__} ({', '.join(found) or 'vLLM is not installed'})"
 
 
-def _run_vllm() -> None:
+def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
+    """Turns what a user can mend into one message; all else keeps its traceback."""
     try:
-        require_vllm()
+        command(arguments)
     except OmniError as error:
-        sys.exit(f"vllm-omni: error: {error}")
+        logging.getLogger("vllm.omni").debug("The command failed.", exc_info=True)
+        _fail(str(error), 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"vllm-omni: error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _serve(arguments: list[str]) -> None:
+    require_vllm()
+    from vllm_omni.entrypoints.cli.parser import UsageError
+    from vllm_omni.entrypoints.cli.serve import OmniServeCommand
+
+    try:
+        OmniServeCommand().run(arguments)
+    except UsageError as error:
+        _fail(str(error), 2)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+            raise
+        _fail(f"the server's address cannot be used: {error.strerror}; choose another --port, --host or --uds", 1)
+
+
+def _config(arguments: list[str]) -> None:
+    require_vllm()
+    from vllm_omni.entrypoints.cli.config import ConfigCommand
+    from vllm_omni.entrypoints.cli.parser import UsageError
+
+    try:
+        ConfigCommand().run(arguments)
+    except UsageError as error:
+        _fail(str(error), 2)
+
+
+def _doctor(arguments: list[str]) -> None:
+    from vllm_omni.entrypoints.cli.doctor import run_doctor
+
+    run_doctor(arguments)
+
+
+def _run_vllm(arguments: list[str]) -> None:
+    require_vllm()
     from vllm.entrypoints.cli.main import main as vllm_main
 
     vllm_main()
+
+
+_COMMANDS = {"serve": _serve, "config": _config, "doctor": _doctor}

@@ -3,10 +3,12 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.servers import SMALL_VLLM, RunningServer
 
 # `make test` sets OMP_NUM_THREADS before Python starts; this is for a bare `pytest`.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,6 +40,34 @@ def tiny_qwen3_omni_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_diffusion(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny diffusers checkpoint, by its name; each is written once."""
     return functools.cache(lambda name: _write(name, tmp_path_factory))
+
+
+@pytest.fixture(scope="session")
+def omni_server(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server for a model that hears, sees, writes and speaks."""
+    yield from _serve(tiny_qwen3_omni_moe, tmp_path_factory, *SMALL_VLLM)
+
+
+@pytest.fixture(scope="session")
+def painting_server(
+    tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A server for a model that paints, also after a picture."""
+    yield from _serve(tiny_diffusion("z_image"), tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def video_server(
+    tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A server for a model that makes videos."""
+    yield from _serve(tiny_diffusion("wan"), tmp_path_factory)
+
+
+def _serve(model: Path, tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[RunningServer]:
+    server = RunningServer(model, *flags, log=tmp_path_factory.mktemp("server") / "log.txt")
+    yield server
+    server.stop()
 
 
 def _write(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:

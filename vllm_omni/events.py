@@ -47,6 +47,7 @@ class ARSegmentEvent(OmniEvent):
         multimodal_output: New rows or samples by name, on the CPU, e.g. `audio` float32 `[samples]`; of a diffusion
             stage, once and at its end, what `OmniRequestOutput.multimodal_output` has.
         finish_reason: Why the sequence ended, if it did.
+        stop_reason: The stop string or token that ended it, if one did.
         is_last: Nothing follows from this stage.
     """
 
@@ -58,6 +59,7 @@ class ARSegmentEvent(OmniEvent):
     logprobs: list[dict[int, Logprob]] | None = None
     multimodal_output: dict[str, torch.Tensor] = field(default_factory=dict)
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     is_last: bool = False
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 import msgspec
 import torch
+from vllm.inputs import EngineInput
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.diffusion.sampling_params import DiffusionRequest
@@ -21,6 +22,7 @@ class OmniPrompt(TypedDict, total=False):
     parameters instead. `multi_modal_data` is for the first stage; a diffusion stage takes images of it, one or a list:
     `{"image": PIL.Image.open("cat.png")}`.
     `modalities` names the outputs wanted (default: all that the pipeline has).
+    `engine_input` is what vLLM's renderer has made of the first stage's prompt, and replaces the keys that say it raw.
     `additional_information` holds tensors for the first stage's model, and plain values that every stage
     input processor can read as `StageRequest.options` (e.g. `{"speaker": "ethan"}`).
     """
@@ -28,6 +30,7 @@ class OmniPrompt(TypedDict, total=False):
     prompt: str
     prompt_token_ids: list[int]
     prompt_embeds: torch.Tensor
+    engine_input: EngineInput
     multi_modal_data: dict[str, Any]
     mm_processor_kwargs: dict[str, Any]
     negative_prompt: str | None

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,8 @@ class AsyncOmniLLM(PipelineFace):
         stream: bool = True,
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
-    ) -> AsyncIterator[OmniEvent]:
+        priority: int = 0,
+    ) -> AsyncGenerator[OmniEvent, None]:
         """The events of one prompt, as they happen; the last one is a `CompletedEvent` or an `ErrorEvent`.
 
         Leaving the loop early, closing the generator, or cancelling the task aborts the request.
@@ -57,6 +58,7 @@ class AsyncOmniLLM(PipelineFace):
             stream: Give the pieces of the output, as they are made; else only the last event.
             trace_headers: W3C trace context of the caller (`traceparent`, ...).
             lora_request: As for `OmniLLM.generate`.
+            priority: For a first stage with vLLM's `scheduling_policy: priority`: less is sooner.
 
         Raises:
             InvalidRequestError: The prompt or a parameter is wrong.
@@ -84,6 +86,7 @@ class AsyncOmniLLM(PipelineFace):
                 streams=stream,
                 trace_headers=trace_headers,
                 lora_request=lora_request,
+                priority=priority,
             )
 
         request = await self._preprocess(build)
@@ -97,9 +100,18 @@ class AsyncOmniLLM(PipelineFace):
         orchestrator.release(request.request_id)
         yield event
 
+    def check_room(self) -> None:
+        """Raises what `generate` would raise at once, before anybody takes pains over a prompt.
+
+        Raises:
+            PipelineFullError: As many requests as may wait are waiting.
+            PipelineClosedError: `close()` was called.
+        """
+        self._pipeline.orchestrator.check_room(self._num_preprocessing)
+
     async def _preprocess(self, build: Callable[[], PipelineRequest]) -> PipelineRequest:
         """Runs `build` while the event loop goes on; raises at once where there will be no room for the request."""
-        self._pipeline.orchestrator.check_room(self._num_preprocessing)
+        self.check_room()
         self._num_preprocessing += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._preprocessing, build)

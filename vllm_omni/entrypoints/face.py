@@ -13,6 +13,8 @@ from typing_extensions import Self
 from vllm_omni.entrypoints.launch import launch_pipeline
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
+    from vllm_omni.config.stage_config import PipelineConfig
+    from vllm_omni.entrypoints.request_builder import RequestBuilder
     from vllm_omni.metrics.stats import StageStats
     from vllm_omni.orchestrator.supervisor import StageHealth
 
@@ -79,6 +81,16 @@ class PipelineFace:
         )
         # Also runs when the interpreter exits, so that a forgotten close() leaves no process behind.
         self._finalizer = weakref.finalize(self, self._pipeline.orchestrator.close)
+
+    @property
+    def config(self) -> PipelineConfig:
+        """The stages, with all arguments applied."""
+        return self._pipeline.config
+
+    @property
+    def builder(self) -> RequestBuilder:
+        """What turns prompts into requests; for who renders prompts himself, as an API server does."""
+        return self._pipeline.builder
 
     @property
     def voices(self) -> list[str]:

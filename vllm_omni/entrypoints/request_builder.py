@@ -72,6 +72,7 @@ class RequestBuilder:
         streams: bool = False,
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
+        priority: int = 0,
     ) -> PipelineRequest:
         """
         Args:
@@ -83,6 +84,7 @@ class RequestBuilder:
             trace_headers: W3C trace context of the caller.
             lora_request: The adapter that the first stage runs with; if that only encodes prompts for a diffusion
                 stage, the latter does.
+            priority: For a first stage with vLLM's `scheduling_policy: priority`: less is sooner.
 
         Raises:
             InvalidRequestError: The prompt or the parameters are wrong; says what, and what would be right.
@@ -95,7 +97,7 @@ class RequestBuilder:
         try:
             with self._lock:
                 prompt = _as_prompt(prompt)
-                stages, final_stages = self._build(internal_id, prompt, sampling_params_list, lora_request)
+                stages, final_stages = self._build(internal_id, prompt, sampling_params_list, lora_request, priority)
         except (ValueError, TypeError, VLLMClientError) as error:
             raise InvalidRequestError(str(error), external_id) from error
         return PipelineRequest(
@@ -111,9 +113,18 @@ class RequestBuilder:
         )
 
     @property
+    def input_processors(self) -> Mapping[int, OmniInputProcessor]:
+        """What preprocesses prompts for the vLLM stages that read them, by stage id."""
+        return self._input_processors
+
+    @property
     def voices(self) -> list[str]:
         """The voices of all stages, the default one first."""
         return list(dict.fromkeys(voice for processor in self._processors.values() for voice in processor.voices))
+
+    def default_params(self, stage_id: int) -> SamplingParams:
+        """What a vLLM stage samples with where a request does not say."""
+        return self._default_params[stage_id]
 
     def _build(
         self,
@@ -121,6 +132,7 @@ class RequestBuilder:
         prompt: OmniPrompt,
         sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams,
         lora_request: LoRARequest | None,
+        priority: int,
     ) -> tuple[dict[int, StageRequest], list[int]]:
         """What each stage is told, and which are final."""
         modalities = self._check_modalities(prompt.get("modalities"))
@@ -135,6 +147,7 @@ class RequestBuilder:
                 params[stage_id],
                 supported_tasks=("generate",),
                 lora_request=lora_request,
+                priority=priority,
             )
             for stage_id, processor in self._input_processors.items()
             if stage_id in stage_ids
@@ -227,6 +240,8 @@ class RequestBuilder:
 
     def _engine_prompt(self, prompt: OmniPrompt, processor: OmniInputProcessor) -> dict[str, Any]:
         """What a vLLM stage takes of a prompt."""
+        if "engine_input" in prompt:
+            return {**prompt["engine_input"], "additional_information": prompt.get("additional_information")}
         left_out = {"modalities", "negative_prompt"}
         if not processor.model_config.is_multimodal_model and any(
             later.reads_images for later in self._diffusion_processors.values()
@@ -332,15 +347,15 @@ def _as_sampling_params(
         for key in value:
             if key not in known:
                 raise ValueError(f"unknown sampling parameter {key!r} for stage {stage.name!r}{nearest(key, known)}")
-    params = value.clone() if isinstance(value, SamplingParams) else _make_sampling_params(value)
+    params = value.clone() if isinstance(value, SamplingParams) else make_sampling_params(value)
     if params.n > 1 and not (stage.final_output and stage.final_output_type == "text"):
         raise ValueError(f"n={params.n} for stage {stage.name!r}: only a stage that writes text for the caller takes n")
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
 
 
-def _make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
-    """`structured_outputs`, too, may be a dict of its fields."""
+def make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
+    """vLLM's sampling parameters; `structured_outputs`, too, may be a dict of its fields."""
     constraint = values.get("structured_outputs")
     if isinstance(constraint, Mapping):
         known = [field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init]

@@ -191,6 +191,7 @@ class RequestRecord:
                 logprobs=completion.logprobs,
                 multimodal_output=piece.tensors if completion is completions[0] else {},
                 finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
                 is_last=piece.is_last and completion is completions[-1],
             )
             for completion in completions

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server in a process of its own, started as a user starts it, for the tests that talk to it over HTTP."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import openai
+
+# Small enough for a tiny model on any machine.
+SMALL_VLLM = (
+    "--dtype=float32", "--enforce-eager", "--max-model-len=2048", "--kv-cache-memory-bytes=67108864",
+    "--max-num-seqs=16",
+)  # fmt: skip
+
+
+class RunningServer:
+    """`vllm serve MODEL --omni`, from its start until `stop()`."""
+
+    def __init__(
+        self, model: Path | str, *flags: str, log: Path, env: dict[str, str] | None = None, wait: bool = True
+    ) -> None:
+        """
+        Args:
+            log: Where its output goes.
+            wait: Come back when it serves.
+        """
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = _command(["serve", str(model), "--omni", "--host=127.0.0.1", f"--port={self.port}", *flags])
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
+            )
+        if wait:
+            self.wait_until_ready()
+
+    @property
+    def model(self) -> str:
+        """The name that it serves."""
+        return httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+
+    def openai(self, **arguments: object) -> openai.OpenAI:
+        """The official client, which tries nothing twice."""
+        arguments = {"api_key": "none", "max_retries": 0, **arguments}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **arguments)  # type: ignore[arg-type]
+
+    def async_openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def wait_until_ready(self, timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while not self.is_ready():
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"not ready after {timeout} s:\n{self.output()}"
+            time.sleep(0.1)  # There is no event to wait for but an answer.
+
+    def is_ready(self) -> bool:
+        with suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health", timeout=10).status_code == 200
+        return False
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def stop(self, sig: int = signal.SIGTERM, timeout: float = 30) -> int:
+        """Ends it; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(sig)
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    """vLLM's own script, which hands `--omni` to us."""
+    return [str(Path(sys.executable).with_name("vllm")), *arguments]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

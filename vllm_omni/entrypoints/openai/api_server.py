@@ -43,6 +43,7 @@ async def _serve(client: OmniEngineClient, address: str, listener: Any, args: Na
     app = await build_omni_app(client, args)
     logger.info("Serving %s on %s", ", ".join(client.config.output_types), address)
     log_config = get_uvicorn_log_config(args)
+    uvicorn_options: dict[str, Any] = {} if log_config is None else {"log_config": log_config}
     shutdown = await serve_http(
         app,
         sock=listener,
@@ -59,7 +60,7 @@ async def _serve(client: OmniEngineClient, address: str, listener: Any, args: Na
         ssl_ciphers=args.ssl_ciphers,
         h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
         h11_max_header_count=args.h11_max_header_count,
-        **({} if log_config is None else {"log_config": log_config}),
+        **uvicorn_options,
     )
     await shutdown
 

@@ -48,7 +48,9 @@ class MediaStream:
             "model": model_name,
         }
         self._audio_id = f"audio-{request_id}"
-        self._first_index = num_text_choices if options.shows_text else 0
+        media = [i for i in _final_stages(config, options) if config.stages[i].final_output_type != "text"]
+        first = num_text_choices if options.shows_text else 0
+        self._indexes = {stage_id: first + i for i, stage_id in enumerate(media)}
         self._mm_token_counts = mm_token_counts
         self._lines: asyncio.Queue[str | None] = asyncio.Queue()
         self._voices: dict[int, _Voice] = {}
@@ -79,8 +81,9 @@ class MediaStream:
     async def _pump(self, text: AsyncGenerator[str, None]) -> None:
         try:
             async for line in text:
-                if (line := self._rewrite(line)) is not None:
-                    self._lines.put_nowait(line)
+                rewritten = self._rewrite(line)
+                if rewritten is not None:
+                    self._lines.put_nowait(rewritten)
         finally:
             self._lines.put_nowait(None)
 
@@ -99,7 +102,9 @@ class MediaStream:
     def _put_transcript(self, output: RequestOutput) -> None:
         completion = output.outputs[0]
         if completion.index == 0 and completion.text:
-            self._put("audio", {"audio": {"id": self._audio_id, "transcript": completion.text}}, 0)
+            for stage_id in self._indexes:
+                if self._config.stages[stage_id].final_output_type == "audio":
+                    self._put(stage_id, {"audio": {"id": self._audio_id, "transcript": completion.text}})
 
     async def _put_event(self, event: OmniEvent) -> None:
         if isinstance(event, CompletedEvent):
@@ -111,39 +116,31 @@ class MediaStream:
 
     async def _finish(self, event: CompletedEvent) -> None:
         self._completed = event
-        media = [output for output in event.outputs if output.final_output_type != "text"]
-        for offset, output in enumerate(media):
+        for output in event.outputs:
+            if output.final_output_type == "text":
+                continue
             if output.stage_id in self._voices:
                 await self._put_audio(output.stage_id, await self._voices[output.stage_id].finish())
             if output.final_output_type == "audio" and output.stage_id in self._voices:
                 delta: dict[str, Any] = {"audio": {"id": self._audio_id, "expires_at": self._chunk["created"]}}
             else:
                 delta = await content_of(output, self._options.audio_format, self._audio_id)
-            self._put(output.final_output_type, delta, offset, finish_reason_of(output))
+            self._put(output.stage_id, delta, finish_reason_of(output))
 
     async def _put_audio(self, stage_id: int, data: bytes) -> None:
         if data:
             encoded = base64.b64encode(data).decode()
-            self._put("audio", {"audio": {"id": self._audio_id, "data": encoded}}, self._offset(stage_id))
+            self._put(stage_id, {"audio": {"id": self._audio_id, "data": encoded}})
 
-    def _put(self, modality: str, delta: dict[str, Any], offset: int, finish_reason: str | None = None) -> None:
+    def _put(self, stage_id: int, delta: dict[str, Any], finish_reason: str | None = None) -> None:
+        modality = self._config.stages[stage_id].final_output_type
         choice = {
-            "index": self._first_index + offset,
+            "index": self._indexes[stage_id],
             "delta": {"role": "assistant", **delta},
             "logprobs": None,
             "finish_reason": finish_reason,
         }
         self._lines.put_nowait(_line({"modality": modality, **self._chunk, "choices": [choice]}))
-
-    def _offset(self, stage_id: int) -> int:
-        media = [
-            stage.stage_id
-            for stage in self._config.stage_args
-            if stage.final_output_type in (self._options.for_engine.modalities or ())
-            and stage.final_output
-            and stage.final_output_type != "text"
-        ]
-        return media.index(stage_id)
 
     def _voice(self, stage_id: int) -> _Voice:
         if stage_id not in self._voices:
@@ -165,6 +162,11 @@ class _Voice:
 
     async def finish(self) -> bytes:
         return self._encoder.finish() if self._is_cheap else await asyncio.to_thread(self._encoder.finish)
+
+
+def _final_stages(config: PipelineConfig, options: ChatOptions) -> list[int]:
+    wanted = options.for_engine.modalities or config.output_types
+    return [s.stage_id for s in config.stage_args if s.final_output and s.final_output_type in wanted]
 
 
 def _line(chunk: dict[str, Any]) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -127,6 +127,7 @@ class OmniEngineClient(UnservedEngineClient):
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
+        on_accepted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[OmniEvent, None]:
         """The events of one request; the last one is a `CompletedEvent`. Leaving early aborts the request.
 
@@ -142,6 +143,7 @@ class OmniEngineClient(UnservedEngineClient):
                 trace_headers=trace_headers,
                 lora_request=lora_request,
                 priority=priority,
+                on_accepted=on_accepted,
             )
             async with aclosing(events):
                 async for event in events:
@@ -282,10 +284,8 @@ class _Peekable:
         self._peeked: list[EngineOutput] = []
 
     async def peek(self) -> None:
-        try:
+        with suppress(StopAsyncIteration):
             self._peeked.append(await anext(self._items))
-        except StopAsyncIteration:
-            pass
 
     def __aiter__(self) -> _Peekable:
         return self
@@ -339,7 +339,7 @@ async def _with_http_errors(events: AsyncGenerator[OmniEvent, None]) -> AsyncGen
 def _sampled_stage(
     stages: Sequence[OmniStageConfig], processors: Mapping[int, OmniInputProcessor]
 ) -> OmniStageConfig | None:
-    """The stage that vLLM's handlers sample: the one that the configuration marks, else the first that reads prompts."""
+    """The stage that vLLM's handlers sample: of those that read prompts the one that is marked, else the first."""
     reading = [stage for stage in stages if stage.stage_id in processors]
     return next((stage for stage in reading if stage.is_comprehension), reading[0] if reading else None)
 

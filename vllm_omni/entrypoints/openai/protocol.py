@@ -28,7 +28,7 @@ class ChatAudio(OpenAIBaseModel):
 class OmniChatCompletionRequest(ChatCompletionRequest):
     """OpenAI's and vLLM's fields, and those of a pipeline of stages."""
 
-    modalities: list[Modality] | None = Field(  # type: ignore[assignment]
+    modalities: list[Modality] | None = Field(
         None, description="The outputs wanted; default: all that the model has.", examples=[["text", "audio"]]
     )
     audio: ChatAudio | None = Field(None, description="How the speech shall be.")

@@ -64,7 +64,6 @@ class OmniServingChat(OpenAIServingChat):
         result_generator: AsyncIterator[EngineOutput],
         request_id: str,
         *args: Any,
-        mm_token_counts: dict[str, int] | None = None,
         **kwargs: Any,
     ) -> ErrorResponse | ChatCompletionResponse:
         completed: list[CompletedEvent] = []
@@ -76,16 +75,14 @@ class OmniServingChat(OpenAIServingChat):
                 elif isinstance(output, CompletedEvent):
                     completed.append(output)
 
-        answer = await super().chat_completion_full_generator(
-            request, text_only(), request_id, *args, mm_token_counts=mm_token_counts, **kwargs
-        )
+        answer = await super().chat_completion_full_generator(request, text_only(), request_id, *args, **kwargs)
         if isinstance(answer, ChatCompletionResponse) and completed:
             await add_media_choices(
                 answer,
                 completed[0],
                 self.options.audio_format,
                 self.client.config,
-                mm_token_counts,
+                kwargs.get("mm_token_counts"),
                 shows_text=self.options.shows_text,
             )
         return answer
@@ -97,7 +94,6 @@ class OmniServingChat(OpenAIServingChat):
         request_id: str,
         model_name: str,
         *args: Any,
-        mm_token_counts: dict[str, int] | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
         media = MediaStream(
@@ -107,9 +103,7 @@ class OmniServingChat(OpenAIServingChat):
             request_id,
             model_name,
             num_text_choices=request.n or 1,
-            mm_token_counts=mm_token_counts,
+            mm_token_counts=kwargs.get("mm_token_counts"),
         )
-        text = super().chat_completion_stream_generator(
-            request, media.text(), request_id, model_name, *args, mm_token_counts=mm_token_counts, **kwargs
-        )
+        text = super().chat_completion_stream_generator(request, media.text(), request_id, model_name, *args, **kwargs)
         return media.lines(text) if self.options.for_engine.wants_media else text

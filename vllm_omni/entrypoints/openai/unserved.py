@@ -49,7 +49,7 @@ class UnservedEngineClient(EngineClient):
         """Adapters are loaded by the stage, with the first request that names them."""
         return True
 
-    async def pause_generation(self, **kwargs: Any) -> None:  # type: ignore[override]
+    async def pause_generation(self, **kwargs: Any) -> None:
         _not_served("pausing")
 
     async def resume_generation(self) -> None:

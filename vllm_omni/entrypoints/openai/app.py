@@ -38,7 +38,7 @@ VLLM_PATHS = frozenset(
 )
 TEXT_PATHS = frozenset({"/v1/completions", "/tokenize", "/detokenize"})
 # Each has `attach_router(app)` and `init_state(state, client, args)`, as vLLM's have.
-MEDIA_ENDPOINTS: tuple[ModuleType, ...] = (speech, images, videos)
+OUR_ENDPOINTS: tuple[ModuleType, ...] = (health, speech, images, videos)
 
 
 async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
@@ -47,13 +47,13 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     kept = VLLM_PATHS if client.has_renderer else VLLM_PATHS - TEXT_PATHS
     app.router.routes[:] = [route for route in app.router.routes if _path(route) in kept]
     app.title = "vLLM-Omni"
-    for module in (chat, health, *MEDIA_ENDPOINTS):
+    for module in (chat, *OUR_ENDPOINTS):
         module.attach_router(app)
     app.middleware_stack = None  # vLLM has built it; with ours it is built again, at the first request.
     register_error_handlers(app)
     middleware.add_middleware(app, args)
     await _init_state(app.state, client, args)
-    for module in MEDIA_ENDPOINTS:
+    for module in OUR_ENDPOINTS:
         module.init_state(app.state, client, args)
     return app
 

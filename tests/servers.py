@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server in a process of its own, started as a user starts it, for the tests that talk to it over HTTP."""
 
+from __future__ import annotations
+
 import os
 import signal
 import socket

@@ -49,6 +49,8 @@ def is_public(address: str) -> bool:
         for inner in (ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())):
             if inner is not None:
                 return is_public(str(inner)) and ip.teredo is None
+        if ip.is_site_local:
+            return False
     return ip.is_global and not (ip.is_multicast or ip.is_reserved)
 
 

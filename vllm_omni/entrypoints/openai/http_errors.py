@@ -102,6 +102,7 @@ def register_error_handlers(app: FastAPI) -> None:
         OmniError: _on_omni_error,
         OmniHTTPError: _on_http_error,
         HTTPException: _on_framework_error,
+        fastapi.HTTPException: _on_framework_error,
         RecursionError: _on_recursion_error,
         Exception: _on_unknown_error,
     }

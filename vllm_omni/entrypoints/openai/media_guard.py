@@ -171,6 +171,6 @@ def _after_tags(data: bytes) -> int:
         for byte in data[start + 6 : start + 10]:
             size = size << 7 | byte & 0x7F
         start += 10 + size
-    while data[start : start + 1] == b"\0":  # Padding of a tag.
-        start += 1
+        while data[start : start + 1] == b"\0":  # Some writers do not count their padding.
+            start += 1
     return start

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client is told when a request fails, by whatever."""
+
+import logging
+from typing import NoReturn
+
+import pytest
+from fastapi import FastAPI, HTTPException
+
+from tests.entrypoints.openai.small_apps import ask, make_app
+from vllm_omni.entrypoints.openai.http_errors import to_http_error
+from vllm_omni.errors import (
+    InvalidRequestError,
+    PipelineClosedError,
+    PipelineFullError,
+    RequestAbortedError,
+    RequestTimeoutError,
+    StageDeadError,
+    StageExecutionError,
+)
+
+JSON = {"content-type": "application/json"}
+
+
+def failing_with(error: Exception) -> FastAPI:
+    def fail() -> NoReturn:
+        raise error
+
+    return make_app(fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidRequestError("no such voice", "r"), 400),
+        (PipelineFullError("the pipeline is full", 2.2), 429),
+        (RequestTimeoutError("took longer than 5 s", "r"), 504),
+        (StageDeadError("stage 1 died", "r", 1), 503),
+        (PipelineClosedError("closed"), 503),
+        (RequestAbortedError("aborted", "r"), 503),
+        (StageExecutionError("boom", "r", 1), 500),
+    ],
+)
+def test_every_error_of_a_pipeline_has_its_status(error: Exception, status: int) -> None:
+    response = ask(failing_with(error), "GET", "/v1/fail")
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.0, "1"), (0.2, "1"), (2.2, "3"), (60.0, "60")])
+def test_who_finds_the_pipeline_full_is_told_when_to_come_back(seconds: float, said: str) -> None:
+    response = ask(failing_with(PipelineFullError("full", seconds)), "GET", "/v1/fail")
+    assert response.headers["retry-after"] == said
+
+
+def test_a_dead_stage_is_worth_another_try_and_a_wrong_request_is_not() -> None:
+    assert "retry-after" in ask(failing_with(StageDeadError("died", "r", 1)), "GET", "/v1/fail").headers
+    assert "retry-after" not in ask(failing_with(InvalidRequestError("wrong", "r")), "GET", "/v1/fail").headers
+
+
+def test_what_failed_inside_is_told_to_the_log_alone(caplog: pytest.LogCaptureFixture) -> None:
+    error = StageExecutionError("cannot read /etc/server/secret.key", "r7", 1)
+    error.stage_traceback = "Traceback: line 17"
+    with caplog.at_level(logging.ERROR, "vllm.omni.server"):
+        message = ask(failing_with(error), "GET", "/v1/fail").json()["error"]["message"]
+    assert "secret" not in message and "line 17" not in message
+    assert "r7" in message and "stage 1" in message
+    assert "secret.key" in caplog.text and "line 17" in caplog.text
+
+
+def test_an_error_that_nobody_thought_of_says_nothing_of_itself() -> None:
+    response = ask(failing_with(KeyError("DATABASE_PASSWORD")), "GET", "/v1/fail")
+    assert response.status_code == 500
+    assert "PASSWORD" not in response.text
+
+
+def test_vllms_streams_know_the_status_too() -> None:
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    info = create_error_response(to_http_error(PipelineFullError("full", 1.0))).error
+    assert (info.code, info.message) == (429, "full")
+
+
+def test_what_the_framework_refuses_has_the_same_form() -> None:
+    missing, wrong_method = ask(make_app(), "GET", "/v1/nothing"), ask(make_app(), "GET", "/v1/echo")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, 404)
+    assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
+    response = ask(failing_with(HTTPException(401, "who?", {"WWW-Authenticate": "Bearer"})), "GET", "/v1/fail")
+    assert (response.json()["error"]["message"], response.headers["www-authenticate"]) == ("who?", "Bearer")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"text": "a"', "not JSON"),
+        (b"hello", "not JSON"),
+        (b'{"text": "a", "number": NaN}', "not JSON"),
+        (b'{"text": "a", "number": -Infinity}', "not JSON"),
+        (b'{"text": "a", "number": 1e999}', "not JSON"),
+        (b'{"text": "a", "number": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"text": "\\ud800"}', "not JSON"),
+        (b'{"text": "\xff"}', "UTF-8"),
+        ('{"text": "ä"}'.encode("latin-1"), "UTF-8"),
+        ('{"text": "a"}'.encode("utf-16"), "not JSON"),
+        (b'{"text": "a", "extra": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"text": 5}', "text"),
+        (b"[]", "body"),
+        (b"null", "body"),
+        (b"", "body"),
+    ],
+)
+def test_a_body_that_is_no_question_is_the_clients_error(body: bytes, says: str) -> None:
+    response = ask(make_app(), "POST", "/v1/echo", content=body, headers=JSON)
+    assert response.status_code == 400
+    assert says in response.json()["error"]["message"] + str(response.json()["error"]["param"])
+
+
+def test_what_json_can_say_still_comes_through() -> None:
+    for text in ("ä 😀 \u0000 \u2028", "x" * (2 << 20)):
+        response = ask(make_app(), "POST", "/v1/echo", json={"text": text, "number": -1.5e300})
+        assert response.json() == {"text": text, "number": -1.5e300}
+
+
+def test_another_content_type_than_json_is_refused() -> None:
+    for headers in ({"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}, {}):
+        assert ask(make_app(), "POST", "/v1/echo", content=b'{"text": "a"}', headers=headers).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type"),
+    [
+        (b"--x\r\nnonsense", "multipart/form-data; boundary=x"),
+        (b"no boundary at all", "multipart/form-data; boundary=x"),
+        (b"", "multipart/form-data"),
+        (b"--x--", "multipart/form-data; boundary="),
+        (
+            b'--x\r\nContent-Disposition: form-data; name="text"\r\n\r\n\xff\xfe\r\n--x--',
+            "multipart/form-data; boundary=x",
+        ),
+        (b"{}", "application/json"),
+    ],
+)
+def test_a_broken_form_is_the_clients_error(body: bytes, content_type: str) -> None:
+    response = ask(make_app(), "POST", "/v1/form", content=body, headers={"content-type": content_type})
+    assert response.status_code in (400, 422), response.text
+    assert response.json()["error"]["message"]
+
+
+def test_what_is_nested_too_deeply_for_a_writer_is_the_clients_error() -> None:
+    def recurse() -> None:
+        recurse()
+
+    response = ask(make_app(recurse), "GET", "/v1/fail")
+    assert response.status_code == 400

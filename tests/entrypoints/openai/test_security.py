@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request cannot do: reach what is not for it, be decoded without bounds, come in without the key."""
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import functools
+import http.server
+import io
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from vllm import envs
+from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+
+from tests.entrypoints.openai.small_apps import ask, make_app
+from vllm_omni.diffusion.encoding import encode_mp4
+from vllm_omni.entrypoints.openai import media_connector
+from vllm_omni.entrypoints.openai.address_guard import is_public
+from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, encode_audio
+from vllm_omni.entrypoints.openai.limits import MediaCount, RequestLimits, media_count
+from vllm_omni.testing.media import make_audio, make_image, make_video
+
+Fetch = Callable[..., Any]
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def wav(seconds: float = 0.2) -> bytes:
+    return encode_audio(make_audio(0, seconds).astype(np.float32), "wav", 16000)
+
+
+@functools.cache
+def mp4() -> bytes:
+    return encode_mp4(torch.from_numpy(make_video(0, frames=4)), 4.0)
+
+
+def data_url(data: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.fixture
+def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
+    """Gets one part of a request, as a server with these flags does."""
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", media_connector.CONNECTOR_NAME)
+    monkeypatch.setenv("VLLM_MEDIA_FETCH_MAX_RETRIES", "1")
+
+    def get(kind: str, *urls: str, domains: list[str] | None = None, folder: Path | str = "", **limits: Any) -> Any:
+        media_connector.install(argparse.Namespace(allowed_media_domains=domains, **limits))
+
+        async def main() -> Any:
+            media_count.set(MediaCount(limits.get("max_media_parts", 64)))
+            connector = MEDIA_CONNECTOR_REGISTRY.load(
+                envs.VLLM_MEDIA_CONNECTOR, allowed_local_media_path=str(folder), allowed_media_domains=domains
+            )
+            try:
+                return [await getattr(connector, f"fetch_{kind}_async")(url) for url in urls]
+            finally:
+                await connector.connection.close()
+
+        return asyncio.run(main())
+
+    return get
+
+
+class Host(http.server.BaseHTTPRequestHandler):
+    """Inside of the server's network."""
+
+    def do_GET(self) -> None:
+        self.server.visits.append(self.path)
+        if self.path.startswith("/to/"):
+            self.send_response(302)
+            self.send_header("Location", self.path.removeprefix("/to/"))
+            self.end_headers()
+            return
+        status, body = {"/picture.png": (200, png(make_image())), "/endless": (200, b"x" * 5_000_000)}.get(
+            self.path, (404, b"")
+        )
+        self.send_response(status)
+        self.end_headers()
+        try:
+            self.wfile.write(body)
+        except ConnectionError:
+            self.server.visits.append("left")
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[http.server.ThreadingHTTPServer]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Host) as server:
+        server.visits = []
+        threading.Thread(target=server.serve_forever).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "0177.0.0.1", "127.1", "0.0.0.0", "[::ffff:127.0.0.1]", "0"],
+)
+def test_no_request_makes_the_server_ask_itself(host: http.server.HTTPServer, fetch: Fetch, name: str) -> None:
+    host.visits.clear()
+    with pytest.raises(VLLMClientError, match=r"not a public address|Invalid URL|cannot be fetched"):
+        fetch("image", f"http://{name}:{host.server_port}/picture.png")
+    assert host.visits == []
+
+
+@pytest.mark.parametrize("address", ["169.254.169.254", "[fe80::1]", "10.0.0.1", "[fd00::1]", "[::1]", "224.0.0.1"])
+def test_no_request_reaches_an_address_of_an_internal_network(fetch: Fetch, address: str) -> None:
+    with pytest.raises(VLLMValidationError, match="not a public address"):
+        fetch("image", f"http://{address}/latest/meta-data")
+
+
+def test_addresses_in_disguise_are_recognized() -> None:
+    public = ("8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "2002:808:808::")
+    internal = (
+        "100.64.0.1", "198.18.0.1", "240.0.0.1", "255.255.255.255", "::ffff:10.0.0.1", "::7f00:1", "64:ff9b::7f00:1",
+        "2002:7f00:1::", "2001:0:4136:e378:8000:63bf:80ff:fffe", "fec0::1", "ff02::1", "::", "fe80::1%eth0",
+    )  # fmt: skip
+    assert [address for address in public if not is_public(address)] == []
+    assert [address for address in internal if is_public(address)] == []
+
+
+def test_an_allowed_host_is_asked_even_inside(host: http.server.HTTPServer, fetch: Fetch) -> None:
+    (image,) = fetch("image", f"http://localhost:{host.server_port}/picture.png", domains=["localhost"])
+    assert image.media.size == make_image().size
+
+
+def test_no_redirect_leads_out_of_what_is_allowed(host: http.server.HTTPServer, fetch: Fetch) -> None:
+    host.visits.clear()
+    target = f"http://127.0.0.1:{host.server_port}/picture.png"
+    with pytest.raises(VLLMClientError, match="not in --allowed-media-domains"):
+        fetch("image", f"http://localhost:{host.server_port}/to/{target}", domains=["localhost"])
+    assert host.visits == [f"/to/{target}"]
+    url = f"http://localhost:{host.server_port}/to/file:///etc/passwd"
+    with pytest.raises(VLLMClientError):
+        fetch("image", url, domains=["localhost"])
+
+
+def test_a_download_is_read_no_further_than_it_may_be_large(host: http.server.HTTPServer, fetch: Fetch) -> None:
+    with pytest.raises(VLLMClientError, match="exceed"):
+        fetch("image", f"http://localhost:{host.server_port}/endless", domains=["localhost"], max_media_bytes=1000)
+
+
+def test_what_is_not_there_is_the_clients_error(host: http.server.HTTPServer, fetch: Fetch) -> None:
+    with pytest.raises(VLLMUnprocessableEntityError, match=r"media part 1 .* 404"):
+        fetch("image", f"http://localhost:{host.server_port}/missing", domains=["localhost"])
+    with pytest.raises(VLLMUnprocessableEntityError, match="cannot be fetched"):
+        fetch("image", "http://localhost:1/nobody-listens", domains=["localhost"])
+    with pytest.raises(VLLMClientError):
+        fetch("image", "http://no-such-host.invalid/a.png")
+
+
+@pytest.mark.parametrize(
+    "url", ["", "ftp://host/a.png", "gopher://127.0.0.1/", "data:,", "data:image/png,abc", "http://", "x"]
+)
+def test_other_addresses_than_http_data_and_file_are_the_clients_error(fetch: Fetch, url: str) -> None:
+    with pytest.raises(VLLMClientError):
+        fetch("image", url)
+
+
+def test_a_local_file_is_read_only_where_it_is_allowed(fetch: Fetch, tmp_path: Path) -> None:
+    inside, outside = tmp_path / "open", tmp_path / "secret"
+    for folder in (inside, outside):
+        folder.mkdir()
+        (folder / "a.png").write_bytes(png(make_image()))
+    (inside / "link.png").symlink_to(outside / "a.png")
+    (inside / "fine.png").symlink_to(inside / "a.png")
+    assert fetch("image", f"file://{inside}/a.png", f"file://{inside}/fine.png", folder=inside)
+    for path in (
+        f"{outside}/a.png",
+        f"{inside}/link.png",
+        f"{inside}/../secret/a.png",
+        f"{inside}/%2e%2e/secret/a.png",
+    ):
+        with pytest.raises(VLLMClientError, match="allowed-local-media-path"):
+            fetch("image", f"file://{path}", folder=inside)
+    for path in (f"{inside}/missing.png", f"{inside}/"):
+        with pytest.raises(VLLMClientError):
+            fetch("image", f"file://{path}", folder=inside)
+    with pytest.raises(VLLMValidationError, match="allowed-local-media-path"):
+        fetch("image", f"file://{inside}/a.png")
+
+
+def test_media_that_is_fine_comes_through(fetch: Fetch) -> None:
+    (image,) = fetch("image", data_url(png(make_image())))
+    assert image.media.size == make_image().size
+    (video,) = fetch("video", data_url(mp4(), "video/mp4"))
+    assert video.media[0].shape[0] == 4
+    frames = ",".join(base64.b64encode(png(make_image(seed))).decode() for seed in range(2))
+    (video,) = fetch("video", f"data:video/jpeg;base64,{frames}")
+    assert video.media[0].shape[0] == 2
+
+
+@pytest.mark.parametrize("audio_format", sorted(set(AUDIO_FORMATS) - {"pcm", "pcm16"}))
+def test_audio_of_every_format_comes_through(fetch: Fetch, audio_format: str) -> None:
+    file = encode_audio(make_audio(0, 0.5).astype(np.float32), audio_format, 16000)
+    ((samples, _),) = fetch("audio", data_url(file, "audio/x"))
+    assert len(samples) > 1000
+
+
+PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n"
+BROKEN = {
+    "nothing": b"",
+    "text": b"hello",
+    "playlist": PLAYLIST,
+    "tagged playlist": b"ID3\x04\x00\x00\x00\x00\x00\x00" + PLAYLIST,
+    "list of files": b"ffconcat version 1.0\nfile /etc/passwd\n",
+    "subtitles": b"1\n00:00:01,000 --> 00:00:02,000\nhello\n",
+    "page": b"<?xml version='1.0'?><MPD></MPD>",
+    "half of a WAV": b"RIFF\x00\x00",
+    "WAV of nothing": b"RIFF\x24\x00\x00\x00WAVEfmt ",
+    "Matroska of nothing": b"\x1a\x45\xdf\xa3" + b"\0" * 40,
+    "MP4 of nothing": b"\x00\x00\x00\x18ftypisom" + b"\0" * 40,
+    "noise": np.random.default_rng(0).bytes(2000),
+}
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_media_is_the_clients_error_and_named(fetch: Fetch, kind: str, name: str) -> None:
+    with pytest.raises(VLLMValidationError, match=f"media part 1 of the request, {kind}") as error:
+        fetch(kind, data_url(BROKEN[name]))
+    assert error.value.parameter == f"{kind}_url"
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_media_that_ends_in_its_middle_is_never_a_crash(fetch: Fetch, kind: str) -> None:
+    whole = {"image": png(make_image()), "audio": wav(), "video": mp4()}[kind]
+    for length in range(1, len(whole), len(whole) // 7):
+        with contextlib.suppress(VLLMClientError):
+            fetch(kind, data_url(whole[:length]))
+
+
+@pytest.mark.parametrize("data", ["###", "a", "AAAA=AAAA", "ä", "AAA\n"])
+def test_what_is_not_base64_is_the_clients_error(fetch: Fetch, data: str) -> None:
+    for kind in ("image", "audio", "video"):
+        with pytest.raises(VLLMValidationError):
+            fetch(kind, f"data:x/y;base64,{data}")
+
+
+def huge_png(width: int, height: int) -> bytes:
+    """A picture of some bytes that would be enormous when decoded."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+    )
+
+
+def test_a_picture_that_would_be_too_large_is_not_decoded(fetch: Fetch) -> None:
+    for width, height in ((100_000, 1000), (2**31 - 1, 2**31 - 1)):
+        with pytest.raises(VLLMValidationError, match=r"--max-image-pixels|decompression bomb"):
+            fetch("image", data_url(huge_png(width, height)))
+    with pytest.raises(VLLMValidationError, match="--max-image-pixels"):
+        fetch("image", data_url(png(make_image())), max_image_pixels=160 * 128 - 1)
+    assert fetch("image", data_url(png(make_image())), max_image_pixels=160 * 128)
+    with pytest.raises(VLLMValidationError, match="--max-image-pixels"):
+        fetch("video", f"data:video/jpeg;base64,{base64.b64encode(huge_png(100_000, 1000)).decode()}")
+
+
+def test_videos_have_bounds(fetch: Fetch) -> None:
+    with pytest.raises(VLLMValidationError, match="--max-video-pixels"):
+        fetch("video", data_url(mp4()), max_video_pixels=96 * 64 - 1)
+    with pytest.raises(VLLMValidationError, match="--max-video-seconds"):
+        fetch("video", data_url(mp4()), max_video_seconds=0.9)
+    assert fetch("video", data_url(mp4()), max_video_pixels=96 * 64, max_video_seconds=1.1)
+
+
+def test_audio_has_bounds(fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MAX_AUDIO_DECODE_DURATION_S", "1")
+    assert fetch("audio", data_url(wav(0.5)))
+    with pytest.raises(VLLMValidationError, match="VLLM_MAX_AUDIO_DECODE_DURATION_S"):
+        fetch("audio", data_url(wav(1.5)))
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_every_part_has_a_bound_of_bytes(fetch: Fetch, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 2000)
+    for url in (data_url(b"x" * 2000), f"file://{tmp_path}/file"):
+        with pytest.raises(VLLMValidationError, match="--max-media-bytes"):
+            fetch(kind, url, folder=tmp_path, max_media_bytes=1000)
+
+
+def test_a_request_has_a_bound_of_parts(fetch: Fetch) -> None:
+    url = data_url(png(make_image()))
+    assert len(fetch("image", url, url, max_media_parts=2)) == 2
+    with pytest.raises(VLLMValidationError, match="--max-media-parts"):
+        fetch("image", url, url, url, max_media_parts=2)
+
+
+def test_a_connector_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", "mine")
+    media_connector.install(argparse.Namespace(allowed_media_domains=None))
+    assert envs.VLLM_MEDIA_CONNECTOR == "mine"
+
+
+KEY = {"authorization": "Bearer secret"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/echo", "/tokenize", "/metrics", "/docs", "/openapi.json", "/secret", "/nowhere", "//health", "/health/"],
+)
+def test_every_path_but_health_wants_the_key(path: str) -> None:
+    app = make_app(api_key=["other", "secret"])
+    for headers in (
+        {},
+        {"authorization": "secret"},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Basic secret"},
+    ):
+        response = ask(app, "GET", path, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == 401
+    assert ask(app, "GET", path, headers=KEY).status_code != 401
+
+
+def test_health_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app(api_key=["secret"])
+    assert [ask(app, "GET", path).status_code for path in ("/health", "/ping")] == [200, 200]
+
+
+def test_without_the_key_a_body_is_not_even_read() -> None:
+    async def never():
+        raise AssertionError("the body was read")
+        yield b""
+
+    response = ask(make_app(api_key=["secret"]), "POST", "/v1/echo", content=never())
+    assert response.status_code == 401
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    app = make_app()
+    assert ask(app, "GET", "/secret").status_code == 401
+    assert ask(app, "GET", "/secret", headers=KEY).status_code == 200
+
+
+def test_the_limits_are_those_of_a_server_without_flags() -> None:
+    assert RequestLimits().max_image_pixels >= 7680 * 4320

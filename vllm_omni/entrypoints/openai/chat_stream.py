@@ -11,18 +11,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-import torch
 from vllm.outputs import RequestOutput
 
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.openai.audio_formats import AudioEncoder
+from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, AudioEncoder
 from vllm_omni.entrypoints.openai.chat_options import ChatOptions
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
 from vllm_omni.entrypoints.openai.media_choices import add_media_usage, content_of, finish_reason_of
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
-
-_CHEAP_FORMATS = ("pcm16", "pcm")
 
 
 class MediaStream:
@@ -53,7 +49,8 @@ class MediaStream:
         self._indexes = {stage_id: first + i for i, stage_id in enumerate(media)}
         self._mm_token_counts = mm_token_counts
         self._lines: asyncio.Queue[str | None] = asyncio.Queue()
-        self._voices: dict[int, _Voice] = {}
+        self._encoders: dict[int, AudioEncoder] = {}
+        self._begun: set[int] = set()
         self._completed: CompletedEvent | None = None
 
     async def text(self) -> AsyncGenerator[RequestOutput, None]:
@@ -104,7 +101,7 @@ class MediaStream:
         if completion.index == 0 and completion.text:
             for stage_id in self._indexes:
                 if self._config.stages[stage_id].final_output_type == "audio":
-                    self._put(stage_id, {"audio": {"id": self._audio_id, "transcript": completion.text}})
+                    self._put(stage_id, {"audio": {"transcript": completion.text}})
 
     async def _put_event(self, event: OmniEvent) -> None:
         if isinstance(event, CompletedEvent):
@@ -112,17 +109,17 @@ class MediaStream:
         elif isinstance(event, ARSegmentEvent) and event.final_output_type == "audio":
             samples = event.multimodal_output.get("audio")
             if samples is not None and samples.ndim == 1 and len(samples):
-                await self._put_audio(event.stage_id, await self._voice(event.stage_id).encode(samples))
+                await self._put_audio(event.stage_id, await self._encoder(event.stage_id).encode_async(samples.numpy()))
 
     async def _finish(self, event: CompletedEvent) -> None:
         self._completed = event
         for output in event.outputs:
             if output.final_output_type == "text":
                 continue
-            if output.stage_id in self._voices:
-                await self._put_audio(output.stage_id, await self._voices[output.stage_id].finish())
-            if output.final_output_type == "audio" and output.stage_id in self._voices:
-                delta: dict[str, Any] = {"audio": {"id": self._audio_id, "expires_at": self._chunk["created"]}}
+            encoder = self._encoders.get(output.stage_id)
+            if encoder is not None:
+                await self._put_audio(output.stage_id, await encoder.finish_async())
+                delta: dict[str, Any] = {"audio": {"expires_at": self._chunk["created"]}}
             else:
                 delta = await content_of(output, self._options.audio_format, self._audio_id)
             self._put(output.stage_id, delta, finish_reason_of(output))
@@ -130,38 +127,24 @@ class MediaStream:
     async def _put_audio(self, stage_id: int, data: bytes) -> None:
         if data:
             encoded = base64.b64encode(data).decode()
-            self._put(stage_id, {"audio": {"id": self._audio_id, "data": encoded}})
+            self._put(stage_id, {"audio": {"data": encoded}})
 
     def _put(self, stage_id: int, delta: dict[str, Any], finish_reason: str | None = None) -> None:
         modality = self._config.stages[stage_id].final_output_type
-        choice = {
-            "index": self._indexes[stage_id],
-            "delta": {"role": "assistant", **delta},
-            "logprobs": None,
-            "finish_reason": finish_reason,
-        }
+        index = self._indexes[stage_id]
+        if index not in self._begun:  # Clients join deltas, so that role and id are said once.
+            self._begun.add(index)
+            delta = {"role": "assistant", **delta}
+            if modality == "audio":
+                delta["audio"] = {"id": self._audio_id, **delta["audio"]}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         self._lines.put_nowait(_line({"modality": modality, **self._chunk, "choices": [choice]}))
 
-    def _voice(self, stage_id: int) -> _Voice:
-        if stage_id not in self._voices:
-            sample_rate = self._config.stages[stage_id].sample_rate
-            self._voices[stage_id] = _Voice(self._options.audio_format, sample_rate or 24000)
-        return self._voices[stage_id]
-
-
-class _Voice:
-    """Encodes the sound of one stage, in a thread where that takes time."""
-
-    def __init__(self, audio_format: str, sample_rate: int) -> None:
-        self._encoder = AudioEncoder(audio_format, sample_rate)
-        self._is_cheap = audio_format in _CHEAP_FORMATS
-
-    async def encode(self, samples: torch.Tensor) -> bytes:
-        array: np.ndarray = samples.numpy()
-        return self._encoder.encode(array) if self._is_cheap else await asyncio.to_thread(self._encoder.encode, array)
-
-    async def finish(self) -> bytes:
-        return self._encoder.finish() if self._is_cheap else await asyncio.to_thread(self._encoder.finish)
+    def _encoder(self, stage_id: int) -> AudioEncoder:
+        if stage_id not in self._encoders:
+            sample_rate = self._config.stages[stage_id].sample_rate or DEFAULT_SAMPLE_RATE
+            self._encoders[stage_id] = AudioEncoder(self._options.audio_format, sample_rate)
+        return self._encoders[stage_id]
 
 
 def _final_stages(config: PipelineConfig, options: ChatOptions) -> list[int]:

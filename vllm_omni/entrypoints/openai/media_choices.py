@@ -11,7 +11,7 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse, ChatCompletionResponseChoice
 
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.openai.audio_formats import encode_audio
+from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, encode_audio
 from vllm_omni.entrypoints.openai.media_messages import image_content, video_content
 from vllm_omni.entrypoints.openai.protocol import MediaMessage
 from vllm_omni.events import CompletedEvent
@@ -33,7 +33,7 @@ def _content_of(output: OmniRequestOutput, audio_format: str, audio_id: str, tra
     # A diffusion stage gives [n, channels, samples]: the first clip, its channels mixed.
     wave = output.multimodal_output["audio"]
     samples = wave if wave.ndim == 1 else wave[0].mean(0)
-    data = encode_audio(samples.numpy(), audio_format, output.sample_rate or 24000)
+    data = encode_audio(samples.numpy(), audio_format, output.sample_rate or DEFAULT_SAMPLE_RATE)
     # Nothing is kept for a later turn: the audio expires when it is sent.
     audio = {"id": audio_id, "data": base64.b64encode(data).decode(), "expires_at": int(time.time())}
     return {"content": None, "audio": {**audio, "transcript": transcript}}

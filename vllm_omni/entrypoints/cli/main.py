@@ -7,6 +7,7 @@ Its commands are below; every other one is vLLM's. Nothing is imported from vLLM
 
 import errno
 import logging
+import os
 import sys
 from collections.abc import Callable
 
@@ -86,6 +87,9 @@ def _serve(arguments: list[str]) -> None:
 
 def _config(arguments: list[str]) -> None:
     require_vllm()
+    # What is printed may be read by a program.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm_omni.entrypoints.cli.config import ConfigCommand
     from vllm_omni.entrypoints.cli.parser import UsageError
 

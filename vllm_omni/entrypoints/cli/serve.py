@@ -96,7 +96,7 @@ class OmniServeCommand(ServeSubcommand):
             OSError: The port is taken.
         """
         parsed = self.parse(arguments)
-        _set_up_logging(parsed)
+        set_up_logging(parsed)
         from vllm_omni.entrypoints.openai.api_server import run
 
         run(parsed.args, make_llm_args(parsed))
@@ -151,7 +151,7 @@ def engine_arguments(explicit: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in explicit.items() if name in known - _NOT_FOR_STAGES - no_effect.NAMES}
 
 
-def _set_up_logging(parsed: ParsedCommand) -> None:
+def set_up_logging(parsed: ParsedCommand) -> None:
     """For this process, and through the environment for those of the stages, which begin before they get arguments."""
     config = configure_logging_from_args(parsed.args)
     os.environ["VLLM_LOGGING_LEVEL"] = config.log_level

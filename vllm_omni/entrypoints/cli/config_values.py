@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every value of a resolved pipeline, with where it came from. How that is shown is `config.py`'s business."""
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from vllm_omni.config.dit_config import parse_dit_config
+from vllm_omni.config.overrides import overridden_keys
+from vllm_omni.config.provenance import KeyPath, locate_values
+from vllm_omni.config.stage_config import OmniStageConfig, find_stage
+from vllm_omni.diffusion.pipeline_info import PipelineInfo
+from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.entrypoints.resolve import ResolvedPipeline
+
+_SECTIONS = (
+    *("runtime", "engine_args", "default_sampling_params", "input_connectors", "output_connectors"),  # of a stage
+    *("defaults", "ar", "restart", "connectors"),  # of the pipeline
+)
+DEFAULT = "default"
+# What is said of the engine besides its arguments, and what is ours to pass on.
+_NOT_SHOWN = {"model", "hf_overrides", "additional_config"}
+
+
+@dataclass(frozen=True)
+class ConfigValue:
+    """One value.
+
+    Attributes:
+        path: Where it belongs; ends with its key.
+        value: As YAML and JSON can say it.
+        source: Where it came from.
+        is_computed: It follows from others and belongs in no stage configuration.
+    """
+
+    path: KeyPath
+    value: Any
+    source: str
+    is_computed: bool = False
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line said, as `resolve_pipeline` takes it."""
+
+    engine_args: Mapping[str, Any]
+    stage_overrides: Mapping[str | int, Mapping[str, Any]]
+    runtime_overrides: Mapping[str, Any]
+
+
+class ConfigValues:
+    """The values of one pipeline."""
+
+    def __init__(self, resolved: ResolvedPipeline, model: str, given: Given) -> None:
+        self._resolved = resolved
+        self._model = model
+        self._given = given
+        self._file = resolved.source.name if resolved.source is not None else ""
+        self._lines = {} if resolved.source is None else locate_values(resolved.source)
+        self._overridden = {
+            (find_stage(resolved.loaded, key).stage_id, *pair)
+            for key, override in given.stage_overrides.items()
+            for pair in overridden_keys(override)
+        }
+
+    def __iter__(self) -> Iterator[ConfigValue]:
+        """In the order of a stage configuration."""
+        for stage in self._resolved.with_arguments.stage_args:
+            for name, value in _fields(stage):
+                yield from self._of_key(("stage_args", stage.stage_id, name), value)
+                if name == "engine_args":
+                    yield from self._computed(self._resolved.config.stages[stage.stage_id], stage)
+        for name, value in _fields(self._resolved.with_arguments.runtime):
+            yield from self._of_key(("runtime", name), value)
+
+    def _of_key(self, path: KeyPath, value: Any) -> Iterator[ConfigValue]:
+        """The values below a key of a stage or of `runtime`: several, where it is a section."""
+        if path[-1] in _SECTIONS:
+            items = value.items() if isinstance(value, dict) else _fields(value)
+        elif path[-1] == "edges":
+            items = enumerate(value)
+        elif value is None or value == [] or value == {}:
+            return
+        else:
+            yield ConfigValue(path, _plain(value), self._source(path))
+            return
+        for key, item in items:
+            if item is not None or path[-1] == "engine_args":
+                yield ConfigValue((*path, key), _plain(item), self._source((*path, key)))
+
+    def _source(self, path: KeyPath) -> str:
+        name = str(path[-1])
+        if path[0] == "runtime" and len(path) == 2 and self._given.runtime_overrides.get(name) is not None:
+            return _flag(name)
+        if path[0] == "stage_args" and len(path) == 4:
+            if (path[1], path[2], name) in self._overridden:
+                stage = self._resolved.loaded.stages[int(path[1])].name
+                return f"command line: --stage.{stage}.{path[2]}.{name}"
+            if path[2] == "engine_args" and name in self._given.engine_args:
+                return _flag(name)
+        if path in self._lines:
+            return f"{self._file}:{self._lines[path]}"
+        if name == "final_output_type":
+            return "checkpoint: model_index.json"
+        loaded = self._resolved.loaded.stages[int(path[1])] if path[0] == "stage_args" else None
+        return "vllm_omni" if loaded is not None and path[2] == "engine_args" else self._of_no_file(name)
+
+    def _of_no_file(self, name: str) -> str:
+        made = self._resolved.source is None and name in ("stage_id", "engine_type", "final_output")
+        return "checkpoint: is a diffusers pipeline" if made else DEFAULT
+
+    def _computed(self, stage: OmniStageConfig, before: OmniStageConfig) -> Iterator[ConfigValue]:
+        """What a stage's engine gets besides."""
+        path = ("stage_args", stage.stage_id, "engine_args")
+        for name, value in stage.engine_args.items():
+            if value != before.engine_args.get(name):
+                source = "found in the checkpoint" if name == "model" else "computed: runtime.memory"
+                yield ConfigValue((*path, name), value, source, is_computed=True)
+        added = self._of_vllm(stage) if stage.runs_vllm else self._of_diffusers(stage) if stage.kind == "DiT" else []
+        for name, value, source in added:
+            if name not in stage.engine_args:
+                yield ConfigValue((*path, name), value, source, is_computed=True)
+
+    def _of_vllm(self, stage: OmniStageConfig) -> Iterator[tuple[str, Any, str]]:
+        args = create_engine_args(
+            stage.checkpoint(self._model), engine_type=stage.kind.lower(), **stage.vllm_engine_args
+        )
+        source = f"computed: {stage.kind} stage on {current_platform.device_name}"
+        for field in dataclasses.fields(EngineArgs):
+            value = vars(args)[field.name]
+            is_plain = isinstance(value, (str, int, float, bool))
+            if field.name not in _NOT_SHOWN and is_plain and value != field.default:
+                of_runtime = field.name == "max_num_seqs"
+                yield field.name, value, "computed: runtime.max_batch_size" if of_runtime else source
+
+    def _of_diffusers(self, stage: OmniStageConfig) -> Iterator[tuple[str, Any, str]]:
+        config = parse_dit_config(stage.dit_engine_args, f"stage {stage.stage_id} ({stage.name})")
+        info = PipelineInfo.load(stage.checkpoint(self._model), config)
+        for name, value in _fields(config):
+            if name == "pipeline_class":
+                yield name, info.pipeline_class.__name__, "checkpoint: model_index.json"
+            elif value is not None and value != {}:
+                yield name, value, DEFAULT
+
+
+def _fields(struct: msgspec.Struct) -> list[tuple[str, Any]]:
+    return [(field.encode_name, getattr(struct, field.name)) for field in msgspec.structs.fields(struct)]
+
+
+def _flag(name: str) -> str:
+    return f"command line: --{name.replace('_', '-')}"
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML can say it; of vLLM's configuration objects, what is not their default."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, msgspec.Struct):
+        return {key: _plain(item) for key, item in _fields(value) if item is not None}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        said = {f.name: vars(value).get(f.name) for f in dataclasses.fields(value)}
+        return {f.name: _plain(said[f.name]) for f in dataclasses.fields(value) if _differs(said[f.name], f)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def _differs(value: Any, field: dataclasses.Field) -> bool:
+    has_factory = field.default_factory is not dataclasses.MISSING
+    return value != (field.default_factory() if has_factory else field.default)  # type: ignore[misc]

@@ -52,7 +52,7 @@ class ConfigCommand(OmniServeCommand):
             raise UsageError(f"config {arguments[0] if arguments else ''}: unknown; write: {USAGE}")
         parsed = self.parse(arguments[1:])
         set_up_logging(parsed)
-        resolved, given = _resolve(parsed)
+        resolved, given = resolve_command(parsed)
         values = list(ConfigValues(resolved, parsed.args.model, given))
         if parsed.args.json:
             print(json.dumps(_as_json(parsed.args.model, resolved, values), indent=2))
@@ -60,7 +60,7 @@ class ConfigCommand(OmniServeCommand):
             print(as_yaml(parsed.args.model, resolved, values))
 
 
-def _resolve(parsed: ParsedCommand) -> tuple[ResolvedPipeline, Given]:
+def resolve_command(parsed: ParsedCommand) -> tuple[ResolvedPipeline, Given]:
     llm_args = make_llm_args(parsed)
     given = Given(
         engine_args={name: value for name, value in llm_args.items() if name not in _not_for_engines()},

@@ -87,9 +87,7 @@ def _serve(arguments: list[str]) -> None:
 
 def _config(arguments: list[str]) -> None:
     require_vllm()
-    # What is printed may be read by a program.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    _log_little()
     from vllm_omni.entrypoints.cli.config import ConfigCommand
     from vllm_omni.entrypoints.cli.parser import UsageError
 
@@ -99,7 +97,14 @@ def _config(arguments: list[str]) -> None:
         _fail(str(error), 2)
 
 
+def _log_little() -> None:
+    """For commands whose output is read, by people or by programs."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
 def _doctor(arguments: list[str]) -> None:
+    _log_little()
     from vllm_omni.entrypoints.cli.doctor import run_doctor
 
     run_doctor(arguments)

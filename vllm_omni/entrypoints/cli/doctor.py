@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni doctor [MODEL]`: checks this installation and machine, and says what to do. Works where vLLM does not."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+
+from vllm_omni.entrypoints.cli import doctor_checks as checks
+from vllm_omni.entrypoints.cli.doctor_checks import Finding
+
+_DESCRIPTION = """\
+Check this installation and this machine, and with MODEL also whether its pipeline fits here: versions, platform,
+companions of torch, shared memory, open files, port, encoders, threads; stages, devices and memory. Starts nothing.
+Takes the options of `vllm serve MODEL --omni` too. Exits with 1 if something has to be mended before anything runs.
+"""
+
+
+def run_doctor(arguments: list[str]) -> None:
+    """Prints one line for each check; exits with 1 if one failed."""
+    parser = argparse.ArgumentParser(
+        "vllm-omni doctor", usage="vllm-omni doctor [MODEL] [options of vllm serve]", description=_DESCRIPTION
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint: a folder, or a name on the hub")
+    parser.add_argument("--stage-configs-path", help="the stage configuration to check instead of the one that ships")
+    parser.add_argument("--host", help="address that the server is to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="port that the server is to listen on (8000)")
+    args, others = parser.parse_known_args(arguments)
+    if others and args.model is None:
+        parser.error(f"{others[0]} is an option for a model; write: vllm-omni doctor MODEL {' '.join(others)}")
+    failed = False
+    for finding in _examine(args, arguments):
+        _print(finding)
+        failed |= finding.level == "FAIL"
+    sys.exit(1 if failed else 0)
+
+
+def _examine(args: argparse.Namespace, arguments: list[str]) -> Iterator[Finding]:
+    yield from checks.check_python()
+    yield from checks.check_packages()
+    yield from checks.check_companions()
+    platform, found = checks.probe_platform()
+    yield from found
+    num_processes, needed = 1, {}
+    if args.model is not None and platform is not None:
+        from vllm_omni.entrypoints.cli.doctor_model import check_model, shared_memory_needed
+
+        config, findings = check_model(arguments, platform)
+        yield from findings
+        if config is not None:
+            num_processes, needed = len(config.processes), {"needed": shared_memory_needed(config)}
+    elif args.model is not None:
+        yield Finding("WARN", "configuration", f"{args.model} is not checked: that needs a vLLM that works")
+    yield from checks.check_shared_memory(**needed)
+    yield from checks.check_open_files()
+    yield from checks.check_port(args.host, args.port)
+    yield from checks.check_encoders()
+    if platform is not None:
+        yield from checks.check_threads(platform.device_type, num_processes)
+
+
+def _print(finding: Finding) -> None:
+    print(f"{finding.level:<4}  {finding.subject:<14}  {_indented(finding.message.splitlines())}", flush=True)
+    if finding.remedy:
+        print(f"{'':22}-> {_indented(finding.remedy.splitlines(), 25)}", flush=True)
+
+
+def _indented(lines: Iterable[str], width: int = 22) -> str:
+    return f"\n{'':{width}}".join(lines)

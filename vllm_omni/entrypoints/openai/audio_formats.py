@@ -5,6 +5,7 @@ Knows formats, not requests. Nothing here waits for anything but the processor; 
 their own speed) are for a thread beside the event loop.
 """
 
+import asyncio
 import io
 import struct
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ AUDIO_FORMATS: dict[str, str] = {
 """Media types by name. `pcm` and `pcm16`: 16-bit little-endian samples without a header."""
 
 MIN_SPEED, MAX_SPEED = 0.25, 4.0
+
+DEFAULT_SAMPLE_RATE = 24000
+"""Hz; what clients take speech for where a pipeline's configuration does not say."""
 
 WAV_UNKNOWN_SIZE = 0xFFFFFFFF
 """What a WAV header says of a length that is not known yet; players read on to the end of the stream."""
@@ -59,6 +63,7 @@ class AudioEncoder:
         codec = _CODECS.get(format)
         rate = sample_rate if codec is None else _codec_rate(codec.name, sample_rate)
         self._filter = _Filter(sample_rate, rate, speed) if speed != 1.0 or rate != sample_rate else None
+        self._is_quick = codec is None and self._filter is None and not is_whole
         self._coder: _Coder
         if codec is not None:
             self._coder = _FileCoder(codec, rate, _WholeFile() if is_whole else _Pipe())
@@ -89,6 +94,14 @@ class AudioEncoder:
         """The rest of the file."""
         rest = b"" if self._filter is None else self._coder.encode(np.clip(self._filter.finish(), -1.0, 1.0))
         return rest + self._coder.finish()
+
+    async def encode_async(self, samples: np.ndarray) -> bytes:
+        """`encode`, in a thread where it takes time."""
+        return self.encode(samples) if self._is_quick else await asyncio.to_thread(self.encode, samples)
+
+    async def finish_async(self) -> bytes:
+        """`finish`, in a thread where it takes time."""
+        return self.finish() if self._is_quick else await asyncio.to_thread(self.finish)
 
 
 def encode_audio(samples: np.ndarray, format: str, sample_rate: int, speed: float = 1.0) -> bytes:

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model that speaks what it writes is made to speak a given text: it is made to write exactly that.
+
+The text's own tokens are forced, one after the other, by a grammar of vLLM's structured outputs that allows nothing
+else. They are those that the tokenizer makes of it, as the model has learned them, and not any that spell the same;
+what looks like a control token is text. The prompt does not hold the text, so nothing in it can pass for a prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from dataclasses import dataclass
+from typing import Any, cast
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import EngineInput
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.tokenizers import TokenizerLike
+
+REQUEST = "Read the text aloud, word for word."
+"""What the user says in the prompt; the reply is forced."""
+
+
+@dataclass(frozen=True)
+class Dictated:
+    """
+    Attributes:
+        engine_input: The prompt of the stage that writes.
+        params: Its sampling parameters, with which it writes the text and nothing else.
+        num_tokens: Tokens of the text.
+    """
+
+    engine_input: EngineInput
+    params: SamplingParams
+    num_tokens: int
+
+
+class Dictation:
+    """For one pipeline. For use from the event loop."""
+
+    def __init__(self, renderer: OnlineRenderer, tokenizer: TokenizerLike, max_model_len: int) -> None:
+        self._renderer = renderer
+        # A copy: how control tokens are read is a state of the tokenizer, and the renderer's must read them as such.
+        self._tokenizer: Any = copy.deepcopy(tokenizer)
+        self._lock = threading.Lock()
+        self._max_model_len = max_model_len
+
+    async def prepare(self, text: str, instructions: str | None = None) -> Dictated:
+        """
+        Args:
+            instructions: How to say it: the system message. None: the chat template's own, if it has one.
+
+        Raises:
+            VLLMValidationError: It is too long for the model.
+        """
+        token_ids = await asyncio.to_thread(self._tokenize, text)
+        engine_input = await self._render(instructions)
+        num_needed = len(cast("list[int]", engine_input.get("prompt_token_ids") or [])) + len(token_ids) + 1
+        if num_needed > self._max_model_len:
+            raise VLLMValidationError(
+                f"the input is too long: with its instructions it is {num_needed} tokens, and the model takes "
+                f"{self._max_model_len}; send it in parts",
+                parameter="input",
+            )
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=len(token_ids) + 1,  # and the end of the reply
+            structured_outputs=StructuredOutputsParams(grammar=token_grammar(token_ids)),
+        )
+        return Dictated(engine_input, params, len(token_ids))
+
+    def _tokenize(self, text: str) -> list[int]:
+        with self._lock:
+            return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+    async def _render(self, instructions: str | None) -> EngineInput:
+        system = [{"role": "system", "content": instructions}] if instructions else []
+        request = ChatCompletionRequest.model_validate({"messages": [*system, {"role": "user", "content": REQUEST}]})
+        answer = await self._renderer.render_chat(request)
+        if isinstance(answer, ErrorResponse):
+            raise VLLMValidationError(answer.error.message, parameter=answer.error.param)
+        _, (engine_input,) = answer
+        return engine_input
+
+
+def token_grammar(token_ids: list[int]) -> str:
+    """An EBNF grammar, as xgrammar reads it, of the one reply that has these tokens."""
+    return "root ::= " + " ".join(f"Token({token_id})" for token_id in token_ids)

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/audio/speech and GET /v1/audio/voices, as OpenAI has the former, for any pipeline that gives sound.
+
+A model that speaks what it writes is dictated the text (`dictation.py`); any other gets it as its prompt.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+import torch
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.datastructures import State
+from starlette.types import Receive, Scope, Send
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.tracing import extract_trace_headers
+
+from vllm_omni.config.stage_config import OmniStageConfig
+from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, DEFAULT_SAMPLE_RATE, AudioEncoder
+from vllm_omni.entrypoints.openai.dictation import Dictation
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
+from vllm_omni.entrypoints.openai.media_stage import new_id
+from vllm_omni.entrypoints.openai.speech_protocol import (
+    SpeechDelta,
+    SpeechDone,
+    SpeechRequest,
+    SpeechUsage,
+    VoiceId,
+    VoiceList,
+    read_voice,
+)
+from vllm_omni.entrypoints.openai.stage_params import read_stage_params
+from vllm_omni.entrypoints.request_builder import StageSamplingParams
+from vllm_omni.errors import OmniError
+from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
+from vllm_omni.inputs import OmniPrompt
+
+logger = logging.getLogger("vllm.omni.server")
+
+router = APIRouter()
+
+_ERRORS = (
+    HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.INTERNAL_SERVER_ERROR,
+    HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT,
+)  # fmt: skip
+_BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    HTTPStatus.OK.value: {
+        "description": "The file, or a stream of it.",
+        "content": {**dict.fromkeys(AUDIO_FORMATS.values(), _BINARY), "text/event-stream": {}},
+    },
+    **{status.value: {"model": ErrorResponse} for status in _ERRORS},
+}
+
+
+class ServingSpeech:
+    """Makes speech with one pipeline."""
+
+    def __init__(
+        self,
+        client: OmniEngineClient,
+        stage: OmniStageConfig,
+        dictation: Dictation | None,
+        model_names: Sequence[str],
+        keep_alive_s: float,
+    ) -> None:
+        """
+        Args:
+            stage: The final stage that makes the sound.
+            dictation: How the pipeline is told what to say; None where its prompt is what is to be heard.
+            model_names: Those that the pipeline is served under.
+            keep_alive_s: A silent stream of events gets a comment after so many seconds; 0: none.
+        """
+        self._client = client
+        self._stage = stage
+        self._dictation = dictation
+        self._model_names = model_names
+        self._keep_alive_s = keep_alive_s
+
+    @classmethod
+    def find(cls, state: State, client: OmniEngineClient, args: Namespace) -> ServingSpeech | None:
+        """None where the pipeline makes no sound."""
+        stages = [stage for stage in client.config.stage_args if stage.final_output]
+        stage = next((stage for stage in stages if stage.final_output_type == "audio"), None)
+        if stage is None:
+            return None
+        dictation = None
+        if client.stage is not None and client.stage in stages and client.stage.final_output_type == "text":
+            tokenizer = client.renderer.get_tokenizer()
+            dictation = Dictation(state.online_renderer, tokenizer, client.model_config.max_model_len)
+        names = [path.name for path in state.openai_serving_models.base_model_paths]
+        return cls(client, stage, dictation, names, float(args.sse_keep_alive_interval))
+
+    async def create(self, request: SpeechRequest, raw_request: Request) -> Response:
+        """
+        Raises:
+            VLLMClientError, OmniError: The request is wrong; it failed.
+        """
+        self._check_model(request.model)
+        prompt, params = await self._read(request)
+        events = self._client.run(
+            prompt,
+            params,
+            new_id("speech", raw_request),
+            # A diffusion stage shows nothing that could be heard before its end.
+            stream=request.is_streamed and self._stage.kind != "DiT",
+            trace_headers=extract_trace_headers(raw_request.headers),
+        )
+        sound = self._encode(events, request)
+        media_type = AUDIO_FORMATS[request.response_format]
+        if not request.is_streamed:
+            return Response(b"".join([part async for part in sound if isinstance(part, bytes)]), media_type=media_type)
+        sound = await _begun(sound)
+        if request.stream_format == "sse":
+            return _ClosingResponse(with_sse_keep_alive(self._tell(sound), self._keep_alive_s), "text/event-stream")
+        return _ClosingResponse(_only_bytes(sound), media_type)
+
+    def _check_model(self, name: str | None) -> None:
+        if name and name not in self._model_names:
+            served = ", ".join(self._model_names)
+            raise VLLMNotFoundError(f"The model `{name}` does not exist; this server has {served}.")
+
+    async def _read(self, request: SpeechRequest) -> tuple[OmniPrompt, list[StageSamplingParams]]:
+        """What the pipeline is told."""
+        voice = request.voice.id if isinstance(request.voice, VoiceId) else request.voice
+        said = read_voice(voice, self._client.llm.voices, "voice")
+        params: list[StageSamplingParams] = [*read_stage_params(request.sampling_params_list, self._client.config)]
+        prompt = OmniPrompt(modalities=["audio"], **said)  # type: ignore[typeddict-item]
+        if self._dictation is None:
+            if request.instructions:
+                raise VLLMValidationError("this model takes no instructions; leave it out", parameter="instructions")
+            prompt["prompt"] = request.input
+            return prompt, params
+        assert self._client.stage is not None
+        writer = self._client.config.stage_args.index(self._client.stage)
+        if params[writer] is not None:
+            raise VLLMValidationError(
+                f"stage {self._client.stage.name!r} writes what it is told; give it null",
+                parameter=f"sampling_params_list[{writer}]",
+            )
+        dictated = await self._dictation.prepare(request.input, request.instructions)
+        prompt["engine_input"] = dictated.engine_input
+        params[writer] = dictated.params
+        return prompt, params
+
+    async def _encode(
+        self, events: AsyncGenerator[OmniEvent, None], request: SpeechRequest
+    ) -> AsyncGenerator[bytes | CompletedEvent, None]:
+        """The file, as it comes, and at last the event that says that it is complete.
+
+        Raises:
+            OmniError, OmniHTTPError: It failed.
+        """
+        encoder: AudioEncoder | None = None
+        async with aclosing(events):
+            async for event in events:
+                samples, rate = _samples(event, self._stage, is_first=encoder is None)
+                if len(samples):
+                    encoder = encoder or self._make_encoder(request, rate)
+                    if data := await _checked(encoder, samples):
+                        yield data
+                if isinstance(event, CompletedEvent):
+                    if encoder is None:
+                        raise OmniHTTPError("the model made no sound of this input", HTTPStatus.INTERNAL_SERVER_ERROR)
+                    yield await encoder.finish_async()
+                    yield event
+
+    def _make_encoder(self, request: SpeechRequest, rate: int) -> AudioEncoder:
+        return AudioEncoder(request.response_format, rate, request.speed, is_whole=not request.is_streamed)
+
+    async def _tell(self, sound: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[str, None]:
+        """Server-sent events; an error is the last of them."""
+        try:
+            async with aclosing(sound):
+                async for part in sound:
+                    if isinstance(part, CompletedEvent):
+                        yield _line(SpeechDone(usage=self._usage(part)).model_dump_json())
+                    elif part:
+                        yield _line(SpeechDelta(audio=base64.b64encode(part).decode()).model_dump_json())
+        except (OmniError, OmniHTTPError) as error:
+            error = to_http_error(error) if isinstance(error, OmniError) else error
+            yield f"event: error\n{_line(create_error_response(error).model_dump_json())}"
+
+    def _usage(self, event: CompletedEvent) -> SpeechUsage:
+        writer = None if self._client.stage is None else self._client.stage.stage_id
+        read = written = 0
+        for stage in event.outputs[0].stage_metrics:
+            if stage.stage_id == writer:
+                read = stage.num_input_tokens + stage.num_output_tokens
+            elif stage.stage_id != self._stage.stage_id:
+                written += stage.num_output_tokens
+        return SpeechUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
+
+
+class _ClosingResponse(StreamingResponse):
+    """Ends what it streams when it ends itself, for whatever reason: the request is aborted at once."""
+
+    def __init__(self, parts: AsyncGenerator[Any, None], media_type: str) -> None:
+        super().__init__(parts, media_type=media_type)
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._parts):
+            await super().__call__(scope, receive, send)
+
+
+async def _begun(
+    sound: AsyncGenerator[bytes | CompletedEvent, None],
+) -> AsyncGenerator[bytes | CompletedEvent, None]:
+    """The same parts, when there is a first: what fails before has an HTTP status."""
+    first = await anext(sound)
+
+    async def parts() -> AsyncGenerator[bytes | CompletedEvent, None]:
+        async with aclosing(sound):
+            yield first
+            async for part in sound:
+                yield part
+
+    return parts()
+
+
+async def _only_bytes(sound: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(sound):
+        async for part in sound:
+            if isinstance(part, bytes) and part:
+                yield part
+
+
+def _samples(event: OmniEvent, stage: OmniStageConfig, *, is_first: bool) -> tuple[np.ndarray, int]:
+    """What an event adds to the sound, float32 `[n]`, and its sample rate.
+
+    Args:
+        is_first: No event has added anything so far, so that the last one has all of it.
+    """
+    tensors: Mapping[str, torch.Tensor] = {}
+    rate = stage.sample_rate
+    if isinstance(event, ARSegmentEvent) and event.stage_id == stage.stage_id:
+        tensors = event.multimodal_output
+    elif isinstance(event, CompletedEvent) and is_first:
+        (output,) = event.outputs
+        tensors, rate = output.multimodal_output, output.sample_rate
+    return _as_mono(tensors.get("audio", torch.empty(0))), rate or DEFAULT_SAMPLE_RATE
+
+
+def _as_mono(audio: torch.Tensor) -> np.ndarray:
+    """`[samples]`, or of a diffusion stage `[n, channels, samples]`, here the first of the n -> float32 `[samples]`."""
+    return (audio if audio.ndim == 1 else audio[0].mean(0)).float().numpy()
+
+
+async def _checked(encoder: AudioEncoder, samples: np.ndarray) -> bytes:
+    try:
+        return await encoder.encode_async(samples)
+    except ValueError as error:
+        logger.error("a stage made broken audio: %s", error)
+        raise OmniHTTPError("the model made broken audio", HTTPStatus.INTERNAL_SERVER_ERROR) from error
+
+
+def _line(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
+@router.post("/v1/audio/speech", dependencies=[Depends(validate_json_request)], responses=RESPONSES)
+@with_cancellation
+@load_aware_call
+async def create_speech(request: SpeechRequest, raw_request: Request) -> Response:
+    """The speech of a text: a file, or a stream of it while it is made."""
+    state = raw_request.app.state
+    if state.omni_speech is None:
+        outputs = ", ".join(state.engine_client.config.output_types)
+        raise VLLMValidationError(f"this model cannot speak; it outputs {outputs}", parameter="model")
+    return await state.omni_speech.create(request, raw_request)
+
+
+@router.get("/v1/audio/voices")
+async def list_voices(raw_request: Request) -> VoiceList:
+    """The voices that a request can choose."""
+    return VoiceList(voices=raw_request.app.state.engine_client.llm.voices)
+
+
+def attach_router(app: FastAPI) -> None:
+    app.include_router(router)
+
+
+def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
+    state.omni_speech = ServingSpeech.find(state, client, args)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a speech request and the events of its stream are; OpenAI's, and what is ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from vllm.exceptions import VLLMValidationError
+
+from vllm_omni.entrypoints.openai.audio_formats import MAX_SPEED, MIN_SPEED
+
+MAX_INPUT_CHARS = 4096
+DEFAULT_VOICE = "default"
+
+SpeechFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
+
+
+class VoiceId(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    id: str = Field(description="Its name.", examples=["ethan"])
+
+
+class SpeechRequest(BaseModel):
+    """A text to be spoken."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input: str = Field(
+        min_length=1,
+        max_length=MAX_INPUT_CHARS,
+        description="The text to speak; of a model of sounds or music, what is to be heard.",
+        examples=["Hello. How are you?"],
+    )
+    model: str | None = Field(None, description="A name of GET /v1/models; default: the model that is served.")
+    voice: str | VoiceId | None = Field(
+        None, description="One of GET /v1/audio/voices; default, or 'default': the first of them.", examples=["ethan"]
+    )
+    instructions: str | None = Field(
+        None,
+        max_length=MAX_INPUT_CHARS,
+        description="How to speak it, for models that speak what they write: their system message.",
+        examples=["Speak slowly and kindly."],
+    )
+    response_format: SpeechFormat = Field(
+        "mp3", description="The file's format. pcm: 16-bit little-endian samples, mono, without a header."
+    )
+    speed: float = Field(
+        1.0, ge=MIN_SPEED, le=MAX_SPEED, description="How many times as fast it is spoken, at the same pitch."
+    )
+    stream_format: Literal["audio", "sse"] | None = Field(
+        None, description="Send the speech while it is made: as the bytes of the file, or as server-sent events."
+    )
+    stream: bool | None = Field(
+        None, description="Send the speech while it is made; default: where stream_format is given."
+    )
+    sampling_params_list: list[dict[str, Any] | None] | None = Field(
+        None,
+        description="Sampling parameters of each stage, in stage order; null for a stage's defaults, and for the stage "
+        "that writes the text.",
+        examples=[[None, {"temperature": 0.7}, None]],
+    )
+
+    @field_validator("input")
+    @classmethod
+    def _is_something(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("there is nothing to speak in it")
+        return value
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> SpeechRequest:
+        if self.stream is False and self.stream_format == "sse":
+            raise VLLMValidationError("stream_format 'sse' is a stream; leave stream out", parameter="stream")
+        return self
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.stream_format is not None if self.stream is None else self.stream
+
+
+class SpeechUsage(BaseModel):
+    """
+    Attributes:
+        input_tokens: Of the prompt and the text.
+        output_tokens: Of the speech.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class SpeechDelta(BaseModel):
+    """The next bytes of the file, in base64."""
+
+    type: Literal["speech.audio.delta"] = "speech.audio.delta"
+    audio: str
+
+
+class SpeechDone(BaseModel):
+    """The file is complete."""
+
+    type: Literal["speech.audio.done"] = "speech.audio.done"
+    usage: SpeechUsage
+
+
+class VoiceList(BaseModel):
+    voices: list[str] = Field(description="Names to choose from, the default one first; none of a model with none.")
+
+
+def read_voice(voice: str | None, known: Sequence[str], parameter: str) -> dict[str, Any]:
+    """The keys of a prompt (`OmniPrompt`) that say who shall speak; none for the default voice.
+
+    Args:
+        voice: A name in any case; None, or `default`: the default.
+        known: `AsyncOmniLLM.voices`.
+        parameter: The request's field, for the error.
+
+    Raises:
+        VLLMValidationError: There is no such voice; names those that there are.
+    """
+    if voice is None or voice.lower() == DEFAULT_VOICE:
+        return {}
+    if voice.lower() not in known:
+        has = f"there are {', '.join(known)}" if known else f"this model has none to choose; say {DEFAULT_VOICE!r}"
+        raise VLLMValidationError(f"unknown voice {voice!r}; {has}", parameter=parameter)
+    return {"additional_information": {"speaker": voice.lower()}}

@@ -2,7 +2,9 @@
 """The HTTP application: vLLM's own, with those of its endpoints that a pipeline serves, and ours."""
 
 from argparse import Namespace
+from http import HTTPStatus
 from types import ModuleType
+from typing import NoReturn
 
 from fastapi import FastAPI
 from starlette.datastructures import State
@@ -10,7 +12,9 @@ from starlette.routing import BaseRoute
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.exceptions import VLLMValidationError
 
+from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.openai import chat, health, images, middleware, speech, videos
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -36,7 +40,7 @@ VLLM_PATHS = frozenset(
         "/static",
     }
 )
-TEXT_PATHS = frozenset({"/v1/completions", "/tokenize", "/detokenize"})
+TEXT_PATHS = ("/v1/completions", "/tokenize", "/detokenize")
 # Each has `attach_router(app)` and `init_state(state, client, args)`, as vLLM's have.
 OUR_ENDPOINTS: tuple[ModuleType, ...] = (health, speech, images, videos)
 
@@ -44,9 +48,10 @@ OUR_ENDPOINTS: tuple[ModuleType, ...] = (health, speech, images, videos)
 async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     """The application for a pipeline; `args` are those of `vllm serve`."""
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
-    kept = VLLM_PATHS if client.has_renderer else VLLM_PATHS - TEXT_PATHS
-    app.router.routes[:] = [route for route in app.router.routes if _path(route) in kept]
+    app.router.routes[:] = [route for route in app.router.routes if _path(route) in VLLM_PATHS]
     app.title = "vLLM-Omni"
+    if not client.has_renderer:
+        _refuse_text(app, client.config)
     for module in (chat, *OUR_ENDPOINTS):
         module.attach_router(app)
     app.middleware_stack = None  # vLLM has built it; with ours it is built again, at the first request.
@@ -78,6 +83,16 @@ def _init_diffusion_state(state: State, client: OmniEngineClient, args: Namespac
     names = args.served_model_name or [args.model]
     state.openai_serving_models = DiffusionModels([BaseModelPath(name, args.model) for name in names])
     state.openai_serving_chat = DiffusionChat(client, state, args)
+
+
+def _refuse_text(app: FastAPI, config: PipelineConfig) -> None:
+    async def refuse() -> NoReturn:
+        """This model neither reads nor writes tokens."""
+        outputs = ", ".join(config.output_types)
+        raise VLLMValidationError(f"this model neither reads nor writes tokens; it outputs {outputs}")
+
+    for path in TEXT_PATHS:
+        app.add_api_route(path, refuse, methods=["POST"], responses={HTTPStatus.BAD_REQUEST.value: {}})
 
 
 def _path(route: BaseRoute) -> str:

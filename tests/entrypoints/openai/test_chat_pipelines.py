@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat with a pipeline of one's own: a language model that rewrites the wish, and a painter of what it has written."""
+
+import asyncio
+import base64
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+from fastapi import FastAPI
+from PIL import Image
+
+from tests.diffusion.rewriting import RewrittenPrompt
+from tests.entrypoints.faces import quick_servers
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.cli.serve import OmniServeCommand
+from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+
+SIZE = {"height": 32, "width": 48, "num_inference_steps": 2}
+
+
+def configuration(shows_text: bool) -> dict[str, Any]:
+    writer: dict[str, Any] = {
+        "stage_id": 0,
+        "engine_args": {"model_stage": "writer", "model": "writer", "max_model_len": 256},
+        "default_sampling_params": {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True},
+    }
+    painter = {
+        "stage_id": 1,
+        "engine_type": "DiT",
+        "engine_args": {"model_stage": "painter", "model": "painter"},
+        "engine_input_source": [0],
+        "custom_process_input_func": f"{RewrittenPrompt.__module__}.{RewrittenPrompt.__name__}",
+        "final_output": True,
+        "final_output_type": "image",
+        "default_sampling_params": {**SIZE, "seed": 3},
+    }
+    shown = {"final_output": True, "final_output_type": "text"} if shows_text else {}
+    return {"stage_args": [writer | shown, painter]}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_qwen3: Path, tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipelines")
+    (folder / "writer").symlink_to(tiny_qwen3)
+    (folder / "painter").symlink_to(tiny_diffusion("z_image"))
+    return folder
+
+
+def open_llm(folder: Path, shows_text: bool) -> AsyncOmniLLM:
+    path = folder / f"shows_text_{shows_text}.yaml"
+    path.write_text(yaml.safe_dump(configuration(shows_text)))
+    with quick_servers():
+        return AsyncOmniLLM(str(folder), str(path), dtype="float32", stage_overrides={"writer": {"max_num_seqs": 4}})
+
+
+@pytest.fixture(scope="module")
+def showing(folder: Path) -> Iterator[AsyncOmniLLM]:
+    with open_llm(folder, shows_text=True) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def silent(folder: Path) -> Iterator[AsyncOmniLLM]:
+    with open_llm(folder, shows_text=False) as llm:
+        yield llm
+
+
+def chat(llm: AsyncOmniLLM, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
+    """One request to an application made for it."""
+
+    async def main() -> httpx.Response:
+        args = OmniServeCommand().parse(["model"]).args
+        app: FastAPI = await build_omni_app(OmniEngineClient(llm), args)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", timeout=60) as http:
+            return await http.post(path, json={"messages": [{"role": "user", "content": "a hen"}], **body})
+
+    return asyncio.run(main())
+
+
+def picture(choice: dict[str, Any], part: str = "message") -> np.ndarray:
+    (content,) = choice[part]["content"]
+    data = content["image_url"]["url"].removeprefix("data:image/png;base64,")
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+
+
+def test_the_text_and_the_picture_are_choices_of_one_answer(showing: AsyncOmniLLM) -> None:
+    text, image = chat(showing).json()["choices"]
+    assert text["message"]["content"]
+    assert picture(image).shape == (32, 48, 3)
+    assert [text["index"], image["index"]] == [0, 1]
+
+
+def test_settings_of_the_painter_come_in_extra_body_or_in_its_entry(showing: AsyncOmniLLM) -> None:
+    plain = picture(chat(showing, modalities=["image"]).json()["choices"][0])
+    other = picture(chat(showing, modalities=["image"], extra_body={"seed": 4}).json()["choices"][0])
+    entry = picture(chat(showing, modalities=["image"], sampling_params_list=[None, {"seed": 4}]).json()["choices"][0])
+    assert not np.array_equal(plain, other)
+    np.testing.assert_array_equal(other, entry)
+
+
+def test_a_stream_ends_with_the_picture(showing: AsyncOmniLLM) -> None:
+    whole = picture(chat(showing).json()["choices"][1])
+    lines = chat(showing, stream=True).text.split("\n\n")
+    chunks = [httpx.Response(200, text=line[6:]).json() for line in lines if line.startswith("data: {")]
+    texts = [chunk for chunk in chunks if chunk["modality"] == "text"]
+    (painted,) = [chunk for chunk in chunks if chunk["modality"] == "image"]
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in texts)
+    np.testing.assert_array_equal(picture(painted["choices"][0], "delta"), whole)
+    assert lines[-2] == "data: [DONE]"
+
+
+def test_a_pipeline_that_hides_its_text_answers_with_the_picture_alone(
+    silent: AsyncOmniLLM, showing: AsyncOmniLLM
+) -> None:
+    (choice,) = chat(silent).json()["choices"]
+    np.testing.assert_array_equal(picture(choice), picture(chat(showing).json()["choices"][1]))
+
+
+def test_text_of_a_pipeline_that_shows_none_is_refused(silent: AsyncOmniLLM) -> None:
+    refused = chat(silent, modalities=["text"])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "modalities")
+    assert "it outputs image" in refused.json()["error"]["message"]
+    assert chat(silent, "/v1/completions", prompt="a").status_code == 400

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens a pipeline and serves it over HTTP until the process is told to end."""
 
+import asyncio
 import signal
 from argparse import Namespace
 from typing import Any, NoReturn
@@ -17,6 +18,9 @@ from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
 logger = init_logger(__name__)
+
+# When all requests have ended: how long clients may take to receive what is on its way to them.
+_FLUSH_S = 5
 
 
 def run(args: Namespace, llm_args: dict[str, Any]) -> None:
@@ -35,11 +39,24 @@ def run(args: Namespace, llm_args: dict[str, Any]) -> None:
     # Before the stages start: an address that is taken shall be known at once.
     address, listener = setup_server(args, reuse_port=False)
     with listener, AsyncOmniLLM(**llm_args) as llm:
-        client = OmniEngineClient(llm, shutdown_timeout=args.shutdown_timeout)
+        client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout)
         uvloop.run(_serve(client, address, listener, args))
 
 
-async def _serve(client: OmniEngineClient, address: str, listener: Any, args: Namespace) -> None:
+class ServedEngineClient(OmniEngineClient):
+    """The engine of a server that is told to end by a signal, of which vLLM's launcher heeds the first only."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """As the base says; another signal ends the wait for running requests."""
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            self.loop.call_soon_threadsafe(self.loop.add_signal_handler, sig, self.hurry)
+        super().shutdown(timeout)
+
+
+async def _serve(client: ServedEngineClient, address: str, listener: Any, args: Namespace) -> None:
+    client.loop = asyncio.get_running_loop()
     app = await build_omni_app(client, args)
     logger.info("Serving %s on %s", ", ".join(client.config.output_types), address)
     log_config = get_uvicorn_log_config(args)
@@ -60,6 +77,7 @@ async def _serve(client: OmniEngineClient, address: str, listener: Any, args: Na
         ssl_ciphers=args.ssl_ciphers,
         h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
         h11_max_header_count=args.h11_max_header_count,
+        timeout_graceful_shutdown=_FLUSH_S,
         **uvicorn_options,
     )
     await shutdown

@@ -272,6 +272,10 @@ class OmniEngineClient(UnservedEngineClient):
         self._admission.close(self._shutdown_timeout)
         self.llm.close()
 
+    def hurry(self) -> None:
+        """Ends the wait of `shutdown` for running requests."""
+        self._admission.hurry()
+
     async def reset_mm_cache(self) -> None:
         """There is none: media are preprocessed once, and no cache is shared with a stage's process."""
 
@@ -304,6 +308,7 @@ class _Admission:
         self._changed = threading.Condition()
         self._num_running = 0
         self._is_closed = False
+        self._is_hurried = False
 
     def check(self) -> None:
         if self._is_closed:
@@ -320,10 +325,15 @@ class _Admission:
             self._changed.notify_all()
 
     def close(self, timeout: float) -> None:
-        """Lets nobody in, and waits until all are out, as long as `timeout` seconds."""
+        """Lets nobody in, and waits until all are out, as long as `timeout` seconds, or until `hurry`."""
         with self._changed:
             self._is_closed = True
-            self._changed.wait_for(lambda: self._num_running == 0, timeout)
+            self._changed.wait_for(lambda: self._num_running == 0 or self._is_hurried, timeout)
+
+    def hurry(self) -> None:
+        with self._changed:
+            self._is_hurried = True
+            self._changed.notify_all()
 
 
 async def _with_http_errors(events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[OmniEvent, None]:

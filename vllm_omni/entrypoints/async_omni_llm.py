@@ -46,6 +46,7 @@ class AsyncOmniLLM(PipelineFace):
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
+        on_accepted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[OmniEvent, None]:
         """The events of one prompt, as they happen; the last one is a `CompletedEvent` or an `ErrorEvent`.
 
@@ -59,6 +60,8 @@ class AsyncOmniLLM(PipelineFace):
             trace_headers: W3C trace context of the caller (`traceparent`, ...).
             lora_request: As for `OmniLLM.generate`.
             priority: For a first stage with vLLM's `scheduling_policy: priority`: less is sooner.
+            on_accepted: Called, on the event loop, when the pipeline has taken the request: long before the first event
+                where others are waiting, too.
 
         Raises:
             InvalidRequestError: The prompt or a parameter is wrong.
@@ -92,6 +95,8 @@ class AsyncOmniLLM(PipelineFace):
         request = await self._preprocess(build)
         orchestrator.submit(request, wait=False)
         try:
+            if on_accepted is not None:
+                on_accepted()
             while not (event := await events.get()).is_terminal:
                 yield event
         except BaseException:  # The caller has left, or was cancelled.

@@ -26,11 +26,11 @@ IMAGE_FORMATS = ("png", "jpeg", "webp")
 FILE_FORMATS = (*IMAGE_FORMATS, "mp4")
 """What travels over HTTP: files. Arrays and latents do not."""
 
-SETTINGS = tuple(
-    name for name in DiffusionSamplingParams.__struct_fields__ if name not in ("preview_every", "extra_args")
-)
+_NOT_IN_REQUESTS = ("preview_every", "extra_args", "lora_scale")
+
+SETTINGS = tuple(name for name in DiffusionSamplingParams.__struct_fields__ if name not in _NOT_IN_REQUESTS)
 """What a request may set. Previews are asked for by the endpoints that can show them. Further arguments of the pipeline
-have no bounds that anybody could check, so they are the operator's: `default_sampling_params` of the stage."""
+have no bounds that anybody could check, and adapters are the operator's: `default_sampling_params` of the stage."""
 
 
 def image_content(output: OmniRequestOutput) -> list[dict[str, Any]]:

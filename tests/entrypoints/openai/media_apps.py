@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's application in this process, for pipelines of tiny diffusion models; and OpenAI's client for it."""
+
+import asyncio
+import io
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+import openai
+import pytest
+from fastapi import FastAPI
+from PIL import Image
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.entrypoints.faces import quick_servers
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.media_connector import CONNECTOR_NAME, install
+
+Result = TypeVar("Result")
+MODEL = "tiny"
+
+
+@contextmanager
+def serving(model: Path, **arguments: Any) -> Iterator[FastAPI]:
+    """`arguments` are those of `AsyncOmniLLM`."""
+    with quick_servers():
+        llm = AsyncOmniLLM(str(model), **arguments)
+    with llm, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR_NAME)
+        args = server_args(model)
+        install(args)
+        yield asyncio.run(build_omni_app(OmniEngineClient(llm), args))
+
+
+def server_args(model: Path) -> Namespace:
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--served-model-name", MODEL])
+    args.model = str(model)
+    return args
+
+
+def use(app: FastAPI, main: Callable[[openai.AsyncOpenAI], Awaitable[Result]]) -> Result:
+    """Runs `main` with a client of the application."""
+
+    async def run() -> Result:
+        transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            httpx2.AsyncClient(transport=transport, base_url="http://server") as http,
+            openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", max_retries=0, http_client=http) as client,
+        ):
+            return await main(client)
+
+    return asyncio.run(run())
+
+
+def ask(app: FastAPI, method: str, path: str, **request: Any) -> httpx2.Response:
+    """One request by whoever has no client."""
+
+    async def main(client: openai.AsyncOpenAI) -> httpx2.Response:
+        return await client._client.request(method, path, **request)
+
+    return use(app, main)
+
+
+def png(width: int = 32, height: int = 32, color: str = "red") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images over HTTP, as OpenAI's client asks for them."""
+
+import base64
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from fastapi import FastAPI
+from PIL import Image
+
+from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use
+
+SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def app(tiny_diffusion: Callable[[str], Path]) -> Iterator[FastAPI]:
+    with serving(tiny_diffusion("z_image"), max_pixels=128 * 128) as app:
+        yield app
+
+
+def opened(b64_json: str | None) -> Image.Image:
+    assert b64_json is not None
+    return Image.open(io.BytesIO(base64.b64decode(b64_json)))
+
+
+def pixels(b64_json: str | None) -> np.ndarray:
+    return np.asarray(opened(b64_json).convert("RGB")).astype(float)
+
+
+def generate(app: FastAPI, **fields: Any) -> Any:
+    fields = {"prompt": "a hen", "size": "32x32", "extra_body": SMALL, **fields}
+    return use(app, lambda client: client.images.generate(**fields))
+
+
+def test_images_are_generated(app: FastAPI) -> None:
+    answer = generate(app, model=MODEL, n=2)
+    again = generate(app, n=1, extra_body={**SMALL, "seed": 2})
+
+    assert [opened(image.b64_json).format for image in answer.data] == ["PNG"] * 2
+    assert [opened(image.b64_json).size for image in answer.data] == [(32, 32)] * 2
+    assert answer.size == "32x32" and answer.output_format == "png" and answer.usage.total_tokens == 0
+    # The second image has the next seed.
+    np.testing.assert_array_equal(pixels(answer.data[1].b64_json), pixels(again.data[0].b64_json))
+    assert pixels(answer.data[0].b64_json).std() > 0
+
+
+def test_settings_may_stand_in_extra_body_itself(app: FastAPI) -> None:
+    body = {"prompt": "a hen", "extra_body": {"height": 32, "width": 64, **SMALL}, "output_format": "webp"}
+
+    answer = ask(app, "POST", "/v1/images/generations", json=body).json()
+
+    assert opened(answer["data"][0]["b64_json"]).size == (64, 32)
+    assert opened(answer["data"][0]["b64_json"]).format == "WEBP" and answer["size"] == "64x32"
+
+
+def test_compression_makes_files_smaller(app: FastAPI) -> None:
+    sizes = [
+        len(generate(app, output_format="jpeg", output_compression=quality).data[0].b64_json) for quality in (5, 100)
+    ]
+    assert sizes[0] < sizes[1] / 2
+
+
+def test_a_stream_shows_previews_and_ends_with_each_image(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> list[Any]:
+        stream = await client.images.generate(
+            prompt="a hen",
+            size="64x64",
+            n=2,
+            stream=True,
+            partial_images=2,
+            extra_body={"num_inference_steps": 6, "seed": 1},
+        )
+        return [event async for event in stream]
+
+    events = use(app, main)
+    whole = generate(app, n=2, size="64x64", extra_body={"num_inference_steps": 6, "seed": 1})
+
+    partial = [event for event in events if event.type == "image_generation.partial_image"]
+    assert sorted((event.index, event.partial_image_index) for event in partial) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(opened(event.b64_json).format == "PNG" for event in partial)
+    completed = events[len(partial) :]
+    assert [(event.type, event.index) for event in completed] == [
+        ("image_generation.completed", 0),
+        ("image_generation.completed", 1),
+    ]
+    for event, image in zip(completed, whole.data, strict=True):
+        np.testing.assert_array_equal(pixels(event.b64_json), pixels(image.b64_json))
+        assert event.size == "64x64" and event.usage.total_tokens == 0
+
+
+def test_an_uploaded_image_is_edited(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> Any:
+        return [
+            await client.images.edit(
+                image=("a.png", png(color=color), "image/png"),
+                prompt="the same at night",
+                size="32x32",
+                extra_body={**SMALL, "num_inference_steps": 4, "strength": 0.3},
+            )
+            for color in ("red", "blue")
+        ]
+
+    red, blue = (pixels(answer.data[0].b64_json).mean((0, 1)) for answer in use(app, main))
+
+    assert abs(red - blue).max() > 1  # It has been looked at, by random weights.
+
+
+def test_images_to_edit_come_in_json_too(app: FastAPI) -> None:
+    uri = "data:image/png;base64," + base64.b64encode(png()).decode()
+    answers = [
+        ask(app, "POST", "/v1/images/edits", json={"prompt": "at night", "size": "32x32", **SMALL, **form}).json()
+        for form in ({"image": uri}, {"images": [{"image_url": uri}]}, {"image": [{"image_url": {"url": uri}}]})
+    ]
+
+    first = pixels(answers[0]["data"][0]["b64_json"])
+    for answer in answers[1:]:
+        np.testing.assert_array_equal(pixels(answer["data"][0]["b64_json"]), first)
+
+
+def test_an_edit_can_be_streamed(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> list[Any]:
+        stream = await client.images.edit(
+            image=png(), prompt="at night", size="32x32", stream=True, partial_images=1, extra_body=SMALL
+        )
+        return [event async for event in stream]
+
+    assert use(app, main)[-1].type == "image_edit.completed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompt": ""}, "prompt", "at least 1 character"),
+        ({"prompt": "  "}, None, "prompt is empty"),
+        ({"n": 11}, "n", "less than or equal to 10"),
+        ({"size": "32by32"}, "size", "pattern"),
+        ({"size": "33x32"}, None, "multiples of 16"),
+        ({"size": "99999x99999"}, None, "max_pixels"),
+        ({"size": "32x32", "height": 64}, "height", "say different things"),
+        ({"num_inference_steps": 100_000}, None, "at most 200"),
+        ({"response_format": "url"}, "response_format", "b64_json"),
+        ({"output_format": "tiff"}, "output_format", "'png'"),
+        ({"output_compression": 50}, "output_compression", "jpeg or webp"),
+        ({"partial_images": 2}, "partial_images", "stream"),
+        ({"background": "transparent"}, "background", "opaque"),
+        ({"wdith": 64}, "wdith", "not permitted"),
+        ({"extra_body": {"wdith": 64}}, "extra_body.wdith", "did you mean 'width'"),
+        ({"extra_body": {"num_frames": 5}}, None, "does not take 'num_frames'"),
+        ({"seed": -1}, None, "seed -1: must be 0 to"),
+        ({"seed": [1, 2]}, None, "2 entries"),
+    ],
+)
+def test_wrong_fields_are_named(app: FastAPI, fields: dict[str, Any], param: str | None, words: str) -> None:
+    answer = ask(app, "POST", "/v1/images/generations", json={"prompt": "a hen", **fields})
+
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and words in error["message"]
+    assert param is None or error["param"].removeprefix("body.") == param
+
+
+def test_a_stream_that_is_refused_has_the_status_of_a_refusal(app: FastAPI) -> None:
+    answer = ask(app, "POST", "/v1/images/generations", json={"prompt": "a hen", "size": "33x32", "stream": True})
+    assert answer.status_code == 400 and "multiples of 16" in answer.json()["error"]["message"]
+
+
+def test_another_model_is_not_found(app: FastAPI) -> None:
+    with pytest.raises(openai.NotFoundError, match=f"this server has {MODEL}"):
+        generate(app, model="dall-e-3")
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"image": b"no picture"}, "image"),
+        ({"image": png()[:-40]}, "image"),
+        ({"image": png(200, 200)}, "max_pixels"),
+        ({"image": png(), "mask": png()}, "take no mask"),
+        ({"prompt": png(), "image": png()}, "valid string"),
+        ({"picture": png()}, "Field required"),
+    ],
+)
+def test_broken_uploads_are_refused(app: FastAPI, files: dict[str, bytes], words: str) -> None:
+    data = {} if "prompt" in files else {"prompt": "at night"}
+    uploads = {name: (f"{name}.png", file, "image/png") for name, file in files.items()}
+
+    answer = ask(app, "POST", "/v1/images/edits", data=data, files=uploads)
+
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+
+
+def test_a_bomb_is_not_decoded(app: FastAPI) -> None:
+    file = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(file, "PNG")
+
+    answer = ask(
+        app, "POST", "/v1/images/edits", data={"prompt": "x"}, files={"image": ("a.png", file.getvalue(), "image/png")}
+    )
+
+    assert answer.status_code == 400 and "pixels" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "http://127.0.0.1/x.png", "ftp://host/x", "/etc/passwd"])
+def test_nothing_private_is_read(app: FastAPI, url: str) -> None:
+    answer = ask(app, "POST", "/v1/images/edits", json={"prompt": "x", "image": url})
+    assert answer.status_code in (400, 422)
+
+
+def test_a_body_that_is_neither_json_nor_a_form(app: FastAPI) -> None:
+    answer = ask(app, "POST", "/v1/images/edits", content=b"x", headers={"content-type": "text/plain"})
+    assert answer.status_code == 415
+
+
+def test_videos_of_a_model_that_paints(app: FastAPI) -> None:
+    answer = ask(app, "POST", "/v1/videos", json={"prompt": "a boat"})
+    assert answer.status_code == 400 and "makes no videos; it makes image" in answer.json()["error"]["message"]

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Videos over HTTP, as OpenAI's client asks for them, and what the server keeps of them."""
+
+import asyncio
+import base64
+import io
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import openai
+import pytest
+from fastapi import FastAPI
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+
+from tests.entrypoints.faces import is_idle
+from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use
+from vllm_omni.diffusion.durations import nearest_num_frames
+from vllm_omni.entrypoints.openai.video_protocol import Video
+from vllm_omni.entrypoints.openai.video_store import VideoJob, VideoStore
+from vllm_omni.errors import PipelineFullError
+
+SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1}
+LONG: dict[str, Any] = {"num_inference_steps": 200, "num_frames": 33}
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def app(tiny_diffusion: Callable[[str], Path]) -> Iterator[FastAPI]:
+    with serving(tiny_diffusion("wan"), max_inflight=2, max_queued=1) as app:
+        yield app
+
+
+def frames_of(file: bytes) -> tuple[int, tuple[int, int], float]:
+    """How many, of which size, and how many in a second."""
+    with av.open(io.BytesIO(file)) as container:
+        stream = container.streams.video[0]
+        return sum(1 for _ in container.decode(stream)), (stream.width, stream.height), float(stream.average_rate or 0)
+
+
+def test_a_video_is_created_polled_downloaded_and_deleted(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        video = await client.videos.create(prompt="a boat", seconds="0.5", size="32x32", extra_body={**SMALL, "fps": 8})  # type: ignore[arg-type]
+        assert (video.object, video.model, video.size, video.prompt) == ("video", MODEL, "32x32", "a boat")
+        video = await client.videos.poll(video.id, poll_interval_ms=20)
+
+        assert (video.status, video.progress, video.error) == ("completed", 100, None)
+        assert video.seconds == "0.625"  # 5 frames are the nearest that the model makes
+        assert video.expires_at is not None and video.expires_at > time.time()
+        file = await client.videos.download_content(video.id)
+        assert file.response.headers["content-type"] == "video/mp4"
+        assert frames_of(file.content) == (5, (32, 32), 8.0)
+
+        deleted = await client.videos.delete(video.id)
+        assert deleted.deleted and deleted.object == "video.deleted"
+        with pytest.raises(openai.NotFoundError):
+            await client.videos.download_content(video.id)
+
+    use(app, main)
+
+
+def test_videos_are_listed_in_pages(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        made = [
+            await client.videos.create_and_poll(
+                prompt=f"boat {i}", size="32x32", poll_interval_ms=20, extra_body={**SMALL, "num_frames": 1}
+            )  # type: ignore[call-overload]
+            for i in range(3)
+        ]
+        assert [video.prompt async for video in client.videos.list(limit=2)] == ["boat 2", "boat 1", "boat 0"]
+        page = await client.videos.list(order="asc", after=made[0].id, limit=1)
+        assert [video.id for video in page.data] == [made[1].id] and page.has_more
+        for video in made:
+            await client.videos.delete(video.id)
+        assert [video async for video in client.videos.list()] == []
+
+    use(app, main)
+
+
+def test_a_running_video_is_aborted_when_it_is_deleted(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        video = await client.videos.create(prompt="a boat", size="64x64", extra_body=LONG)  # type: ignore[arg-type]
+        assert video.status in ("queued", "in_progress")
+        with pytest.raises(openai.ConflictError, match="not complete yet"):
+            await client.videos.download_content(video.id)
+        await client.videos.delete(video.id)
+        assert is_idle(app.state.engine_client.llm)
+
+    use(app, main)
+
+
+def test_what_the_stage_refuses_is_told_to_who_asks(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        video = await client.videos.create_and_poll(
+            prompt="a boat", size="32x32", poll_interval_ms=20, extra_body={**SMALL, "num_frames": 6}
+        )  # type: ignore[call-overload]
+        assert video.status == "failed" and video.error.code == "bad_request"
+        assert "num_frames 6" in video.error.message
+        with pytest.raises(openai.ConflictError, match="num_frames 6"):
+            await client.videos.download_content(video.id)
+        await client.videos.delete(video.id)
+
+    use(app, main)
+
+
+def test_too_many_videos_are_refused_and_leave_nothing(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        ids = []
+        with pytest.raises(openai.RateLimitError) as error:
+            for _ in range(20):
+                video = await client.videos.create(prompt="a boat", size="64x64", extra_body=LONG)  # type: ignore[arg-type]
+                ids.append(video.id)
+        assert int(error.value.response.headers["retry-after"]) >= 1
+        assert {video.id async for video in client.videos.list()} == set(ids)
+        for video_id in ids:
+            await client.videos.delete(video_id)
+
+    use(app, main)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"seconds": "0"}, "greater than 0"),
+        ({"seconds": "four"}, "valid number"),
+        ({"seconds": 1, "num_frames": 5}, "keep one of them"),
+        ({"seconds": 3000}, "max_frames"),
+        ({"size": "640"}, "pattern"),
+        ({"extra_body": {"num_outputs_per_prompt": 2}}, "one video"),
+        ({"frames": 5}, "not permitted"),
+        ({"input_reference": "data:image/png;base64," + base64.b64encode(png()).decode()}, "no input images"),
+        ({"input_reference": "data:image/png;base64,AAAA"}, "image"),
+    ],
+)
+def test_wrong_fields_are_named(app: FastAPI, fields: dict[str, Any], words: str) -> None:
+    answer = ask(app, "POST", "/v1/videos", json={"prompt": "a boat", **fields})
+
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+    assert ask(app, "GET", "/v1/videos").json()["data"] == []
+
+
+def test_unknown_videos_and_variants(app: FastAPI) -> None:
+    assert ask(app, "GET", "/v1/videos/none").status_code == 404
+    assert ask(app, "DELETE", "/v1/videos/none").status_code == 404
+    assert ask(app, "GET", "/v1/videos/none/content?variant=thumbnail").status_code == 400
+    assert ask(app, "GET", "/v1/videos?after=none").status_code == 400
+
+
+def test_a_video_starts_from_a_picture(tiny_diffusion: Callable[[str], Path]) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        for reference in (("a.png", png(), "image/png"), {"image_url": "data:image/png;base64," + _PNG}):
+            video = await client.videos.create(
+                prompt="a boat",
+                size="32x32",  # type: ignore[arg-type]
+                input_reference=reference,  # type: ignore[arg-type]
+                extra_body={**SMALL, "num_frames": 5},
+            )
+            video = await client.videos.poll(video.id, poll_interval_ms=20)
+            assert video.status == "completed", video.error
+        # The end of the server takes the files along.
+        (file,) = {job.path.parent for job in app.state.omni_videos.store._jobs.values()}
+        assert len(list(file.iterdir())) == 2
+        await app.state.omni_videos.store.close()
+        assert not file.exists()
+
+    with serving(tiny_diffusion("wan_i2v")) as app:
+        use(app, main)
+
+
+_PNG = base64.b64encode(png()).decode()
+
+
+def test_frames_of_a_duration() -> None:
+    assert [nearest_num_frames(seconds, 16, 4) for seconds in (0.01, 1, 4, 5)] == [1, 17, 65, 81]
+    assert nearest_num_frames(2, 25, 8) == 49 and nearest_num_frames(2, 25, 1) == 50
+
+
+def new_video(name: str) -> Video:
+    return Video(id=name, model="m", created_at=0, prompt="p")
+
+
+def test_the_store_is_bounded_in_number_bytes_and_time() -> None:
+    async def main() -> None:
+        store = VideoStore(max_videos=3, max_bytes=10, keep_s=0.05)
+
+        async def work(job: VideoJob) -> None:
+            await store.complete(job, b"1234")
+
+        async def work_too_much(job: VideoJob) -> None:
+            await store.complete(job, b"1" * 11)
+
+        async def never(job: VideoJob) -> None:
+            await asyncio.Event().wait()
+
+        jobs = [store.start(new_video("a"), work), store.start(new_video("b"), work), store.start(new_video("c"), work)]
+        await asyncio.gather(*(job.task for job in jobs if job.task))
+        assert [video.id for video in store.page(None, 9, newest_first=False)[0]] == ["b", "c"]  # bytes
+        assert not jobs[0].path.exists() and jobs[1].path.read_bytes() == b"1234"
+
+        large = store.start(new_video("large"), work_too_much)
+        assert large.task is not None
+        await large.task
+        assert large.video.error is not None and large.video.error.code == "too_large"
+
+        runs = [store.start(new_video(f"n{i}"), never) for i in range(3)]  # number: those that have ended go
+        assert [video.id for video in store.page(None, 9, newest_first=True)[0]] == ["n2", "n1", "n0"]
+        with pytest.raises(PipelineFullError):
+            store.start(new_video("n3"), never)
+        with pytest.raises(VLLMValidationError, match="that others come after"):
+            store.page("b", 9, newest_first=True)
+
+        await store.delete("n0")
+        assert runs[0].task is not None and runs[0].task.cancelled()
+        last = store.start(new_video("last"), work)
+        assert last.task is not None
+        await last.task
+        assert last.path.exists()
+        expired = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.1, expired.set)
+        await expired.wait()
+        with pytest.raises(VLLMNotFoundError, match="expired"):  # time
+            store.get("last")
+        assert not last.path.exists()
+        await store.close()
+        assert not last.path.parent.exists() and all(job.task and job.task.cancelled() for job in runs)
+
+    asyncio.run(main())

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/chat/completions for a pipeline that no vLLM stage reads prompts for: a diffusion model.
+
+It has no chat template. Its prompt is the text of the last message, and the pictures of that message are what it looks
+at. Earlier turns are not for it, and fields about how text is sampled say nothing to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from openai.types.chat.chat_completion_audio import ChatCompletionAudio
+from PIL import Image
+from starlette.datastructures import State
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatCompletionResponseStreamChoice,
+    ChatCompletionStreamResponse,
+)
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
+from vllm.exceptions import VLLMValidationError
+
+from vllm_omni.entrypoints.openai.audio_formats import encode_audio
+from vllm_omni.entrypoints.openai.chat_options import read_modalities
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.http_errors import to_http_error
+from vllm_omni.entrypoints.openai.images import usage_of
+from vllm_omni.entrypoints.openai.media_inputs import ImageFetcher, as_urls
+from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, image_content, video_content
+from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, begun, completed, new_id
+from vllm_omni.entrypoints.openai.protocol import MediaMessage, OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.stage_params import read_stage_params
+from vllm_omni.errors import OmniError, StageConfigError
+from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
+from vllm_omni.outputs import OmniRequestOutput
+
+_FILES = {"image": "png", "video": "mp4"}
+_FOR_TEXT = ("tools", "response_format", "structured_outputs", "logprobs", "prompt_logprobs")
+"""Fields whose effect a client would miss."""
+
+
+class MediaDelta(DeltaMessage):
+    """What a stream gives of a message: all of it, at once."""
+
+    content: str | list[dict[str, Any]] | None = None  # type: ignore[assignment]
+    audio: ChatCompletionAudio | None = None
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A request, read.
+
+    Attributes:
+        prompt: The text of the last message.
+        urls: Its pictures.
+        settings: Fields of `DiffusionSamplingParams`.
+        num_choices: Answers, which share the outputs evenly.
+        audio_format: How sound is encoded.
+    """
+
+    prompt: str
+    urls: list[str]
+    settings: dict[str, Any]
+    num_choices: int
+    audio_format: str
+
+
+class DiffusionChat:
+    """Stands where vLLM's routes look for `OpenAIServingChat`."""
+
+    def __init__(self, client: OmniEngineClient, state: State, args: Namespace) -> None:
+        """
+        Args:
+            state: Of the application; knows the names that the model is served under.
+            args: Of `vllm serve`.
+
+        Raises:
+            StageConfigError: The pipeline gives its callers nothing.
+        """
+        if not client.config.output_types:
+            raise StageConfigError("no stage of the pipeline has final_output: true, so that there is no answer")
+        stage = MediaStage.find(client.config, client.config.output_types[0], args.model)
+        assert stage is not None
+        names = [path.name for path in state.openai_serving_models.base_model_paths]
+        self._maker = MediaMaker(client, names, stage)
+        self._fetcher = ImageFetcher(args)
+
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Request | None = None
+    ) -> ChatCompletionResponse | AsyncGenerator[str, None]:
+        """
+        Raises:
+            VLLMClientError, OmniError: The request is wrong; it failed.
+        """
+        assert isinstance(request, OmniChatCompletionRequest)
+        self._maker.check_model(request.model)
+        question = self._read(request)
+        images = await self._fetcher.fetch(question.urls, "messages")
+        answer = _Answer(request, question, new_id("chatcmpl", raw_request), self._maker)
+        events = self._events(question, images, answer.id, raw_request, bool(request.stream))
+        if request.stream:
+            return answer.stream(await begun(events))
+        return await asyncio.to_thread(answer.whole, await completed(events))
+
+    def _events(
+        self,
+        question: _Question,
+        images: list[Image.Image],
+        request_id: str,
+        raw_request: Request | None,
+        stream: bool,
+    ) -> AsyncGenerator[OmniEvent, None]:
+        return self._maker.events(
+            question.prompt, question.settings, images, raw_request, request_id=request_id, stream=stream
+        )
+
+    def _read(self, request: OmniChatCompletionRequest) -> _Question:
+        for name in _FOR_TEXT:
+            if getattr(request, name):
+                raise VLLMValidationError(f"{name} is for models that write; this one does not", parameter=name)
+        self._check_outputs(request)
+        prompt, urls = read_last_message(request.messages)
+        settings = self._settings(request)
+        num_choices = 1 if request.n is None else request.n
+        if num_choices < 1:
+            raise VLLMValidationError(f"n must be at least 1, not {num_choices}", parameter="n")
+        if num_choices > 1:
+            settings["num_outputs_per_prompt"] = num_choices * settings.get("num_outputs_per_prompt", 1)
+        audio_format = (None if request.audio is None else request.audio.format) or "wav"
+        return _Question(prompt, urls, settings, num_choices, audio_format)
+
+    def _check_outputs(self, request: OmniChatCompletionRequest) -> None:
+        makes = self._maker.stage.makes
+        wanted = read_modalities(request.modalities, self._maker.client.config)
+        if request.modalities is not None and wanted != [makes]:
+            raise VLLMValidationError(f"this model answers with {makes}s alone, not {wanted}", parameter="modalities")
+        if request.audio is not None and makes != "audio":
+            raise VLLMValidationError(f"this model makes no sound; it makes {makes}s", parameter="audio")
+        if request.audio is not None and request.audio.voice is not None:
+            raise VLLMValidationError("this model has no voices; leave voice out", parameter="audio.voice")
+
+    def _settings(self, request: OmniChatCompletionRequest) -> dict[str, Any]:
+        stage = self._maker.stage
+        entries = read_stage_params(request.sampling_params_list, stage.config)
+        own = dict(entries[stage.config.stage_args.index(stage.stage)] or {})
+        own |= diffusion_settings({name: getattr(request, name) for name in request.model_fields_set})
+        if stage.info is not None and stage.makes in _FILES and "output_format" not in own:
+            own["output_format"] = _FILES[stage.makes]
+        return own
+
+
+class _Answer:
+    """How a request is answered."""
+
+    def __init__(
+        self, request: OmniChatCompletionRequest, question: _Question, answer_id: str, maker: MediaMaker
+    ) -> None:
+        self.id = answer_id
+        self._created = int(time.time())
+        self._question = question
+        self._model_name = request.model or maker.model_name
+        self._modality = maker.stage.makes
+        self._tells_usage = bool(request.stream_options and request.stream_options.include_usage)
+
+    def whole(self, output: OmniRequestOutput) -> ChatCompletionResponse:
+        """Takes its time where files are large."""
+        return ChatCompletionResponse(
+            id=self.id,
+            created=self._created,
+            model=self._model_name,
+            choices=[
+                ChatCompletionResponseChoice(index=i, message=MediaMessage(role="assistant", **fields))
+                for i, fields in enumerate(self._messages(output))
+            ],
+            usage=_usage(output),
+        )
+
+    async def stream(self, events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[str, None]:
+        """Steps as comments, which clients skip; then each answer in one piece."""
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, ImageProgressEvent):
+                        yield f": output {event.index}, step {event.step + 1} of {event.num_steps}\n\n"
+                    elif isinstance(event, CompletedEvent):
+                        for text in await asyncio.to_thread(self._chunks, event.outputs[0]):
+                            yield text
+        except OmniError as error:
+            yield f"data: {create_error_response(to_http_error(error)).model_dump_json()}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _chunks(self, output: OmniRequestOutput) -> list[str]:
+        chunks = []
+        for i, fields in enumerate(self._messages(output)):
+            delta = MediaDelta(role="assistant", **fields)
+            chunks.append(self._chunk([ChatCompletionResponseStreamChoice(index=i, delta=delta)]))
+            end = ChatCompletionResponseStreamChoice(index=i, delta=DeltaMessage(), finish_reason="stop")
+            chunks.append(self._chunk([end]))
+        if self._tells_usage:
+            chunks.append(self._chunk([], usage=_usage(output)))
+        return chunks
+
+    def _chunk(self, choices: list[ChatCompletionResponseStreamChoice], **more: Any) -> str:
+        chunk = ChatCompletionStreamResponse(
+            id=self.id,
+            created=self._created,
+            model=self._model_name,
+            modality=self._modality,  # type: ignore[call-arg]
+            choices=choices,
+            **more,
+        )
+        return f"data: {chunk.model_dump_json()}\n\n"
+
+    def _messages(self, output: OmniRequestOutput) -> list[dict[str, Any]]:
+        """Fields of the messages, one for each choice."""
+        if output.final_output_type == "audio":
+            return [{"audio": audio} for audio in self._sounds(output)]
+        parts = image_content(output) if output.final_output_type == "image" else video_content(output)
+        size = len(parts) // self._question.num_choices
+        return [{"content": parts[i * size : (i + 1) * size]} for i in range(self._question.num_choices)]
+
+    def _sounds(self, output: OmniRequestOutput) -> list[ChatCompletionAudio]:
+        """One for each clip; `[clips, channels, samples]`, whose channels are mixed."""
+        assert output.sample_rate is not None
+        return [
+            ChatCompletionAudio(
+                id=f"audio-{self.id}-{i}",
+                data=base64.b64encode(
+                    encode_audio(clip.mean(0).numpy(), self._question.audio_format, output.sample_rate)
+                ).decode(),
+                expires_at=int(time.time()),  # Nothing is kept that a later turn could name.
+                transcript="",
+            )
+            for i, clip in enumerate(output.multimodal_output["audio"])
+        ]
+
+
+def read_last_message(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """The prompt of a diffusion model, and the addresses of its pictures.
+
+    Raises:
+        VLLMValidationError: There is something that it would not look at.
+    """
+    for message in messages:
+        if message.get("role") in ("system", "developer"):
+            raise VLLMValidationError(
+                "a diffusion model takes no system message: say all in the user's last one", parameter="messages"
+            )
+    if not messages or messages[-1].get("role") != "user":
+        raise VLLMValidationError("the last message must be the user's; its text is the prompt", parameter="messages")
+    content = messages[-1].get("content")
+    parts = [content] if isinstance(content, str) else list(content or [])
+    texts, urls = [], []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif part.get("type") == "text":
+            texts.append(part["text"])
+        elif part.get("type") == "image_url":
+            urls += as_urls(part["image_url"])
+        else:
+            raise VLLMValidationError(
+                f"a diffusion model takes parts of type text and image_url, not {part.get('type')!r}",
+                parameter="messages",
+            )
+    return "\n".join(texts), urls
+
+
+def _usage(output: OmniRequestOutput) -> UsageInfo:
+    used = usage_of(output)
+    return UsageInfo(
+        prompt_tokens=used.input_tokens, completion_tokens=used.output_tokens, total_tokens=used.total_tokens
+    )

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage of a pipeline that makes images, videos or sound, and how it is asked.
+
+Knows how settings reach it and what it does where they say nothing. Of HTTP it knows that a request has headers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+from PIL import Image
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.tracing import extract_trace_headers
+from vllm.utils import random_uuid
+
+from vllm_omni.config.dit_config import parse_dit_config
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.diffusion.call_arguments import default_fps
+from vllm_omni.diffusion.encoding import DEFAULT_FPS
+from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
+from vllm_omni.events import CompletedEvent, OmniEvent
+from vllm_omni.inputs import OmniPrompt
+from vllm_omni.outputs import OmniRequestOutput
+
+if TYPE_CHECKING:
+    from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+
+
+@dataclass(frozen=True)
+class MediaStage:
+    """
+    Attributes:
+        config: The pipeline.
+        stage: The final stage that makes it.
+        info: The diffusers pipeline that it runs; None where it runs something else, which has no settings.
+    """
+
+    config: PipelineConfig
+    stage: OmniStageConfig
+    info: PipelineInfo | None
+
+    @classmethod
+    def find(cls, config: PipelineConfig, output_type: str, model: str) -> MediaStage | None:
+        """The stage that gives callers outputs of this type; None if there is none.
+
+        Args:
+            model: The pipeline's checkpoint.
+        """
+        for stage in config.stage_args:
+            if stage.final_output and stage.final_output_type == output_type:
+                return cls(config, stage, _load_info(stage, model))
+        return None
+
+    @property
+    def makes(self) -> str:
+        """`image`, `video`, `audio`."""
+        return self.stage.final_output_type or ""
+
+    def params_list(self, settings: Mapping[str, Any]) -> list[dict[str, Any] | None]:
+        """Sampling parameters of all stages, where only this one is told something.
+
+        Raises:
+            VLLMValidationError: There are settings, and it has none.
+        """
+        if settings and self.info is None:
+            raise VLLMValidationError(f"this model's {self.makes}s have no settings", parameter=next(iter(settings)))
+        return [dict(settings) if stage is self.stage and settings else None for stage in self.config.stage_args]
+
+    def expected(self, name: str, settings: Mapping[str, Any]) -> Any:
+        """What the stage takes for a setting: the request's value, its own default, else the diffusers pipeline's.
+
+        None where only the pipeline knows, while it runs.
+        """
+        for values in (settings, self.stage.default_sampling_params):
+            if values.get(name) is not None:
+                return values[name]
+        parameter = None if self.info is None else call_parameters(self.info.pipeline_class).get(name)
+        return None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+
+    def expected_size(self, settings: Mapping[str, Any]) -> str | None:
+        """`WIDTHxHEIGHT`, as far as it is known before."""
+        width, height = (self.expected(name, settings) for name in ("width", "height"))
+        return f"{width}x{height}" if width and height else None
+
+    def expected_fps(self, settings: Mapping[str, Any]) -> float:
+        own = None if self.info is None else default_fps(self.info.pipeline_class)
+        return self.expected("fps", settings) or own or DEFAULT_FPS
+
+
+def _load_info(stage: OmniStageConfig, model: str) -> PipelineInfo | None:
+    if stage.kind != "DiT":
+        return None
+    return PipelineInfo.load(stage.checkpoint(model), parse_dit_config(stage.dit_engine_args, stage.name))
+
+
+def missing_media(config: PipelineConfig, output_type: str) -> VLLMValidationError:
+    """For who asks a model for what it cannot make: says what it can."""
+    return VLLMValidationError(
+        f"this model makes no {output_type}s; it makes {', '.join(config.output_types)}", parameter="model"
+    )
+
+
+class MediaMaker:
+    """Asks the pipeline for what one of its stages makes."""
+
+    def __init__(self, client: OmniEngineClient, model_names: Sequence[str], stage: MediaStage) -> None:
+        """
+        Args:
+            model_names: Those that the pipeline is served under.
+        """
+        self.client = client
+        self.stage = stage
+        self.model_name = model_names[0]
+        self._model_names = model_names
+
+    def check_model(self, name: str | None) -> None:
+        """
+        Raises:
+            VLLMNotFoundError: Another model is asked for than is served.
+        """
+        if name and name not in self._model_names:
+            served = ", ".join(self._model_names)
+            raise VLLMNotFoundError(f"The model `{name}` does not exist; this server has {served}.")
+
+    def events(
+        self,
+        prompt: str,
+        settings: Mapping[str, Any],
+        images: Sequence[Image.Image],
+        raw_request: Request | None,
+        *,
+        request_id: str,
+        stream: bool,
+        **options: Any,
+    ) -> AsyncGenerator[OmniEvent, None]:
+        """The events of one request, see `OmniEngineClient.run`.
+
+        Args:
+            settings: Fields of `DiffusionSamplingParams`.
+            images: What the model is to look at.
+            options: Further arguments of `OmniEngineClient.run`.
+        """
+        omni_prompt = OmniPrompt(prompt=prompt, modalities=[self.stage.makes])
+        if images:
+            omni_prompt["multi_modal_data"] = {"image": list(images)}
+        return self.client.run(
+            omni_prompt,
+            self.stage.params_list(settings),
+            request_id,
+            stream=stream,
+            trace_headers=None if raw_request is None else extract_trace_headers(raw_request.headers),
+            **options,
+        )
+
+
+def new_id(prefix: str, raw_request: Request | None = None) -> str:
+    """An id for a request: its client's own, if it has sent one, else a random one."""
+    own = None if raw_request is None else raw_request.headers.get("X-Request-Id")
+    return f"{prefix}-{own or random_uuid()}"
+
+
+async def begun(events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[OmniEvent, None]:
+    """The same events, when there is a first: what a stage refuses is then known before an answer begins."""
+    first = await anext(events)
+
+    async def all_events() -> AsyncGenerator[OmniEvent, None]:
+        async with aclosing(events):
+            yield first
+            async for event in events:
+                yield event
+
+    return all_events()
+
+
+async def completed(events: AsyncGenerator[OmniEvent, None]) -> OmniRequestOutput:
+    """The output, when it is complete."""
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, CompletedEvent):
+                return event.outputs[0]
+    raise AssertionError("the last event of a request tells that it is complete")

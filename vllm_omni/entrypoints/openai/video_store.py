@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Videos that were asked for: how far each has come, and the files of those that are complete.
+
+Bounded in number, in bytes and in time. Does not know how videos are made. For use from one event loop.
+"""
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+
+from vllm_omni.entrypoints.openai.video_protocol import Video, VideoError
+from vllm_omni.errors import PipelineFullError
+
+_GIB = 1 << 30
+_FULL_RETRY_S = 10.0
+
+
+@dataclass(eq=False, kw_only=True)
+class VideoJob:
+    """
+    Attributes:
+        video: What its client is told.
+        path: Where the file will be.
+        num_bytes: Of the file; 0 until there is one.
+        task: Makes it.
+        expiry: Removes it at its time, once it has ended.
+    """
+
+    video: Video
+    path: Path
+    num_bytes: int = 0
+    task: asyncio.Task[None] | None = None
+    expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.video.status in ("completed", "failed")
+
+
+class VideoStore:
+    """All jobs, oldest first, and a folder of their files that nobody else may read."""
+
+    def __init__(self, *, max_videos: int = 1000, max_bytes: int = 8 * _GIB, keep_s: float = 3600.0) -> None:
+        """
+        Args:
+            max_videos: Jobs that are kept. For a new one the oldest that has ended goes.
+            max_bytes: Of all files. For a new one the oldest go.
+            keep_s: Seconds that a job which has ended is kept.
+        """
+        self._max_videos = max_videos
+        self._max_bytes = max_bytes
+        self._keep_s = keep_s
+        self._jobs: dict[str, VideoJob] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-omni-videos-")
+
+    def start(self, video: Video, make: Callable[[VideoJob], Coroutine[Any, Any, None]]) -> VideoJob:
+        """Begins a job; `make` does the work, and is cancelled if the job is deleted.
+
+        Raises:
+            PipelineFullError: As many as may be are being made.
+        """
+        if len(self._jobs) >= self._max_videos:
+            ended = next((job for job in self._jobs.values() if job.has_ended), None)
+            if ended is None:
+                raise PipelineFullError(f"{self._max_videos} videos are being made; try again later", _FULL_RETRY_S)
+            self._remove(ended)
+        job = VideoJob(video=video, path=Path(self._folder.name, f"{video.id}.mp4"))
+        self._jobs[video.id] = job
+        job.task = asyncio.create_task(make(job), name=video.id)
+        return job
+
+    def get(self, video_id: str) -> VideoJob:
+        """
+        Raises:
+            VLLMNotFoundError: There is none, or no longer.
+        """
+        job = self._jobs.get(video_id)
+        if job is None:
+            raise VLLMNotFoundError(f"there is no video {video_id!r}; it may have expired")
+        return job
+
+    def page(self, after: str | None, limit: int, *, newest_first: bool) -> tuple[list[Video], bool]:
+        """Up to `limit` videos that come after another one, and whether there are more.
+
+        Raises:
+            VLLMValidationError: There is no such other one.
+        """
+        videos = [job.video for job in self._jobs.values()]
+        if newest_first:
+            videos.reverse()
+        start = 0
+        if after is not None:
+            ids = [video.id for video in videos]
+            if after not in ids:
+                raise VLLMValidationError(f"there is no video {after!r} that others come after", parameter="after")
+            start = ids.index(after) + 1
+        return videos[start : start + limit], start + limit < len(videos)
+
+    async def complete(self, job: VideoJob, file: bytes) -> None:
+        """Keeps the file of a job."""
+        if len(file) > self._max_bytes:
+            self.fail(job, "too_large", f"the video has {len(file)} bytes; the server keeps {self._max_bytes}")
+            return
+        writing = asyncio.ensure_future(asyncio.to_thread(job.path.write_bytes, file))
+        try:
+            await asyncio.shield(writing)
+        finally:
+            await asyncio.wait([writing])  # Who deletes the job does not stop the thread.
+            if job.video.id not in self._jobs:
+                job.path.unlink(missing_ok=True)
+        self._end(job)
+        job.num_bytes = len(file)
+        job.video.status, job.video.progress = "completed", 100
+        self._make_room()
+
+    def fail(self, job: VideoJob, code: str, message: str) -> None:
+        """Keeps of a job why there is no video."""
+        job.path.unlink(missing_ok=True)
+        self._end(job)
+        job.video.status, job.video.error = "failed", VideoError(code=code, message=message)
+
+    async def delete(self, video_id: str) -> None:
+        """Aborts a job that has not ended, and removes its file.
+
+        Raises:
+            VLLMNotFoundError: There is none, or no longer.
+        """
+        job = self.get(video_id)
+        self._remove(job)
+        await _ended(job)
+
+    async def close(self) -> None:
+        """Aborts all jobs and removes all files."""
+        jobs = list(self._jobs.values())
+        for job in jobs:
+            self._remove(job)
+        for job in jobs:
+            await _ended(job)
+        await asyncio.to_thread(self._folder.cleanup)
+
+    def _end(self, job: VideoJob) -> None:
+        now = time.time()
+        job.video.completed_at, job.video.expires_at = int(now), int(now + self._keep_s)
+        job.expiry = asyncio.get_running_loop().call_later(self._keep_s, self._remove, job)
+
+    def _make_room(self) -> None:
+        excess = sum(job.num_bytes for job in self._jobs.values()) - self._max_bytes
+        for job in list(self._jobs.values()):
+            if excess > 0 and job.num_bytes:
+                excess -= job.num_bytes
+                self._remove(job)
+
+    def _remove(self, job: VideoJob) -> None:
+        self._jobs.pop(job.video.id, None)
+        if job.expiry is not None:
+            job.expiry.cancel()
+        if job.task is not None and not job.has_ended:
+            job.task.cancel()
+        job.path.unlink(missing_ok=True)
+
+
+async def _ended(job: VideoJob) -> None:
+    """Waits until a job that was cancelled has told its stages."""
+    if job.task is not None and job.task is not asyncio.current_task():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([job.task])

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/videos, as OpenAI has it, for any pipeline that gives videos: a video is a job that its client asks after."""
+
+import asyncio
+import logging
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from http import HTTPStatus
+from typing import Annotated, Any, BinaryIO, Literal
+
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
+from fastapi.responses import StreamingResponse
+from PIL import Image
+from starlette.datastructures import State
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
+from vllm.exceptions import VLLMValidationError
+
+from vllm_omni.diffusion.durations import nearest_num_frames, temporal_factor
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
+from vllm_omni.entrypoints.openai.images import RESPONSES
+from vllm_omni.entrypoints.openai.media_inputs import ImageFetcher, form_description, read_request
+from vllm_omni.entrypoints.openai.media_messages import as_video_file
+from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, missing_media, new_id
+from vllm_omni.entrypoints.openai.video_protocol import Video, VideoDeleted, VideoList, VideoRequest
+from vllm_omni.entrypoints.openai.video_store import VideoJob, VideoStore
+from vllm_omni.errors import OmniError
+from vllm_omni.events import CompletedEvent, ImageProgressEvent
+
+logger = logging.getLogger("vllm.omni.server")
+
+_CHUNK_BYTES = 1 << 18
+_MAX_PAGE = 100
+_RETRY_S = 1.0
+
+VideoId = Annotated[str, Path(max_length=200, description="Of a video that this server makes, or has made.")]
+
+
+class ServingVideos:
+    """Makes videos of one pipeline."""
+
+    def __init__(self, maker: MediaMaker, fetcher: ImageFetcher, store: VideoStore, factor: int) -> None:
+        """
+        Args:
+            factor: See `temporal_factor`.
+        """
+        self._maker = maker
+        self._fetcher = fetcher
+        self._factor = factor
+        self.store = store
+
+    async def create(self, request: VideoRequest, raw_request: Request) -> Video:
+        """Begins a video; returns when the pipeline has taken the request.
+
+        Raises:
+            VLLMClientError, OmniError: The request is wrong, or is refused.
+        """
+        self._maker.check_model(request.model)
+        settings = self._settings(request)
+        self._maker.client.check_admission()
+        images = await self._fetcher.fetch(request.input_reference or [], "input_reference")
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def make(job: VideoJob) -> None:
+            try:
+                await self._make(job, settings, images, raw_request, accepted)
+            except Exception as error:
+                if accepted.done():
+                    self._fail(job, error)
+                else:
+                    accepted.set_exception(error)
+
+        job = self.store.start(self._describe(request, settings), make)
+        try:
+            await accepted
+        except BaseException:  # It was refused, or its client has left without knowing its id.
+            await self.store.delete(job.video.id)
+            raise
+        return job.video
+
+    async def _make(
+        self,
+        job: VideoJob,
+        settings: Mapping[str, Any],
+        images: list[Image.Image],
+        raw_request: Request,
+        accepted: "asyncio.Future[None]",
+    ) -> None:
+        events = self._maker.events(
+            job.video.prompt,
+            settings,
+            images,
+            raw_request,
+            request_id=job.video.id,
+            stream=True,
+            on_accepted=partial(_settle, accepted),
+        )
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, ImageProgressEvent):
+                    job.video.status = "in_progress"
+                    job.video.progress = min(99, 100 * (event.step + 1) // event.num_steps)
+                elif isinstance(event, CompletedEvent):
+                    output = event.outputs[0]
+                    file = await asyncio.to_thread(as_video_file, output.videos[0], output.fps)
+                    await self.store.complete(job, file)
+
+    def _fail(self, job: VideoJob, error: Exception) -> None:
+        """Nobody waits for the job: what has happened to it is told to who asks after it."""
+        if not isinstance(error, OmniError):
+            logger.error("video %s failed", job.video.id, exc_info=error)
+            self.store.fail(job, "internal_server_error", "internal error; the server's log says more")
+        else:
+            failure = to_http_error(error)
+            self.store.fail(job, failure.http_status.name.lower(), failure.message)
+
+    def _settings(self, request: VideoRequest) -> dict[str, Any]:
+        settings = request.settings()
+        if self._maker.stage.info is None:
+            return {name: value for name, value in settings.items() if name != "output_format"}
+        if request.seconds is not None:
+            settings["fps"] = self._maker.stage.expected_fps(settings)
+            settings["num_frames"] = nearest_num_frames(request.seconds, settings["fps"], self._factor)
+        return settings
+
+    def _describe(self, request: VideoRequest, settings: Mapping[str, Any]) -> Video:
+        num_frames = self._maker.stage.expected("num_frames", settings)
+        seconds = num_frames and num_frames / self._maker.stage.expected_fps(settings)
+        return Video(
+            id=new_id("video"),
+            model=request.model or self._maker.model_name,
+            created_at=int(time.time()),
+            prompt=request.prompt,
+            seconds=f"{seconds:g}" if seconds else None,
+            size=self._maker.stage.expected_size(settings),
+        )
+
+    async def open(self, video_id: str) -> tuple[BinaryIO, int]:
+        """The file of a video that is complete, and its size. Stays readable if the video is deleted meanwhile.
+
+        Raises:
+            VLLMNotFoundError: There is no such video.
+            OmniHTTPError: It is not complete, or never will be.
+        """
+        job = self.store.get(video_id)
+        video = job.video
+        if video.error is not None:
+            raise OmniHTTPError(f"video {video_id} failed: {video.error.message}", HTTPStatus.CONFLICT)
+        if video.status != "completed":
+            raise OmniHTTPError(
+                f"video {video_id} is {video.progress}% done; try again later", HTTPStatus.CONFLICT, 1.0
+            )
+        return await asyncio.to_thread(job.path.open, "rb"), job.num_bytes
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
+            yield chunk
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    handler: ServingVideos | None = app.state.omni_videos
+    if handler is not None:
+        await handler.store.close()
+
+
+router = APIRouter(lifespan=_lifespan)
+
+
+def _videos(raw_request: Request) -> ServingVideos:
+    handler: ServingVideos | None = raw_request.app.state.omni_videos
+    if handler is None:
+        raise missing_media(raw_request.app.state.engine_client.config, "video")
+    return handler
+
+
+async def _video_request(raw_request: Request) -> VideoRequest:
+    return await read_request(raw_request, VideoRequest, "input_reference")
+
+
+@router.post(
+    "/v1/videos", responses=RESPONSES, openapi_extra=form_description(VideoRequest, "input_reference", several=False)
+)
+@with_cancellation
+@load_aware_call
+async def create_video(request: Annotated[VideoRequest, Depends(_video_request)], raw_request: Request) -> Video:
+    """Begins a video that a prompt describes, and perhaps a picture. Ask after it until its status is completed."""
+    return await _videos(raw_request).create(request, raw_request)
+
+
+@router.get("/v1/videos", responses=RESPONSES)
+async def list_videos(
+    raw_request: Request,
+    after: Annotated[str | None, Query(description="Those that come after this id.")] = None,
+    limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
+    order: Annotated[Literal["asc", "desc"], Query(description="Oldest or newest first.")] = "desc",
+) -> VideoList:
+    """All videos that the server has not forgotten."""
+    videos, has_more = _videos(raw_request).store.page(after, limit, newest_first=order == "desc")
+    first, last = (videos[0].id, videos[-1].id) if videos else (None, None)
+    return VideoList(data=videos, first_id=first, last_id=last, has_more=has_more)
+
+
+@router.get("/v1/videos/{video_id}", responses=RESPONSES)
+async def retrieve_video(video_id: VideoId, raw_request: Request) -> Video:
+    """How far a video has come."""
+    return _videos(raw_request).store.get(video_id).video
+
+
+@router.get(
+    "/v1/videos/{video_id}/content",
+    response_class=StreamingResponse,
+    responses={
+        **RESPONSES,
+        HTTPStatus.OK.value: {"content": {"video/mp4": {"schema": {"type": "string", "format": "binary"}}}},
+    },
+)
+async def download_video(
+    video_id: VideoId,
+    raw_request: Request,
+    variant: Annotated[str, Query(description="Only video: there are no thumbnails or sprite sheets.")] = "video",
+) -> StreamingResponse:
+    """The MP4 file of a video that is completed."""
+    if variant != "video":
+        raise VLLMValidationError("there is only the variant 'video'", parameter="variant")
+    file, num_bytes = await _videos(raw_request).open(video_id)
+    return StreamingResponse(_chunks(file), media_type="video/mp4", headers={"Content-Length": str(num_bytes)})
+
+
+@router.delete("/v1/videos/{video_id}", responses=RESPONSES)
+async def delete_video(video_id: VideoId, raw_request: Request) -> VideoDeleted:
+    """Forgets a video; one that is not complete is given up."""
+    await _videos(raw_request).store.delete(video_id)
+    return VideoDeleted(id=video_id)
+
+
+def attach_router(app: FastAPI) -> None:
+    app.include_router(router)
+
+
+def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
+    stage = MediaStage.find(client.config, "video", args.model)
+    state.omni_videos = None
+    if stage is not None:
+        names = [path.name for path in state.openai_serving_models.base_model_paths]
+        state.omni_videos = ServingVideos(
+            MediaMaker(client, names, stage), ImageFetcher(args), VideoStore(), _factor(stage, args.model)
+        )
+
+
+def _factor(stage: MediaStage, model: str) -> int:
+    if stage.info is None:
+        return 1
+    return temporal_factor(stage.stage.checkpoint(model), stage.info.index, stage.stage.engine_args.get("revision"))

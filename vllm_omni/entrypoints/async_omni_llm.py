@@ -45,7 +45,7 @@ class AsyncOmniLLM(PipelineFace):
         stream: bool = True,
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
-        priority: int = 0,
+        request_fields: Mapping[str, Any] | None = None,
         on_accepted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[OmniEvent, None]:
         """The events of one prompt, as they happen; the last one is a `CompletedEvent` or an `ErrorEvent`.
@@ -59,7 +59,7 @@ class AsyncOmniLLM(PipelineFace):
             stream: Give the pieces of the output, as they are made; else only the last event.
             trace_headers: W3C trace context of the caller (`traceparent`, ...).
             lora_request: As for `OmniLLM.generate`.
-            priority: For a first stage with vLLM's `scheduling_policy: priority`: less is sooner.
+            request_fields: Fields of vLLM's `EngineCoreRequest` for the stages that read the prompt, e.g. `priority`.
             on_accepted: Called, on the event loop, when the pipeline has taken the request: long before the first event
                 where others are waiting, too.
 
@@ -89,7 +89,7 @@ class AsyncOmniLLM(PipelineFace):
                 streams=stream,
                 trace_headers=trace_headers,
                 lora_request=lora_request,
-                priority=priority,
+                request_fields=request_fields,
             )
 
         request = await self._preprocess(build)

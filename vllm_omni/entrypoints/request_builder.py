@@ -72,7 +72,7 @@ class RequestBuilder:
         streams: bool = False,
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
-        priority: int = 0,
+        request_fields: Mapping[str, Any] | None = None,
     ) -> PipelineRequest:
         """
         Args:
@@ -84,7 +84,7 @@ class RequestBuilder:
             trace_headers: W3C trace context of the caller.
             lora_request: The adapter that the first stage runs with; if that only encodes prompts for a diffusion
                 stage, the latter does.
-            priority: For a first stage with vLLM's `scheduling_policy: priority`: less is sooner.
+            request_fields: Fields of vLLM's `EngineCoreRequest` for the stages that read the prompt, e.g. `priority`.
 
         Raises:
             InvalidRequestError: The prompt or the parameters are wrong; says what, and what would be right.
@@ -97,7 +97,7 @@ class RequestBuilder:
         try:
             with self._lock:
                 prompt = _as_prompt(prompt)
-                stages, final_stages = self._build(internal_id, prompt, sampling_params_list, lora_request, priority)
+                stages, final_stages = self._build(internal_id, prompt, sampling_params_list, lora_request, request_fields or {})
         except (ValueError, TypeError, VLLMClientError) as error:
             raise InvalidRequestError(str(error), external_id) from error
         return PipelineRequest(
@@ -132,7 +132,7 @@ class RequestBuilder:
         prompt: OmniPrompt,
         sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams,
         lora_request: LoRARequest | None,
-        priority: int,
+        request_fields: Mapping[str, Any],
     ) -> tuple[dict[int, StageRequest], list[int]]:
         """What each stage is told, and which are final."""
         modalities = self._check_modalities(prompt.get("modalities"))
@@ -147,11 +147,13 @@ class RequestBuilder:
                 params[stage_id],
                 supported_tasks=("generate",),
                 lora_request=lora_request,
-                priority=priority,
             )
             for stage_id, processor in self._input_processors.items()
             if stage_id in stage_ids
         }
+        for engine_request in engine_requests.values():
+            for name, value in request_fields.items():
+                setattr(engine_request, name, value)
         first = next(iter(engine_requests.values()), None)
         original = StageRequest(
             request_id=request_id,

@@ -66,6 +66,7 @@ class OmniEngineClient(UnservedEngineClient):
         config: Its stages.
         vllm_config, model_config, renderer, input_processor: Those of the stage that reads and samples prompts; only
             where the pipeline `has_renderer`.
+        default_sampling_params: What that stage samples with where a request does not say; there too.
     """
 
     def __init__(self, llm: AsyncOmniLLM, *, shutdown_timeout: float = 0) -> None:
@@ -126,7 +127,7 @@ class OmniEngineClient(UnservedEngineClient):
         stream: bool,
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
-        priority: int = 0,
+        request_fields: Mapping[str, Any] | None = None,
         on_accepted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[OmniEvent, None]:
         """The events of one request; the last one is a `CompletedEvent`. Leaving early aborts the request.
@@ -142,7 +143,7 @@ class OmniEngineClient(UnservedEngineClient):
                 stream=stream,
                 trace_headers=trace_headers,
                 lora_request=lora_request,
-                priority=priority,
+                request_fields=request_fields,
                 on_accepted=on_accepted,
             )
             async with aclosing(events):
@@ -157,12 +158,13 @@ class OmniEngineClient(UnservedEngineClient):
         sampling_params: SamplingParams,
         request_id: str,
         *,
-        prompt_text: str | None = None,
         lora_request: LoRARequest | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
-        **ignored: Any,
+        session_id: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+        **of_other_engines: Any,
     ) -> AsyncIterator[EngineOutput]:
         """Outputs of a rendered prompt, new ones or the whole as `sampling_params.output_kind` says.
 
@@ -179,7 +181,12 @@ class OmniEngineClient(UnservedEngineClient):
             stream=is_delta,
             trace_headers=trace_headers,
             lora_request=lora_request,
-            priority=priority,
+            request_fields={
+                "priority": priority,
+                "session_id": session_id,
+                "reasoning_ended": reasoning_ended,
+                "reasoning_parser_kwargs": reasoning_parser_kwargs,
+            },
         )
         outputs = _Peekable(self._outputs(events, prompt, request_id, is_delta))
         self._started.append(outputs)

@@ -13,7 +13,7 @@ KeyPath = tuple[str | int, ...]
 def locate_values(path: str | Path) -> dict[KeyPath, int]:
     """The line, from 1, of every value and of every mapping and list of values. The file must be a valid one."""
     root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    return dict(_walk(root, ()))
+    return {} if root is None else dict(_walk(root, ()))
 
 
 def _walk(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:

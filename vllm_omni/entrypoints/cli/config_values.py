@@ -81,10 +81,11 @@ class ConfigValues:
 
     def _of_key(self, path: KeyPath, value: Any) -> Iterator[ConfigValue]:
         """The values below a key of a stage or of `runtime`: several, where it is a section."""
+        items: list[tuple[Any, Any]]
         if path[-1] in _SECTIONS:
-            items = value.items() if isinstance(value, dict) else _fields(value)
+            items = list(value.items()) if isinstance(value, dict) else _fields(value)
         elif path[-1] == "edges":
-            items = enumerate(value)
+            items = list(enumerate(value))
         elif value is None or value == [] or value == {}:
             return
         else:
@@ -174,5 +175,5 @@ def _plain(value: Any) -> Any:
 
 
 def _differs(value: Any, field: dataclasses.Field) -> bool:
-    has_factory = field.default_factory is not dataclasses.MISSING
-    return value != (field.default_factory() if has_factory else field.default)  # type: ignore[misc]
+    factory = field.default_factory
+    return value != (field.default if factory is dataclasses.MISSING else factory())

@@ -40,17 +40,17 @@ def _examine(args: argparse.Namespace, arguments: list[str]) -> Iterator[Finding
     yield from checks.check_companions()
     platform, found = checks.probe_platform()
     yield from found
-    num_processes, needed = 1, {}
+    num_processes, needed = 1, checks.SHARED_MEMORY
     if args.model is not None and platform is not None:
         from vllm_omni.entrypoints.cli.doctor_model import check_model, shared_memory_needed
 
         config, findings = check_model(arguments, platform)
         yield from findings
         if config is not None:
-            num_processes, needed = len(config.processes), {"needed": shared_memory_needed(config)}
+            num_processes, needed = len(config.processes), shared_memory_needed(config)
     elif args.model is not None:
         yield Finding("WARN", "configuration", f"{args.model} is not checked: that needs a vLLM that works")
-    yield from checks.check_shared_memory(**needed)
+    yield from checks.check_shared_memory(needed)
     yield from checks.check_open_files()
     yield from checks.check_port(args.host, args.port)
     yield from checks.check_encoders()

@@ -25,6 +25,8 @@ Level = Literal["OK", "WARN", "FAIL"]
 CPU_WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
 _MIB = 1 << 20
 _NEEDED_FILES = 4096
+SHARED_MEMORY = 512 * _MIB
+"""Bytes that a pipeline of three stages may have in shared memory."""
 _LEAST_SHARED_MEMORY = 64 * _MIB  # What containers get unless they ask for more; not enough for one window of images.
 _ENCODERS = {
     "libmp3lame": "speech as mp3",
@@ -77,7 +79,7 @@ def check_python() -> Iterator[Finding]:
 
     version = ".".join(map(str, sys.version_info[:3]))
     for name in ("vllm-omni", *find_vllm()):
-        needed = _metadata_of(name).get("Requires-Python", "")
+        needed = _metadata_of(name, "Requires-Python") or ""
         if version not in SpecifierSet(needed):
             yield Finding("FAIL", "python", f"{version}, and {name} needs {needed}", "make a new environment with it")
             return
@@ -106,14 +108,14 @@ def check_packages() -> Iterator[Finding]:
         yield Finding("WARN", "packages", "vllm-omni is not installed, only importable", "pip install vllm-omni")
     elif not wrong:
         shown = ("torch", "transformers", "diffusers")
-        versions = [f"{name} {_metadata_of(name).get('Version')}" for name in shown if find_spec(name)]
+        versions = [f"{name} {_metadata_of(name)}" for name in shown if find_spec(name)]
         yield Finding("OK", "packages", ", ".join(versions))
 
 
 def _wrong_versions(requirements: Iterable[Any]) -> Iterator[Finding]:
     for requirement in requirements:
         remedy = f'pip install "{requirement}"'
-        version = _metadata_of(requirement.name).get("Version")
+        version = _metadata_of(requirement.name)
         if version is None:
             yield Finding("FAIL", requirement.name, f"is not installed; needed is {requirement.specifier}", remedy)
         elif not requirement.specifier.contains(version, prereleases=True):
@@ -135,11 +137,12 @@ def _requirements(distribution: str) -> list[Any]:
     return [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
 
 
-def _metadata_of(distribution: str) -> dict[str, str]:
+def _metadata_of(distribution: str, key: str = "Version") -> str | None:
+    """None where it is not installed, or does not say."""
     try:
-        return dict(metadata.metadata(distribution).items())
-    except metadata.PackageNotFoundError:
-        return {}
+        return metadata.metadata(distribution)[key]
+    except (metadata.PackageNotFoundError, KeyError):
+        return None
 
 
 def check_companions() -> Iterator[Finding]:
@@ -149,9 +152,9 @@ def check_companions() -> Iterator[Finding]:
             continue
         error = import_error(module)
         if error is None:
-            yield Finding("OK", module, _metadata_of(module).get("Version", "imports"))
+            yield Finding("OK", module, _metadata_of(module) or "imports")
             continue
-        is_cpu_build = "+cpu" in _metadata_of("torch").get("Version", "")
+        is_cpu_build = "+cpu" in (_metadata_of("torch") or "")
         wheels = f" {CPU_WHEELS}" if is_cpu_build else ""
         remedy = f"install the build for this torch: pip install --force-reinstall --no-deps {module}{wheels}"
         if module == "torchvision":
@@ -186,7 +189,7 @@ def probe_platform() -> tuple[Platform | None, list[Finding]]:
     return platform, [Finding("OK", "platform", f"{platform.device_type}: {devices or cores}")]
 
 
-def check_shared_memory(path: Path = Path("/dev/shm"), needed: int = 512 * _MIB) -> Iterator[Finding]:
+def check_shared_memory(needed: int = SHARED_MEMORY, path: Path = Path("/dev/shm")) -> Iterator[Finding]:
     """
     Args:
         needed: Bytes that the pipeline may have on their way at once.

@@ -5,8 +5,10 @@ A stage gets the flags that were given, never vLLM's defaults: each stage has va
 """
 
 import argparse
+import functools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,11 +76,13 @@ class ParsedCommand:
     Attributes:
         args: Every flag's value.
         explicit: Those that were given, on the command line or in a `--config` file.
+        plain: The same, as values that can be sent to another process: vLLM's parser makes objects of some.
         defaults: What each is where it is not given.
     """
 
     args: argparse.Namespace
     explicit: dict[str, Any]
+    plain: dict[str, Any]
     defaults: dict[str, Any]
 
 
@@ -91,8 +95,38 @@ def parse_command(command: CLISubcommand, arguments: Sequence[str], prog: str) -
     if any(argument.split("=")[0] in ("-h", "--help") for argument in arguments):
         parser.parse_args(line)  # Now: its text shows the defaults.
     defaults = vars(parser.parse_args([command.name]))
+    words: dict[str, str] = {}
     for action in subparser._actions:
         action.default = argparse.SUPPRESS
+        if action.type is not None:
+            action.type = _remember(action.type, action.dest, words)
     explicit = vars(parser.parse_args(line))
     explicit.pop("subparser")
-    return ParsedCommand(argparse.Namespace(**(defaults | explicit)), explicit, defaults)
+    plain = {name: value if _is_plain(value) else _read(value, words[name]) for name, value in explicit.items()}
+    return ParsedCommand(argparse.Namespace(**(defaults | explicit)), explicit, plain, defaults)
+
+
+def _remember(convert: Any, name: str, words: dict[str, str]) -> Callable[[str], Any]:
+    """The conversion, which also keeps what it was given."""
+
+    @functools.wraps(convert)
+    def remember(word: str) -> Any:
+        words[name] = word
+        return convert(word)
+
+    return remember
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _read(value: Any, word: str) -> Any:
+    """What was written for one of vLLM's objects: JSON, or a name."""
+    if isinstance(value, int):  # a level, as an enum
+        return int(value)
+    return json.loads(word) if word.startswith("{") else word

@@ -132,7 +132,7 @@ def make_llm_args(parsed: ParsedCommand) -> dict[str, Any]:
     """
     explicit = parsed.explicit
     options = {name: explicit[name] for name in face_options() if name in explicit}
-    engine_args = engine_arguments(explicit)
+    engine_args = engine_arguments(parsed.plain)
     given = {name for name in _ALSO_THE_SERVERS if name in engine_args}
     if given and not has_vllm_stages(parsed.args.model, parsed.args.stage_configs_path, engine_args):
         engine_args = {name: value for name, value in engine_args.items() if name not in given}
@@ -145,10 +145,10 @@ def make_llm_args(parsed: ParsedCommand) -> dict[str, Any]:
     }
 
 
-def engine_arguments(explicit: Mapping[str, Any]) -> dict[str, Any]:
+def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the flags that were given which are arguments of engines."""
     known = {field.name for field in dataclasses.fields(EngineArgs)} | set(DiTConfig.__struct_fields__)
-    return {name: value for name, value in explicit.items() if name in known - _NOT_FOR_STAGES - no_effect.NAMES}
+    return {name: value for name, value in given.items() if name in known - _NOT_FOR_STAGES - no_effect.NAMES}
 
 
 def set_up_logging(parsed: ParsedCommand) -> None:

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file of questions, one a line, answered together: the pipeline works on as many at once as it has room for.
+
+python examples/offline/batch.py questions.txt --output answers.jsonl
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_omni import OmniLLM
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    questions = args.questions.read_text(encoding="utf-8").splitlines()
+    prompts = [
+        # The chat template of Qwen's models. Who wants text only runs only the stage that writes it.
+        {"prompt": f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", "modalities": ["text"]}
+        for question in questions
+    ]
+    # One entry for each stage, in the order of the stage configuration; None: its defaults.
+    sampling = [{"temperature": 0.0, "max_tokens": args.max_tokens}, None, None]
+    with OmniLLM(args.model) as llm:
+        outputs = llm.generate(prompts, sampling)
+    with args.output.open("w", encoding="utf-8") as file:
+        for question, output in zip(questions, outputs, strict=True):  # In the order of the prompts.
+            file.write(json.dumps({"question": question, "answer": output.outputs[0].text}, ensure_ascii=False) + "\n")
+    print(f"{len(outputs)} answers: {args.output}")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("answers.jsonl"))
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--model", default="Qwen/Qwen3-Omni-30B-A3B-Instruct")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline chat with speech: answers a question about a picture, and saves the answer spoken.
+
+python examples/offline/chat_speech.py "What is this?" --image cat.png --output answer.wav
+"""
+
+import argparse
+import wave
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+from transformers import AutoTokenizer
+
+from vllm_omni import OmniLLM
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    content: list[dict] = [{"type": "text", "text": args.prompt}]
+    if args.image:
+        content.insert(0, {"type": "image"})
+    text = AutoTokenizer.from_pretrained(args.model).apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    prompt: dict = {"prompt": text, "modalities": ["text", "audio"]}
+    if args.image:
+        prompt["multi_modal_data"] = {"image": Image.open(args.image)}
+
+    with OmniLLM(args.model) as llm:
+        for output in llm.generate(prompt):
+            if output.final_output_type == "text":
+                print(f"text:   {output.outputs[0].text}")
+            else:
+                save(args.output, output.multimodal_output["audio"].numpy(), output.sample_rate)
+
+
+def save(path: Path, samples, rate: int) -> None:
+    """Samples are float32 in [-1, 1]."""
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, rate, 0, "NONE", "not compressed"))
+        file.writeframes((samples * 32767).astype("<i2").tobytes())
+    print(f"speech: {path}, {len(samples) / rate:.2f} s")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompt", nargs="?", default="Why is the sea blue?")
+    parser.add_argument("--image", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("answer.wav"))
+    parser.add_argument("--model", default="Qwen/Qwen3-Omni-30B-A3B-Instruct")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

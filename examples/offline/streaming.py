@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several questions at once on an event loop: each answer's text, and its speech, as it comes.
+
+python examples/offline/streaming.py "Why is the sea blue?" "Who are you?"
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+
+from vllm_omni import ARSegmentEvent, AsyncOmniLLM, CompletedEvent, ErrorEvent
+
+
+async def answer(llm: AsyncOmniLLM, number: int, question: str) -> None:
+    """Leaving the loop, or cancelling the task, would abort the request."""
+    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"  # The chat template of Qwen's models.
+    asked, num_samples = time.perf_counter(), 0
+    async for event in llm.generate({"prompt": prompt}):
+        if isinstance(event, ErrorEvent):
+            raise event.error
+        if isinstance(event, ARSegmentEvent) and event.final_output_type == "text":
+            print(f"[{number}] {event.text}", flush=True)
+        elif isinstance(event, ARSegmentEvent) and "audio" in event.multimodal_output:
+            if not num_samples:
+                print(f"[{number}] speech after {time.perf_counter() - asked:.2f} s", flush=True)
+            num_samples += len(event.multimodal_output["audio"])  # float32 in [-1, 1], yours to play
+        elif isinstance(event, CompletedEvent):
+            print(f"[{number}] done, {num_samples} samples of speech", flush=True)
+
+
+async def answer_all(llm: AsyncOmniLLM, questions: Sequence[str]) -> None:
+    await asyncio.gather(*(answer(llm, number, question) for number, question in enumerate(questions)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", nargs="*", default=["Why is the sea blue?", "Who are you?"])
+    parser.add_argument("--model", default="Qwen/Qwen3-Omni-30B-A3B-Instruct")
+    args = parser.parse_args(argv)
+    with AsyncOmniLLM(args.model) as llm:  # Waits until the pipeline is ready: so before the event loop runs.
+        asyncio.run(answer_all(llm, args.questions))
+
+
+if __name__ == "__main__":
+    main()

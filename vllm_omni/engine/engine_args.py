@@ -9,6 +9,7 @@ import os
 from dataclasses import fields
 from typing import Any, cast, get_args
 
+from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -77,6 +78,8 @@ def create_engine_args(
         arguments.setdefault("distributed_executor_backend", _UNIPROC_EXECUTOR)
     if arguments.get("otlp_traces_endpoint"):
         arguments["disable_log_stats"] = False  # vLLM makes its spans of these figures, and fails without them.
+    if isinstance(arguments.get("logging_config"), dict):  # vLLM makes objects of all other configurations itself.
+        arguments["logging_config"] = LoggingConfig(**arguments["logging_config"])
     arguments["additional_config"] = vllm_engine_args.get("additional_config", {}) | settings.as_additional_config()
     return EngineArgs(model=model, hf_overrides=override, **arguments)
 

@@ -3,8 +3,6 @@
 
 import base64
 import io
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +11,14 @@ import pytest
 from fastapi import FastAPI
 from PIL import Image
 
-from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use
+from tests.entrypoints.openai.media_apps import MODEL, ask, png, use
 
 SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1}
 
 
-@pytest.fixture(scope="module")
-def app(tiny_diffusion: Callable[[str], Path]) -> Iterator[FastAPI]:
-    with serving(tiny_diffusion("z_image"), max_pixels=128 * 128) as app:
-        yield app
+@pytest.fixture
+def app(painting_app: FastAPI) -> FastAPI:
+    return painting_app
 
 
 def opened(b64_json: str | None) -> Image.Image:

@@ -25,6 +25,8 @@ from vllm_omni.errors import PipelineFullError
 SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1}
 LONG: dict[str, Any] = {"num_inference_steps": 200, "num_frames": 33}
 
+URI = "data:image/png;base64," + base64.b64encode(png()).decode()
+
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 
 
@@ -39,6 +41,12 @@ def frames_of(file: bytes) -> tuple[int, tuple[int, int], float]:
     with av.open(io.BytesIO(file)) as container:
         stream = container.streams.video[0]
         return sum(1 for _ in container.decode(stream)), (stream.width, stream.height), float(stream.average_rate or 0)
+
+
+async def downloaded(client: openai.AsyncOpenAI, video_id: str) -> bytes:
+    video = await client.videos.poll(video_id, poll_interval_ms=20)
+    assert video.status == "completed", video.error
+    return (await client.videos.download_content(video_id)).content
 
 
 def test_a_video_is_created_polled_downloaded_and_deleted(app: FastAPI) -> None:
@@ -131,7 +139,7 @@ def test_too_many_videos_are_refused_and_leave_nothing(app: FastAPI) -> None:
         ({"size": "640"}, "pattern"),
         ({"extra_body": {"num_outputs_per_prompt": 2}}, "one video"),
         ({"frames": 5}, "not permitted"),
-        ({"input_reference": "data:image/png;base64," + base64.b64encode(png()).decode()}, "no input images"),
+        ({"input_reference": URI}, "no input images"),
         ({"input_reference": "data:image/png;base64,AAAA"}, "image"),
     ],
 )
@@ -151,26 +159,25 @@ def test_unknown_videos_and_variants(app: FastAPI) -> None:
 
 def test_a_video_starts_from_a_picture(tiny_diffusion: Callable[[str], Path]) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
-        for reference in (("a.png", png(), "image/png"), {"image_url": "data:image/png;base64," + _PNG}):
-            video = await client.videos.create(
-                prompt="a boat",
-                size="32x32",  # type: ignore[arg-type]
-                input_reference=reference,  # type: ignore[arg-type]
-                extra_body={**SMALL, "num_frames": 5},
-            )
-            video = await client.videos.poll(video.id, poll_interval_ms=20)
-            assert video.status == "completed", video.error
-        # The end of the server takes the files along.
-        (file,) = {job.path.parent for job in app.state.omni_videos.store._jobs.values()}
-        assert len(list(file.iterdir())) == 2
-        await app.state.omni_videos.store.close()
-        assert not file.exists()
+        video = await client.videos.create(
+            prompt="a boat",
+            size="32x32",  # type: ignore[arg-type]
+            input_reference=("a.png", png(), "image/png"),
+            extra_body={**SMALL, "num_frames": 5},
+        )
+        body = {"prompt": "a boat", "size": "32x32", "input_reference": {"image_url": URI}, "num_frames": 5, **SMALL}
+        other = (await client._client.post("/v1/videos", json=body)).json()
+        files = [await downloaded(client, video_id) for video_id in (video.id, other["id"])]
+        assert files[0] == files[1] and frames_of(files[0])[0] == 5
+
+        folder = app.state.omni_videos.store.get(video.id).path.parent
+        assert len(list(folder.iterdir())) == 2
+        async with app.router.lifespan_context(app):  # The end of the server takes the files along.
+            pass
+        assert not folder.exists()
 
     with serving(tiny_diffusion("wan_i2v")) as app:
         use(app, main)
-
-
-_PNG = base64.b64encode(png()).decode()
 
 
 def test_frames_of_a_duration() -> None:

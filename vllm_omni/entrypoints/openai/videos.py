@@ -150,9 +150,8 @@ class ServingVideos:
         if video.error is not None:
             raise OmniHTTPError(f"video {video_id} failed: {video.error.message}", HTTPStatus.CONFLICT)
         if video.status != "completed":
-            raise OmniHTTPError(
-                f"video {video_id} is {video.progress}% done; try again later", HTTPStatus.CONFLICT, 1.0
-            )
+            message = f"video {video_id} is not complete yet ({video.progress}%); ask again later"
+            raise OmniHTTPError(message, HTTPStatus.CONFLICT, _RETRY_S)
         return await asyncio.to_thread(job.path.open, "rb"), job.num_bytes
 
 

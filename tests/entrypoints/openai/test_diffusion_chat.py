@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat with models that paint and make sound, whose prompts no vLLM stage reads."""
+
+import base64
+import io
+import json
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from fastapi import FastAPI
+from PIL import Image
+
+from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use
+
+SMALL: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2, "seed": 1}
+URI = "data:image/png;base64," + base64.b64encode(png()).decode()
+
+
+@pytest.fixture
+def app(painting_app: FastAPI) -> FastAPI:
+    return painting_app
+
+
+def chat(app: FastAPI, content: Any = "a hen", **fields: Any) -> Any:
+    """What a client that speaks JSON gets; `extra_body` is a field of that name."""
+    body = {"messages": [{"role": "user", "content": content}], "extra_body": SMALL, **fields}
+    return ask(app, "POST", "/v1/chat/completions", json=body)
+
+
+def pixels(part: dict[str, Any]) -> np.ndarray:
+    assert part["type"] == "image_url"
+    prefix, _, data = part["image_url"]["url"].partition(",")
+    assert prefix == "data:image/png;base64"
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))).astype(float)
+
+
+def test_an_answer_is_a_list_of_pictures(app: FastAPI) -> None:
+    answer = chat(app, extra_body={**SMALL, "num_outputs_per_prompt": 2}).json()
+
+    (choice,) = answer["choices"]
+    assert (answer["object"], answer["model"], choice["finish_reason"]) == ("chat.completion", MODEL, "stop")
+    assert choice["message"]["role"] == "assistant" and choice["message"]["audio"] is None
+    first, second = map(pixels, choice["message"]["content"])
+    assert first.shape == (32, 32, 3) and np.abs(first - second).max() > 0
+    assert answer["usage"]["total_tokens"] == 0
+
+
+def test_n_gives_as_many_choices_and_settings_may_stand_at_the_top(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> Any:
+        messages: Any = [{"role": "user", "content": "a hen"}]
+        return await client.chat.completions.create(model=MODEL, messages=messages, n=2, extra_body=SMALL)
+
+    answer = use(app, main)
+    both = chat(app, extra_body={**SMALL, "num_outputs_per_prompt": 2}).json()["choices"][0]["message"]["content"]
+
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice, part in zip(answer.choices, both, strict=True):
+        np.testing.assert_array_equal(pixels(choice.message.content[0]), pixels(part))
+
+
+def test_the_last_message_says_it_all(app: FastAPI) -> None:
+    parts = [{"type": "text", "text": "a hen"}, {"type": "image_url", "image_url": {"url": URI}}]
+    earlier = [{"role": "user", "content": "a boat"}, {"role": "assistant", "content": "..."}]
+
+    alone = chat(app, parts).json()["choices"][0]["message"]["content"]
+    later = chat(app, messages=[*earlier, {"role": "user", "content": parts}])
+    without_picture = chat(app).json()["choices"][0]["message"]["content"]
+
+    np.testing.assert_array_equal(pixels(alone[0]), pixels(later.json()["choices"][0]["message"]["content"][0]))
+    assert np.abs(pixels(alone[0]) - pixels(without_picture[0])).max() > 0
+
+
+def test_sampling_params_list_names_the_same_settings(app: FastAPI) -> None:
+    one = chat(app, extra_body=None, sampling_params_list=[SMALL]).json()["choices"][0]["message"]["content"]
+    other = chat(app).json()["choices"][0]["message"]["content"]
+    np.testing.assert_array_equal(pixels(one[0]), pixels(other[0]))
+
+
+def test_a_stream_tells_of_steps_and_ends_with_the_picture(app: FastAPI) -> None:
+    answer = chat(app, stream=True, stream_options={"include_usage": True})
+
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert lines[:2] == [": output 0, step 1 of 2", ": output 0, step 2 of 2"]
+    assert lines[-1] == "data: [DONE]"
+    picture, end, usage = (json.loads(line.removeprefix("data: ")) for line in lines[2:-1])
+    whole = chat(app).json()["choices"][0]["message"]["content"]
+    assert picture["modality"] == "image" and picture["choices"][0]["delta"]["role"] == "assistant"
+    np.testing.assert_array_equal(pixels(picture["choices"][0]["delta"]["content"][0]), pixels(whole[0]))
+    assert end["choices"][0]["finish_reason"] == "stop" and usage["choices"] == [] and usage["usage"]
+
+
+def test_the_client_reads_the_stream(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> list[Any]:
+        messages: Any = [{"role": "user", "content": "a hen"}]
+        stream = await client.chat.completions.create(model=MODEL, messages=messages, stream=True, extra_body=SMALL)
+        return [chunk async for chunk in stream]
+
+    chunks = use(app, main)
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "stop"]
+    assert pixels(chunks[0].choices[0].delta.content[0]).shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"modalities": ["audio"]}, "modalities", "cannot output 'audio'; it outputs image"),
+        ({"modalities": []}, "modalities", "image"),
+        ({"audio": {"format": "wav"}}, "audio", "makes no sound"),
+        ({"messages": []}, "messages", "last message must be the user's"),
+        ({"messages": [{"role": "system", "content": "Be brief."}]}, "messages", "no system message"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "the user's"),
+        ({"content": [{"type": "video_url", "video_url": {"url": URI}}]}, "messages", "not 'video_url'"),
+        ({"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}, None, "image"),
+        ({"content": " "}, None, "prompt is empty"),
+        ({"content": [{"type": "text"}]}, None, "text"),
+        ({"n": 0}, "n", "at least 1"),
+        ({"n": 17}, None, "max_outputs"),
+        ({"extra_body": {"heigth": 32}}, "extra_body.heigth", "did you mean 'height'"),
+        ({"extra_body": {"height": 33}}, None, "height 33"),
+        ({"sampling_params_list": []}, "sampling_params_list", "one entry for each"),
+        ({"logprobs": True}, "logprobs", "models that write"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "models that write"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(app: FastAPI, fields: dict[str, Any], param: str | None, words: str) -> None:
+    for stream in (False, True):
+        answer = chat(app, stream=stream, **fields)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and words in error["message"], error
+        assert param is None or error["param"] == param
+
+
+def test_another_model_is_not_found(app: FastAPI) -> None:
+    assert chat(app, model="gpt-4o").status_code == 404
+
+
+def test_sound_is_a_wave(tiny_diffusion: Callable[[str], Path]) -> None:
+    with serving(tiny_diffusion("ace_step")) as app:
+        body = {"num_inference_steps": 2, "seed": 1}
+        whole = chat(app, "rain", extra_body=body, modalities=["audio"]).json()["choices"][0]["message"]
+        stream = chat(app, "rain", extra_body=body, audio={"format": "flac"}, stream=True).text
+        refused = chat(app, "rain", extra_body=body, audio={"voice": "ethan"})
+
+    assert whole["content"] is None and whole["audio"]["transcript"] == ""
+    with wave.open(io.BytesIO(base64.b64decode(whole["audio"]["data"]))) as sound:
+        assert sound.getnframes() > 1000 and sound.getframerate() == 48000
+        assert np.frombuffer(sound.readframes(1 << 20), "<i2").std() > 0
+    delta = json.loads(next(line for line in stream.split("\n\n") if line.startswith("data: "))[6:])["choices"][0][
+        "delta"
+    ]
+    assert base64.b64decode(delta["audio"]["data"])[:4] == b"fLaC"
+    assert refused.status_code == 400 and "no voices" in refused.json()["error"]["message"]

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with something wrong, by the kind of server: fields, media, bodies, HTTP itself, and clients who leave.
+
+Every maker gets a random generator, and gives another request for each state of it.
+"""
+
+import base64
+import gzip
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tests.fuzz import broken_media as media
+from tests.fuzz.shots import Shot, post_json
+
+Maker = Callable[[random.Random], Shot]
+
+CHAT, COMPLETIONS, SPEECH = "/v1/chat/completions", "/v1/completions", "/v1/audio/speech"
+IMAGES, EDITS, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
+
+_HUGE: list[Any] = [1e308, -1e308, 10**400, -(10**400), 2**63, -(2**63) - 1]
+_WRONG: list[Any] = [[], {}, [[]], {"a": None}, "\ud800", "x" * 100, [None], "NaN"]
+_MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    """Few tokens, for where the request turns out to be good."""
+    return {"messages": _MESSAGES, "max_tokens": 2, "modalities": ["text"], **fields}
+
+
+OMNI_BODIES: dict[str, dict[str, Any]] = {
+    CHAT: chat(),
+    COMPLETIONS: {"prompt": "Hello", "max_tokens": 2},
+    SPEECH: {"input": "Hello", "sampling_params_list": [None, {"max_tokens": 4}, None]},
+}
+PAINTING_BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": _MESSAGES, "extra_body": {"num_inference_steps": 1, "height": 32, "width": 32}},
+    IMAGES: {"prompt": "A hen", "size": "32x32", "num_inference_steps": 1},
+}
+VIDEO_BODIES: dict[str, dict[str, Any]] = {
+    VIDEOS: {"prompt": "A hen", "size": "32x32", "num_inference_steps": 1, "num_frames": 5},
+}
+
+# Fields of each endpoint, and values that none of them takes.
+BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
+    CHAT: {
+        "messages": [None, 1, "x", [1], [None], [{"role": "user"}], [{"role": "nobody", "content": 1}],
+                     [{"role": "user", "content": [{"type": "hologram"}]}],
+                     [{"role": "user", "content": [{"type": "image_url"}]}],
+                     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}],
+                     [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
+                     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "ftp://x/y"}}]}],
+                     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]],
+        "modalities": ["text", ["smell"], [1], {}, []],
+        "audio": [1, "wav", {"format": "midi"}, {"voice": 7}, {"format": ["wav"]}],
+        "sampling_params_list": [{}, [], [None], [None] * 50, [1, 2, 3], ["a"], [{"colour": 1}]],
+        "extra_body": [1, "x", [1], {"num_inference_steps": -1}, {"height": 10**9}, {"nothing": 1}],
+    },
+    COMPLETIONS: {"prompt": [None, {}, [[[1]]], [-1], [10**9], [2**63], [1.5]]},
+    SPEECH: {
+        "input": [None, 1, "", "   ", ["x"], "x" * 5000, {}],
+        "voice": ["nobody", 1, {}, ["ethan"], "../../etc/passwd", ""],
+        "response_format": ["midi", 1, [], ""],
+        "speed": [0, -1, 100, "fast", 1e308, {}],
+        "stream_format": ["x", 1],
+        "instructions": [1, {}, "x" * 5000],
+        "sampling_params_list": [[], [1], {}, [{"x": 1}, {"x": 1}, {"x": 1}]],
+        "colour": [1],
+    },
+    IMAGES: {
+        "prompt": [None, 1, "", [], "x" * 40_000],
+        "size": ["0x0", "big", "99999x99999", "1x", 512, "-1x5"],
+        "n": [0, -1, 11, 10**9, "many", 1.5],
+        "num_inference_steps": [0, -1, 10**9, "x"],
+        "guidance_scale": [-1, "x", {}],
+        "seed": [-1, 2**70, "x", {}, [1, 2, 3]],
+        "response_format": ["url", 1],
+        "output_format": ["bmp", 1],
+        "background": ["transparent"],
+        "height": [0, -5, 10**9], "width": [0, -5, 10**9],
+        "negative_prompt": [1, {}],
+        "extra_body": [1, [], {"nothing": 1}],
+        "colour": [1],
+    },
+    VIDEOS: {
+        "prompt": [None, 1, "", [], "x" * 40_000],
+        "size": ["0x0", "big", "99999x99999", 5],
+        "seconds": [0, -1, 1e9, "long", {}],
+        "num_frames": [0, -1, 10**9, "x", 1.5],
+        "fps": [0, -1, 1e9, "x"],
+        "num_inference_steps": [0, -1, 10**9],
+        "input_reference": [1, "x", {"image_url": 1}, ["a", "b"], "file:///etc/passwd"],
+        "colour": [1],
+    },
+}  # fmt: skip
+
+# Numbers of vLLM's requests, each with bounds.
+_SAMPLING = {
+    "temperature": [-1, "hot", 1e400], "top_p": [0, -1, 2, "x"], "top_k": [-5, "x", 1.5], "min_p": [-1, 2],
+    "max_tokens": [-1, "x", 2**70, 1.5], "n": [0, -1, "x", 10**9], "presence_penalty": [-9, 9, "x"],
+    "frequency_penalty": [-9, 9], "repetition_penalty": [-1, 0], "stop": [1, {}, [1]], "seed": ["x", 2**70, {}],
+    "logit_bias": [1, {"x": 1}, {"99999999": 1}], "stop_token_ids": ["x", ["x"]], "min_tokens": [-1, 10**9],
+    "allowed_token_ids": [[], [10**9], "x"], "response_format": [1, {"type": "x"}], "logprobs": ["x", 10**9, -9],
+}  # fmt: skip
+for _endpoint in (CHAT, COMPLETIONS):
+    BAD_FIELDS[_endpoint] |= _SAMPLING
+
+
+def wrong_fields(bodies: dict[str, dict[str, Any]]) -> list[Maker]:
+    """A request that was good, with one field that is not."""
+
+    def make(rng: random.Random) -> Shot:
+        path = rng.choice(list(bodies))
+        name = rng.choice(list(BAD_FIELDS[path]))
+        value = rng.choice(BAD_FIELDS[path][name])
+        return _not_strictly_json(f"bad {name}", path, {**bodies[path], name: value})
+
+    def make_odd(rng: random.Random) -> Shot:
+        path = rng.choice(list(bodies))
+        name = rng.choice(list(BAD_FIELDS[path]))
+        value = rng.choice([*_HUGE, *_WRONG])
+        return _not_strictly_json("odd value", path, {**bodies[path], name: value}, must_fail=False)
+
+    return [make, make, make_odd]
+
+
+def _not_strictly_json(what: str, path: str, body: Any, **kwargs: Any) -> Shot:
+    """As Python writes it: also 1e999 where a number is too large for JSON's readers."""
+    return post_json(what, path, json.dumps(body).replace("Infinity", "1e999").encode("utf-8"), **kwargs)
+
+
+def broken_bodies(bodies: dict[str, dict[str, Any]]) -> list[Maker]:
+    """What is no JSON, or JSON that nobody should read."""
+    paths = list(bodies)
+
+    def text(rng: random.Random) -> bytes:
+        return json.dumps(bodies[rng.choice(paths)]).encode()
+
+    makers: dict[str, Callable[[random.Random], bytes]] = {
+        "no body": lambda rng: b"",
+        "noise": lambda rng: rng.randbytes(rng.randrange(1, 2000)),
+        "half of the JSON": lambda rng: text(rng)[: rng.randrange(1, 20)],
+        "invalid UTF-8": lambda rng: (
+            text(rng).replace(b"Hello", b"\xff\xfe").replace(b"A hen", b"\xc3\x28")[:-1] + b"}"
+        ),
+        "NaN": lambda rng: text(rng)[:-1] + b', "temperature": NaN}',
+        "Infinity": lambda rng: text(rng)[:-1] + b', "seed": -Infinity}',
+        "half of a surrogate pair": lambda rng: text(rng).replace(b"H", b"\\ud800").replace(b"A", b"\\udfff"),
+        "deep list": lambda rng: b"[" * 100_000,
+        "deep object": lambda rng: b'{"messages":' * 5000 + b"1" + b"}" * 5000,
+        "deep field": lambda rng: text(rng)[:-1] + b', "metadata": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        "not an object": lambda rng: rng.choice([b"[]", b"1", b'"x"', b"null", b"true"]),
+        "UTF-16": lambda rng: text(rng).decode().encode("utf-16"),
+        "gzip bomb": lambda rng: gzip.compress(bytes(4 << 20)),
+    }
+
+    def make(rng: random.Random) -> Shot:
+        what = rng.choice(list(makers))
+        shot = post_json(what, rng.choice(paths), makers[what](rng))
+        return replace(shot, headers={**shot.headers, "Content-Encoding": "gzip"}) if what == "gzip bomb" else shot
+
+    return [make]
+
+
+def broken_http(bodies: dict[str, dict[str, Any]]) -> list[Maker]:
+    """Wrong in what is around the body, or cut off."""
+    paths = list(bodies)
+
+    def make(rng: random.Random) -> Shot:
+        path = rng.choice(paths)
+        good = post_json("", path, bodies[path])
+        whole = len(good.wire)
+        chunked = {**good.headers, "Transfer-Encoding": "chunked"}
+        return rng.choice(
+            [
+                replace(good, what="wrong method", method=rng.choice(["PUT", "PATCH", "TRACE"])),
+                replace(good, what="no such path", path=rng.choice([path + "/x", "/../etc/passwd", "/v1/%00", "//"])),
+                replace(good, what="no content type", headers={}, must_fail=False),
+                replace(good, what="form as JSON", headers={"Content-Type": "multipart/form-data; boundary=x"}),
+                replace(good, what="form without end", headers={"Content-Type": "multipart/form-data"}),
+                replace(good, what="other type", headers={"Content-Type": "image/png"}, must_fail=False),
+                replace(good, what="huge length", headers={**good.headers, "Content-Length": str(10**12)}),
+                replace(good, what="negative length", headers={**good.headers, "Content-Length": "-5"}),
+                replace(good, what="wrong chunks", headers=chunked, body=b"zz\r\nnothing\r\n"),
+                replace(good, what="long header", headers={**good.headers, "X-A": "a" * 100_000}, must_fail=False),
+                replace(good, what="cut in the middle", cut=rng.randrange(1, whole)),
+                replace(good, what="cut chunks", headers=chunked, body=b"ff\r\n" + good.body, cut=whole),
+            ]
+        )
+
+    return [make]
+
+
+def leavers(bodies: dict[str, dict[str, Any]], long: dict[str, dict[str, Any]]) -> list[Maker]:
+    """Good requests of clients who leave at some moment."""
+
+    def make(rng: random.Random) -> Shot:
+        path = rng.choice(list(bodies))
+        body = {**bodies[path], **long.get(path, {})}
+        if path in (CHAT, COMPLETIONS, SPEECH):
+            body["stream"] = rng.random() < 0.5
+        return post_json("leaves", path, body, must_fail=False, leaves_after=rng.uniform(0.0, 0.6))
+
+    return [make]
+
+
+def broken_parts() -> list[Maker]:
+    """Chat with a picture, sound or video that is none."""
+
+    def make(rng: random.Random) -> Shot:
+        kind, makers = rng.choice([("image", media.PICTURES), ("audio", media.SOUNDS), ("video", media.VIDEOS)])
+        name = rng.choice(list(makers))
+        return _chat_with(kind, name, makers[name](rng), rng)
+
+    def make_doubtful(rng: random.Random) -> Shot:
+        name = rng.choice(list(media.DOUBTFUL))
+        kind = {"PNG": "image", "JPEG": "image", "a": "image", "MP4": "video"}.get(name.split()[0], "audio")
+        kind = "image" if name == "half a JPEG" else kind
+        return replace(_chat_with(kind, name, media.DOUBTFUL[name](rng), rng), must_fail=False)
+
+    def make_address(rng: random.Random) -> Shot:
+        url = rng.choice(
+            ["file:///etc/passwd", "http://127.0.0.1:1/x", "http://169.254.169.254/latest", "http://[::1]/",
+             "http://localhost/x", "gopher://x", "data:image/png;base64,%%%", "data:image/png,abc", "x", "http://",
+             "http://0x7f000001/", "data:image/png;base64," + "A" * 11]
+        )  # fmt: skip
+        kind = rng.choice(["image", "audio", "video"])
+        return _chat("address", [{"type": f"{kind}_url", f"{kind}_url": {"url": url}}])
+
+    return [make, make, make_doubtful, make_address]
+
+
+def _chat_with(kind: str, name: str, data: bytes, rng: random.Random) -> Shot:
+    encoded = base64.b64encode(data).decode()
+    if kind == "audio" and rng.random() < 0.5:
+        return _chat(name, [{"type": "input_audio", "input_audio": {"data": encoded, "format": "wav"}}])
+    media_type = {"image": "image/png", "audio": "audio/wav", "video": "video/mp4"}[kind]
+    url = f"data:{media_type};base64,{encoded}"
+    return _chat(name, [{"type": f"{kind}_url", f"{kind}_url": {"url": url}}])
+
+
+def _chat(what: str, parts: list[dict[str, Any]]) -> Shot:
+    content = [*parts, {"type": "text", "text": "What is it?"}]
+    return post_json(what, CHAT, chat(messages=[{"role": "user", "content": content}]))
+
+
+def broken_uploads(path: str, field: str, fields: dict[str, str]) -> list[Maker]:
+    """Forms whose file is no picture."""
+
+    def make(rng: random.Random) -> Shot:
+        name = rng.choice(list(media.PICTURES))
+        return _form(name, path, field, fields, media.PICTURES[name](rng))
+
+    def make_doubtful(rng: random.Random) -> Shot:
+        name, data = media.doubtful_picture(rng)
+        return replace(_form(name, path, field, fields, data), must_fail=False)
+
+    def make_json(rng: random.Random) -> Shot:
+        name = rng.choice(list(media.PICTURES))
+        url = "data:image/png;base64," + base64.b64encode(media.PICTURES[name](rng)).decode()
+        return post_json(name, path, {**fields, field: rng.choice([url, {"image_url": url}])})
+
+    return [make, make_doubtful, make_json]
+
+
+def _form(what: str, path: str, field: str, fields: dict[str, str], data: bytes) -> Shot:
+    parts = [
+        f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n' for name, value in fields.items()
+    ]
+    head = f'--x\r\nContent-Disposition: form-data; name="{field}"; filename="a.png"\r\n\r\n'
+    body = "".join(parts).encode() + head.encode() + data + b"\r\n--x--\r\n"
+    return Shot(what, "POST", path, body, {"Content-Type": "multipart/form-data; boundary=x"})
+
+
+def _common(bodies: dict[str, dict[str, Any]], long: dict[str, dict[str, Any]]) -> list[Maker]:
+    return [
+        *wrong_fields(bodies),
+        *broken_bodies(bodies),
+        *broken_http(bodies),
+        *leavers(bodies, long),
+    ]
+
+
+_LONG_SPEECH = {"max_tokens": 40, "modalities": ["text", "audio"], "min_tokens": 40}
+_PICTURE_FIELDS = {"prompt": "A hen", "size": "32x32", "num_inference_steps": "1"}
+
+MAKERS: dict[str, list[Maker]] = {
+    "omni": [
+        *_common(OMNI_BODIES, {CHAT: _LONG_SPEECH, COMPLETIONS: {"max_tokens": 200, "min_tokens": 200}}),
+        *broken_parts(),
+    ],
+    "painting": [
+        *_common(PAINTING_BODIES, {IMAGES: {"num_inference_steps": 40}}),
+        *broken_uploads(EDITS, "image", _PICTURE_FIELDS),
+    ],
+    "video": [
+        *_common(VIDEO_BODIES, {}),
+        *broken_uploads(VIDEOS, "input_reference", {**_PICTURE_FIELDS, "num_frames": "5"}),
+    ],
+}
+"""By kind of server. What stands twice is made twice as often."""

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are no picture, sound or video, or are one that nobody should decode. Knows no request."""
+
+import io
+import random
+import struct
+import wave
+import zlib
+from collections.abc import Callable
+from functools import cache
+
+import av
+import numpy as np
+
+from vllm_omni.testing.media import make_audio, make_image, make_video
+
+Maker = Callable[[random.Random], bytes]
+
+
+@cache
+def picture(format: str) -> bytes:
+    buffer = io.BytesIO()
+    make_image(0, 64, 48).save(buffer, format)
+    return buffer.getvalue()
+
+
+@cache
+def sound(format: str) -> bytes:
+    """A second of it."""
+    samples = np.rint(make_audio(0, 1.0) * 32767).astype("<i2")
+    buffer = io.BytesIO()
+    if format == "wav":
+        with wave.open(buffer, "wb") as file:
+            file.setparams((1, 2, 16_000, 0, "NONE", ""))
+            file.writeframes(samples.tobytes())
+        return buffer.getvalue()
+    with av.open(buffer, "w", format=format) as container:
+        stream = container.add_stream({"mp3": "libmp3lame", "flac": "flac"}[format], rate=16_000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        frame.sample_rate = 16_000
+        for packet in [*stream.encode(frame), *stream.encode()]:
+            container.mux(packet)
+    return buffer.getvalue()
+
+
+@cache
+def video() -> bytes:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for pixels in make_video(0, 4, 64, 48):
+            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels)):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return buffer.getvalue()
+
+
+def png(width: int, height: int, data: bytes = b"", more: bytes = b"") -> bytes:
+    """A PNG file with this header, whatever its pixels are."""
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + more + _chunk(b"IDAT", zlib.compress(data)) + _chunk(b"IEND", b"")
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+@cache
+def _bomb() -> bytes:
+    """36 megapixels of one colour in 100 KB; more than the server takes."""
+    return png(6000, 6000, bytes((6000 * 3 + 1) * 6000))
+
+
+@cache
+def _text_bomb() -> bytes:
+    """A picture whose comment is 50 MB, packed."""
+    comment = b"Comment\0\0" + zlib.compress(bytes(50 << 20))
+    return png(8, 8, bytes(25 * 8), _chunk(b"zTXt", comment))
+
+
+def _truncated(whole: bytes, least: int = 1) -> Maker:
+    return lambda rng: whole[: rng.randrange(least, max(least + 1, len(whole) // 3))]
+
+
+def _garbage(head: bytes) -> Maker:
+    return lambda rng: head + rng.randbytes(rng.randrange(1, 4000))
+
+
+def _wav(riff: int, rate: int, channels: int, bits: int, data: int) -> bytes:
+    form = struct.pack("<IHHIIHH", 16, 1, channels, rate, (rate * 2) % 2**32, 2, bits)
+    return b"RIFF" + struct.pack("<I", riff) + b"WAVEfmt " + form + b"data" + struct.pack("<I", data) + bytes(64)
+
+
+def _huge_video() -> bytes:
+    """A video whose container says that it is 65520 pixels wide and high, while its pictures are not."""
+    data = bytearray(video())
+    for box, at in ((b"mp4v", 28), (b"tkhd", 80)):
+        start = data.index(box)
+        step = ">HH" if box == b"mp4v" else ">II"
+        values = (65520, 65520) if box == b"mp4v" else (65520 << 16, 65520 << 16)
+        struct.pack_into(step, data, start + at, *values)
+    return bytes(data)
+
+
+PICTURES: dict[str, Maker] = {
+    "empty picture": lambda rng: b"",
+    "noise as picture": _garbage(b""),
+    "cut PNG": lambda rng: picture("PNG")[: rng.randrange(1, 60)],
+    "cut GIF": lambda rng: picture("GIF")[: rng.randrange(1, 20)],
+    "JPEG of noise": _garbage(b"\xff\xd8\xff\xe0"),
+    "PNG of noise": _garbage(b"\x89PNG\r\n\x1a\n"),
+    "WebP of noise": _garbage(b"RIFF\xff\xff\xff\x7fWEBPVP8 "),
+    "TIFF of noise": _garbage(b"II*\0"),
+    "PNG of huge size": lambda rng: png(rng.choice([2**31 - 1, 200_000]), rng.choice([2**31 - 1, 200_000])),
+    "PNG of size 0": lambda rng: png(0, rng.choice([0, 5])),
+    "PNG bomb": lambda rng: _bomb(),
+    "comment bomb": lambda rng: _text_bomb(),
+    "sound as picture": lambda rng: sound("wav"),
+    "SVG": lambda rng: b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>",
+    "PostScript": lambda rng: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n",
+}
+
+SOUNDS: dict[str, Maker] = {
+    "empty sound": lambda rng: b"",
+    "noise as sound": _garbage(b"\0"),
+    "cut WAV": lambda rng: sound("wav")[: rng.randrange(1, 44)],
+    "cut MP3": lambda rng: sound("mp3")[: rng.randrange(1, 40)],
+    "cut FLAC": lambda rng: sound("flac")[: rng.randrange(1, 40)],
+    "WAV of no channels": lambda rng: _wav(100, 16_000, 0, 16, 64),
+    "WAV of no rate": lambda rng: _wav(100, 0, 1, 16, 64),
+    "Ogg of noise": _garbage(b"OggS"),
+    "FLAC of noise": _garbage(b"fLaC"),
+    "playlist": lambda rng: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n",
+    "concat list": lambda rng: b"ffconcat version 1.0\nfile /etc/passwd\n",
+    "picture as sound": lambda rng: picture("PNG"),
+}
+
+VIDEOS: dict[str, Maker] = {
+    "empty video": lambda rng: b"",
+    "noise as video": _garbage(b"\0"),
+    "cut MP4": _truncated(video()),
+    "MP4 of noise": _garbage(b"\0\0\0\x18ftypmp42"),
+    "WebM of noise": _garbage(b"\x1a\x45\xdf\xa3"),
+    "sound as video": lambda rng: sound("wav"),
+}
+
+# What decoders may make something of, or not.
+DOUBTFUL: dict[str, Maker] = {
+    "MP4 of huge size": lambda rng: _huge_video(),
+    "PNG with a wrong byte": lambda rng: _with_a_wrong_byte(picture("PNG"), rng),
+    "JPEG with a wrong byte": lambda rng: _with_a_wrong_byte(picture("JPEG"), rng),
+    "half a JPEG": lambda rng: picture("JPEG")[: len(picture("JPEG")) // 2],
+    "WAV of huge rate": lambda rng: _wav(2**32 - 1, 2**32 - 1, 65535, 65535, 2**32 - 1),
+    "WAV with a wrong byte": lambda rng: _with_a_wrong_byte(sound("wav"), rng, 60),
+    "MP3 with a wrong byte": lambda rng: _with_a_wrong_byte(sound("mp3"), rng),
+    "FLAC with a wrong byte": lambda rng: _with_a_wrong_byte(sound("flac"), rng),
+    "MP4 with a wrong byte": lambda rng: _with_a_wrong_byte(video(), rng),
+}
+
+
+def _with_a_wrong_byte(whole: bytes, rng: random.Random, before: int | None = None) -> bytes:
+    data = bytearray(whole)
+    data[rng.randrange(before or len(data))] ^= rng.randrange(1, 256)
+    return bytes(data)
+
+
+def doubtful_picture(rng: random.Random) -> tuple[str, bytes]:
+    name = rng.choice([name for name in DOUBTFUL if name.split()[-1] == "JPEG" or name.split()[0] in ("PNG", "JPEG")])
+    return name, DOUBTFUL[name](rng)

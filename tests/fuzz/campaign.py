@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fires bad requests at a server, with good ones between them, and looks at what is left over afterwards."""
+
+import asyncio
+import base64
+import hashlib
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.fuzz.bad_requests import CHAT, IMAGES, MAKERS, VIDEOS
+from tests.fuzz.described import described_shots
+from tests.fuzz.shots import Outcome, Shot, fire
+
+CONCURRENCY = 4
+GOOD_EVERY = 25
+IDLE_LIMIT_S = 120.0
+_GREEDY = {"temperature": 0, "max_tokens": 6, "min_tokens": 6}
+_CODES = {"temperature": 0, "max_tokens": 6, "min_tokens": 6, "detokenize": False}
+
+GOOD: dict[str, tuple[str, dict[str, Any]]] = {
+    "omni": (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": "Why is the sea blue?"}],
+            "modalities": ["text", "audio"],
+            "sampling_params_list": [_GREEDY, _CODES, None],
+        },
+    ),
+    "painting": (IMAGES, {"prompt": "A hen", "size": "32x32", "num_inference_steps": 2, "seed": 1}),
+    "video": (VIDEOS, {"prompt": "A hen", "size": "32x32", "num_inference_steps": 1, "num_frames": 5, "seed": 1}),
+}
+"""A request that is always answered alike, by kind of server."""
+
+
+@dataclass
+class Held:
+    """What a server and its stages hold: bytes of memory that are its own, and open files."""
+
+    memory: int
+    files: int
+
+
+@dataclass
+class Summary:
+    """
+    Attributes:
+        counts: How often each status came, by endpoint.
+        faults: What went wrong.
+        accepted: Of requests that break the description, by endpoint: how many were answered well all the same.
+        before, after: What the server held after the first of the requests, and at the end.
+    """
+
+    counts: Counter[tuple[str, int | str]] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    accepted: Counter[str] = field(default_factory=Counter)
+    num_good: int = 0
+    before: Held = field(default_factory=lambda: Held(0, 0))
+    after: Held = field(default_factory=lambda: Held(0, 0))
+
+    def take(self, outcome: Outcome) -> None:
+        self.counts[_template(outcome.shot), outcome.status] += 1
+        if outcome.fault:
+            self.faults.append(outcome.fault)
+        if outcome.status == 200 and outcome.shot.what.startswith("negative"):
+            self.accepted[_template(outcome.shot)] += 1
+
+    def __str__(self) -> str:
+        lines = [f"{count:6} {status!s:>9}  {endpoint}" for (endpoint, status), count in _by_text(self.counts)]
+        held = f"memory {self.before.memory >> 20} -> {self.after.memory >> 20} MiB, open files {self.before.files} -> "
+        lines.append(f"{sum(self.counts.values())} bad requests, {self.num_good} good ones; {held}{self.after.files}")
+        return "\n".join([*lines, *(f"FAULT {fault}" for fault in self.faults)])
+
+
+class Campaign:
+    """One server under fire."""
+
+    def __init__(self, kind: str, port: int, pid: int, seed: int = 0) -> None:
+        """
+        Args:
+            kind: A key of `MAKERS`.
+            pid: The server's process.
+        """
+        self._kind = kind
+        self._port = port
+        self._process = psutil.Process(pid)
+        self._rng = random.Random(seed)
+        self._seed = seed
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+
+    def run(self, num_written: int, num_described: int) -> Summary:
+        """
+        Args:
+            num_written: Requests from `bad_requests`.
+            num_described: Of either kind, for each operation of the server's description.
+        """
+        summary = Summary()
+        expected = self._ask_well()
+        shots = list(self._shots(num_written, num_described))
+        self._rng.shuffle(shots)
+        warm_up = max(len(shots) // 4, min(len(shots), 20))
+        for start in range(0, len(shots), GOOD_EVERY):
+            asyncio.run(self._fire_all(shots[start : start + GOOD_EVERY], summary))
+            summary.num_good += 1
+            if (answer := self._ask_well()) != expected:
+                summary.faults.append(f"a good request was answered with {answer[:300]!r}, not {expected[:300]!r}")
+            if start < warm_up <= start + GOOD_EVERY:
+                self._wait_until_idle()
+                summary.before = self._held()
+        self._wait_until_idle()
+        summary.after = self._held()
+        return summary
+
+    def _shots(self, num_written: int, num_described: int) -> Iterator[Shot]:
+        makers = MAKERS[self._kind]
+        for number in range(num_written):
+            yield makers[number % len(makers)](self._rng)
+        if num_described:
+            yield from described_shots(self._client.get("/openapi.json").json(), num_described, self._seed)
+
+    async def _fire_all(self, shots: Iterable[Shot], summary: Summary) -> None:
+        waiting = iter(shots)
+
+        async def shooter() -> None:
+            for shot in waiting:
+                summary.take(await fire(self._port, shot))
+
+        await asyncio.gather(*(shooter() for _ in range(CONCURRENCY)))
+
+    def _ask_well(self) -> str:
+        """What the answer to the good request is; its media as digests."""
+        self._delete_videos()
+        path, body = GOOD[self._kind]
+        answer = self._client.post(path, json=body)
+        while answer.status_code == 429:  # Those who left have not been told of yet.
+            time.sleep(float(answer.headers["Retry-After"]))
+            answer = self._client.post(path, json=body)
+        if answer.status_code != 200:
+            return f"{answer.status_code} {answer.text}"
+        return {"omni": _spoken, "painting": _painted, "video": self._filmed}[self._kind](answer.json())
+
+    def _filmed(self, video: dict[str, Any]) -> str:
+        while video["status"] in ("queued", "in_progress"):
+            time.sleep(0.1)  # So clients do.
+            video = self._client.get(f"{VIDEOS}/{video['id']}").json()
+        content = self._client.get(f"{VIDEOS}/{video['id']}/content").content
+        self._client.delete(f"{VIDEOS}/{video['id']}")
+        return f"{video['status']} {_digest(content)}"
+
+    def _wait_until_idle(self) -> None:
+        """
+        Raises:
+            TimeoutError: A stage has work left, or is not well.
+        """
+        deadline = time.monotonic() + IDLE_LIMIT_S
+        self._delete_videos()
+        while busy := self._busy():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"left over: {busy}")
+            time.sleep(0.2)  # The stages are asked; none of them says by itself that it has nothing to do.
+
+    def _busy(self) -> list[str]:
+        health = self._client.get("/health")
+        lines = self._client.get("/metrics").text.splitlines()
+        names = ("vllm_omni:num_requests_running{", "vllm_omni:num_requests_waiting{", "vllm_omni:kv_blocks_used{")
+        busy = [line for line in lines if line.startswith(names) and float(line.rpartition(" ")[2])]
+        return busy if health.status_code == 200 else [health.text, *busy]
+
+    def _delete_videos(self) -> None:
+        if self._kind == "video":
+            while videos := self._client.get(VIDEOS).json()["data"]:
+                for video in videos:
+                    self._client.delete(f"{VIDEOS}/{video['id']}")
+
+    def _held(self) -> Held:
+        processes = [self._process, *self._process.children(recursive=True)]
+        memory = sum(process.memory_full_info().uss for process in processes)
+        return Held(memory, sum(process.num_fds() for process in processes))
+
+
+def _spoken(answer: dict[str, Any]) -> str:
+    text, speech = (choice["message"] for choice in answer["choices"])
+    return f"{text['content']!r} {_digest(base64.b64decode(speech['audio']['data']))}"
+
+
+def _painted(answer: dict[str, Any]) -> str:
+    return _digest(base64.b64decode(answer["data"][0]["b64_json"]))
+
+
+def _digest(data: bytes) -> str:
+    return f"{len(data)} bytes {hashlib.sha1(data).hexdigest()}"
+
+
+def _template(shot: Shot) -> str:
+    """The endpoint; made-up paths count together."""
+    path = shot.path.partition("?")[0]
+    if shot.what == "no such path":
+        return "(no such path)"
+    return f"{shot.method} {VIDEOS}/..." if path.startswith(VIDEOS + "/") else shot.endpoint
+
+
+def _by_text(counts: Counter[tuple[str, int | str]]) -> list[tuple[tuple[str, int | str], int]]:
+    return sorted(counts.items(), key=lambda item: (item[0][0], str(item[0][1])))

@@ -20,36 +20,40 @@ def run_doctor(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         "vllm-omni doctor", usage="vllm-omni doctor [MODEL] [options of vllm serve]", description=_DESCRIPTION
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a checkpoint: a folder, or a name on the hub")
-    parser.add_argument("--stage-configs-path", help="the stage configuration to check instead of the one that ships")
     parser.add_argument("--host", help="address that the server is to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port that the server is to listen on (8000)")
-    args, others = parser.parse_known_args(arguments)
-    if others and args.model is None:
-        parser.error(f"{others[0]} is an option for a model; write: vllm-omni doctor MODEL {' '.join(others)}")
+    has_model = bool(arguments) and not arguments[0].startswith("-")
+    args, others = parser.parse_known_args(arguments[1:] if has_model else arguments)
+    if others and not has_model:
+        parser.error(f"{others[0]} is an option for a model, which comes first: vllm-omni doctor MODEL {others[0]} ...")
     failed = False
-    for finding in _examine(args, arguments):
+    for finding in _examine(args, arguments if has_model else []):
         _print(finding)
         failed |= finding.level == "FAIL"
     sys.exit(1 if failed else 0)
 
 
 def _examine(args: argparse.Namespace, arguments: list[str]) -> Iterator[Finding]:
+    """
+    Args:
+        args: Where the server is to listen.
+        arguments: What would stand after `vllm serve`; empty where there is no model to check.
+    """
     yield from checks.check_python()
     yield from checks.check_packages()
     yield from checks.check_companions()
     platform, found = checks.probe_platform()
     yield from found
     num_processes, needed = 1, checks.SHARED_MEMORY
-    if args.model is not None and platform is not None:
+    if arguments and platform is not None:
         from vllm_omni.entrypoints.cli.doctor_model import check_model, shared_memory_needed
 
         config, findings = check_model(arguments, platform)
         yield from findings
         if config is not None:
             num_processes, needed = len(config.processes), shared_memory_needed(config)
-    elif args.model is not None:
-        yield Finding("WARN", "configuration", f"{args.model} is not checked: that needs a vLLM that works")
+    elif arguments:
+        yield Finding("WARN", "configuration", f"{arguments[0]} is not checked: that needs a vLLM that works")
     yield from checks.check_shared_memory(needed)
     yield from checks.check_open_files()
     yield from checks.check_port(args.host, args.port)

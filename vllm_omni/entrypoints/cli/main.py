@@ -80,7 +80,8 @@ def _serve(arguments: list[str]) -> None:
     except UsageError as error:
         _fail(str(error), 2)
     except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+        is_file = error.filename is not None
+        if is_file or error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
             raise
         _fail(f"the server's address cannot be used: {error.strerror}; choose another --port, --host or --uds", 1)
 

@@ -70,18 +70,18 @@ _WHY: dict[str, tuple[str, ...]] = {
         "enable_mfu_metrics",
         "show_hidden_metrics_for_version",
         "per_request_spec_decode_metrics",
+        "enable_per_request_metrics",
     ),
     _SEGMENTS: ("stream_interval",),
 }
 NAMES = frozenset(name for names in _WHY.values() for name in names)
 
-# Values that ask for what is done anyway.
+# Values that ask for what is done anyway, where these are not just vLLM's default.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "api_server_count": (1,),
-    "runner": ("generate",),
+    "api_server_count": (None, 1),
+    "runner": ("auto", "generate"),
     "mm_processor_cache_gb": (0,),
-    "data_parallel_size_local": (1,),
-    "data_parallel_rank": (0,),
+    "data_parallel_size_local": (None, 1),
 }
 
 
@@ -89,6 +89,5 @@ def find_ignored(explicit: Mapping[str, Any], defaults: Mapping[str, Any]) -> It
     """The names among the flags that were given which would be ignored, each with the reason and the remedy."""
     reasons = {name: reason for reason, names in _WHY.items() for name in names}
     for name, value in explicit.items():
-        asks_for_nothing = value == defaults.get(name) or value in _HARMLESS.get(name, ())
-        if name in reasons and not asks_for_nothing:
+        if name in reasons and value not in _HARMLESS.get(name, (defaults[name],)):
             yield name, reasons[name]

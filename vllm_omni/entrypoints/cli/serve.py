@@ -14,6 +14,7 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.exceptions import VLLMClientError
 from vllm.logger import configure_logging_from_args
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
@@ -72,7 +73,7 @@ class OmniServeCommand(ServeSubcommand):
         try:
             _check(parsed)
             self.validate(parsed.args)
-        except (UsageError, ValueError, TypeError, KeyError, OSError) as error:
+        except (UsageError, VLLMClientError, ValueError, TypeError, KeyError, OSError) as error:
             # vLLM's checks raise these; str() of a KeyError has quotes around it.
             raise UsageError(
                 str(error.args[0] if isinstance(error, KeyError) else error).removeprefix("Error: ")

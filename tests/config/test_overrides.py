@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a caller says of a single stage, over what its configuration says."""
+
+import pytest
+
+from vllm_omni.config.overrides import merge, override_stage
+from vllm_omni.config.stage_config import OmniStageConfig, StageRuntimeConfig
+from vllm_omni.errors import StageConfigError
+
+TALKER = OmniStageConfig(
+    stage_id=1,
+    engine_args={"model_stage": "talker", "gpu_memory_utilization": 0.2, "max_num_seqs": 4},
+    runtime=StageRuntimeConfig(devices="0", max_batch_size=8),
+    default_sampling_params={"temperature": 0.9, "top_k": 50},
+)
+
+
+def test_each_section_is_merged_and_what_stands_in_none_is_an_engine_argument() -> None:
+    override = {"seed": 3, "engine_args": {"dtype": "float32"}, "runtime": {"devices": 1}}
+
+    stage = override_stage(TALKER, override | {"default_sampling_params": {"temperature": 0.0}})
+
+    assert stage.engine_args == TALKER.engine_args | {"seed": 3, "dtype": "float32"}
+    assert (stage.runtime.devices, stage.runtime.max_batch_size) == (1, 8)
+    assert stage.default_sampling_params == {"temperature": 0.0, "top_k": 50}
+
+
+def test_what_runtime_is_told_replaces_the_files_engine_argument_for_the_same() -> None:
+    stage = override_stage(TALKER, {"runtime": {"memory": 0.5, "max_batch_size": 2}})
+
+    assert stage.engine_args == {"model_stage": "talker"}
+    assert stage.vllm_engine_args["max_num_seqs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ({"runtime": {"memry": 1}}, r"stage 1 \(talker\): there is no runtime\.memry; did you mean 'memory'"),
+        ({"runtime": {"max_batch_size": "many"}}, r"runtime\.max_batch_size: Expected `int"),
+        ({"engine_args": 3}, "engine_args is a section, 3 is none"),
+    ],
+)
+def test_a_wrong_override_is_named(override: dict, words: str) -> None:
+    with pytest.raises(StageConfigError, match=words):
+        override_stage(TALKER, override)
+
+
+def test_merging_goes_into_mappings_and_changes_neither() -> None:
+    first, second = {"a": {"x": 1, "y": 2}, "b": 1}, {"a": {"y": 3}, "b": {"z": 4}}
+
+    assert merge(first, second) == {"a": {"x": 1, "y": 3}, "b": {"z": 4}}
+    assert first == {"a": {"x": 1, "y": 2}, "b": 1}

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni doctor`: what it finds on machines that are not as they should be."""
+
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.entrypoints.cli import doctor, doctor_checks
+from vllm_omni.entrypoints.cli.doctor_checks import Finding, Platform
+from vllm_omni.errors import VllmRequirementError
+
+CPU = Platform("cpu", [])
+Usage = namedtuple("Usage", "total used free")
+
+
+def levels(findings) -> list[str]:
+    return [finding.level for finding in findings]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the checks that import torch or vLLM in processes of their own."""
+    monkeypatch.setattr(doctor_checks, "check_companions", lambda: [])
+    monkeypatch.setattr(doctor_checks, "check_encoders", lambda: [])
+    monkeypatch.setattr(doctor_checks, "probe_platform", lambda: (CPU, [Finding("OK", "platform", "cpu")]))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def test_the_real_platform_and_encoders_are_found(monkeypatch, capsys) -> None:
+    def in_this_process(code: str) -> subprocess.CompletedProcess[str]:
+        exec(code, {})  # A new process would import vLLM for seconds.
+        return subprocess.CompletedProcess([], 0, capsys.readouterr().out, "")
+
+    monkeypatch.setattr(doctor_checks, "_python", in_this_process)
+    platform, findings = doctor_checks.probe_platform()
+    assert platform is not None and levels(findings) == ["OK"]
+    assert set(levels(doctor_checks.check_encoders())) == {"OK"}
+
+
+def test_a_model_that_fits(run, quick, monkeypatch, tiny_qwen3_omni_moe: Path) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    said = run("doctor", tiny_qwen3_omni_moe, "--max-model-len", "64", "--port", free_port())
+    assert said.code == 0, said.out
+    assert "OK    configuration   stages thinker (AR), talker (AR), code2wav (generation)" in said.out
+    assert "GiB of files" in said.out and "is free" in said.out
+
+
+def test_a_model_whose_configuration_is_wrong(run, quick, tiny_qwen3_omni_moe: Path) -> None:
+    said = run("doctor", tiny_qwen3_omni_moe, "--stage-configs-path", "/nowhere.yaml", "--port", free_port())
+    assert said.code == 1
+    assert "FAIL  configuration   /nowhere.yaml: cannot be read" in said.out
+
+
+def test_a_vllm_that_is_missing(run, quick, monkeypatch) -> None:
+    def refuse() -> None:
+        raise VllmRequirementError("vllm_omni needs vLLM 0.32, and found no vLLM.\nInstall one of\n    pip install ...")
+
+    monkeypatch.setattr(doctor_checks, "require_vllm", refuse)
+    monkeypatch.setattr(doctor_checks, "find_vllm", dict)
+    monkeypatch.setattr(doctor_checks, "probe_platform", lambda: (None, [Finding("FAIL", "platform", "no", "mend")]))
+    said = run("doctor", "MODEL", "--port", free_port())
+    assert said.code == 1
+    assert "FAIL  vllm            vllm_omni needs vLLM 0.32, and found no vLLM." in said.out
+    assert "-> Install one of" in said.out
+    assert "MODEL is not checked: that needs a vLLM that works" in said.out
+
+
+def test_it_imports_neither_vllm_nor_torch() -> None:
+    code = "import sys, vllm_omni.entrypoints.cli.doctor; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_versions_that_were_not_tested(monkeypatch) -> None:
+    monkeypatch.setattr(
+        metadata, "requires", lambda name: ["nosuch-package>=1", "pyyaml>=99", "pytest>=99; extra == 'x'"]
+    )
+    findings = {finding.subject: finding for finding in doctor_checks.check_packages()}
+    assert findings["nosuch-package"].level == "FAIL"
+    assert findings["pyyaml"].level == "WARN" and findings["pyyaml"].remedy == 'pip install "pyyaml>=99"'
+    assert "pytest" not in findings
+
+
+def test_a_torchvision_of_another_build(monkeypatch) -> None:
+    error = "RuntimeError: operator torchvision::nms does not exist"
+    monkeypatch.setattr(doctor_checks, "find_spec", lambda name: True)
+    monkeypatch.setattr(doctor_checks, "import_error", lambda name: error)
+    monkeypatch.setattr(doctor_checks, "_metadata_of", lambda name, key="Version": "2.13.0+cpu")
+    findings = list(doctor_checks.check_companions())
+    assert levels(findings) == ["FAIL", "WARN", "WARN"]
+    assert error in findings[0].message and "--index-url https://download.pytorch.org/whl/cpu" in findings[0].remedy
+
+
+def test_a_vllm_that_does_not_import(monkeypatch) -> None:
+    broken = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: libcudart.so.13: cannot open")
+    monkeypatch.setattr(doctor_checks, "_python", lambda code: broken)
+    platform, (finding,) = doctor_checks.probe_platform()
+    assert platform is None
+    assert (finding.level, "libcudart.so.13" in finding.message) == ("FAIL", True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ('{"type": "", "devices": []}', "nothing that it can run on"),
+        ('{"type": "cuda", "devices": []}', "no device is visible"),
+    ],
+)
+def test_no_device(monkeypatch, answer: str, words: str) -> None:
+    done = subprocess.CompletedProcess([], 0, f"\nPROBE{answer}\n", "")
+    monkeypatch.setattr(doctor_checks, "_python", lambda code: done)
+    platform, (finding,) = doctor_checks.probe_platform()
+    assert platform is None and finding.level == "FAIL" and words in finding.message
+
+
+@pytest.mark.parametrize(("mib", "level"), [(4096, "OK"), (300, "WARN"), (64, "FAIL")])
+def test_shared_memory(monkeypatch, tmp_path: Path, mib: int, level: str) -> None:
+    monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda path: Usage(0, 0, mib << 20))
+    (finding,) = doctor_checks.check_shared_memory(512 << 20, tmp_path)
+    assert finding.level == level
+    assert ("--shm-size" in finding.remedy) == (level != "OK")
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (finding,) = doctor_checks.check_port("127.0.0.1", port)
+    assert finding.level == "FAIL" and str(port) in finding.message and "--port" in finding.remedy
+    assert levels(doctor_checks.check_port("127.0.0.1", free_port())) == ["OK"]
+
+
+@pytest.mark.parametrize(("said", "level"), [(None, "OK"), ("1", "OK"), ("2", "WARN"), ("all", "WARN")])
+def test_threads_of_stages_on_a_cpu(monkeypatch, said: str | None, level: str) -> None:
+    monkeypatch.setattr(doctor_checks.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert levels(doctor_checks.check_threads("cpu", 3)) == [level]
+    assert levels(doctor_checks.check_threads("cuda", 3)) == ["OK"]
+
+
+def test_options_of_a_model_without_a_model(run) -> None:
+    said = run("doctor", "--max-model-len", "64")
+    assert said.code == 2 and "vllm-omni doctor MODEL --max-model-len ..." in said.err
+
+
+def test_a_failure_is_shown_with_its_remedy(capsys) -> None:
+    doctor._print(Finding("FAIL", "port", "one\ntwo", "do this"))
+    assert capsys.readouterr().out.splitlines() == [
+        "FAIL  port            one",
+        " " * 22 + "two",
+        " " * 22 + "-> do this",
+    ]

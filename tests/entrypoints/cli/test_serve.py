@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve MODEL --omni`: which flags are taken, where they go, and what is said of those that are not."""
+
+import errno
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_omni.entrypoints.cli.arguments import face_options
+from vllm_omni.entrypoints.openai import api_server
+from vllm_omni.errors import StageStartError
+
+
+class Server:
+    """Stands in for the server; knows what it was told."""
+
+    args: Namespace
+    llm_args: dict[str, Any]
+
+    def run(self, args: Namespace, llm_args: dict[str, Any]) -> None:
+        self.args, self.llm_args = args, llm_args
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    server = Server()
+    monkeypatch.setattr(api_server, "run", server.run)
+    return server
+
+
+def test_only_what_was_given_reaches_the_stages(run, server: Server, tiny_qwen3: Path) -> None:
+    assert run("serve", tiny_qwen3, "--omni").code == 0
+    assert server.llm_args == {"model": str(tiny_qwen3), "log_stats": True, "stage_overrides": {}}
+    # vLLM's app reads these.
+    assert (server.args.model, server.args.port, server.args.gpu_memory_utilization) == (str(tiny_qwen3), 8000, 0.92)
+
+
+def test_flags_go_where_they_belong(run, server: Server, tiny_qwen3: Path) -> None:
+    given = [
+        "--port",
+        "8091",
+        "--max-model-len",
+        "1k",
+        "--dtype",
+        "float32",
+        "--max-inflight",
+        "3",
+        "--disable-log-stats",
+    ]
+    given += ["--served-model-name", "a", "b", "--reasoning-parser", "qwen3", "--shutdown-timeout", "7"]
+    given += ["--request-timeout-s", "1.5", "--enable-log-requests", "--no-enforce-eager", "-cc.mode", "0"]
+
+    assert run("serve", tiny_qwen3, *given).code == 0
+
+    assert server.llm_args == {
+        "model": str(tiny_qwen3),
+        "log_stats": False,
+        "stage_overrides": {},
+        "max_inflight": 3,
+        "request_timeout_s": 1.5,
+        "max_model_len": 1000,
+        "dtype": "float32",
+        "enforce_eager": False,
+        "served_model_name": ["a", "b"],
+        "reasoning_parser": "qwen3",
+        "compilation_config": {"mode": 0},
+    }
+    assert (server.args.port, server.args.shutdown_timeout, server.args.enable_log_requests) == (8091, 7, True)
+    assert server.args.structured_outputs_config.reasoning_parser == "qwen3"
+
+
+def test_a_flag_with_its_default_value_was_given_too(run, server: Server, tiny_qwen3: Path) -> None:
+    run("serve", tiny_qwen3, "--gpu-memory-utilization", "0.92")
+    assert server.llm_args["gpu_memory_utilization"] == 0.92
+
+
+def test_every_option_of_the_faces_is_a_flag(run, server: Server, tiny_qwen3: Path) -> None:
+    run("serve", tiny_qwen3)
+    assert set(face_options()) <= set(vars(server.args))
+    assert {"init_timeout", "stage_init_timeout", "max_queued", "shm_threshold_bytes", "trace_file"} <= set(
+        face_options()
+    )
+
+
+def test_single_stages(run, server: Server, tiny_qwen3_omni_moe: Path, tmp_path: Path) -> None:
+    config = tmp_path / "flags.yaml"
+    config.write_text("port: 8123\nmax-model-len: 512\nstage:\n  talker: {engine_args: {seed: 1, max_num_seqs: 2}}\n")
+
+    said = run(
+        "serve", tiny_qwen3_omni_moe, f"--config={config}", "--stage.talker.seed", "2", "--stage.0.runtime.cpus", "1"
+    )
+
+    assert said.code == 0
+    assert server.llm_args["stage_overrides"] == {
+        "talker": {"engine_args": {"seed": 2, "max_num_seqs": 2}},
+        "0": {"runtime": {"cpus": 1}},
+    }
+    assert (server.args.port, server.llm_args["max_model_len"]) == (8123, 512)
+
+
+def test_a_pipeline_of_diffusion_stages_only(run, server: Server, tiny_diffusion) -> None:
+    model = tiny_diffusion("z_image")
+    names = ["--served-model-name", "painter", "--allowed-local-media-path", "/tmp"]
+    given = ["--vae-tiling", "--cache-config", "{threshold: 0.1}", "--max-pixels", "4096", "--dtype", "float32"]
+
+    assert run("serve", model, *names, *given).code == 0
+
+    assert server.args.served_model_name == ["painter"]
+    assert server.llm_args == {
+        "model": str(model),
+        "log_stats": True,
+        "stage_overrides": {},
+        "vae_tiling": True,
+        "cache_config": {"threshold": 0.1},
+        "max_pixels": 4096,
+        "dtype": "float32",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--headless"], "--headless has no effect: one server feeds the pipeline"),
+        (["--data-parallel-size", "2"], "--data-parallel-size has no effect"),
+        (["--api-server-count", "4"], "--api-server-count has no effect"),
+        (["--nnodes", "2"], "--nnodes has no effect: all stages run on this machine"),
+        (["--grpc"], "--grpc has no effect"),
+        (["--runner", "pooling"], "without --omni"),
+        (["--max-num-queued-reqs", "4"], "use --max-queued"),
+        (["--mm-processor-cache-gb", "4"], "--mm-processor-cache-gb has no effect"),
+        (["--max-modl-len", "3"], "unrecognized arguments: --max-modl-len 3; did you mean '--max-model-len'?"),
+        (["--max-inflght=3"], "did you mean '--max-inflight'?"),
+        (["--max-inflight", "many"], "invalid int value: 'many'"),
+        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice requires --tool-call-parser"),
+        (["--enable-auto-tool-choice", "--tool-call-parser", "mine"], "invalid tool call parser: mine"),
+        (["--config", "/nowhere.yaml"], "--config /nowhere.yaml: cannot be read"),
+        (["--stage.talker.seed"], "--stage.talker.seed needs a value"),
+        (["--stage", "{"], "is not JSON"),
+        (["--chat-template", "/nowhere.jinja"], "chat template"),
+    ],
+)
+def test_a_wrong_or_useless_flag_is_one_message(run, server: Server, given: list[str], words: str) -> None:
+    said = run("serve", "MODEL", *given)
+    assert said.code == 2
+    assert words in said.err and "Traceback" not in said.err
+    assert not vars(server)
+
+
+def test_what_is_asked_for_anyway_is_no_error(run, server: Server, tiny_qwen3: Path) -> None:
+    assert (
+        run("serve", tiny_qwen3, "--data-parallel-size", "1", "--api-server-count", "1", "--runner", "generate").code
+        == 0
+    )
+    assert set(server.llm_args) == {"model", "log_stats", "stage_overrides"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1]", "must be a mapping"),
+        ("a: [", "is not YAML"),
+        ("stage.talker.seed: 1", "write it as a mapping"),
+        ("nosuch: 1", "--nosuch"),
+    ],
+)
+def test_a_configuration_file_that_cannot_be_used(run, tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text(text)
+    said = run("serve", "MODEL", "--config", path)
+    assert said.code == 2 and words in said.err
+
+
+def test_a_model_is_needed(run) -> None:
+    said = run("serve", "--port", "8000")
+    assert (said.code, said.err) == (2, "vllm-omni: error: the model is missing; write: vllm serve MODEL --omni\n")
+
+
+@pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere"])
+def test_a_model_that_is_none(run, server: Server, model: str) -> None:
+    said = run("serve", model, "--served-model-name", "m")
+    assert said.code == 1
+    assert f"{model!r} is no checkpoint: there is no such folder" in said.err
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            StageStartError("stage 1 (talker) failed to start: no memory", 1),
+            "error: stage 1 (talker) failed to start: no memory",
+        ),
+        (OSError(errno.EADDRINUSE, "Address already in use"), "Address already in use; choose another --port"),
+    ],
+)
+def test_what_fails_at_the_start_is_one_message(
+    run, monkeypatch, tiny_qwen3: Path, error: Exception, words: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(api_server, "run", fail)
+    said = run("serve", tiny_qwen3)
+    assert said.code == 1
+    assert words in said.err and "Traceback" not in said.err
+
+
+def test_a_bug_keeps_its_traceback(run, monkeypatch, tiny_qwen3: Path) -> None:
+    def fail(*_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file", "weights")
+
+    monkeypatch.setattr(api_server, "run", fail)
+    with pytest.raises(FileNotFoundError):
+        run("serve", tiny_qwen3)
+
+
+def test_help_has_our_groups(run) -> None:
+    said = run("serve", "--help")
+    assert said.code == 0
+    for group in ("Omni ", "OmniLimits", "OmniDiffusion", "Frontend", "vllm serve MODEL --omni"):
+        assert group in said.out
+    ours = run("serve", "--help=omni").out
+    for flag in ("--stage-configs-path", "--init-timeout", "--stage JSON", "(default: 600.0)"):
+        assert flag in ours

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server of a pipeline of fake stages, in this process, and a client of it that may leave at any moment."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.entrypoints.faces import ask
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.events import ARSegmentEvent, CompletedEvent
+
+
+class Question(BaseModel):
+    """What the fake stages shall do."""
+
+    stream: bool = False
+    options: dict[str, Any] = {}
+
+
+class FakeServer:
+    """The application, with an endpoint `/v1/ask` through which a request can say what the fake stages do."""
+
+    def __init__(self, llm: AsyncOmniLLM, *flags: str, shutdown_timeout: float = 0) -> None:
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "fake", *flags])
+        self.client = OmniEngineClient(llm, shutdown_timeout=shutdown_timeout)
+        self.app: FastAPI = asyncio.run(build_omni_app(self.client, args))
+
+        @self.app.post("/v1/ask")
+        @with_cancellation
+        @load_aware_call
+        async def answer(question: Question, raw_request: Request) -> Any:
+            events = self._answer(question)
+            if question.stream:
+                first = await anext(events)  # So that what fails at once has its own status.
+                return StreamingResponse(_all(first, events))
+            return JSONResponse({"text": [text async for text in events][-1]})
+
+    async def _answer(self, question: Question) -> AsyncGenerator[str, None]:
+        async with aclosing(self.client.run(ask(**question.options), stream=question.stream)) as events:
+            async for event in events:
+                if isinstance(event, ARSegmentEvent) and question.stream:
+                    yield event.text
+                elif isinstance(event, CompletedEvent) and not question.stream:
+                    yield event.outputs[-1].outputs[0].text
+
+
+async def _all(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async with aclosing(rest):
+        yield first
+        async for text in rest:
+            yield text
+
+
+class Visit:
+    """One request, as a web server gives it to an application."""
+
+    def __init__(self, app: FastAPI, path: str, body: dict[str, Any] | None = None) -> None:
+        self._app = app
+        self._scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "GET" if body is None else "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+            "state": {},
+        }
+        self._content = b"" if body is None else json.dumps(body).encode()
+        self._is_sent = False
+        self._left = asyncio.Event()
+        self._got_chunk = asyncio.Event()
+        self.chunks: list[bytes] = []
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self._task = asyncio.create_task(self._app(self._scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._is_sent:
+            self._is_sent = True
+            return {"type": "http.request", "body": self._content, "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if self._left.is_set():
+            raise OSError("the client has left")
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        elif message.get("body"):
+            self.chunks.append(message["body"])
+            self._got_chunk.set()
+
+    async def first_chunk(self) -> None:
+        await self._got_chunk.wait()
+
+    async def leave(self) -> None:
+        """Hangs up; comes back when the application has done whatever it does then."""
+        self._left.set()
+        await asyncio.gather(self._task, return_exceptions=True)  # Nobody hears what goes wrong with the answer.
+        await settled()
+
+    async def end(self) -> dict[str, Any]:
+        """The whole answer."""
+        await asyncio.wait([self._task])
+        return json.loads(b"".join(self.chunks))
+
+
+async def settled() -> None:
+    """Waits for all tasks of requests that were left."""
+    others = [task for task in asyncio.all_tasks() if "FakeServer" in repr(task.get_coro())]
+    if others:
+        await asyncio.wait(others)

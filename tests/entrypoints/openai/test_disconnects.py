@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients who leave, come too many, wait too long, or whose stage dies: the server goes on, with nothing left over."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.entrypoints.faces import WRITER, is_idle, running
+from tests.entrypoints.openai.fake_server import FakeServer, Visit
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.errors import PipelineFullError
+
+LONG = {"fake_tokens": 100_000, "fake_seconds": 0.01, "fake_only": "writer"}
+QUICK = {"stream": False, "options": {"text": "hello"}}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:
+    with running(AsyncOmniLLM, tmp_path_factory.mktemp("config"), max_inflight=2, max_queued=2) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def server(llm: AsyncOmniLLM) -> FakeServer:
+    return FakeServer(llm)
+
+
+def question(*, stream: bool = False, **options: Any) -> dict[str, Any]:
+    return {"stream": stream, "options": options}
+
+
+async def check_it_serves(server: FakeServer) -> None:
+    visit = Visit(server.app, "/v1/ask", QUICK)
+    assert await visit.end() == {"text": "hello>writer>speaker"}
+    assert visit.status == 200
+
+
+def test_who_leaves_before_the_answer_leaves_nothing_behind(server: FakeServer, llm: AsyncOmniLLM) -> None:
+    async def main() -> None:
+        visit = Visit(server.app, "/v1/ask", question(**LONG))
+        while is_idle(llm):
+            await asyncio.sleep(0)
+        await visit.leave()
+        assert is_idle(llm)
+        await check_it_serves(server)
+
+    asyncio.run(main())
+
+
+def test_who_leaves_a_stream_leaves_nothing_behind(server: FakeServer, llm: AsyncOmniLLM) -> None:
+    async def main() -> None:
+        visit = Visit(server.app, "/v1/ask", question(stream=True, **LONG))
+        await visit.first_chunk()
+        assert visit.status == 200 and not is_idle(llm)
+        await visit.leave()
+        assert is_idle(llm)
+        await check_it_serves(server)
+
+    asyncio.run(main())
+
+
+def test_clients_who_leave_at_any_moment_leave_nothing_behind(server: FakeServer, llm: AsyncOmniLLM) -> None:
+    rng = random.Random(0)
+
+    async def come_and_go() -> None:
+        visit = Visit(server.app, "/v1/ask", question(stream=rng.random() < 0.5, **LONG))
+        await asyncio.sleep(rng.random() * 0.1)
+        await visit.leave()
+
+    async def main() -> None:
+        for _ in range(5):
+            await asyncio.gather(*(come_and_go() for _ in range(8)))
+        assert is_idle(llm)
+        await check_it_serves(server)
+
+    asyncio.run(main())
+
+
+def has_room(llm: AsyncOmniLLM) -> bool:
+    try:
+        llm.check_room()
+    except PipelineFullError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_too_many_is_told_to_come_back(server: FakeServer, llm: AsyncOmniLLM, stream: bool) -> None:
+    async def main() -> None:
+        first = Visit(server.app, "/v1/ask", question(stream=True, **LONG))
+        await first.first_chunk()
+        waiting = [Visit(server.app, "/v1/ask", QUICK) for _ in range(3)]
+        while has_room(llm):
+            await asyncio.sleep(0)
+        late = Visit(server.app, "/v1/ask", question(stream=stream))
+        answer = await late.end()
+        assert (late.status, answer["error"]["code"]) == (429, 429)
+        assert int(late.headers["retry-after"]) >= 1
+        await first.leave()
+        for visit in waiting:
+            assert await visit.end() == {"text": "hello>writer>speaker"}
+        await check_it_serves(server)
+
+    asyncio.run(main())
+
+
+def test_a_failure_of_one_request_is_no_matter_to_the_next(server: FakeServer) -> None:
+    async def main() -> None:
+        visit = Visit(server.app, "/v1/ask", question(fake_fail="speaker"))
+        answer = await visit.end()
+        assert (visit.status, answer["error"]["code"]) == (500, 500)
+        assert "was told to fail" not in answer["error"]["message"]
+        await check_it_serves(server)
+
+    asyncio.run(main())
+
+
+def test_a_dead_stage_is_told_to_those_it_held_and_to_health_until_it_is_back(
+    server: FakeServer, llm: AsyncOmniLLM
+) -> None:
+    async def health() -> tuple[int, dict[str, Any]]:
+        visit = Visit(server.app, "/health")
+        answer = await visit.end()
+        ping = Visit(server.app, "/ping")
+        await ping.end()
+        assert answer["status"] == {200: "ok", 503: "unavailable"}[visit.status]
+        return visit.status, {stage["name"]: stage["status"] for stage in answer["stages"]}
+
+    async def main() -> None:
+        assert await health() == (200, {"writer": "ready", "speaker": "ready"})
+        visit = Visit(server.app, "/v1/ask", question(fake_die="speaker"))
+        answer = await visit.end()
+        assert (visit.status, answer["error"]["code"]) == (503, 503)
+        assert int(visit.headers["retry-after"]) >= 1
+        assert await health() == (503, {"writer": "ready", "speaker": "restarting"})
+        # It waits for the stage, which is started again.
+        await check_it_serves(server)
+        assert await health() == (200, {"writer": "ready", "speaker": "ready"})
+
+    asyncio.run(main())
+
+
+def test_a_deadline_that_passes_is_told(tmp_path: Path) -> None:
+    async def main(server: FakeServer) -> None:
+        visit = Visit(server.app, "/v1/ask", question(**LONG))
+        answer = await visit.end()
+        assert (visit.status, answer["error"]["code"]) == (504, 504)
+        assert "retry-after" not in visit.headers
+        visit = Visit(server.app, "/v1/ask", QUICK)
+        assert await visit.end() == {"text": "hello>writer"}
+
+    with running(AsyncOmniLLM, tmp_path, (WRITER,), request_timeout_s=0.5) as llm:
+        asyncio.run(main(FakeServer(llm)))
+        assert is_idle(llm)
+
+
+def test_a_server_that_ends_takes_nothing_new_and_finishes_what_runs(tmp_path: Path) -> None:
+    async def main(server: FakeServer) -> None:
+        running = Visit(server.app, "/v1/ask", question(fake_tokens=30, fake_seconds=0.02, stream=True))
+        await running.first_chunk()
+        ending = asyncio.create_task(asyncio.to_thread(server.client.shutdown))
+        late = Visit(server.app, "/v1/ask", QUICK)
+        while await late.end() == {"text": "hello>writer"}:
+            late = Visit(server.app, "/v1/ask", QUICK)  # The other thread had not begun.
+        assert late.status == 503
+        await ending
+        await asyncio.wait([running._task])
+        assert b"".join(running.chunks).decode() == "".join(f"{i} " for i in range(30))
+        health = Visit(server.app, "/health")
+        await health.end()
+        assert health.status == 503
+
+    with running(AsyncOmniLLM, tmp_path, (WRITER,)) as llm:
+        asyncio.run(main(FakeServer(llm, shutdown_timeout=60)))
+
+
+def test_a_server_that_may_not_wait_ends_what_runs(tmp_path: Path) -> None:
+    async def main(server: FakeServer) -> None:
+        visit = Visit(server.app, "/v1/ask", question(**LONG))
+        while is_idle(server.client.llm):
+            await asyncio.sleep(0)
+        await asyncio.to_thread(server.client.shutdown)
+        answer = await visit.end()
+        assert (visit.status, answer["error"]["code"]) == (503, 503)
+
+    with running(AsyncOmniLLM, tmp_path, (WRITER,)) as llm:
+        asyncio.run(main(FakeServer(llm)))

@@ -1,21 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat with models that paint and make sound, whose prompts no vLLM stage reads."""
 
+import asyncio
 import base64
 import io
 import json
 import wave
-from collections.abc import Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
+import torch
 from fastapi import FastAPI
 from PIL import Image
+from starlette.datastructures import State
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.exceptions import VLLMValidationError
 
-from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use
+from tests.diffusion.indexes import write_index
+from tests.entrypoints.openai.media_apps import MODEL, ask, png, server_args, use
+from vllm_omni.config.loader import parse_pipeline_config
+from vllm_omni.diffusion.encoding import encode_outputs
+from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
+from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
+from vllm_omni.entrypoints.openai.models import DiffusionModels
+from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.events import CompletedEvent, OmniEvent
+from vllm_omni.outputs import StageOutput, make_omni_request_output
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2, "seed": 1}
 URI = "data:image/png;base64," + base64.b64encode(png()).decode()
@@ -119,6 +133,10 @@ def test_the_client_reads_the_stream(app: FastAPI) -> None:
         ({"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}, None, "image"),
         ({"content": " "}, None, "prompt is empty"),
         ({"content": [{"type": "text"}]}, None, "text"),
+        ({"content": [{"type": "image_url"}]}, None, "image_url"),
+        ({"content": [{"type": "image_url", "image_url": {"url": 5}}]}, None, "url"),
+        ({"content": [7]}, None, ""),
+        ({"content": None}, None, ""),
         ({"n": 0}, "n", "at least 1"),
         ({"n": 17}, None, "max_outputs"),
         ({"extra_body": {"heigth": 32}}, "extra_body.heigth", "did you mean 'height'"),
@@ -140,19 +158,59 @@ def test_another_model_is_not_found(app: FastAPI) -> None:
     assert chat(app, model="gpt-4o").status_code == 404
 
 
-def test_sound_is_a_wave(tiny_diffusion: Callable[[str], Path]) -> None:
-    with serving(tiny_diffusion("ace_step")) as app:
-        body = {"num_inference_steps": 2, "seed": 1}
-        whole = chat(app, "rain", extra_body=body, modalities=["audio"]).json()["choices"][0]["message"]
-        stream = chat(app, "rain", extra_body=body, audio={"format": "flac"}, stream=True).text
-        refused = chat(app, "rain", extra_body=body, audio={"voice": "ethan"})
+class Musician:
+    """An engine client whose pipeline makes two clips of stereo sound in no time."""
 
-    assert whole["content"] is None and whole["audio"]["transcript"] == ""
-    with wave.open(io.BytesIO(base64.b64decode(whole["audio"]["data"]))) as sound:
-        assert sound.getnframes() > 1000 and sound.getframerate() == 48000
-        assert np.frombuffer(sound.readframes(1 << 20), "<i2").std() > 0
-    delta = json.loads(next(line for line in stream.split("\n\n") if line.startswith("data: "))[6:])["choices"][0][
-        "delta"
-    ]
-    assert base64.b64decode(delta["audio"]["data"])[:4] == b"fLaC"
-    assert refused.status_code == 400 and "no voices" in refused.json()["error"]["message"]
+    def __init__(self, model: str) -> None:
+        stage = {"stage_id": 0, "engine_type": "DiT", "final_output": True, "final_output_type": "audio"}
+        self.config = parse_pipeline_config({"stage_args": [stage]}, model)
+
+    def check_admission(self) -> None:
+        pass
+
+    async def run(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncGenerator[OmniEvent, None]:
+        assert prompt == {"prompt": "rain", "modalities": ["audio"]}
+        assert params == [{"num_outputs_per_prompt": 2, "seed": 1}]
+        clips = [torch.full((2, 4800), level) for level in (0.25, 0.5)]
+        tensors, data = encode_outputs("audio", clips, DiffusionSamplingParams(), 48000)
+        output = StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data)
+        outputs = [make_omni_request_output("r", output, "audio", [])]
+        yield CompletedEvent(request_id=request_id, sequence=0, ts=0.0, outputs=outputs)
+
+
+@pytest.fixture
+def musician(tmp_path: Path) -> DiffusionChat:
+    model = write_index(tmp_path, "AceStepPipeline")
+    state = State({"openai_serving_models": DiffusionModels([BaseModelPath(MODEL, model)])})
+    return DiffusionChat(Musician(model), state, server_args(tmp_path))  # type: ignore[arg-type]
+
+
+def sound(**fields: Any) -> OmniChatCompletionRequest:
+    messages: Any = [{"role": "user", "content": "rain"}]
+    return OmniChatCompletionRequest(messages=messages, n=2, extra_body={"seed": 1}, **fields)
+
+
+def test_sound_is_a_file_for_each_choice(musician: DiffusionChat) -> None:
+    answer: Any = asyncio.run(musician.create_chat_completion(sound(modalities=["audio"])))
+
+    for choice, level in zip(answer.choices, (0.25, 0.5), strict=True):
+        assert choice.message.content is None and choice.message.audio.transcript == ""
+        with wave.open(io.BytesIO(base64.b64decode(choice.message.audio.data))) as file:
+            assert (file.getframerate(), file.getnframes()) == (48000, 4800)
+            np.testing.assert_allclose(np.frombuffer(file.readframes(4800), "<i2") / 32768, level, atol=1e-4)
+
+
+def test_sound_is_streamed_in_the_format_asked_for(musician: DiffusionChat) -> None:
+    async def main() -> list[str]:
+        stream: Any = await musician.create_chat_completion(sound(stream=True, audio={"format": "flac"}))
+        return [line async for line in stream]
+
+    chunks = [json.loads(line.removeprefix("data: ")) for line in asyncio.run(main())[:-1]]
+    sounds = [chunk["choices"][0]["delta"]["audio"] for chunk in chunks[::2]]
+    assert [base64.b64decode(sound["data"])[:4] for sound in sounds] == [b"fLaC"] * 2
+    assert sounds[0]["id"] != sounds[1]["id"]
+
+
+def test_a_voice_is_for_models_that_speak(musician: DiffusionChat) -> None:
+    with pytest.raises(VLLMValidationError, match="no voices"):
+        asyncio.run(musician.create_chat_completion(sound(audio={"voice": "ethan"})))

@@ -3,6 +3,8 @@
 
 import base64
 import io
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -191,13 +193,13 @@ def test_broken_uploads_are_refused(app: FastAPI, files: dict[str, bytes], words
     assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
 
 
-def test_a_bomb_is_not_decoded(app: FastAPI) -> None:
-    file = io.BytesIO()
-    Image.new("1", (20_000, 20_000)).save(file, "PNG")
+@pytest.mark.parametrize("side", [6000, 20_000])
+def test_a_bomb_is_not_decoded(app: FastAPI, side: int) -> None:
+    file = bytearray(png())  # Its header says how large it is, with a checksum.
+    file[16:24] = struct.pack(">II", side, side)
+    file[29:33] = struct.pack(">I", zlib.crc32(file[12:29]))
 
-    answer = ask(
-        app, "POST", "/v1/images/edits", data={"prompt": "x"}, files={"image": ("a.png", file.getvalue(), "image/png")}
-    )
+    answer = ask(app, "POST", "/v1/images/edits", data={"prompt": "x"}, files={"image": ("a.png", bytes(file))})
 
     assert answer.status_code == 400 and "pixels" in answer.json()["error"]["message"]
 
@@ -216,3 +218,12 @@ def test_a_body_that_is_neither_json_nor_a_form(app: FastAPI) -> None:
 def test_videos_of_a_model_that_paints(app: FastAPI) -> None:
     answer = ask(app, "POST", "/v1/videos", json={"prompt": "a boat"})
     assert answer.status_code == 400 and "makes no videos; it makes image" in answer.json()["error"]["message"]
+
+
+def test_the_description_tells_of_forms_and_json(app: FastAPI) -> None:
+    paths = ask(app, "GET", "/openapi.json").json()["paths"]
+    for path, field in (("/v1/images/edits", "image"), ("/v1/videos", "input_reference")):
+        content = paths[path]["post"]["requestBody"]["content"]
+        assert {"prompt", "size", field} <= content["application/json"]["schema"]["properties"].keys()
+        assert "binary" in str(content["multipart/form-data"]["schema"]["properties"][field])
+    assert "/v1/images/generations" in paths and "$defs" not in str(paths)

@@ -107,6 +107,7 @@ class DiffusionChat:
         assert isinstance(request, OmniChatCompletionRequest)
         self._maker.check_model(request.model)
         question = self._read(request)
+        self._maker.client.check_admission()  # Before pictures are fetched that nobody will look at.
         images = await self._fetcher.fetch(question.urls, "messages")
         answer = _Answer(request, question, new_id("chatcmpl", raw_request), self._maker)
         events = self._events(question, images, answer.id, raw_request, bool(request.stream))
@@ -253,29 +254,33 @@ def read_last_message(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[
     Raises:
         VLLMValidationError: There is something that it would not look at.
     """
-    for message in messages:
-        if message.get("role") in ("system", "developer"):
-            raise VLLMValidationError(
-                "a diffusion model takes no system message: say all in the user's last one", parameter="messages"
-            )
-    if not messages or messages[-1].get("role") != "user":
-        raise VLLMValidationError("the last message must be the user's; its text is the prompt", parameter="messages")
-    content = messages[-1].get("content")
-    parts = [content] if isinstance(content, str) else list(content or [])
-    texts, urls = [], []
-    for part in parts:
-        if isinstance(part, str):
-            texts.append(part)
-        elif part.get("type") == "text":
-            texts.append(part["text"])
-        elif part.get("type") == "image_url":
-            urls += as_urls(part["image_url"])
+    if any(_field(message, "role") in ("system", "developer") for message in messages):
+        raise _refusal("a diffusion model takes no system message: say all in the user's last one")
+    if not messages or _field(messages[-1], "role") != "user":
+        raise _refusal("the last message must be the user's; its text is the prompt")
+    content = _field(messages[-1], "content")
+    texts: list[Any] = []
+    urls: list[Any] = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = "text" if isinstance(part, str) else _field(part, "type")
+        if kind == "text":
+            texts.append(part if isinstance(part, str) else _field(part, "text"))
+        elif kind == "image_url":
+            urls += as_urls(_field(part, "image_url"))
         else:
-            raise VLLMValidationError(
-                f"a diffusion model takes parts of type text and image_url, not {part.get('type')!r}",
-                parameter="messages",
-            )
+            raise _refusal(f"a diffusion model takes parts of type text and image_url, not {kind!r}")
+    if not all(isinstance(value, str) for value in (*texts, *urls)):
+        raise _refusal("a part of type text has a text, and one of type image_url an object with a url")
     return "\n".join(texts), urls
+
+
+def _field(value: Any, name: str) -> Any:
+    """Of what a client has sent, which need not be an object."""
+    return value.get(name) if isinstance(value, Mapping) else None
+
+
+def _refusal(message: str) -> VLLMValidationError:
+    return VLLMValidationError(message, parameter="messages")
 
 
 def _usage(output: OmniRequestOutput) -> UsageInfo:

@@ -51,7 +51,8 @@ from vllm_omni.outputs import OmniRequestOutput
 router = APIRouter()
 
 _ERRORS = (
-    HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY, HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE, HTTPStatus.UNPROCESSABLE_ENTITY, HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT,
 )  # fmt: skip
 RESPONSES: dict[int | str, dict[str, Any]] = {status.value: {"model": ErrorResponse} for status in _ERRORS}
@@ -92,6 +93,7 @@ class ServingImages:
                 "this model takes no images; /v1/images/generations makes them of a prompt alone", parameter="image"
             )
         self._maker.check_model(request.model)
+        self._maker.client.check_admission()  # Before pictures are fetched that nobody will look at.
         images = await self._fetcher.fetch(request.image, "image")
         return await self._answer(request, images, "image_edit", raw_request)
 

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
 from fastapi.responses import StreamingResponse
 from PIL import Image
 from starlette.datastructures import State
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMValidationError
 
@@ -222,6 +223,7 @@ async def retrieve_video(video_id: VideoId, raw_request: Request) -> Video:
     response_class=StreamingResponse,
     responses={
         **RESPONSES,
+        HTTPStatus.CONFLICT.value: {"model": ErrorResponse, "description": "It is not complete, or has failed."},
         HTTPStatus.OK.value: {"content": {"video/mp4": {"schema": {"type": "string", "format": "binary"}}}},
     },
 )

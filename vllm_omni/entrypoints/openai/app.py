@@ -92,7 +92,9 @@ def _refuse_text(app: FastAPI, config: PipelineConfig) -> None:
         raise VLLMValidationError(f"this model neither reads nor writes tokens; it outputs {outputs}")
 
     for path in TEXT_PATHS:
-        app.add_api_route(path, refuse, methods=["POST"], response_model=None, responses={HTTPStatus.BAD_REQUEST.value: {}})
+        app.add_api_route(
+            path, refuse, methods=["POST"], response_model=None, responses={HTTPStatus.BAD_REQUEST.value: {}}
+        )
 
 
 def _path(route: BaseRoute) -> str:

@@ -50,6 +50,30 @@ def test_overrides_are_for_one_stage_and_win() -> None:
     assert painter.engine_args == {"model_stage": "painter", "dtype": "float16"}
 
 
+def test_overrides_reach_placement_and_sampling_defaults() -> None:
+    override = {"runtime": {"memory": 0.5}, "default_sampling_params": {"temperature": 0.0}, "seed": 4}
+
+    config = apply_arguments(pipeline({"gpu_memory_utilization": 0.9}), {"dtype": "float32"}, {"writer": override})
+
+    writer, painter = config.stage_args
+    assert writer.runtime.memory == 0.5 and "gpu_memory_utilization" not in writer.engine_args
+    assert writer.default_sampling_params == {"temperature": 0.0} and writer.engine_args["seed"] == 4
+    assert painter.runtime.memory is None
+
+
+def test_an_engine_argument_that_is_given_wins_over_the_files_memory() -> None:
+    with_memory = apply_arguments(pipeline(), {}, {"writer": {"runtime": {"memory": 0.5}}})
+    for arguments in (({"gpu_memory_utilization": 0.3}, {}), ({}, {"writer": {"gpu_memory_utilization": 0.3}})):
+        assert apply_arguments(with_memory, *arguments).stage_args[0].engine_args["gpu_memory_utilization"] == 0.3
+
+
+def test_an_override_that_no_machine_could_follow_is_refused() -> None:
+    with pytest.raises(StageConfigError, match=r"stage 0 \(writer\): runtime\.devices '0,0' names a device twice"):
+        apply_arguments(pipeline(), {}, {"writer": {"runtime": {"devices": "0,0"}}})
+    with pytest.raises(StageConfigError, match="override for stage writer: 3 is no mapping"):
+        apply_arguments(pipeline(), {}, {"writer": 3})  # type: ignore[dict-item]
+
+
 def test_an_argument_that_no_stage_has_is_refused() -> None:
     with pytest.raises(StageConfigError, match="engine argument 'vae_tilling'; did you mean 'vae_tiling'"):
         apply_arguments(pipeline(), {"vae_tilling": True}, {})

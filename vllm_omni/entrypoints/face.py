@@ -44,7 +44,8 @@ class PipelineFace:
                 (`engine_args.model`), which may be a folder in this one.
             stage_configs_path: A stage configuration (YAML); by default the one that ships for the model, and for any
                 diffusers pipeline a single stage that runs it.
-            stage_overrides: Engine arguments for single stages, by stage name or id, e.g. `{"talker": {...}}`.
+            stage_overrides: For single stages, by name or id: `{"talker": {"engine_args": {...}, "runtime": {...},
+                "default_sampling_params": {...}}}`; any other key is an engine argument.
             log_stats: Keep count of what stages and requests do: logged, and in vLLM's Prometheus registry.
             trace_file: Write a timeline of all requests to this file; it opens in Perfetto.
             init_timeout: Seconds that the stages may take to become ready, all together.

@@ -46,7 +46,8 @@ def apply_arguments(
         if name not in known:
             raise StageConfigError(f"no stage of this pipeline has an engine argument {name!r}{nearest(name, known)}")
     by_stage = _overrides_by_stage(config, overrides)
-    check_placement(config.with_stage_args([override_stage(s, by_stage[s.stage_id]) for s in config.stage_args]))
+    placed = [override_stage(s, {"runtime": by_stage[s.stage_id].get("runtime", {})}) for s in config.stage_args]
+    check_placement(config.with_stage_args(placed))
     stages = []
     for stage in config.stage_args:
         of_its_kind = _known_arguments(stage)

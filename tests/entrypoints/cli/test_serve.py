@@ -2,13 +2,17 @@
 """`vllm serve MODEL --omni`: which flags are taken, where they go, and what is said of those that are not."""
 
 import errno
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_omni.entrypoints.cli import no_effect
 from vllm_omni.entrypoints.cli.arguments import face_options
+from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai import api_server
 from vllm_omni.errors import StageStartError
 
@@ -223,3 +227,20 @@ def test_help_has_our_groups(run) -> None:
     ours = run("serve", "--help=omni").out
     for flag in ("--stage-configs-path", "--init-timeout", "--stage JSON", "(default: 600.0)"):
         assert flag in ours
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    return OmniServeCommand().subparser_init(FlexibleArgumentParser().add_subparsers())
+
+
+def test_flags_that_are_refused_are_vllms(parser: FlexibleArgumentParser) -> None:
+    """Under these names: one that vLLM renames would be taken and ignored."""
+    assert {action.dest for action in parser._actions} >= no_effect.NAMES
+
+
+def test_the_document_names_real_flags(parser: FlexibleArgumentParser) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - {"--help", "--json", "--stage", "--omni"}
+    assert len(named) > 20
+    assert named <= {flag for action in parser._actions for flag in action.option_strings}

@@ -21,7 +21,7 @@ def piece(index: int) -> torch.Tensor:
 
 
 def sing(request: StageRequest, sources: Mapping[int, StageOutput]) -> Iterator[dict[str, Any]]:
-    """`N pieces`, `silence`, `noise`, `a failure`, `a late failure`, `endless`."""
+    """`N pieces`, `stereo`, `silence`, `noise`, `a failure`, `a late failure`, `endless`."""
     wish = request.prompt or ""
     if wish == "a failure":
         raise RuntimeError("told to fail")
@@ -29,6 +29,8 @@ def sing(request: StageRequest, sources: Mapping[int, StageOutput]) -> Iterator[
         yield {"audio": torch.empty(0)}
     elif wish == "noise":
         yield {"audio": torch.full((NUM_SAMPLES,), torch.nan)}
+    elif wish == "stereo":  # as diffusion stages make it: [n, channels, samples]
+        yield {"audio": torch.stack([piece(0), piece(1)])[None]}
     elif wish == "endless":
         for index in range(100_000):
             time.sleep(0.005)

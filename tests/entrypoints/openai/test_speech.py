@@ -67,6 +67,12 @@ def test_a_whole_file(server: FakeServer, format: str) -> None:
         assert response.content == expected
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_channels_become_one(server: FakeServer, stream: bool) -> None:
+    response = speak(server, "stereo", response_format="pcm", stream=stream)
+    assert response.content == to_pcm16((piece(0) + piece(1)).numpy() / 2).tobytes()
+
+
 def test_the_default_is_mp3(server: FakeServer) -> None:
     assert speak(server, "1 pieces").headers["content-type"] == "audio/mpeg"
 
@@ -98,6 +104,7 @@ def test_a_stream_of_events(server: FakeServer) -> None:
     assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == to_pcm16(wave(3)).tobytes()
     assert done == {
         "type": "speech.audio.done",
+        "finish_reason": "stop",
         "usage": {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0},  # a function has no tokens
     }
 

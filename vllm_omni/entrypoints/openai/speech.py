@@ -32,6 +32,7 @@ from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, DEFAULT_SA
 from vllm_omni.entrypoints.openai.dictation import Dictation
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
+from vllm_omni.entrypoints.openai.media_choices import finish_reason_of
 from vllm_omni.entrypoints.openai.media_stage import new_id
 from vllm_omni.entrypoints.openai.speech_protocol import (
     SpeechDelta,
@@ -52,6 +53,9 @@ logger = logging.getLogger("vllm.omni.server")
 
 router = APIRouter()
 
+FINISH_REASON_HEADER = "X-Finish-Reason"
+"""Of a whole file: `length` where the model may speak no longer, so that the end of the text is missing."""
+
 _ERRORS = (
     HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.INTERNAL_SERVER_ERROR,
     HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT,
@@ -59,7 +63,8 @@ _ERRORS = (
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     HTTPStatus.OK.value: {
-        "description": "The file, or a stream of it.",
+        "description": "The file, or a stream of it. X-Finish-Reason of a whole file: `stop`, or `length` where the "
+        "model may speak no longer and the end of the text is missing.",
         "content": {**dict.fromkeys(AUDIO_FORMATS.values(), _BINARY), "text/event-stream": {}},
     },
     **{status.value: {"model": ErrorResponse} for status in _ERRORS},
@@ -122,7 +127,7 @@ class ServingSpeech:
         sound = self._encode(events, request)
         media_type = AUDIO_FORMATS[request.response_format]
         if not request.is_streamed:
-            return Response(b"".join([part async for part in sound if isinstance(part, bytes)]), media_type=media_type)
+            return await _whole(sound, media_type)
         sound = await _begun(sound)
         if request.stream_format == "sse":
             return _ClosingResponse(with_sse_keep_alive(self._tell(sound), self._keep_alive_s), "text/event-stream")
@@ -187,7 +192,8 @@ class ServingSpeech:
             async with aclosing(sound):
                 async for part in sound:
                     if isinstance(part, CompletedEvent):
-                        yield _line(SpeechDone(usage=self._usage(part)).model_dump_json())
+                        done = SpeechDone(usage=self._usage(part), finish_reason=finish_reason_of(part.outputs[0]))
+                        yield _line(done.model_dump_json())
                     elif part:
                         yield _line(SpeechDelta(audio=base64.b64encode(part).decode()).model_dump_json())
         except (OmniError, OmniHTTPError) as error:
@@ -215,6 +221,17 @@ class _ClosingResponse(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._parts):
             await super().__call__(scope, receive, send)
+
+
+async def _whole(sound: AsyncGenerator[bytes | CompletedEvent, None], media_type: str) -> Response:
+    data, headers = [], {}
+    async with aclosing(sound):
+        async for part in sound:
+            if isinstance(part, CompletedEvent):
+                headers[FINISH_REASON_HEADER] = finish_reason_of(part.outputs[0])
+            else:
+                data.append(part)
+    return Response(b"".join(data), headers=headers, media_type=media_type)
 
 
 async def _begun(

@@ -101,9 +101,14 @@ class SpeechDelta(BaseModel):
 
 
 class SpeechDone(BaseModel):
-    """The file is complete."""
+    """The file is complete.
+
+    Attributes:
+        finish_reason: `stop`, or `length` where the model may speak no longer and the end of the text is missing.
+    """
 
     type: Literal["speech.audio.done"] = "speech.audio.done"
+    finish_reason: str
     usage: SpeechUsage
 
 

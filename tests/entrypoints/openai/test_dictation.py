@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that speak what they write are made to write what they shall speak: exactly that, whatever it is."""
+
+import asyncio
+import json
+from argparse import Namespace
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import xgrammar
+from fastapi import FastAPI
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.entrypoints.faces import is_idle
+from tests.entrypoints.openai.fake_server import Visit
+from tests.entrypoints.openai.small_apps import ask
+from tests.entrypoints.openai.test_audio_formats import decode
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai.dictation import Dictated, Dictation, token_grammar
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.events import CompletedEvent
+from vllm_omni.outputs import OmniRequestOutput
+
+SHORT = {"temperature": 0.9, "max_tokens": 12}  # Speech of about a second: talkers of random weights do not stop.
+
+TEXTS = {
+    "one token": "a",
+    "quotes": 'He said "it\'s" \\n and {"a": [1]}\\',
+    "lines": "One.\r\n\tTwo.\n\n  Three. ",
+    "unicode": "Grüße, 日本語, Ελληνικά, עברית, 😀👩‍👩‍👧.",
+    "control tokens": "<|im_end|><|im_start|>user\n<|audio_pad|></s>",
+    "odd": "\x00\x07\ufeff\u200b",
+    "grammar": 'root ::= "x" | Token(3) [a-z]* # (?!)',
+}
+
+
+def make_app(llm: AsyncOmniLLM, model: Any) -> FastAPI:
+    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(["--served-model-name", "tiny"])
+    args.model = str(model)
+    return asyncio.run(build_omni_app(OmniEngineClient(llm), args))
+
+
+@pytest.fixture(scope="module")
+def qwen3_app(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Any) -> FastAPI:
+    return make_app(talking_async_llm, tiny_qwen3_omni_moe)
+
+
+@pytest.fixture(scope="module")
+def qwen2_5_app(qwen2_5_async_llm: AsyncOmniLLM, tiny_qwen2_5_omni: Any) -> FastAPI:
+    return make_app(qwen2_5_async_llm, tiny_qwen2_5_omni)
+
+
+@pytest.fixture(params=["qwen3_app", "qwen2_5_app"])
+def app(request: pytest.FixtureRequest) -> FastAPI:
+    return request.getfixturevalue(request.param)
+
+
+def dictation(app: FastAPI) -> Dictation:
+    client: OmniEngineClient = app.state.engine_client
+    return Dictation(app.state.online_renderer, client.renderer.get_tokenizer(), client.model_config.max_model_len)
+
+
+async def write(app: FastAPI, dictated: Dictated) -> list[OmniRequestOutput]:
+    """The text and the speech."""
+    events = app.state.engine_client.run(
+        {"engine_input": dictated.engine_input, "modalities": ["text", "audio"]},
+        [dictated.params, SHORT, None],
+        stream=False,
+    )
+    async with aclosing(events):
+        return [event async for event in events if isinstance(event, CompletedEvent)][-1].outputs
+
+
+def test_the_model_writes_exactly_what_it_shall_speak(app: FastAPI) -> None:
+    async def main() -> None:
+        prepared = [await dictation(app).prepare(text) for text in TEXTS.values()]
+        for text, (written, spoken) in zip(
+            TEXTS.values(), await asyncio.gather(*(write(app, each) for each in prepared)), strict=True
+        ):
+            assert written.outputs[0].text == text
+            assert written.outputs[0].finish_reason == "stop"
+            assert len(spoken.multimodal_output["audio"]) > 0, text
+
+    asyncio.run(main())
+
+
+def test_the_tokens_are_those_that_the_model_knows_the_text_by(qwen3_app: FastAPI) -> None:
+    text = "Hello there, this is a longer text of ordinary words."
+    client: OmniEngineClient = qwen3_app.state.engine_client
+
+    async def main() -> list[OmniRequestOutput]:
+        return await write(qwen3_app, await dictation(qwen3_app).prepare(text))
+
+    written, _ = asyncio.run(main())
+    tokenizer: Any = client.renderer.get_tokenizer()
+    assert list(written.outputs[0].token_ids[:-1]) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_preparing_leaves_the_servers_own_tokenizer_alone(qwen3_app: FastAPI) -> None:
+    tokenizer: Any = qwen3_app.state.engine_client.renderer.get_tokenizer()
+    asyncio.run(dictation(qwen3_app).prepare("<|im_end|>"))
+    assert tokenizer.backend_tokenizer.encode("<|im_end|>", add_special_tokens=False).ids == [tokenizer.eos_token_id]
+
+
+def speak(app: FastAPI, text: str, **fields: Any) -> Any:
+    body = {"input": text, "sampling_params_list": [None, SHORT, None], "response_format": "wav", **fields}
+    return ask(app, "POST", "/v1/audio/speech", json=body)
+
+
+def test_speech(app: FastAPI) -> None:
+    for stream in (False, True):
+        response = speak(app, 'He said "hello".', voice="Ethan", instructions="Speak kindly.", stream=stream)
+        assert response.status_code == 200, response.text
+        samples, rate = decode(response.content)
+        assert rate == 24000 and len(samples) > 0 and abs(samples).max() > 0
+
+
+def test_usage_counts_the_text_and_the_speech(qwen3_app: FastAPI) -> None:
+    first, longer_text, longer_prompt = (
+        json.loads(speak(qwen3_app, text, stream_format="sse", instructions=how).text.rpartition("data: ")[2])["usage"]
+        for text, how in (("abc", None), ("abc" * 10, None), ("abc", "Sing."))
+    )
+    assert first["output_tokens"] == SHORT["max_tokens"]
+    assert first["total_tokens"] == first["input_tokens"] + first["output_tokens"]
+    assert longer_text["input_tokens"] > first["input_tokens"] < longer_prompt["input_tokens"]
+
+
+def test_a_client_learns_that_the_speech_was_cut(app: FastAPI) -> None:
+    assert speak(app, "abc").headers["x-finish-reason"] == "length"
+    assert '"finish_reason":"length"' in speak(app, "abc", stream_format="sse").text.rpartition("data: ")[2]
+
+
+def test_voices(app: FastAPI) -> None:
+    voices = ask(app, "GET", "/v1/audio/voices").json()["voices"]
+    assert {"ethan", "chelsie", "aiden"} == set(voices)
+    seeded = [None, SHORT | {"seed": 1}, {"seed": 1} if app.state.engine_client.config.stages[2].runs_vllm else None]
+    first, same, other = (
+        speak(app, "abc", voice=voice, sampling_params_list=seeded).content for voice in (voices[0], None, voices[1])
+    )
+    assert first == same != other
+    refused = speak(app, "abc", voice="alloy")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "voice"
+    assert all(voice in refused.json()["error"]["message"] for voice in voices)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": "é" * 4000}, "input"),
+        ({"instructions": "x" * 4096}, "input_tokens"),
+        ({"sampling_params_list": [{"temperature": 1.0}, None, None]}, "sampling_params_list[0]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(qwen3_app: FastAPI, fields: dict[str, Any], param: str) -> None:
+    response = speak(qwen3_app, "abc", **fields)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_leaves_nothing_behind(qwen3_app: FastAPI, talking_async_llm: AsyncOmniLLM, stream: bool) -> None:
+    async def main() -> None:
+        visit = Visit(qwen3_app, "/v1/audio/speech", {"input": "hello", "stream": stream})
+        if stream:
+            await visit.first_chunk()
+        while is_idle(talking_async_llm):
+            await asyncio.sleep(0)
+        await visit.leave()
+        assert is_idle(talking_async_llm)
+
+    asyncio.run(main())
+
+
+def test_one_text_does_not_get_the_tokens_of_another() -> None:
+    """xgrammar keeps what it has computed for earlier grammars."""
+    vocabulary = [f"t{token_id}" for token_id in range(100)]
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(vocabulary), cache_enabled=True)
+    for token_ids in ([15], [64], [15, 3], [64, 65], [3, 15, 15], [65, 15, 3], [15]):
+        matcher = xgrammar.GrammarMatcher(compiler.compile_grammar(token_grammar(token_ids)), override_stop_tokens=[99])
+        for token_id in token_ids:
+            mask = xgrammar.allocate_token_bitmask(1, len(vocabulary))
+            matcher.fill_next_token_bitmask(mask)
+            allowed = [i for i in range(len(vocabulary)) if int(mask[0][i // 32]) >> i % 32 & 1]
+            assert allowed == [token_id] and matcher.accept_token(token_id), token_ids

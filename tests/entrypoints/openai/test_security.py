@@ -7,28 +7,33 @@ import base64
 import contextlib
 import functools
 import http.server
+import inspect
 import io
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from vllm import envs
+from vllm.connections import HTTPConnection
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
-from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
 from tests.entrypoints.openai.small_apps import ask, make_app
 from vllm_omni.diffusion.encoding import encode_mp4
 from vllm_omni.entrypoints.openai import media_connector
 from vllm_omni.entrypoints.openai.address_guard import is_public
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, encode_audio
-from vllm_omni.entrypoints.openai.limits import MediaCount, RequestLimits, media_count
+from vllm_omni.entrypoints.openai.limits import MediaCount, media_count
+from vllm_omni.entrypoints.openai.media_guard import GuardedMediaIO
 from vllm_omni.testing.media import make_audio, make_image, make_video
 
 Fetch = Callable[..., Any]
@@ -59,7 +64,14 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", media_connector.CONNECTOR_NAME)
     monkeypatch.setenv("VLLM_MEDIA_FETCH_MAX_RETRIES", "1")
 
-    def get(kind: str, *urls: str, domains: list[str] | None = None, folder: Path | str = "", **limits: Any) -> Any:
+    def get(
+        kind: str,
+        *urls: str,
+        domains: list[str] | None = None,
+        folder: Path | str = "",
+        beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        **limits: Any,
+    ) -> Any:
         media_connector.install(argparse.Namespace(allowed_media_domains=domains, **limits))
 
         async def main() -> Any:
@@ -67,9 +79,12 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
             connector = MEDIA_CONNECTOR_REGISTRY.load(
                 envs.VLLM_MEDIA_CONNECTOR, allowed_local_media_path=str(folder), allowed_media_domains=domains
             )
+            other = None if beside is None else asyncio.create_task(beside())
             try:
                 return [await getattr(connector, f"fetch_{kind}_async")(url) for url in urls]
             finally:
+                if other is not None:
+                    await other
                 await connector.connection.close()
 
         return asyncio.run(main())
@@ -248,6 +263,26 @@ def test_media_that_ends_in_its_middle_is_never_a_crash(fetch: Fetch, kind: str)
             fetch(kind, data_url(whole[:length]))
 
 
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_the_server_answers_while_media_is_decoded(fetch: Fetch, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    others_were_answered = threading.Event()
+    begun = threading.Event()
+    load = GuardedMediaIO.load_bytes
+
+    def slow_load(self: GuardedMediaIO, data: bytes) -> Any:
+        begun.set()
+        assert others_were_answered.wait(30), "nobody else had a turn"
+        return load(self, data)
+
+    async def others() -> None:
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        others_were_answered.set()
+
+    monkeypatch.setattr(GuardedMediaIO, "load_bytes", slow_load)
+    assert fetch(kind, data_url({"image": png(make_image()), "audio": wav(), "video": mp4()}[kind]), beside=others)
+
+
 @pytest.mark.parametrize("data", ["###", "a", "AAAA=AAAA", "ä", "AAA\n"])
 def test_what_is_not_base64_is_the_clients_error(fetch: Fetch, data: str) -> None:
     for kind in ("image", "audio", "video"):
@@ -356,5 +391,12 @@ def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert ask(app, "GET", "/secret", headers=KEY).status_code == 200
 
 
-def test_the_limits_are_those_of_a_server_without_flags() -> None:
-    assert RequestLimits().max_image_pixels >= 7680 * 4320
+def test_what_we_hold_on_to_is_as_it_was() -> None:
+    """Another vLLM or aiohttp fails here, and not by letting something through."""
+    assert [*inspect.signature(MediaConnector.load_from_url).parameters] == ["self", "url", "media_io", "fetch_timeout"]
+    assert [*inspect.signature(MediaConnector.load_from_url_async).parameters] == [
+        "self", "url", "media_io", "fetch_timeout",
+    ]  # fmt: skip
+    assert [*inspect.signature(HTTPConnection.get_async_client).parameters] == ["self"]
+    assert [*inspect.signature(aiohttp.TCPConnector.connect).parameters] == ["self", "req", "traces", "timeout"]
+    assert [*inspect.signature(AuthenticationMiddleware.verify_token).parameters] == ["self", "headers"]

@@ -2,6 +2,7 @@
 """Opens a pipeline and serves it over HTTP until the process is told to end."""
 
 import asyncio
+import logging
 import signal
 from argparse import Namespace
 from typing import Any, NoReturn
@@ -10,14 +11,13 @@ import uvloop
 import vllm.envs as envs
 from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
-from vllm.logger import init_logger
 
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import media_connector
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.omni.server")
 
 # When all requests have ended: how long clients may take to receive what is on its way to them.
 _FLUSH_S = 5

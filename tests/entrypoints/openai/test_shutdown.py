@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a server's process ends: when it is told to, after what it has promised, and with nothing left."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.servers import SMALL_VLLM, RunningServer
+
+MEMORY_FILES = Path("/dev/shm")
+
+
+class EndingServer(RunningServer):
+    """A server for a text model whose end is watched."""
+
+    def note_processes(self) -> None:
+        """Which processes must be gone when it has ended."""
+        self.processes = psutil.Process(self.process.pid).children(recursive=True)
+
+    def stream(self, num_tokens: int) -> Iterator[str]:
+        """Pieces of a text of so many tokens; then `[DONE]`, or what the server says instead."""
+        body = {"prompt": "Hello", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    yield line.removeprefix("data: ")
+
+    def wait_until_it_refuses(self) -> httpx.Response:
+        """The answer to a request that came too late."""
+        while True:
+            response = httpx.post(f"{self.url}/v1/completions", json={"prompt": "Hello", "max_tokens": 1}, timeout=60)
+            if response.status_code != 200:
+                return response
+
+    def check_it_left_nothing(self) -> None:
+        assert psutil.wait_procs(self.processes, timeout=10)[1] == []
+        assert [path.name for path in MEMORY_FILES.iterdir() if str(self.process.pid) in path.name] == []
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EndingServer]]:
+    """All start at once, which is when starting takes its time."""
+    folder = tmp_path_factory.mktemp("ending")
+    started = {
+        name: EndingServer(tiny_qwen3, *SMALL_VLLM, *flags, log=folder / name, wait=False)
+        for name, flags in {
+            "patient": ("--shutdown-timeout=60",),
+            "hurried": ("--shutdown-timeout=600",),
+            "starting": (),
+        }.items()
+    }
+    try:
+        yield started
+    finally:
+        for server in started.values():
+            if server.process.poll() is None:
+                server.process.kill()
+
+
+def test_one_that_is_told_to_end_while_it_starts_ends(servers: dict[str, EndingServer]) -> None:
+    server = servers["starting"]
+    deadline = time.monotonic() + 100
+    process = psutil.Process(server.process.pid)
+    while not process.children() and time.monotonic() < deadline:
+        time.sleep(0.05)  # Nothing tells when its stages are started.
+    server.note_processes()
+    assert server.stop(signal.SIGTERM) in (130, 143), server.output()
+    assert "Traceback" not in server.output()
+    server.check_it_left_nothing()
+
+
+def test_one_that_may_take_its_time_finishes_what_it_has_begun(servers: dict[str, EndingServer]) -> None:
+    server = servers["patient"]
+    server.wait_until_ready()
+    server.note_processes()
+    with ThreadPoolExecutor(1) as pool:
+        pieces = server.stream(1000)
+        next(pieces)
+        server.process.send_signal(signal.SIGTERM)
+        refused = pool.submit(server.wait_until_it_refuses)
+        *texts, last = list(pieces)
+        assert last == "[DONE]"
+        assert json.loads(texts[-1])["choices"][0]["finish_reason"] == "length"
+        with suppress(httpx.TransportError):  # It may have come when the server was gone.
+            assert refused.result().status_code == 503
+    assert server.process.wait(30) == 0, server.output()
+    assert "Traceback" not in server.output()
+    server.check_it_left_nothing()
+
+
+def test_a_second_signal_ends_the_wait(servers: dict[str, EndingServer]) -> None:
+    server = servers["hurried"]
+    server.wait_until_ready()
+    server.note_processes()
+    pieces = server.stream(2000)
+    next(pieces)
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait_until_it_refuses().status_code == 503
+    assert server.process.poll() is None
+    server.process.send_signal(signal.SIGINT)
+    rest = list(pieces)
+    assert any(json.loads(piece)["error"]["code"] == 503 for piece in rest if "error" in piece), rest[-3:]
+    assert server.process.wait(30) == 0, server.output()
+    server.check_it_left_nothing()

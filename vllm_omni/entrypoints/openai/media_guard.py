@@ -2,7 +2,8 @@
 """Looks at media before it is decoded: what it is, and how much would come out of it.
 
 FFmpeg opens whatever it recognizes, and of some formats (playlists) it depends on its build whether they make it open
-other files and hosts. So only containers that hold their media themselves get to it. Knows nothing of where the bytes come from.
+other files and hosts. So only containers that hold their media themselves get to it. Knows nothing of where
+the bytes come from.
 """
 
 import logging

@@ -108,12 +108,12 @@ for _endpoint in (CHAT, COMPLETIONS):
     BAD_FIELDS[_endpoint] |= _SAMPLING
 
 
-def wrong_fields(bodies: dict[str, dict[str, Any]]) -> list[Maker]:
-    """A request that was good, with one field that is not."""
+def wrong_fields(bodies: dict[str, dict[str, Any]], *, samples: bool) -> list[Maker]:
+    """A request that was good, with one field that is not; `samples`: the server's model samples tokens."""
 
     def make(rng: random.Random) -> Shot:
         path = rng.choice(list(bodies))
-        name = rng.choice(list(BAD_FIELDS[path]))
+        name = rng.choice([name for name in BAD_FIELDS[path] if samples or name not in _SAMPLING or path != CHAT])
         value = rng.choice(BAD_FIELDS[path][name])
         return _not_strictly_json(f"bad {name}", path, {**bodies[path], name: value})
 
@@ -276,7 +276,7 @@ def _form(what: str, path: str, field: str, fields: dict[str, str], data: bytes)
 
 def _common(bodies: dict[str, dict[str, Any]], long: dict[str, dict[str, Any]]) -> list[Maker]:
     return [
-        *wrong_fields(bodies),
+        *wrong_fields(bodies, samples=CHAT in bodies and SPEECH in bodies),
         *broken_bodies(bodies),
         *broken_http(bodies),
         *leavers(bodies, long),

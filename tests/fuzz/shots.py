@@ -63,7 +63,10 @@ class Outcome:
             is_fine = 400 <= self.status < 500
         else:
             is_fine = self.status < 500
-        return "" if is_fine else f"{self.status} for {self.shot.endpoint} ({self.shot.what}): {self.body[:300]!r}"
+        if is_fine:
+            return ""
+        sent = self.shot.body[:600]
+        return f"{self.status} for {self.shot.endpoint} ({self.shot.what}): {self.body[:300]!r}; sent: {sent!r}"
 
 
 def post_json(what: str, path: str, body: Any, **kwargs: Any) -> Shot:

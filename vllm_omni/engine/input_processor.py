@@ -7,6 +7,7 @@ request to the stage's process.
 """
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any, TypedDict, cast
 
 import torch
@@ -64,6 +65,7 @@ class OmniInputProcessor(InputProcessor):
             # vLLM takes stop tokens from there whatever it is told: a talker would stop at the text's last id, or raise
             # where that lies outside its vocabulary and a minimum length is set.
             self.generation_config_fields = {}
+        _resample_without_torchaudio(self.renderer)
         self._dtype = cast(torch.dtype, self.model_config.dtype)  # vLLM has resolved the name by now.
         self._vocab_size = self.model_config.get_vocab_size()
         self._embeds_size = self.model_config.get_inputs_embeds_size()
@@ -166,6 +168,15 @@ class OmniInputProcessor(InputProcessor):
         for position, token_id in enumerate(token_ids):
             if not 0 <= token_id < self._vocab_size and position not in covered:
                 raise ValueError(f"token id {token_id} at position {position} is not in [0, {self._vocab_size})")
+
+
+def _resample_without_torchaudio(renderer: BaseRenderer) -> None:
+    """Sound of another sampling rate than the model's: vLLM asks torchaudio, which need not be installed."""
+    if renderer.mm_processor is None or find_spec("torchaudio"):
+        return
+    resampler = renderer.mm_processor.info.data_parser.audio_resampler
+    if resampler.method == "torchaudio":
+        resampler.method = "pyav"
 
 
 def _take_additional_information(prompt: Any) -> dict[str, Any]:

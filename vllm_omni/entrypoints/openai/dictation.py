@@ -92,8 +92,8 @@ def token_grammar(token_ids: list[int]) -> str:
     """An EBNF grammar, as xgrammar reads it, of the one reply that has these tokens.
 
     xgrammar computes once what is the same in several grammars, and takes rules for the same that differ only in the
-    ids of their tokens (up to 0.2.8): a text would get the tokens of an earlier one. So each rule says its id as a text,
-    too, where it matters to nobody: behind a rule that never ends, and so matches nothing.
+    ids of their tokens (up to 0.2.8): a text would get the tokens of an earlier one. So each rule says its id as a
+    text, too, where it matters to nobody: behind a rule that never ends, and so matches nothing.
     """
     rules = [f'token{token_id} ::= Token({token_id}) | never "{token_id}"' for token_id in dict.fromkeys(token_ids)]
     root = "root ::= " + " ".join(f"token{token_id}" for token_id in token_ids)

@@ -4,7 +4,8 @@
 from typing import Any, Literal
 
 from openai.types.chat.chat_completion_audio import ChatCompletionAudio
-from pydantic import Field
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
+from typing_extensions import Self
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatMessage
 from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 
@@ -43,6 +44,17 @@ class OmniChatCompletionRequest(ChatCompletionRequest):
         description="Settings of a diffusion model: height, width, num_inference_steps, guidance_scale, "
         "true_cfg_scale, seed, negative_prompt, num_outputs_per_prompt, num_frames.",
     )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_what_cannot_be_checked(cls, data: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        """vLLM's checks reach into the raw fields, and stumble where these are not what they should be."""
+        try:
+            return check(data)
+        except KeyError as error:
+            raise ValueError(f"the field {error} is missing") from error
+        except (AttributeError, IndexError, TypeError) as error:
+            raise ValueError(f"a field is not what it should be: {error}") from error
 
 
 class MediaMessage(ChatMessage):

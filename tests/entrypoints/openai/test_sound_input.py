@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sound that clients send, as their microphones and libraries make it."""
+
+import base64
+import io
+import wave
+
+import numpy as np
+import pytest
+
+from tests.servers import RunningServer
+
+
+def wav(rate: int, channels: int) -> str:
+    tone = np.sin(2 * np.pi * 300 * np.arange(rate) / rate)
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((channels, 2, rate, 0, "NONE", ""))
+        file.writeframes(np.repeat(tone * 9000, channels).astype("<i2").tobytes())
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(8_000, 1), (24_000, 1), (44_100, 2)])
+def test_sound_of_any_sampling_rate_is_heard(omni_server: RunningServer, rate: int, channels: int) -> None:
+    part = {"type": "input_audio", "input_audio": {"data": wav(rate, channels), "format": "wav"}}
+    answer = omni_server.openai().chat.completions.create(
+        model=omni_server.model,
+        messages=[{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}],
+        modalities=["text"],
+        max_completion_tokens=2,
+    )
+    assert answer.choices[0].message.content
+    same = omni_server.openai().chat.completions.create(
+        model=omni_server.model,
+        messages=[
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_audio", "input_audio": {"data": wav(16_000, 1), "format": "wav"}},
+                    {"type": "text", "text": "What is it?"},
+                ],
+            }
+        ],
+        modalities=["text"],
+        max_completion_tokens=2,
+    )
+    assert answer.usage.prompt_tokens == same.usage.prompt_tokens, "a second of sound is as long at any rate"

@@ -44,8 +44,12 @@ def tiny_diffusion(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
 @pytest.fixture(scope="session")
 def omni_server(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server for a model that hears, sees, writes and speaks."""
-    yield from _serve(tiny_qwen3_omni_moe, tmp_path_factory, *SMALL_VLLM)
+    """A server for a model that hears, sees, writes and speaks; random weights would speak for minutes."""
+    flags = (
+        *SMALL_VLLM, "--stage.talker.default_sampling_params.max_tokens=64", "--allowed-media-domains=127.0.0.1",
+        "--enable-auto-tool-choice", "--tool-call-parser=hermes",
+    )  # fmt: skip
+    yield from _serve(tiny_qwen3_omni_moe, tmp_path_factory, *flags)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ async def answer(llm: AsyncOmniLLM, number: int, question: str) -> None:
         if isinstance(event, ErrorEvent):
             raise event.error
         if isinstance(event, ARSegmentEvent) and event.final_output_type == "text":
-            print(f"[{number}] {event.text}", flush=True)
+            print(f"[{number}] {event.text!r}", flush=True)
         elif isinstance(event, ARSegmentEvent) and "audio" in event.multimodal_output:
             if not num_samples:
                 print(f"[{number}] speech after {time.perf_counter() - asked:.2f} s", flush=True)

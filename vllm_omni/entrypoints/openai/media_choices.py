@@ -81,7 +81,7 @@ def add_media_usage(
     text_tokens = usage["completion_tokens"] or 0
     usage["completion_tokens"] = text_tokens + audio_tokens
     usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-    details = usage.get("completion_tokens_details") or {}
+    details = {"reasoning_tokens": 0} | (usage.get("completion_tokens_details") or {})
     usage["completion_tokens_details"] = {**details, "audio_tokens": audio_tokens, "text_tokens": text_tokens}
     heard = (mm_token_counts or {}).get("audio")
     if heard:

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each example without a server is run on a pipeline of a tiny model, and the files that it wrote are decoded."""
+
+import ast
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.entrypoints.faces import quick_servers
+from tests.examples.running import decode_video, read_wav, run_example
+from vllm_omni import OmniLLM
+from vllm_omni.testing.media import make_image
+
+# Greedy, and short.
+OVERRIDES = {
+    "thinker": {"default_sampling_params": {"temperature": 0.0, "max_tokens": 12}},
+    "talker": {"default_sampling_params": {"temperature": 0.0, "max_tokens": 24}},
+}
+
+
+@contextmanager
+def lent(model: Path, **arguments: object) -> Iterator[OmniLLM]:
+    """A pipeline. Examples that open one in this block get this one, and it stays open."""
+    with quick_servers():
+        llm = OmniLLM(str(model), dtype="float32", **arguments)
+    pipeline = llm._pipeline
+    with (
+        llm,
+        mock.patch("vllm_omni.entrypoints.face.launch_pipeline", lambda *args, **kwargs: pipeline),
+        mock.patch.object(pipeline.orchestrator, "close"),
+    ):
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def speaking(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLM]:
+    sizes = {"max_model_len": 512, "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20}
+    with lent(tiny_qwen3_omni_moe, stage_overrides=OVERRIDES, **sizes) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def painting(tiny_diffusion: Callable[[str], Path]) -> Iterator[OmniLLM]:
+    with lent(tiny_diffusion("z_image")) as llm:
+        yield llm
+
+
+def chat(question: str) -> str:
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_an_answer_is_saved_spoken(speaking, tiny_qwen3_omni_moe, tmp_path, capsys):
+    def ask(name: str, *arguments: object) -> tuple[str, np.ndarray]:
+        path = tmp_path / name
+        run_example("offline/chat_speech.py", "Why?", f"--model={tiny_qwen3_omni_moe}", f"--output={path}", *arguments)
+        return capsys.readouterr().out.split("\nspeech:")[0], read_wav(path)
+
+    make_image(1).save(tmp_path / "picture.png")
+    text, speech = ask("answer.wav")
+    written, spoken = speaking.generate(chat("Why?"), use_tqdm=False)
+    assert text == f"text:   {written.outputs[0].text}"
+    assert np.abs(speech / 32767 - spoken.multimodal_output["audio"].numpy()).max() < 2 / 32767
+    assert ask("seen.wav", f"--image={tmp_path / 'picture.png'}")[0] != text
+
+
+def test_several_answers_come_as_they_are_made(speaking, tiny_qwen3_omni_moe, capsys):
+    run_example("offline/streaming.py", "Why?", "Who?", f"--model={tiny_qwen3_omni_moe}")
+    lines = capsys.readouterr().out.splitlines()
+    for number, question in enumerate(("Why?", "Who?")):
+        written, spoken = speaking.generate(chat(question), use_tqdm=False)
+        own = [line.removeprefix(f"[{number}] ") for line in lines if line.startswith(f"[{number}] ")]
+        (begun,) = [line for line in own if line.startswith("speech after")]
+        own.remove(begun)
+        assert own.pop() == f"done, {spoken.multimodal_output['audio'].numel()} samples of speech"
+        assert "".join(map(ast.literal_eval, own)) == written.outputs[0].text
+
+
+def test_a_file_of_questions(speaking, tiny_qwen3_omni_moe, tmp_path):
+    questions, answers = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
+    questions.write_text("Why?\nWho?\nWhere?\n")
+    model = f"--model={tiny_qwen3_omni_moe}"
+    run_example("offline/batch.py", questions, f"--output={answers}", "--max-tokens=12", model)
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [line["question"] for line in found] == ["Why?", "Who?", "Where?"]
+    for line in found:
+        (alone,) = speaking.generate({"prompt": chat(line["question"]), "modalities": ["text"]}, use_tqdm=False)
+        assert line["answer"] == alone.outputs[0].text
+
+
+def test_pictures(painting, tmp_path, capsys):
+    made, edited = tmp_path / "made.png", tmp_path / "edited.png"
+    run_example("offline/image.py", "A hen.", "--size=64x32", "--n=2", "--steps=2", "--seed=7", f"--output={made}")
+    assert "picture 1: step 2 of 2" in capsys.readouterr().out
+    settings = {"width": 64, "height": 32, "num_outputs_per_prompt": 2, "num_inference_steps": 2, "seed": 7}
+    (output,) = painting.generate("A hen.", settings, use_tqdm=False)
+    for path, image in zip((made, tmp_path / "made-1.png"), output.images, strict=True):
+        assert np.array_equal(np.asarray(Image.open(path)), np.asarray(image))
+
+    more = ("--steps=2", "--seed=7", "--strength=0.5", f"--output={edited}")
+    run_example("offline/image_edit.py", made, "At night.", *more)
+    assert Image.open(edited).size == (64, 32)
+    assert not np.array_equal(np.asarray(Image.open(edited)), np.asarray(Image.open(made)))
+
+
+def test_a_video(tiny_diffusion, tmp_path):
+    film = tmp_path / "film.mp4"
+    with lent(tiny_diffusion("wan")):
+        run_example("offline/video.py", "A boat.", "--size=64x32", "--frames=5", "--steps=2", f"--output={film}")
+    assert decode_video(film).shape == (5, 32, 64, 3)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each example for a server is run against one, and the files that it wrote are decoded."""
+
+import base64
+import io
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.examples.running import EXAMPLES, decode_sound, decode_video, read_wav, run_example
+from tests.servers import RunningServer
+from vllm_omni.diffusion.encoding import encode_mp4
+from vllm_omni.entrypoints.openai.audio_formats import encode_audio
+from vllm_omni.testing.media import make_audio, make_image, make_video
+
+GREEDY = json.dumps([{"temperature": 0, "max_tokens": 24}, {"temperature": 0, "max_tokens": 32}, None])
+
+
+def server_of(server: RunningServer) -> str:
+    return f"--base-url={server.url}/v1"
+
+
+def test_speech_is_the_same_whole_and_as_it_comes(omni_server, tmp_path, capsys):
+    whole, streamed = tmp_path / "whole.wav", tmp_path / "streamed.wav"
+    arguments = ("Why?", server_of(omni_server), f"--sampling-params-list={GREEDY}")
+    run_example("online/chat_speech.py", *arguments, f"--output={whole}")
+    told = capsys.readouterr().out.splitlines()
+    run_example("online/stream_speech.py", *arguments, f"--output={streamed}")
+    streamed_text, told_of_speech = capsys.readouterr().out.rsplit("\n", 2)[:2]
+
+    samples = read_wav(streamed)
+    assert np.array_equal(samples, read_wav(whole))
+    assert told[0] == f"text:   {streamed_text}" and streamed_text.strip()
+    assert told[-1].endswith("of speech 32")
+    assert f"{len(samples) / 24_000:.2f} s, the first of it after 0.00" not in told_of_speech
+
+
+def make_film() -> torch.Tensor:
+    """float32 `[frames, height, width, 3]` in [0, 1]."""
+    return torch.from_numpy(make_video(1, frames=4)).float() / 255
+
+
+def test_media_of_all_kinds(omni_server, tmp_path, capsys):
+    picture, clip, film = tmp_path / "picture.png", tmp_path / "clip.mp3", tmp_path / "film.mp4"
+    make_image(1).save(picture)
+    clip.write_bytes(encode_audio(make_audio(1, 0.5), "mp3", 16_000))
+    film.write_bytes(encode_mp4(make_film(), 2.0))
+    media = (f"--image={picture}", f"--audio={clip}", f"--video={film}")
+    run_example("online/chat_media_input.py", "What?", *media, "--max-tokens=8", server_of(omni_server))
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_speech_endpoint(omni_server, tmp_path, capsys):
+    greedy = f"--sampling-params-list={json.dumps([None, *json.loads(GREEDY)[1:]])}"
+    for name in ("speech.flac", "speech.mp3"):
+        run_example("online/speech.py", "Hello.", greedy, f"--output={tmp_path / name}", server_of(omni_server))
+    exact, rate = decode_sound(tmp_path / "speech.flac")
+    assert rate == 24_000 and 0 < len(exact) <= 32 * 1920
+    similar, _ = decode_sound(tmp_path / "speech.mp3")
+    assert len(similar) == pytest.approx(len(exact), abs=4000)
+    run_example("online/speech.py", "--list-voices", server_of(omni_server))
+    assert capsys.readouterr().out.splitlines()[-3:] == ["ethan", "aiden", "chelsie"]
+
+
+def test_pictures(painting_server, tmp_path):
+    made = tmp_path / "made.png"
+    settings = ("--seed=7", "--steps=2", server_of(painting_server))
+    run_example("online/image.py", "A hen.", "--size=64x32", "--n=2", f"--output={made}", *settings)
+    first, second = np.asarray(Image.open(made)), np.asarray(Image.open(tmp_path / "made-1.png"))
+    assert first.shape == second.shape == (32, 64, 3)
+    assert not np.array_equal(first, second)
+
+    edited = tmp_path / "edited.png"
+    run_example("online/image_edit.py", made, "At night.", "--strength=0.5", f"--output={edited}", *settings)
+    assert Image.open(edited).size == (64, 32)
+    assert not np.array_equal(np.asarray(Image.open(edited)), first)
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")  # OpenAI's own will be gone; the client stays.
+def test_a_video(video_server, tmp_path, capsys):
+    film = tmp_path / "film.mp4"
+    arguments = ("A boat.", "--steps=2", "--size=64x32", "--seed=7", "--interval=0.1", f"--output={film}")
+    run_example("online/video.py", *arguments, "--seconds=0.5", server_of(video_server))
+    frames = decode_video(film)
+    assert frames.shape[1:] == (32, 64, 3)
+    assert 4 < len(frames) < 16
+    assert f"{film}, 64x32, " in capsys.readouterr().out
+    assert "A boat." not in [video.prompt for video in video_server.openai().videos.list()]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+class TestCurl:
+    """The same, by hand."""
+
+    def run(self, server: RunningServer, folder: Path, *arguments: object, **environment: str) -> str:
+        command = [str(EXAMPLES / "online/curl.sh"), *map(str, arguments)]
+        env = {**os.environ, "URL": server.url, "OUT": str(folder), **environment}
+        return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    def test_a_model_that_speaks(self, omni_server, tmp_path):
+        def ask(*arguments: object) -> str:
+            return self.run(omni_server, tmp_path, *arguments)
+
+        picture = tmp_path / "picture.png"
+        make_image(1, 64, 64).save(picture)
+        for command in (["chat"], ["chat-image", picture]):
+            assert json.loads(ask(*command))["choices"][0]["message"]["content"]
+        *chunks, end = (line.removeprefix("data: ") for line in ask("chat-stream").splitlines() if line)
+        assert {json.loads(chunk)["modality"] for chunk in chunks} == {"text", "audio"} and end == "[DONE]"
+        ask("chat-speech")
+        assert len(read_wav(tmp_path / "answer.wav"))
+        ask("speech")
+        assert len(decode_sound(tmp_path / "speech.mp3")[0])
+        assert "ethan" in json.loads(ask("voices"))["voices"]
+        assert json.loads(ask("models"))["data"][0]["id"] == omni_server.model
+        assert json.loads(ask("health"))["status"] == "ok"
+        assert "vllm_omni:requests_total" in ask("metrics")
+
+    def test_a_model_that_paints(self, painting_server, tmp_path):
+        def ask(*arguments: object) -> str:
+            return self.run(painting_server, tmp_path, *arguments, SIZE="64x32", STEPS="2")
+
+        ask("image")
+        ask("image-edit", tmp_path / "image.png")
+        for name in ("image.png", "edited.png"):
+            assert Image.open(tmp_path / name).size == (64, 32)
+        answer = painting_server.openai().images.generate(
+            prompt="A lighthouse.", size="64x32", extra_body={"seed": 7, "num_inference_steps": 2}
+        )
+        (image,) = answer.data
+        assert image.b64_json is not None
+        assert images_equal(tmp_path / "image.png", image.b64_json)
+        assert "image_generation.completed" in ask("image-stream")
+        ask("chat-paint")
+        assert np.array_equal(*(np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("painting", "image")))
+
+    def test_a_model_that_makes_videos(self, video_server, tmp_path):
+        assert '"deleted":true' in self.run(video_server, tmp_path, "video", SIZE="64x32", STEPS="2", INTERVAL="0.1")
+        assert len(decode_video(tmp_path / "video.mp4")) > 1
+
+    def test_what_it_can_do_is_said(self, omni_server, tmp_path):
+        assert "image-edit FILE" in self.run(omni_server, tmp_path)
+
+
+def images_equal(path: Path, b64_json: str) -> bool:
+    other = Image.open(io.BytesIO(base64.b64decode(b64_json)))
+    return np.array_equal(np.asarray(Image.open(path)), np.asarray(other))

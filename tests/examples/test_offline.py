@@ -15,6 +15,8 @@ from PIL import Image
 from tests.entrypoints.faces import quick_servers
 from tests.examples.running import decode_video, read_wav, run_example
 from vllm_omni import OmniLLM
+from vllm_omni.entrypoints import face
+from vllm_omni.entrypoints.pipeline import Pipeline
 from vllm_omni.testing.media import make_image
 
 # Greedy, and short.
@@ -26,13 +28,17 @@ OVERRIDES = {
 
 @contextmanager
 def lent(model: Path, **arguments: object) -> Iterator[OmniLLM]:
-    """A pipeline. Examples that open one in this block get this one, and it stays open."""
+    """A pipeline. Examples that open one for this model in this block get this one, and it stays open."""
     with quick_servers():
         llm = OmniLLM(str(model), dtype="float32", **arguments)
-    pipeline = llm._pipeline
+    pipeline, launch = llm._pipeline, face.launch_pipeline
+
+    def lend(asked: str, *args: object, **kwargs: object) -> Pipeline:
+        return pipeline if asked == str(model) else launch(asked, *args, **kwargs)
+
     with (
         llm,
-        mock.patch("vllm_omni.entrypoints.face.launch_pipeline", lambda *args, **kwargs: pipeline),
+        mock.patch.object(face, "launch_pipeline", lend),
         mock.patch.object(pipeline.orchestrator, "close"),
     ):
         yield llm
@@ -93,23 +99,24 @@ def test_a_file_of_questions(speaking, tiny_qwen3_omni_moe, tmp_path):
         assert line["answer"] == alone.outputs[0].text
 
 
-def test_pictures(painting, tmp_path, capsys):
+def test_pictures(painting, tiny_diffusion, tmp_path, capsys):
     made, edited = tmp_path / "made.png", tmp_path / "edited.png"
-    run_example("offline/image.py", "A hen.", "--size=64x32", "--n=2", "--steps=2", "--seed=7", f"--output={made}")
+    arguments = (f"--model={tiny_diffusion('z_image')}", "--steps=2", "--seed=7")
+    run_example("offline/image.py", "A hen.", "--size=64x32", "--n=2", f"--output={made}", *arguments)
     assert "picture 1: step 2 of 2" in capsys.readouterr().out
     settings = {"width": 64, "height": 32, "num_outputs_per_prompt": 2, "num_inference_steps": 2, "seed": 7}
     (output,) = painting.generate("A hen.", settings, use_tqdm=False)
     for path, image in zip((made, tmp_path / "made-1.png"), output.images, strict=True):
         assert np.array_equal(np.asarray(Image.open(path)), np.asarray(image))
 
-    more = ("--steps=2", "--seed=7", "--strength=0.5", f"--output={edited}")
-    run_example("offline/image_edit.py", made, "At night.", *more)
+    run_example("offline/image_edit.py", made, "At night.", "--strength=0.5", f"--output={edited}", *arguments)
     assert Image.open(edited).size == (64, 32)
     assert not np.array_equal(np.asarray(Image.open(edited)), np.asarray(Image.open(made)))
 
 
 def test_a_video(tiny_diffusion, tmp_path):
-    film = tmp_path / "film.mp4"
-    with lent(tiny_diffusion("wan")):
-        run_example("offline/video.py", "A boat.", "--size=64x32", "--frames=5", "--steps=2", f"--output={film}")
+    film, model = tmp_path / "film.mp4", tiny_diffusion("wan")
+    with lent(model):
+        size = ("--size=64x32", "--frames=5", "--steps=2")
+        run_example("offline/video.py", "A boat.", *size, f"--model={model}", f"--output={film}")
     assert decode_video(film).shape == (5, 32, 64, 3)

@@ -20,28 +20,20 @@ def wav(rate: int, channels: int) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-@pytest.mark.parametrize(("rate", "channels"), [(8_000, 1), (24_000, 1), (44_100, 2)])
-def test_sound_of_any_sampling_rate_is_heard(omni_server: RunningServer, rate: int, channels: int) -> None:
+def num_prompt_tokens(server: RunningServer, rate: int, channels: int) -> int:
     part = {"type": "input_audio", "input_audio": {"data": wav(rate, channels), "format": "wav"}}
-    answer = omni_server.openai().chat.completions.create(
-        model=omni_server.model,
+    answer = server.openai().chat.completions.create(
+        model=server.model,
         messages=[{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}],
         modalities=["text"],
         max_completion_tokens=2,
     )
     assert answer.choices[0].message.content
-    same = omni_server.openai().chat.completions.create(
-        model=omni_server.model,
-        messages=[
-            {
-                "role": "user",
-                "content": [
-                    {"type": "input_audio", "input_audio": {"data": wav(16_000, 1), "format": "wav"}},
-                    {"type": "text", "text": "What is it?"},
-                ],
-            }
-        ],
-        modalities=["text"],
-        max_completion_tokens=2,
-    )
-    assert answer.usage.prompt_tokens == same.usage.prompt_tokens, "a second of sound is as long at any rate"
+    return answer.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(8_000, 1), (24_000, 1), (44_100, 2)])
+def test_sound_of_any_sampling_rate_is_heard(omni_server: RunningServer, rate: int, channels: int) -> None:
+    """A second is as long at any rate; a resampler may leave out the last sample of it."""
+    expected = num_prompt_tokens(omni_server, 16_000, 1)
+    assert abs(num_prompt_tokens(omni_server, rate, channels) - expected) <= 1

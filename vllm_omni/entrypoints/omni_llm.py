@@ -76,9 +76,9 @@ class OmniLLM(PipelineFace):
         Args:
             prompts: A prompt or several; each a string or a dict (see `OmniPrompt`).
             sampling_params_list: One `SamplingParams` for each stage, in stage order (`DiffusionSamplingParams` for a
-                diffusion stage), or a dict of its fields; None, or None in a stage's place, means the configuration's
-                defaults. For a pipeline of one stage it need not be a list. What diffusion parameters leave at their
-                own defaults is as the configuration says.
+                diffusion stage), or a dict of those of its fields that shall not be as the configuration says; None, or
+                None in a stage's place, means the configuration's defaults. For a pipeline of one stage it need not be
+                a list. What diffusion parameters leave at their own defaults is as the configuration says.
             use_tqdm: Show a progress bar on stderr: prompts done, and how many each stage has work with. None: yes, but
                 not with `stream`, whose caller shows something itself.
             stream: Return an iterator over the events of all prompts, as they happen, instead of waiting for the end.

@@ -77,7 +77,7 @@ class RequestBuilder:
         """
         Args:
             sampling_params_list: One for each stage, in stage order; None, or a None in it, means the defaults. A
-                pipeline of one stage takes a single one as well.
+                dict says what differs from them, `SamplingParams` say all. A pipeline of one stage takes a single one.
             on_event: See `PipelineRequest`.
             request_id: The caller's own id for it; by default a number.
             streams: The caller wants the pieces of the output as they are made.
@@ -97,7 +97,9 @@ class RequestBuilder:
         try:
             with self._lock:
                 prompt = _as_prompt(prompt)
-                stages, final_stages = self._build(internal_id, prompt, sampling_params_list, lora_request, request_fields or {})
+                stages, final_stages = self._build(
+                    internal_id, prompt, sampling_params_list, lora_request, request_fields or {}
+                )
         except (ValueError, TypeError, VLLMClientError) as error:
             raise InvalidRequestError(str(error), external_id) from error
         return PipelineRequest(
@@ -122,9 +124,11 @@ class RequestBuilder:
         """The voices of all stages, the default one first."""
         return list(dict.fromkeys(voice for processor in self._processors.values() for voice in processor.voices))
 
-    def default_params(self, stage_id: int) -> SamplingParams:
-        """What a vLLM stage samples with where a request does not say."""
-        return self._default_params[stage_id]
+    def default_values(self, stage: OmniStageConfig) -> Mapping[str, Any]:
+        """The sampling parameters of a vLLM stage where a request does not say: its own, else the checkpoint's."""
+        if not stage.default_sampling_params and stage.stage_id in self._input_processors:
+            return self._input_processors[stage.stage_id].model_config.get_diff_sampling_param()
+        return stage.default_sampling_params
 
     def _build(
         self,
@@ -213,6 +217,8 @@ class RequestBuilder:
         params = dict(self._default_params)
         for stage_id in params:
             entry = given.get(stage_id)
+            if isinstance(entry, Mapping):
+                entry = {**self.default_values(self._config.stages[stage_id]), **entry}
             if entry is not None:
                 params[stage_id] = _as_sampling_params(entry, self._config.stages[stage_id])
         return params
@@ -252,11 +258,8 @@ class RequestBuilder:
         return {key: value for key, value in prompt.items() if key not in left_out and value is not None}
 
     def _make_default_params(self, stage: OmniStageConfig) -> SamplingParams:
-        values = stage.default_sampling_params
-        if not values and stage.stage_id in self._input_processors:
-            values = self._input_processors[stage.stage_id].model_config.get_diff_sampling_param()
         try:
-            return _as_sampling_params(values, stage)
+            return _as_sampling_params(self.default_values(stage), stage)
         except (ValueError, TypeError, VLLMClientError) as error:
             raise StageConfigError(f"default_sampling_params: {error}") from error
 

@@ -18,6 +18,7 @@ import av.filter
 import numpy as np
 from av.audio.stream import AudioStream
 from av.container import OutputContainer
+from vllm.exceptions import VLLMServerError
 
 AUDIO_FORMATS: dict[str, str] = {
     "wav": "audio/wav",
@@ -40,6 +41,10 @@ WAV_UNKNOWN_SIZE = 0xFFFFFFFF
 
 _MIN_CODED_S = 0.1  # Decoders take much shorter files of lossy codecs for damaged ones, and empty ones do not exist.
 _BIT_RATE = 64_000
+
+
+class BrokenAudioError(VLLMServerError, ValueError):
+    """What a model made cannot be encoded: the server's fault, and answered as such."""
 
 
 class AudioEncoder:
@@ -81,11 +86,11 @@ class AudioEncoder:
             What is ready of the file; may be nothing yet.
 
         Raises:
-            ValueError: A sample is not a number.
+            BrokenAudioError: A sample is not a number.
         """
         samples = np.asarray(samples, dtype=np.float32).reshape(-1)
         if not np.isfinite(samples).all():
-            raise ValueError("the audio has samples that are not numbers (NaN or infinite)")
+            raise BrokenAudioError("the model made audio with samples that are not numbers (NaN or infinite)")
         if self._filter is not None:
             samples = self._filter.run(samples)
         return self._coder.encode(np.clip(samples, -1.0, 1.0))

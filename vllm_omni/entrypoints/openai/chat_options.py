@@ -12,8 +12,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient, RequestOptions
 from vllm_omni.entrypoints.openai.media_messages import diffusion_settings
-from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
-from vllm_omni.entrypoints.openai.stage_params import read_stage_params
+from vllm_omni.entrypoints.openai.protocol import AudioVoice, OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.speech_protocol import read_voice
+from vllm_omni.entrypoints.openai.stage_params import read_stage_params, said_by
 
 # They change what is understood and not how much work it is, so that anybody may say them.
 HARMLESS_MM_KWARGS = {"use_audio_in_video"}
@@ -53,7 +54,7 @@ def read_chat_options(request: OmniChatCompletionRequest, client: OmniEngineClie
         for_engine=RequestOptions(
             modalities=tuple(needed),
             stage_params=_stage_params(request, client.config),
-            said=_said(request),
+            said=said_by(request),
             prompt=_voice(request, client),
         ),
         shows_text="text" in wanted,
@@ -95,11 +96,6 @@ def _stage_params(request: OmniChatCompletionRequest, config: PipelineConfig) ->
     return params
 
 
-def _said(request: OmniChatCompletionRequest) -> frozenset[str]:
-    said = {name for name in request.model_fields_set if getattr(request, name) is not None}
-    return frozenset(said | ({"max_tokens"} if "max_completion_tokens" in said else set()))
-
-
 def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient) -> dict[str, Any]:
     if request.audio is None:
         return {}
@@ -108,14 +104,8 @@ def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient) -> dict
             f"this model cannot speak; it outputs {', '.join(client.config.output_types)}", parameter="audio"
         )
     voice = request.audio.voice
-    if voice is None:
-        return {}
-    name = voice if isinstance(voice, str) else voice.id
-    known = client.llm.voices
-    if name.lower() not in known:
-        has = f"it has {', '.join(known)}" if known else "it has one voice only; leave it out"
-        raise VLLMValidationError(f"unknown voice {name!r}; {has}", parameter="audio.voice")
-    return {"additional_information": {"speaker": name.lower()}}
+    name = voice.id if isinstance(voice, AudioVoice) else voice
+    return read_voice(name, client.llm.voices, "audio.voice")
 
 
 def _audio_format(request: OmniChatCompletionRequest) -> str:

@@ -35,6 +35,12 @@ from vllm_omni.inputs import OmniPrompt
 
 EngineOutput = RequestOutput | OmniEvent
 
+# The defaults that vLLM's handlers look up themselves, of those that a stage can have.
+_READ_BY_VLLM = {
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_tokens", "stop_token_ids",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
@@ -86,9 +92,7 @@ class OmniEngineClient(UnservedEngineClient):
             self.vllm_config: VllmConfig = self.input_processor.vllm_config
             self.model_config: ModelConfig = self.vllm_config.model_config
             self.renderer: BaseRenderer = self.input_processor.renderer
-            self.default_sampling_params = (
-                dict(self.stage.default_sampling_params) or self.model_config.get_diff_sampling_param()
-            )
+            self.default_sampling_params = dict(llm.builder.default_values(self.stage))
         else:
             self.vllm_config = VllmConfig()
         self.vllm_config.shutdown_timeout = int(shutdown_timeout)
@@ -193,12 +197,15 @@ class OmniEngineClient(UnservedEngineClient):
         return outputs
 
     def _stage_params(self, sampling_params: SamplingParams) -> list[StageSamplingParams]:
-        given = self._options.stage_params or [None] * len(self.config.stage_args)
         assert self.stage is not None
+        given = self._options.stage_params or [None] * len(self.config.stage_args)
         params: list[StageSamplingParams] = list(given)
         index = self.config.stage_args.index(self.stage)
-        added = {name: value for name, value in (given[index] or {}).items() if name not in self._options.said}
-        params[index] = _with_added(sampling_params, added)
+        defaults = {name: value for name, value in self.default_sampling_params.items() if name not in _READ_BY_VLLM}
+        added = {**defaults, **(given[index] or {})}
+        params[index] = _with_added(
+            sampling_params, {name: value for name, value in added.items() if name not in self._options.said}
+        )
         return params
 
     async def _outputs(

@@ -12,6 +12,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient, RequestOptions
+from vllm_omni.entrypoints.openai.stage_params import said_by
 
 
 class OmniServingCompletion(OpenAIServingCompletion):
@@ -29,7 +30,7 @@ class OmniServingCompletion(OpenAIServingCompletion):
         self, request: CompletionRequest, raw_request: Request | None = None
     ) -> AsyncGenerator[str, None] | CompletionResponse | ErrorResponse:
         handler = copy.copy(self)
-        client = cast(OmniEngineClient, self.engine_client).with_options(RequestOptions())
+        client = cast(OmniEngineClient, self.engine_client).with_options(RequestOptions(said=said_by(request)))
         handler.engine_client = client
         answer: Any = await OpenAIServingCompletion.create_completion(handler, request, raw_request)
         if isinstance(answer, AsyncGenerator):

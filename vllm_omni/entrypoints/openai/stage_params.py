@@ -4,6 +4,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.nearest import nearest
@@ -41,6 +42,12 @@ def read_stage_params(
             value=len(given),
         )
     return [_read_entry(entry, stage, i) for i, (entry, stage) in enumerate(zip(given, stages, strict=True))]
+
+
+def said_by(request: BaseModel) -> frozenset[str]:
+    """The sampling parameters that a client has said by a request's own fields."""
+    said = {name for name in request.model_fields_set if getattr(request, name) is not None}
+    return frozenset(said | ({"max_tokens"} if "max_completion_tokens" in said else set()))
 
 
 def _read_entry(entry: Mapping[str, Any] | None, stage: OmniStageConfig, index: int) -> Mapping[str, Any] | None:

@@ -42,7 +42,7 @@ VLLM_PATHS = frozenset(
 )
 TEXT_PATHS = ("/v1/completions", "/tokenize", "/detokenize")
 # Each has `attach_router(app)` and `init_state(state, client, args)`, as vLLM's have.
-OUR_ENDPOINTS: tuple[ModuleType, ...] = (health, speech, images, videos)
+MEDIA_ENDPOINTS: tuple[ModuleType, ...] = (speech, images, videos)
 
 
 async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
@@ -52,13 +52,13 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     app.title = "vLLM-Omni"
     if not client.has_renderer:
         _refuse_text(app, client.config)
-    for module in (chat, *OUR_ENDPOINTS):
+    for module in (chat, health, *MEDIA_ENDPOINTS):
         module.attach_router(app)
     app.middleware_stack = None  # vLLM has built it; with ours it is built again, at the first request.
     register_error_handlers(app)
     middleware.add_middleware(app, args)
     await _init_state(app.state, client, args)
-    for module in OUR_ENDPOINTS:
+    for module in MEDIA_ENDPOINTS:
         module.init_state(app.state, client, args)
     return app
 

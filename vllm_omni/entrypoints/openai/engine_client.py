@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from vllm.tasks import SupportedTask
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.gate import Gate
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.unserved import UnservedEngineClient
 from vllm_omni.entrypoints.request_builder import StageSamplingParams, make_sampling_params
@@ -82,7 +82,7 @@ class OmniEngineClient(UnservedEngineClient):
         """
         self.llm = llm
         self.config = llm.config
-        self._admission = _Admission()
+        self._gate = Gate()
         self._options = RequestOptions()
         self._started: list[_Peekable] = []
         self._shutdown_timeout = shutdown_timeout
@@ -139,7 +139,7 @@ class OmniEngineClient(UnservedEngineClient):
         Raises:
             OmniError: The request was refused, or failed.
         """
-        with self._admission:
+        with self._gate:
             events = self.llm.generate(
                 prompt,
                 sampling_params_list,
@@ -244,7 +244,8 @@ class OmniEngineClient(UnservedEngineClient):
 
     @property
     def is_stopped(self) -> bool:
-        return not self.llm.is_open
+        """No request is taken any more, though some may still run."""
+        return self._gate.is_closed or not self.llm.is_open
 
     @property
     def errored(self) -> bool:
@@ -262,15 +263,11 @@ class OmniEngineClient(UnservedEngineClient):
             PipelineFullError: As many requests as may wait are waiting.
             PipelineClosedError: The server is shutting down.
         """
-        self._admission.check()
+        self._gate.check()
         self.llm.check_room()
 
     async def check_health(self) -> None:
-        """
-        Raises:
-            PipelineClosedError: The server is shutting down.
-        """
-        self._admission.check()
+        """Our own endpoint asks each stage."""
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",) if self.has_renderer else ()
@@ -283,12 +280,12 @@ class OmniEngineClient(UnservedEngineClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Takes no more requests, waits for those that run as long as it may, and ends all stages. Blocks."""
-        self._admission.close(self._shutdown_timeout)
+        self._gate.close(self._shutdown_timeout)
         self.llm.close()
 
     def hurry(self) -> None:
         """Ends the wait of `shutdown` for running requests."""
-        self._admission.hurry()
+        self._gate.hurry()
 
     async def reset_mm_cache(self) -> None:
         """There is none: media are preprocessed once, and no cache is shared with a stage's process."""
@@ -313,41 +310,6 @@ class _Peekable:
 
     async def aclose(self) -> None:
         await self._items.aclose()
-
-
-class _Admission:
-    """How many requests are at work, and whether more may come. For the event loop and the thread that shuts down."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_running = 0
-        self._is_closed = False
-        self._is_hurried = False
-
-    def check(self) -> None:
-        if self._is_closed:
-            raise PipelineClosedError("the server is shutting down; send the request to another one")
-
-    def __enter__(self) -> None:
-        with self._changed:
-            self.check()
-            self._num_running += 1
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self._changed:
-            self._num_running -= 1
-            self._changed.notify_all()
-
-    def close(self, timeout: float) -> None:
-        """Lets nobody in, and waits until all are out, as long as `timeout` seconds, or until `hurry`."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.wait_for(lambda: self._num_running == 0 or self._is_hurried, timeout)
-
-    def hurry(self) -> None:
-        with self._changed:
-            self._is_hurried = True
-            self._changed.notify_all()
 
 
 async def _with_http_errors(events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[OmniEvent, None]:

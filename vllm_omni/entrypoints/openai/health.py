@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GET /health`: whether the server takes requests, and how each stage is. For load balancers and probes."""
 
-from argparse import Namespace
 from http import HTTPStatus
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
-from starlette.datastructures import State
 
-from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
 router = APIRouter()
@@ -37,10 +34,10 @@ class HealthResponse(BaseModel):
 @router.get("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
 async def health(raw_request: Request) -> JSONResponse:
-    """Whether every stage of the pipeline takes requests: 200 if so, 503 while one starts, restarts or is dead."""
-    llm: AsyncOmniLLM = raw_request.app.state.omni_llm
-    stages = [StageStatus(name=stage.name, status=stage.state) for stage in llm.health()]
-    is_ok = llm.is_open and all(stage.status == "ready" for stage in stages)
+    """Whether the server takes requests: 200 if so, 503 while a stage starts, restarts or is dead, or it shuts down."""
+    client: OmniEngineClient = raw_request.app.state.engine_client
+    stages = [StageStatus(name=stage.name, status=stage.state) for stage in client.llm.health()]
+    is_ok = not client.is_stopped and all(stage.status == "ready" for stage in stages)
     answer = HealthResponse(status="ok" if is_ok else "unavailable", stages=stages)
     return JSONResponse(answer.model_dump(), HTTPStatus.OK if is_ok else HTTPStatus.SERVICE_UNAVAILABLE)
 
@@ -48,7 +45,3 @@ async def health(raw_request: Request) -> JSONResponse:
 def attach_router(app: FastAPI) -> None:
     """Adds `/health` and `/ping`; vLLM's own must not be there."""
     app.include_router(router)
-
-
-def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
-    state.omni_llm = client.llm

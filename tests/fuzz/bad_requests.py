@@ -46,7 +46,7 @@ VIDEO_BODIES: dict[str, dict[str, Any]] = {
 # Fields of each endpoint, and values that none of them takes.
 BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
     CHAT: {
-        "messages": [None, 1, "x", [1], [None], [{"role": "user"}], [{"role": "nobody", "content": 1}],
+        "messages": [None, 1, "x", [1], [None], [{"role": "nobody", "content": 1}],
                      [{"role": "user", "content": [{"type": "hologram"}]}],
                      [{"role": "user", "content": [{"type": "image_url"}]}],
                      [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}],

@@ -130,6 +130,7 @@ BAD_SETTINGS: list[tuple[str, Any, list[str]]] = [
     ("text", {"num_inference_steps": 0}, ["num_inference_steps 0", "1 or more"]),
     ("text", {"num_outputs_per_prompt": 0}, ["num_outputs_per_prompt 0", "1 or more"]),
     ("text", {"guidance_scale": -1.0}, ["guidance_scale -1.0", "0 or more"]),
+    ("text", {"guidance_scale": 1e300}, ["guidance_scale 1e+300", "1000 or less"]),
     ("text", {"guidance_scale": float("nan")}, ["guidance_scale nan", "finite"]),
     ("text", {"lora_scale": float("inf")}, ["lora_scale inf", "finite"]),
     ("text", {"output_quality": 101}, ["output_quality 101", "100 or less"]),

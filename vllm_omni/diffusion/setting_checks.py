@@ -26,7 +26,8 @@ _AT_LEAST = {
     "num_outputs_per_prompt": 1, "num_frames": 1, "output_quality": 1, "preview_every": 0,
 }  # fmt: skip
 _ABOVE_ZERO = ("strength", "fps")
-_AT_MOST = {"strength": 1, "output_quality": 100}
+# Guidance: far above what anybody uses, and far below what overflows in half precision.
+_AT_MOST = {"strength": 1, "output_quality": 100, "guidance_scale": 1000, "true_cfg_scale": 1000}
 
 
 def read_settings(

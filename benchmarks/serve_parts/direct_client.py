@@ -6,7 +6,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from serve_parts.loads import Answer, Load, Session, digest, drive
+from serve_parts.loads import Answer, Load, Session, drive
 
 
 def serve_loads(
@@ -35,7 +35,7 @@ async def _run(llm: Any, load: Load, questions: list[dict[str, Any]], params: li
     cpu = time.process_time()
     seconds, answered = await drive(load, call)
     cpu = time.process_time() - cpu
-    return Session(seconds, [_with_speech(answer, pieces) for answer, pieces in answered], cpu)
+    return Session(seconds, [_with_speech(*each, load.keeps_speech) for each in answered], cpu)
 
 
 async def _ask(llm: Any, question: int, prompt: dict[str, Any], params: list[Any]) -> tuple[Answer, list[Any]]:
@@ -58,10 +58,9 @@ async def _ask(llm: Any, question: int, prompt: dict[str, Any], params: list[Any
     return answer, pieces
 
 
-def _with_speech(answer: Answer, pieces: list[Any]) -> Answer:
+def _with_speech(answer: Answer, pieces: list[Any], keep: bool) -> Answer:
     """Converts the speech when the load is over: the server does it while it runs, which is part of what it costs."""
     from vllm_omni.entrypoints.openai.audio_formats import to_pcm16
 
-    pcm = b"".join(to_pcm16(piece.numpy()).tobytes() for piece in pieces)
-    answer.num_samples, answer.pcm = len(pcm) // 2, digest(pcm)
+    answer.hear(b"".join(to_pcm16(piece.numpy()).tobytes() for piece in pieces), keep)
     return answer

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from serve_parts.loads import Answer, Load, Session, digest, drive
+from serve_parts.loads import Answer, Load, Session, drive
 
 TIMEOUT_S = 300.0
 
@@ -80,18 +80,18 @@ def post(path: str, body: dict[str, Any]) -> bytes:
     return head.encode() + content
 
 
-def read_answer(exchange: Exchange, endpoint: str) -> Answer:
+def read_answer(exchange: Exchange, endpoint: str, keeps_speech: bool = False) -> Answer:
     """Takes apart what came. A status that is no success, a stream that ends early or tells of an error: `error`."""
     answer = Answer(exchange.question, completed=exchange.completed, error=exchange.error)
     if not answer.error:
         try:
-            _READERS[endpoint](exchange, answer)
+            answer.hear(_READERS[endpoint](exchange, answer), keeps_speech)
         except (ValueError, KeyError, IndexError) as error:
             answer.error = f"{type(error).__name__}: {error}"
     return answer
 
 
-def _read_chat(exchange: Exchange, answer: Answer) -> None:
+def _read_chat(exchange: Exchange, answer: Answer) -> bytes:
     pcm: list[bytes] = []
     is_done = False
     for when, event in _events(_body(exchange)):
@@ -111,26 +111,23 @@ def _read_chat(exchange: Exchange, answer: Answer) -> None:
                 pcm.append(base64.b64decode(delta["audio"]["data"]))
     if not is_done:
         raise ValueError("the stream ended early")
-    _keep_speech(answer, b"".join(pcm))
+    return b"".join(pcm)
 
 
-def _read_pcm(exchange: Exchange, answer: Answer) -> None:
+def _read_pcm(exchange: Exchange, answer: Answer) -> bytes:
     body = [(when, data) for when, data in _body(exchange) if data]
     if body:
         answer.first_audio = body[0][0]
-    _keep_speech(answer, b"".join(data for _, data in body))
+    return b"".join(data for _, data in body)
 
 
-def _read_images(exchange: Exchange, answer: Answer) -> None:
+def _read_images(exchange: Exchange, answer: Answer) -> bytes:
     for picture in json.loads(b"".join(data for _, data in _body(exchange)))["data"]:
         base64.b64decode(picture["b64_json"], validate=True)
+    return b""
 
 
 _READERS = {"chat": _read_chat, "text": _read_chat, "speech": _read_pcm, "images": _read_images}
-
-
-def _keep_speech(answer: Answer, pcm: bytes) -> None:
-    answer.num_samples, answer.pcm = len(pcm) // 2, digest(pcm)
 
 
 def _body(exchange: Exchange) -> list[tuple[float, bytes]]:
@@ -207,7 +204,7 @@ async def _run(load: Load, port: int, server_pid: int, requests: list[bytes]) ->
     cpu = cpu_seconds(server_pid)
     seconds, exchanges = await drive(load, call)
     cpu = cpu_seconds(server_pid) - cpu
-    return Session(seconds, [read_answer(each, load.endpoint) for each in exchanges], cpu)
+    return Session(seconds, [read_answer(each, load.endpoint, load.keeps_speech) for each in exchanges], cpu)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -5,7 +5,7 @@ Only the standard library and numpy are imported, so that the process that asks 
 """
 
 import asyncio
-import hashlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ class Load:
         concurrency: Callers; 0 in an open loop.
         rate: Requests in a second; 0 in a closed loop.
         seed: Of the times between requests.
+        keeps_speech: Answers have all samples.
     """
 
     endpoint: str
@@ -32,6 +33,7 @@ class Load:
     concurrency: int = 0
     rate: float = 0.0
     seed: int = 0
+    keeps_speech: bool = False
 
     @property
     def name(self) -> str:
@@ -53,7 +55,7 @@ class Answer:
         completed: The end.
         text: What was written.
         num_samples: Of speech.
-        pcm: Digest of the speech as 16-bit samples.
+        speech: The samples, 16 bits each, where they are kept.
         error: What went wrong; empty if nothing did.
     """
 
@@ -63,12 +65,19 @@ class Answer:
     completed: float = 0.0
     text: str = ""
     num_samples: int = 0
-    pcm: str = ""
+    speech: bytes = b""
     error: str = ""
 
-    @property
-    def said(self) -> tuple[str, int, str]:
-        return self.text, self.num_samples, self.pcm
+    def hear(self, speech: bytes, keep: bool) -> None:
+        self.num_samples = len(speech) // 2
+        self.speech = speech if keep else b""
+
+    def difference(self, other: "Answer") -> float:
+        """The largest between two samples of both, in steps of 16 bits; infinite where they say something else."""
+        if (self.text, self.num_samples) != (other.text, other.num_samples):
+            return math.inf
+        ours, theirs = (np.frombuffer(answer.speech, "<i2").astype(int) for answer in (self, other))
+        return float(np.abs(ours - theirs).max(initial=0))
 
 
 @dataclass
@@ -84,14 +93,6 @@ class Session:
     seconds: float
     answers: list[Answer] = field(default_factory=list)
     cpu_seconds: float = 0.0
-
-
-Caller = Callable[[str, int], Awaitable[Answer]]
-"""Asks one question at an endpoint; finds out what came of it only afterwards, in `conclude`."""
-
-
-def digest(pcm: bytes) -> str:
-    return hashlib.sha1(pcm).hexdigest()
 
 
 async def drive(load: Load, call: Callable[[int], Awaitable[Any]]) -> tuple[float, list[Any]]:

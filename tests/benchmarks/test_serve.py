@@ -43,11 +43,11 @@ def test_times_are_those_at_which_the_last_byte_of_a_piece_came(part: Any) -> No
     text, sound = chunk(event({"content": "Hi"})), chunk(speech(b"\1\0") + speech(b"\2\0"))
     pieces = [(1.0, HEAD + text[:9]), (2.0, text[9:]), (3.0, sound[:70]), (4.0, sound[70:] + END)]
 
-    answer = client.read_answer(client.Exchange(5, 4.5, pieces), "chat")
+    answer = client.read_answer(client.Exchange(5, 4.5, pieces), "chat", keeps_speech=True)
 
     assert (answer.error, answer.question, answer.text) == ("", 5, "Hi")
     assert (answer.first_text, answer.first_audio, answer.completed) == (2.0, 4.0, 4.5)
-    assert (answer.num_samples, answer.pcm) == (2, part("loads").digest(b"\1\0\2\0"))
+    assert (answer.num_samples, answer.speech) == (2, b"\1\0\2\0")
 
 
 @pytest.mark.parametrize(
@@ -131,3 +131,12 @@ def test_plots(part: Any, tmp_path: Path) -> None:
     ]
     part("plots").plot(rows, tmp_path / "plots")
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"m_chat_closed.png", "m_chat_open.png"}
+
+
+def test_answers_differ_by_a_sample_or_in_what_they_say(part: Any) -> None:
+    answer_class = part("loads").Answer
+    answer = answer_class(0, text="Hi", num_samples=2, speech=b"\1\0\2\0")
+    assert answer.difference(answer) == 0
+    assert answer.difference(answer_class(0, text="Hi", num_samples=2, speech=b"\1\0\xff\xff")) == 3
+    assert answer.difference(answer_class(0, text="Ho", num_samples=2, speech=b"\1\0\2\0")) == float("inf")
+    assert answer.difference(answer_class(0, text="Hi", num_samples=1, speech=b"\1\0")) == float("inf")

@@ -2,7 +2,7 @@
 """Makes the environment that the Makefile's targets run in: `python scripts/set_up.py VENV STAMP [EXTRA]`.
 
 Needs nothing but a Python with venv. Steps: find a Python that vLLM installs on, make VENV, install torch, install
-this checkout at the pinned versions, repair what `repair.py` finds broken, write STAMP.
+this checkout at the pinned versions, repair what `repair.py` finds broken, compile what is imported, write STAMP.
 Each step says what it does. It can be run again at any time: what is there already is kept.
 """
 
@@ -20,6 +20,12 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 """PyTorch's own public index of CPU builds: asked only where pip finds no such build by itself."""
 
 PIP_FLAGS = ["--disable-pip-version-check", "--progress-bar=off", "--no-compile"]  # most modules are never imported
+IMPORT_ALL = """
+import contextlib, importlib, pkgutil, vllm_omni
+for module in pkgutil.walk_packages(vllm_omni.__path__, "vllm_omni."):
+    with contextlib.suppress(Exception):  # What this machine cannot import, it has no use for.
+        importlib.import_module(module.name)
+"""
 
 OLDEST, NEWEST = (3, 11), (3, 14)  # what vLLM 0.32 installs on
 PROBE = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
@@ -33,6 +39,7 @@ def main(venv: str, stamp: str, extra: str = "cpu") -> None:
     install_project(python, extra, pins)
     say("checking torchvision, torchaudio and torchcodec")
     subprocess.run([python, str(ROOT / "scripts" / "repair.py")], check=True)
+    compile_imports(python)
     Path(stamp).touch()
     say(f"ready: {venv}")
 
@@ -98,6 +105,14 @@ def install_project(python: str, extra: str, pins: list[str]) -> None:
     say(f"installing vllm-omni with its extras {extra}, test and lint")
     if pip_install(python, "-e", f"{ROOT}[{extra},test,lint]", *pins) is not None:
         sys.exit("pip failed, see above")
+
+
+def compile_imports(python: str) -> None:
+    """Imports what the package imports once where bytecode is kept. Where PYTHONDONTWRITEBYTECODE is set nothing else
+    would keep it, and every process would take several times as long to start."""
+    say("compiling what is imported")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run([python, "-c", IMPORT_ALL], env=environment, capture_output=True, check=False)
 
 
 def pip_install(python: str, *arguments: str) -> str | None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm_omni.entrypoints.request_builder import RequestBuilder
     from vllm_omni.metrics.stats import StageStats
     from vllm_omni.orchestrator.supervisor import StageHealth
+    from vllm_omni.stage.fork_server import ForkServer
 
 
 class PipelineFace:
@@ -36,6 +37,7 @@ class PipelineFace:
         max_inflight: int | None = None,
         max_queued: int | None = None,
         shm_threshold_bytes: int = 65536,
+        fork_server: ForkServer | None = None,
         **engine_args: Any,
     ) -> None:
         """
@@ -54,6 +56,7 @@ class PipelineFace:
             max_inflight: Requests that the pipeline works on at once.
             max_queued: Requests that wait beyond that, until callers wait (or get `PipelineFullError`).
             shm_threshold_bytes: Data of at least this size passes between stages through shared memory.
+            fork_server: One that was started before (`launch.start_fork_server`), to be taken over.
             engine_args: Arguments of vLLM's `EngineArgs` (`dtype`, `max_model_len`, ...) for every vLLM stage, and of
                 `DiTConfig` (`dtype`, `vae_tiling`, ...) for every diffusion stage.
 
@@ -78,6 +81,7 @@ class PipelineFace:
             shm_threshold_bytes=shm_threshold_bytes,
             log_stats=log_stats,
             trace_file=trace_file,
+            fork_server=fork_server,
             engine_args=engine_args,
         )
         # Also runs when the interpreter exits, so that a forgotten close() leaves no process behind.

@@ -10,14 +10,23 @@ if TYPE_CHECKING:
     from vllm_omni.entrypoints.pipeline import Pipeline
 
 
-def launch_pipeline(*args: Any, **kwargs: Any) -> "Pipeline":
-    """Calls `open_pipeline` on a new fork server, which imports vLLM while this process does.
+def start_fork_server() -> ForkServer:
+    """What stages will be forked from; it imports vLLM while this process does something else.
 
     Raises:
         VllmRequirementError: vLLM is missing or is another version.
     """
     require_vllm()
-    server = ForkServer(preload=["vllm_omni.stage.engines.llm", "vllm.model_executor.model_loader"])
+    return ForkServer(preload=["vllm_omni.stage.engines.llm", "vllm.model_executor.model_loader"])
+
+
+def launch_pipeline(*args: Any, fork_server: ForkServer | None, **kwargs: Any) -> "Pipeline":
+    """Calls `open_pipeline` on a fork server, which it takes over; on a new one if there is none.
+
+    Raises:
+        VllmRequirementError: vLLM is missing or is another version.
+    """
+    server = fork_server or start_fork_server()
     try:
         from vllm_omni.entrypoints.pipeline import open_pipeline
 

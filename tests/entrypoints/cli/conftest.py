@@ -30,6 +30,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         # Commands set these for themselves; other tests shall not see it.
         for name in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
             monkeypatch.setenv(name, {"VLLM_LOGGING_LEVEL": "WARNING"}.get(name, "ext://sys.stderr"))
+        monkeypatch.setattr(cli, "start_fork_server", lambda: None)  # Nothing is forked here.
         monkeypatch.setattr(sys, "argv", ["vllm-omni", *map(str, arguments)])
         code = 0
         try:

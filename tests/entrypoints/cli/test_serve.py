@@ -23,7 +23,7 @@ class Server:
     args: Namespace
     llm_args: dict[str, Any]
 
-    def run(self, args: Namespace, llm_args: dict[str, Any]) -> None:
+    def run(self, args: Namespace, llm_args: dict[str, Any], fork_server: None) -> None:
         self.args, self.llm_args = args, llm_args
 
 

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
+from vllm import envs
 
 from tests.entrypoints.openai.media_apps import serving
+
+
+@pytest.fixture(autouse=True)
+def fresh_environment() -> None:
+    """vLLM remembers the environment from an engine's start on; tests before may have started one in this process."""
+    envs.disable_envs_cache()
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,9 @@ from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.entrypoints.cli.stage_flags import add_stage_flags
 from vllm_omni.entrypoints.face import PipelineFace
 
-# `log_stats` is the contrary of vLLM's --disable-log-stats, `model` is positional, overrides have flags of their own.
-_NOT_FLAGS = {"self", "model", "log_stats", "stage_overrides", "engine_args"}
+# `log_stats` is the contrary of vLLM's --disable-log-stats, `model` is positional, overrides have flags of their own,
+# the fork server is the program's.
+_NOT_FLAGS = {"self", "model", "log_stats", "stage_overrides", "fork_server", "engine_args"}
 # What a stage is, and not how it runs: a stage configuration says that.
 _NOT_FOR_ALL_STAGES = {"model", "model_stage", "engine_output_type", "part"}
 
@@ -38,7 +39,7 @@ def add_pipeline_flags(group: argparse._ActionsContainer) -> None:
         action="store_true",
         help="Serve the model as a pipeline of stages; `vllm-omni serve` needs no --omni.",
     )
-    hints = typing.get_type_hints(PipelineFace.__init__, {"Mapping": Mapping, "Any": Any})
+    hints = typing.get_type_hints(PipelineFace.__init__, {"Mapping": Mapping, "Any": Any, "ForkServer": Any})
     said = _descriptions(PipelineFace.__init__.__doc__ or "", r"\n {12}(\w+): ")
     for name, parameter in face_options().items():
         _add_flag(group, name, hints[name], parameter.default, said.get(name, ""))

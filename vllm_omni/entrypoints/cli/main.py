@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable
 
 from vllm_omni import __version__
+from vllm_omni.entrypoints.launch import start_fork_server
 from vllm_omni.errors import OmniError
+from vllm_omni.stage.fork_server import ForkServer
 from vllm_omni.vllm_requirement import find_vllm, require_vllm
 
 USAGE = """\
@@ -72,11 +74,26 @@ def _fail(message: str, code: int) -> None:
 
 def _serve(arguments: list[str]) -> None:
     require_vllm()
+    # Importing vLLM takes seconds, here and where stages are forked from: that begins first.
+    server = None if _is_known_later(arguments) else start_fork_server()
+    try:
+        _serve_with(server, arguments)
+    finally:
+        if server is not None:
+            server.close()
+
+
+def _is_known_later(arguments: list[str]) -> bool:
+    """Whether nothing will be started, or only the parsed flags say what its environment is."""
+    return any(argument.startswith(("-h", "--help", "--log-", "--config")) for argument in arguments)
+
+
+def _serve_with(server: ForkServer | None, arguments: list[str]) -> None:
     from vllm_omni.entrypoints.cli.parser import UsageError
     from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 
     try:
-        OmniServeCommand().run(arguments)
+        OmniServeCommand().serve(arguments, server)
     except UsageError as error:
         _fail(str(error), 2)
     except OSError as error:

@@ -26,6 +26,7 @@ from vllm_omni.entrypoints.cli.arguments import add_diffusion_flags, add_pipelin
 from vllm_omni.entrypoints.cli.parser import ParsedCommand, UsageError, parse_command
 from vllm_omni.entrypoints.openai.limits import add_limit_arguments
 from vllm_omni.entrypoints.resolve import has_vllm_stages
+from vllm_omni.stage.fork_server import ForkServer
 
 DESCRIPTION = """Serve a model as a pipeline of stages, each an engine in its own process, with vLLM's
 OpenAI-compatible server. All flags of `vllm serve` that mean something to a pipeline are taken. Engine
@@ -88,8 +89,11 @@ class OmniServeCommand(ServeSubcommand):
             ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
         validate_api_server_args(args)
 
-    def run(self, arguments: list[str]) -> None:
+    def serve(self, arguments: list[str], fork_server: ForkServer | None) -> None:
         """Serves until a signal ends it.
+
+        Args:
+            fork_server: Where stages shall be forked from; None: one that is started when the flags are known.
 
         Raises:
             UsageError: The command line cannot be used.
@@ -100,7 +104,7 @@ class OmniServeCommand(ServeSubcommand):
         set_up_logging(parsed)
         from vllm_omni.entrypoints.openai.api_server import run
 
-        run(parsed.args, make_llm_args(parsed))
+        run(parsed.args, make_llm_args(parsed), fork_server)
 
 
 def _check(parsed: ParsedCommand) -> None:

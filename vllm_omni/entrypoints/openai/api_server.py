@@ -16,6 +16,7 @@ from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import media_connector
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.stage.fork_server import ForkServer
 
 logger = logging.getLogger("vllm.omni.server")
 
@@ -23,12 +24,13 @@ logger = logging.getLogger("vllm.omni.server")
 _FLUSH_S = 5
 
 
-def run(args: Namespace, llm_args: dict[str, Any]) -> None:
+def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | None = None) -> None:
     """Serves a pipeline. Returns when it was told to end by SIGTERM or SIGINT, with nothing left behind.
 
     Args:
         args: Of `vllm serve`.
         llm_args: Keyword arguments of `AsyncOmniLLM`.
+        fork_server: One that was started before, for the stages.
 
     Raises:
         OmniError: The pipeline cannot be started.
@@ -38,7 +40,7 @@ def run(args: Namespace, llm_args: dict[str, Any]) -> None:
     media_connector.install(args)
     # Before the stages start: an address that is taken shall be known at once.
     address, listener = setup_server(args, reuse_port=False)
-    with listener, AsyncOmniLLM(**llm_args) as llm:
+    with listener, AsyncOmniLLM(**llm_args, fork_server=fork_server) as llm:
         client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout)
         uvloop.run(_serve(client, address, listener, args))
 

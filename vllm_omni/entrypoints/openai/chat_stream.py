@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
+import msgspec
 from vllm.outputs import RequestOutput
 
 from vllm_omni.config.stage_config import PipelineConfig
@@ -19,6 +18,8 @@ from vllm_omni.entrypoints.openai.chat_options import ChatOptions
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
 from vllm_omni.entrypoints.openai.media_choices import add_media_usage, content_of, finish_reason_of
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
+
+Line: TypeAlias = str | bytes
 
 
 class MediaStream:
@@ -48,7 +49,7 @@ class MediaStream:
         first = num_text_choices if options.shows_text else 0
         self._indexes = {stage_id: first + i for i, stage_id in enumerate(media)}
         self._mm_token_counts = mm_token_counts
-        self._lines: asyncio.Queue[str | None] = asyncio.Queue()
+        self._lines: asyncio.Queue[Line | None] = asyncio.Queue()
         self._encoders: dict[int, AudioEncoder] = {}
         self._begun: set[int] = set()
         self._completed: CompletedEvent | None = None
@@ -63,7 +64,7 @@ class MediaStream:
             else:
                 await self._put_event(output)
 
-    async def lines(self, text: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async def lines(self, text: AsyncGenerator[str, None]) -> AsyncGenerator[Line, None]:
         """The answer; `text` are the lines that vLLM's handler makes of `text()`."""
         pump = asyncio.create_task(self._pump(text))
         try:
@@ -84,12 +85,12 @@ class MediaStream:
         finally:
             self._lines.put_nowait(None)
 
-    def _rewrite(self, line: str) -> str | None:
+    def _rewrite(self, line: str) -> Line | None:
         """A line of vLLM's: usage gets the other outputs' tokens, text is left out where it was not asked for."""
         if line.startswith("data: [DONE]") or line.startswith('data: {"error"'):
             return line
         if '"choices":[]' in line and self._completed is not None:
-            chunk = json.loads(line.removeprefix("data: "))
+            chunk = msgspec.json.decode(line.removeprefix("data: "))
             add_media_usage(chunk["usage"], self._completed, self._config, self._mm_token_counts)
             return _line(chunk)
         if not self._options.shows_text:
@@ -126,8 +127,7 @@ class MediaStream:
 
     async def _put_audio(self, stage_id: int, data: bytes) -> None:
         if data:
-            encoded = base64.b64encode(data).decode()
-            self._put(stage_id, {"audio": {"data": encoded}})
+            self._put(stage_id, {"audio": {"data": data}})
 
     def _put(self, stage_id: int, delta: dict[str, Any], finish_reason: str | None = None) -> None:
         modality = self._config.stages[stage_id].final_output_type
@@ -152,5 +152,6 @@ def _final_stages(config: PipelineConfig, options: ChatOptions) -> list[int]:
     return [s.stage_id for s in config.stage_args if s.final_output and s.final_output_type in wanted]
 
 
-def _line(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
+def _line(chunk: dict[str, Any]) -> bytes:
+    """msgspec writes bytes as base64."""
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

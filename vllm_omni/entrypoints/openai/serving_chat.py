@@ -15,7 +15,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import RequestOutput
 
 from vllm_omni.entrypoints.openai.chat_options import ChatOptions, read_chat_options
-from vllm_omni.entrypoints.openai.chat_stream import MediaStream
+from vllm_omni.entrypoints.openai.chat_stream import Line, MediaStream
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
 from vllm_omni.entrypoints.openai.media_choices import add_media_choices
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
@@ -95,7 +95,7 @@ class OmniServingChat(OpenAIServingChat):
         model_name: str,
         *args: Any,
         **kwargs: Any,
-    ) -> AsyncGenerator[str, None]:
+    ) -> AsyncGenerator[Line, None]:
         media = MediaStream(
             result_generator,
             self.options,

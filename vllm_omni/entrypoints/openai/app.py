@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP application: vLLM's own, with those of its endpoints that a pipeline serves, and ours."""
 
+import logging
 from argparse import Namespace
 from http import HTTPStatus
 from types import ModuleType
@@ -47,7 +48,10 @@ MEDIA_ENDPOINTS: tuple[ModuleType, ...] = (speech, images, videos)
 
 async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     """The application for a pipeline; `args` are those of `vllm serve`."""
+    root = logging.getLogger()
+    level = root.level
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
+    root.setLevel(level)  # What vLLM imports for one of its endpoints silences the warnings of all other programs.
     app.router.routes[:] = [route for route in app.router.routes if _path(route) in VLLM_PATHS]
     app.title = "vLLM-Omni"
     if not client.has_renderer:

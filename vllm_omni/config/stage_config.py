@@ -5,6 +5,7 @@
 a stage is run, and no model is named.
 """
 
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any, Literal
 
@@ -284,10 +285,14 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """The modalities that a request may ask for, in stage order."""
         return [s.final_output_type for s in self.stage_args if s.final_output and s.final_output_type]
 
+    def final_stages(self, modalities: Collection[str]) -> list[int]:
+        """The stages whose outputs a request with these output modalities gets, in stage order."""
+        return [s.stage_id for s in self.stage_args if s.final_output and s.final_output_type in modalities]
+
     def stages_for(self, modalities: list[str]) -> list[int]:
         """The stages that a request with these output modalities runs through, in stage order."""
         needed: set[int] = set()
-        todo = [s.stage_id for s in self.stage_args if s.final_output and s.final_output_type in modalities]
+        todo = self.final_stages(modalities)
         while todo:
             stage_id = todo.pop()
             if stage_id not in needed:

@@ -179,11 +179,7 @@ class RequestBuilder:
         for stage_id in stage_ids:
             if stage_id in self._processors:
                 self._processors[stage_id].validate(stages[stage_id])
-        final_stages = [
-            i for i in stage_ids
-            if self._config.stages[i].final_output and self._config.stages[i].final_output_type in modalities
-        ]  # fmt: skip
-        return stages, final_stages
+        return stages, self._config.final_stages(modalities)
 
     def _check_modalities(self, modalities: list[str] | None) -> list[str]:
         known = self._config.output_types

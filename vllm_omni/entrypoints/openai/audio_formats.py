@@ -16,6 +16,7 @@ from typing import Protocol, cast
 import av
 import av.filter
 import numpy as np
+import torch
 from av.audio.stream import AudioStream
 from av.container import OutputContainer
 from vllm.exceptions import VLLMServerError
@@ -121,6 +122,11 @@ def wav_header(sample_rate: int, num_bytes: int | None = None) -> bytes:
     riff = struct.pack("<4sI4s", b"RIFF", sizes[0], b"WAVE")
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16)
     return riff + form + struct.pack("<4sI", b"data", sizes[1])
+
+
+def as_mono(audio: torch.Tensor) -> np.ndarray:
+    """`[samples]`, or of a diffusion stage `[n, channels, samples]`, here the first of the n -> float32 `[samples]`."""
+    return (audio if audio.ndim == 1 else audio[0].mean(0)).float().numpy()
 
 
 def to_pcm16(samples: np.ndarray) -> np.ndarray:

@@ -45,7 +45,7 @@ class MediaStream:
             "model": model_name,
         }
         self._audio_id = f"audio-{request_id}"
-        media = [i for i in _final_stages(config, options) if config.stages[i].final_output_type != "text"]
+        media = config.final_stages([m for m in options.for_engine.modalities if m != "text"])
         first = num_text_choices if options.shows_text else 0
         self._indexes = {stage_id: first + i for i, stage_id in enumerate(media)}
         self._mm_token_counts = mm_token_counts
@@ -145,11 +145,6 @@ class MediaStream:
             sample_rate = self._config.stages[stage_id].sample_rate or DEFAULT_SAMPLE_RATE
             self._encoders[stage_id] = AudioEncoder(self._options.audio_format, sample_rate)
         return self._encoders[stage_id]
-
-
-def _final_stages(config: PipelineConfig, options: ChatOptions) -> list[int]:
-    wanted = options.for_engine.modalities or config.output_types
-    return [s.stage_id for s in config.stage_args if s.final_output and s.final_output_type in wanted]
 
 
 def _line(chunk: dict[str, Any]) -> bytes:

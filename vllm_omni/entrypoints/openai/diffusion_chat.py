@@ -8,7 +8,6 @@ at. Earlier turns are not for it, and fields about how text is sampled say nothi
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -38,8 +37,8 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.images import usage_of
 from vllm_omni.entrypoints.openai.media_inputs import ImageFetcher, as_urls
-from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, image_content, video_content
-from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, begun, completed, new_id
+from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, image_content, to_base64, video_content
+from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, begun, completed, new_id, served_names
 from vllm_omni.entrypoints.openai.protocol import MediaMessage, OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params
 from vllm_omni.errors import OmniError, StageConfigError
@@ -93,8 +92,7 @@ class DiffusionChat:
             raise StageConfigError("no stage of the pipeline has final_output: true, so that there is no answer")
         stage = MediaStage.find(client.config, client.config.output_types[0], args.model)
         assert stage is not None
-        names = [path.name for path in state.openai_serving_models.base_model_paths]
-        self._maker = MediaMaker(client, names, stage)
+        self._maker = MediaMaker(client, served_names(state), stage)
         self._fetcher = ImageFetcher(args)
 
     async def create_chat_completion(
@@ -238,9 +236,7 @@ class _Answer:
         return [
             ChatCompletionAudio(
                 id=f"audio-{self.id}-{i}",
-                data=base64.b64encode(
-                    encode_audio(clip.mean(0).numpy(), self._question.audio_format, output.sample_rate)
-                ).decode(),
+                data=to_base64(encode_audio(clip.mean(0).numpy(), self._question.audio_format, output.sample_rate)),
                 expires_at=int(time.time()),  # Nothing is kept that a later turn could name.
                 transcript="",
             )

@@ -47,14 +47,14 @@ class RequestOptions:
     """What a request says besides what vLLM's handlers understand.
 
     Attributes:
-        modalities: The outputs that its handler can pass on; None: all that the pipeline has.
+        modalities: The outputs that its handler can pass on.
         stage_params: For each stage, in stage order, its sampling parameters, or None for its defaults. Those of the
             stage that vLLM's handler samples are added to what that says.
         said: Names of sampling parameters that the request has said to vLLM's handler, which win over `stage_params`.
         prompt: Further keys of the prompt.
     """
 
-    modalities: tuple[str, ...] | None = ("text",)
+    modalities: tuple[str, ...] = ("text",)
     stage_params: Sequence[Mapping[str, Any] | None] | None = None
     said: frozenset[str] = frozenset()
     prompt: Mapping[str, Any] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class OmniEngineClient(UnservedEngineClient):
         """
         options = self._options
         omni_prompt = cast(OmniPrompt, {**options.prompt, "engine_input": prompt})
-        omni_prompt["modalities"] = None if options.modalities is None else list(options.modalities)
+        omni_prompt["modalities"] = list(options.modalities)
         is_delta = sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY
         events = self.run(
             omni_prompt,

@@ -43,6 +43,7 @@ from vllm_omni.entrypoints.openai.media_stage import (
     completed,
     missing_media,
     new_id,
+    served_names,
 )
 from vllm_omni.errors import OmniError
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
@@ -255,7 +256,6 @@ def attach_router(app: FastAPI) -> None:
 
 def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
     stage = MediaStage.find(client.config, "image", args.model)
-    names = [path.name for path in state.openai_serving_models.base_model_paths]
     state.omni_images = stage and ServingImages(
-        MediaMaker(client, names, stage), ImageFetcher(args), float(args.sse_keep_alive_interval)
+        MediaMaker(client, served_names(state), stage), ImageFetcher(args), float(args.sse_keep_alive_interval)
     )

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse, ChatCompletionResponseChoice
 
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, encode_audio
-from vllm_omni.entrypoints.openai.media_messages import image_content, video_content
+from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, as_mono, encode_audio
+from vllm_omni.entrypoints.openai.media_messages import image_content, to_base64, video_content
 from vllm_omni.entrypoints.openai.protocol import MediaMessage
 from vllm_omni.events import CompletedEvent
 from vllm_omni.outputs import OmniRequestOutput
@@ -30,12 +29,10 @@ def _content_of(output: OmniRequestOutput, audio_format: str, audio_id: str, tra
         return {"content": image_content(output)}
     if output.final_output_type == "video":
         return {"content": video_content(output)}
-    # A diffusion stage gives [n, channels, samples]: the first clip, its channels mixed.
-    wave = output.multimodal_output["audio"]
-    samples = wave if wave.ndim == 1 else wave[0].mean(0)
-    data = encode_audio(samples.numpy(), audio_format, output.sample_rate or DEFAULT_SAMPLE_RATE)
+    samples = as_mono(output.multimodal_output["audio"])
+    data = encode_audio(samples, audio_format, output.sample_rate or DEFAULT_SAMPLE_RATE)
     # Nothing is kept for a later turn: the audio expires when it is sent.
-    audio = {"id": audio_id, "data": base64.b64encode(data).decode(), "expires_at": int(time.time())}
+    audio = {"id": audio_id, "data": to_base64(data), "expires_at": int(time.time())}
     return {"content": None, "audio": {**audio, "transcript": transcript}}
 
 

@@ -10,10 +10,11 @@ import inspect
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 from PIL import Image
+from starlette.datastructures import State
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.tracing import extract_trace_headers
 from vllm.utils import random_uuid
@@ -29,6 +30,8 @@ from vllm_omni.outputs import OmniRequestOutput
 
 if TYPE_CHECKING:
     from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,7 @@ class MediaMaker:
         Raises:
             VLLMNotFoundError: Another model is asked for than is served.
         """
-        if name and name not in self._model_names:
-            served = ", ".join(self._model_names)
-            raise VLLMNotFoundError(f"The model `{name}` does not exist; this server has {served}.")
+        check_model(name, self._model_names)
 
     def events(
         self,
@@ -158,23 +159,37 @@ class MediaMaker:
         )
 
 
+def served_names(state: State) -> list[str]:
+    """The names that the application's model is served under."""
+    return [path.name for path in state.openai_serving_models.base_model_paths]
+
+
+def check_model(name: str | None, served: Sequence[str]) -> None:
+    """
+    Raises:
+        VLLMNotFoundError: Another model is asked for than is served.
+    """
+    if name and name not in served:
+        raise VLLMNotFoundError(f"The model `{name}` does not exist; this server has {', '.join(served)}.")
+
+
 def new_id(prefix: str, raw_request: Request | None = None) -> str:
     """An id for a request: its client's own, if it has sent one, else a random one."""
     own = None if raw_request is None else raw_request.headers.get("X-Request-Id")
     return f"{prefix}-{own or random_uuid()}"
 
 
-async def begun(events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[OmniEvent, None]:
-    """The same events, when there is a first: what a stage refuses is then known before an answer begins."""
-    first = await anext(events)
+async def begun(parts: AsyncGenerator[Part, None]) -> AsyncGenerator[Part, None]:
+    """The same parts, when there is a first: what fails before has an HTTP status."""
+    first = await anext(parts)
 
-    async def all_events() -> AsyncGenerator[OmniEvent, None]:
-        async with aclosing(events):
+    async def all_parts() -> AsyncGenerator[Part, None]:
+        async with aclosing(parts):
             yield first
-            async for event in events:
-                yield event
+            async for part in parts:
+                yield part
 
-    return all_events()
+    return all_parts()
 
 
 async def completed(events: AsyncGenerator[OmniEvent, None]) -> OmniRequestOutput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, cast
+from typing import Any
 
 from fastapi import Request
 from typing_extensions import Self
@@ -16,28 +16,17 @@ from vllm.outputs import RequestOutput
 
 from vllm_omni.entrypoints.openai.chat_options import ChatOptions, read_chat_options
 from vllm_omni.entrypoints.openai.chat_stream import Line, MediaStream
-from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
+from vllm_omni.entrypoints.openai.engine_client import EngineOutput
 from vllm_omni.entrypoints.openai.media_choices import add_media_choices
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.serving import OmniServing
 from vllm_omni.events import CompletedEvent
 
 
-class OmniServingChat(OpenAIServingChat):
+class OmniServingChat(OmniServing, OpenAIServingChat):
     """One instance answers all requests; each is handled by a copy that has its own `options` and engine client."""
 
     options: ChatOptions
-
-    @classmethod
-    def from_vllm(cls, handler: OpenAIServingChat) -> Self:
-        """The handler that vLLM has made, as one of ours: its constructor's arguments are vLLM's business."""
-        ours = cls.__new__(cls)
-        vars(ours).update(vars(handler))
-        ours.default_sampling_params = ours.client.default_sampling_params
-        return ours
-
-    @property
-    def client(self) -> OmniEngineClient:
-        return cast(OmniEngineClient, self.engine_client)
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None

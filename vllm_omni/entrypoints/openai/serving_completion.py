@@ -3,34 +3,26 @@
 
 import copy
 from collections.abc import AsyncGenerator
-from typing import Any, cast
+from typing import Any
 
 from fastapi import Request
-from typing_extensions import Self
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient, RequestOptions
+from vllm_omni.entrypoints.openai.engine_client import RequestOptions
+from vllm_omni.entrypoints.openai.serving import OmniServing
 from vllm_omni.entrypoints.openai.stage_params import said_by
 
 
-class OmniServingCompletion(OpenAIServingCompletion):
+class OmniServingCompletion(OmniServing, OpenAIServingCompletion):
     """Text, whatever else the pipeline makes."""
-
-    @classmethod
-    def from_vllm(cls, handler: OpenAIServingCompletion) -> Self:
-        """The handler that vLLM has made, as one of ours: its constructor's arguments are vLLM's business."""
-        ours = cls.__new__(cls)
-        vars(ours).update(vars(handler))
-        ours.default_sampling_params = cast(OmniEngineClient, handler.engine_client).default_sampling_params
-        return ours
 
     async def create_completion(
         self, request: CompletionRequest, raw_request: Request | None = None
     ) -> AsyncGenerator[str, None] | CompletionResponse | ErrorResponse:
         handler = copy.copy(self)
-        client = cast(OmniEngineClient, self.engine_client).with_options(RequestOptions(said=said_by(request)))
+        client = self.client.with_options(RequestOptions(said=said_by(request)))
         handler.engine_client = client
         answer: Any = await OpenAIServingCompletion.create_completion(handler, request, raw_request)
         if isinstance(answer, AsyncGenerator):

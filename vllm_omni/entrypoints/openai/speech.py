@@ -6,7 +6,6 @@ A model that speaks what it writes is dictated the text (`dictation.py`); any ot
 
 from __future__ import annotations
 
-import base64
 import logging
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -24,16 +23,17 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
-from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.tracing import extract_trace_headers
 
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, DEFAULT_SAMPLE_RATE, AudioEncoder
+from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, DEFAULT_SAMPLE_RATE, AudioEncoder, as_mono
 from vllm_omni.entrypoints.openai.dictation import Dictation
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
 from vllm_omni.entrypoints.openai.media_choices import finish_reason_of
-from vllm_omni.entrypoints.openai.media_stage import new_id
+from vllm_omni.entrypoints.openai.media_messages import to_base64
+from vllm_omni.entrypoints.openai.media_stage import begun, check_model, new_id, served_names
 from vllm_omni.entrypoints.openai.speech_protocol import (
     SpeechDelta,
     SpeechDone,
@@ -106,15 +106,14 @@ class ServingSpeech:
         if client.stage is not None and client.stage in stages and client.stage.final_output_type == "text":
             tokenizer = client.renderer.get_tokenizer()
             dictation = Dictation(state.online_renderer, tokenizer, client.model_config.max_model_len)
-        names = [path.name for path in state.openai_serving_models.base_model_paths]
-        return cls(client, stage, dictation, names, float(args.sse_keep_alive_interval))
+        return cls(client, stage, dictation, served_names(state), float(args.sse_keep_alive_interval))
 
     async def create(self, request: SpeechRequest, raw_request: Request) -> Response:
         """
         Raises:
             VLLMClientError, OmniError: The request is wrong; it failed.
         """
-        self._check_model(request.model)
+        check_model(request.model, self._model_names)
         prompt, params = await self._read(request)
         events = self._client.run(
             prompt,
@@ -128,15 +127,10 @@ class ServingSpeech:
         media_type = AUDIO_FORMATS[request.response_format]
         if not request.is_streamed:
             return await _whole(sound, media_type)
-        sound = await _begun(sound)
+        sound = await begun(sound)
         if request.stream_format == "sse":
             return _ClosingResponse(with_sse_keep_alive(self._tell(sound), self._keep_alive_s), "text/event-stream")
         return _ClosingResponse(_only_bytes(sound), media_type)
-
-    def _check_model(self, name: str | None) -> None:
-        if name and name not in self._model_names:
-            served = ", ".join(self._model_names)
-            raise VLLMNotFoundError(f"The model `{name}` does not exist; this server has {served}.")
 
     async def _read(self, request: SpeechRequest) -> tuple[OmniPrompt, list[StageSamplingParams]]:
         """What the pipeline is told."""
@@ -195,7 +189,7 @@ class ServingSpeech:
                         done = SpeechDone(usage=self._usage(part), finish_reason=finish_reason_of(part.outputs[0]))
                         yield _line(done.model_dump_json())
                     elif part:
-                        yield _line(SpeechDelta(audio=base64.b64encode(part).decode()).model_dump_json())
+                        yield _line(SpeechDelta(audio=to_base64(part)).model_dump_json())
         except (OmniError, OmniHTTPError) as error:
             error = to_http_error(error) if isinstance(error, OmniError) else error
             yield f"event: error\n{_line(create_error_response(error).model_dump_json())}"
@@ -234,21 +228,6 @@ async def _whole(sound: AsyncGenerator[bytes | CompletedEvent, None], media_type
     return Response(b"".join(data), headers=headers, media_type=media_type)
 
 
-async def _begun(
-    sound: AsyncGenerator[bytes | CompletedEvent, None],
-) -> AsyncGenerator[bytes | CompletedEvent, None]:
-    """The same parts, when there is a first: what fails before has an HTTP status."""
-    first = await anext(sound)
-
-    async def parts() -> AsyncGenerator[bytes | CompletedEvent, None]:
-        async with aclosing(sound):
-            yield first
-            async for part in sound:
-                yield part
-
-    return parts()
-
-
 async def _only_bytes(sound: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[bytes, None]:
     async with aclosing(sound):
         async for part in sound:
@@ -269,12 +248,7 @@ def _samples(event: OmniEvent, stage: OmniStageConfig, *, is_first: bool) -> tup
     elif isinstance(event, CompletedEvent) and is_first:
         (output,) = event.outputs
         tensors, rate = output.multimodal_output, output.sample_rate
-    return _as_mono(tensors.get("audio", torch.empty(0))), rate or DEFAULT_SAMPLE_RATE
-
-
-def _as_mono(audio: torch.Tensor) -> np.ndarray:
-    """`[samples]`, or of a diffusion stage `[n, channels, samples]`, here the first of the n -> float32 `[samples]`."""
-    return (audio if audio.ndim == 1 else audio[0].mean(0)).float().numpy()
+    return as_mono(tensors.get("audio", torch.empty(0))), rate or DEFAULT_SAMPLE_RATE
 
 
 async def _checked(encoder: AudioEncoder, samples: np.ndarray) -> bytes:

@@ -25,7 +25,7 @@ from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_erro
 from vllm_omni.entrypoints.openai.images import RESPONSES
 from vllm_omni.entrypoints.openai.media_inputs import ImageFetcher, form_description, read_request
 from vllm_omni.entrypoints.openai.media_messages import as_video_file
-from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, missing_media, new_id
+from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, missing_media, new_id, served_names
 from vllm_omni.entrypoints.openai.video_protocol import Video, VideoDeleted, VideoList, VideoRequest
 from vllm_omni.entrypoints.openai.video_store import VideoJob, VideoStore
 from vllm_omni.errors import OmniError
@@ -254,9 +254,8 @@ def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
     stage = MediaStage.find(client.config, "video", args.model)
     state.omni_videos = None
     if stage is not None:
-        names = [path.name for path in state.openai_serving_models.base_model_paths]
         state.omni_videos = ServingVideos(
-            MediaMaker(client, names, stage), ImageFetcher(args), VideoStore(), _factor(stage, args.model)
+            MediaMaker(client, served_names(state), stage), ImageFetcher(args), VideoStore(), _factor(stage, args.model)
         )
 
 

@@ -10,12 +10,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.entrypoints.faces import ask
 from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
@@ -32,7 +31,7 @@ class FakeServer:
     """The application, with an endpoint `/v1/ask` through which a request can say what the fake stages do."""
 
     def __init__(self, llm: AsyncOmniLLM, *flags: str, shutdown_timeout: float = 0) -> None:
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "fake", *flags])
+        args = OmniServeCommand().parse(["fake", *flags]).args
         self.client = OmniEngineClient(llm, shutdown_timeout=shutdown_timeout)
         self.app: FastAPI = asyncio.run(build_omni_app(self.client, args))
 

@@ -3,18 +3,16 @@
 
 import asyncio
 import json
-from argparse import Namespace
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 import xgrammar
 from fastapi import FastAPI
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.entrypoints.faces import is_idle
 from tests.entrypoints.openai.fake_server import Visit
+from tests.entrypoints.openai.media_apps import server_args
 from tests.entrypoints.openai.small_apps import ask
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
@@ -38,9 +36,7 @@ TEXTS = {
 
 
 def make_app(llm: AsyncOmniLLM, model: Any) -> FastAPI:
-    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(["--served-model-name", "tiny"])
-    args.model = str(model)
-    return asyncio.run(build_omni_app(OmniEngineClient(llm), args))
+    return asyncio.run(build_omni_app(OmniEngineClient(llm), server_args(model)))
 
 
 @pytest.fixture(scope="module")

@@ -58,8 +58,9 @@ def test_an_answer_is_a_list_of_pictures(app: FastAPI) -> None:
 
     (choice,) = answer["choices"]
     assert (answer["object"], answer["model"], choice["finish_reason"]) == ("chat.completion", MODEL, "stop")
-    assert choice["message"]["role"] == "assistant" and choice["message"]["audio"] is None
-    first, second = map(pixels, choice["message"]["content"])
+    message = choice["message"]
+    assert (message["role"], message["content"], message["audio"]) == ("assistant", None, None)
+    first, second = map(pixels, message["images"])
     assert first.shape == (32, 32, 3) and np.abs(first - second).max() > 0
     assert answer["usage"]["total_tokens"] == 0
 
@@ -70,28 +71,28 @@ def test_n_gives_as_many_choices_and_settings_may_stand_at_the_top(app: FastAPI)
         return await client.chat.completions.create(model=MODEL, messages=messages, n=2, extra_body=SMALL)
 
     answer = use(app, main)
-    both = chat(app, extra_body={**SMALL, "num_outputs_per_prompt": 2}).json()["choices"][0]["message"]["content"]
+    both = chat(app, extra_body={**SMALL, "num_outputs_per_prompt": 2}).json()["choices"][0]["message"]["images"]
 
     assert [choice.index for choice in answer.choices] == [0, 1]
     for choice, part in zip(answer.choices, both, strict=True):
-        np.testing.assert_array_equal(pixels(choice.message.content[0]), pixels(part))
+        np.testing.assert_array_equal(pixels(choice.message.images[0]), pixels(part))
 
 
 def test_the_last_message_says_it_all(app: FastAPI) -> None:
     parts = [{"type": "text", "text": "a hen"}, {"type": "image_url", "image_url": {"url": URI}}]
     earlier = [{"role": "user", "content": "a boat"}, {"role": "assistant", "content": "..."}]
 
-    alone = chat(app, parts).json()["choices"][0]["message"]["content"]
+    alone = chat(app, parts).json()["choices"][0]["message"]["images"]
     later = chat(app, messages=[*earlier, {"role": "user", "content": parts}])
-    without_picture = chat(app).json()["choices"][0]["message"]["content"]
+    without_picture = chat(app).json()["choices"][0]["message"]["images"]
 
-    np.testing.assert_array_equal(pixels(alone[0]), pixels(later.json()["choices"][0]["message"]["content"][0]))
+    np.testing.assert_array_equal(pixels(alone[0]), pixels(later.json()["choices"][0]["message"]["images"][0]))
     assert np.abs(pixels(alone[0]) - pixels(without_picture[0])).max() > 0
 
 
 def test_sampling_params_list_names_the_same_settings(app: FastAPI) -> None:
-    one = chat(app, extra_body=None, sampling_params_list=[SMALL]).json()["choices"][0]["message"]["content"]
-    other = chat(app).json()["choices"][0]["message"]["content"]
+    one = chat(app, extra_body=None, sampling_params_list=[SMALL]).json()["choices"][0]["message"]["images"]
+    other = chat(app).json()["choices"][0]["message"]["images"]
     np.testing.assert_array_equal(pixels(one[0]), pixels(other[0]))
 
 
@@ -103,9 +104,9 @@ def test_a_stream_tells_of_steps_and_ends_with_the_picture(app: FastAPI) -> None
     assert lines[:2] == [": output 0, step 1 of 2", ": output 0, step 2 of 2"]
     assert lines[-1] == "data: [DONE]"
     picture, end, usage = (json.loads(line.removeprefix("data: ")) for line in lines[2:-1])
-    whole = chat(app).json()["choices"][0]["message"]["content"]
-    assert picture["modality"] == "image" and picture["choices"][0]["delta"]["role"] == "assistant"
-    np.testing.assert_array_equal(pixels(picture["choices"][0]["delta"]["content"][0]), pixels(whole[0]))
+    whole = chat(app).json()["choices"][0]["message"]["images"]
+    assert picture["choices"][0]["delta"]["role"] == "assistant"
+    np.testing.assert_array_equal(pixels(picture["choices"][0]["delta"]["images"][0]), pixels(whole[0]))
     assert end["choices"][0]["finish_reason"] == "stop" and usage["choices"] == [] and usage["usage"]
 
 
@@ -117,7 +118,7 @@ def test_the_client_reads_the_stream(app: FastAPI) -> None:
 
     chunks = use(app, main)
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "stop"]
-    assert pixels(chunks[0].choices[0].delta.content[0]).shape == (32, 32, 3)
+    assert pixels(chunks[0].choices[0].delta.images[0]).shape == (32, 32, 3)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from vllm_omni.entrypoints.cli import no_effect
 from vllm_omni.entrypoints.cli.arguments import add_diffusion_flags, add_pipeline_flags, face_options
 from vllm_omni.entrypoints.cli.parser import ParsedCommand, UsageError, parse_command
 from vllm_omni.entrypoints.openai.limits import add_limit_arguments
+from vllm_omni.entrypoints.openai.protocol import add_chat_flags
 from vllm_omni.entrypoints.resolve import has_vllm_stages
 from vllm_omni.stage.fork_server import ForkServer
 
@@ -60,6 +61,7 @@ class OmniServeCommand(ServeSubcommand):
         parser.description = DESCRIPTION
         taken = {action.dest for action in parser._actions}
         add_pipeline_flags(parser.add_argument_group("Omni", "The pipeline: its stages, times, limits and traces."))
+        add_chat_flags(parser.add_argument_group("OmniChat", "Chat: what a request gets that leaves it open."))
         limits = parser.add_argument_group("OmniLimits", "What a single request may send, and how large it may be.")
         add_limit_arguments(limits)
         diffusion = parser.add_argument_group(

@@ -14,10 +14,10 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import RequestOutput
 
+from vllm_omni.entrypoints.openai.chat_media import add_media
 from vllm_omni.entrypoints.openai.chat_options import ChatOptions, read_chat_options
 from vllm_omni.entrypoints.openai.chat_stream import Line, MediaStream
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
-from vllm_omni.entrypoints.openai.media_choices import add_media_choices
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.serving import OmniServing
 from vllm_omni.events import CompletedEvent
@@ -27,6 +27,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
     """One instance answers all requests; each is handled by a copy that has its own `options` and engine client."""
 
     options: ChatOptions
+    default_modalities: list[str]
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
@@ -40,7 +41,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
 
     def _for_request(self, request: OmniChatCompletionRequest) -> Self:
         handler = copy.copy(self)
-        handler.options = options = read_chat_options(request, self.client)
+        handler.options = options = read_chat_options(request, self.client, self.default_modalities)
         handler.engine_client = self.client.with_options(options.for_engine)
         if options.trusts_mm_kwargs:
             handler.online_renderer = copy.copy(self.online_renderer)
@@ -66,7 +67,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
 
         answer = await super().chat_completion_full_generator(request, text_only(), request_id, *args, **kwargs)
         if isinstance(answer, ChatCompletionResponse) and completed:
-            await add_media_choices(
+            await add_media(
                 answer,
                 completed[0],
                 self.options.audio_format,
@@ -91,7 +92,6 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
             self.client.config,
             request_id,
             model_name,
-            num_text_choices=request.n or 1,
             mm_token_counts=kwargs.get("mm_token_counts"),
         )
         text = super().chat_completion_stream_generator(request, media.text(), request_id, model_name, *args, **kwargs)

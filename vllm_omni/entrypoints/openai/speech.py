@@ -28,10 +28,10 @@ from vllm.tracing import extract_trace_headers
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, DEFAULT_SAMPLE_RATE, AudioEncoder, as_mono
+from vllm_omni.entrypoints.openai.chat_media import finish_reason_of
 from vllm_omni.entrypoints.openai.dictation import Dictation
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
-from vllm_omni.entrypoints.openai.media_choices import finish_reason_of
 from vllm_omni.entrypoints.openai.media_messages import to_base64
 from vllm_omni.entrypoints.openai.media_stage import begun, check_model, new_id, served_names
 from vllm_omni.entrypoints.openai.speech_protocol import (

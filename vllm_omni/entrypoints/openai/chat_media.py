@@ -1,42 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline made besides text, as choices of a chat answer, and in its count of tokens."""
+"""What a pipeline makes besides text, as fields of a chat message and in the usage of an answer."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from typing import Any
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse, ChatCompletionResponseChoice
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, as_mono, encode_audio
-from vllm_omni.entrypoints.openai.media_messages import image_content, to_base64, video_content
-from vllm_omni.entrypoints.openai.protocol import MediaMessage
+from vllm_omni.entrypoints.openai.media_messages import image_parts, to_base64, video_parts
 from vllm_omni.events import CompletedEvent
 from vllm_omni.outputs import OmniRequestOutput
 
 
-async def content_of(
+async def media_fields(
     output: OmniRequestOutput, audio_format: str, audio_id: str, transcript: str = ""
 ) -> dict[str, Any]:
-    """The fields of a chat message, or of a delta of one, for a whole output that is no text."""
-    return await asyncio.to_thread(_content_of, output, audio_format, audio_id, transcript)
+    """A whole output that is not text, as fields of a chat message: `audio`, `images` or `videos`."""
+    return await asyncio.to_thread(_media_fields, output, audio_format, audio_id, transcript)
 
 
-def _content_of(output: OmniRequestOutput, audio_format: str, audio_id: str, transcript: str) -> dict[str, Any]:
+def _media_fields(output: OmniRequestOutput, audio_format: str, audio_id: str, transcript: str) -> dict[str, Any]:
     if output.final_output_type == "image":
-        return {"content": image_content(output)}
+        return {"images": image_parts(output)}
     if output.final_output_type == "video":
-        return {"content": video_content(output)}
+        return {"videos": video_parts(output)}
     samples = as_mono(output.multimodal_output["audio"])
     data = encode_audio(samples, audio_format, output.sample_rate or DEFAULT_SAMPLE_RATE)
-    # Nothing is kept for a later turn: the audio expires when it is sent.
-    audio = {"id": audio_id, "data": to_base64(data), "expires_at": int(time.time())}
-    return {"content": None, "audio": {**audio, "transcript": transcript}}
+    # The server keeps nothing for a later turn: the audio expires when it is sent.
+    audio = {"id": audio_id, "data": to_base64(data), "expires_at": int(time.time()), "transcript": transcript}
+    return {"audio": audio}
 
 
-async def add_media_choices(
+async def add_media(
     answer: ChatCompletionResponse,
     event: CompletedEvent,
     audio_format: str,
@@ -45,29 +45,43 @@ async def add_media_choices(
     *,
     shows_text: bool,
 ) -> None:
-    """Adds a choice for each output that is no text; text that was not asked for is left out, but as a transcript."""
-    transcript = answer.choices[0].message.content if answer.choices else None
+    """Adds the outputs that are not text to the message of the first choice.
+
+    Args:
+        shows_text: Whether the request includes text. Without it there is one choice, whose content is null.
+    """
+    media = [output for output in event.outputs if output.final_output_type != "text"]
+    transcript = transcript_of(event)
+    choice = answer.choices[0]
+    fields = choice.message.model_dump()
     if not shows_text:
-        answer.choices.clear()
-    for output in event.outputs:
-        if output.final_output_type != "text":
-            audio_id = f"audio-{answer.id}"
-            fields = await content_of(output, audio_format, audio_id, transcript or "")
-            answer.choices.append(
-                ChatCompletionResponseChoice(
-                    index=len(answer.choices),
-                    message=MediaMessage(role="assistant", **fields),
-                    finish_reason=finish_reason_of(output),
-                )
-            )
+        fields = {"role": choice.message.role}
+        choice.logprobs = None
+        del answer.choices[1:]
+    for output in media:
+        fields |= await media_fields(output, audio_format, f"audio-{answer.id}", transcript)
+    choice.message = type(choice.message)(**fields)
+    choice.finish_reason = joint_finish_reason(choice.finish_reason, media)
     usage = answer.usage.model_dump()
     add_media_usage(usage, event, config, mm_token_counts)
     answer.usage = type(answer.usage)(**usage)
 
 
+def transcript_of(event: CompletedEvent) -> str:
+    """What is spoken: the text of the first sequence, as the model wrote it; empty if the pipeline returns no text."""
+    texts = (output.outputs[0].text for output in event.outputs if output.final_output_type == "text")
+    return next(texts, "")
+
+
 def finish_reason_of(output: OmniRequestOutput) -> str:
-    """Why an output that is no text ended."""
+    """Why an output that is not text ended."""
     return (output.outputs[0].finish_reason if output.outputs else None) or "stop"
+
+
+def joint_finish_reason(text_reason: str | None, media: Iterable[OmniRequestOutput]) -> str:
+    """Why a choice ended: as its text did, but `length` where the text is complete and its speech was cut."""
+    is_cut = any(finish_reason_of(output) == "length" for output in media)
+    return "length" if is_cut and text_reason in (None, "stop") else text_reason or "stop"
 
 
 def add_media_usage(

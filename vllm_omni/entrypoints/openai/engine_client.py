@@ -22,7 +22,6 @@ from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
 
-from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.gate import Gate
@@ -86,7 +85,7 @@ class OmniEngineClient(UnservedEngineClient):
         self._options = RequestOptions()
         self._started: list[_Peekable] = []
         self._shutdown_timeout = shutdown_timeout
-        self.stage = _sampled_stage(self.config.stage_args, llm.builder.input_processors)
+        self.stage = llm.builder.prompt_stage
         if self.stage is not None:
             self.input_processor: OmniInputProcessor = llm.builder.input_processors[self.stage.stage_id]
             self.vllm_config: VllmConfig = self.input_processor.vllm_config
@@ -320,14 +319,6 @@ async def _with_http_errors(events: AsyncGenerator[OmniEvent, None]) -> AsyncGen
                 yield event
     except OmniError as error:
         raise to_http_error(error) from error
-
-
-def _sampled_stage(
-    stages: Sequence[OmniStageConfig], processors: Mapping[int, OmniInputProcessor]
-) -> OmniStageConfig | None:
-    """The stage that vLLM's handlers sample: of those that read prompts the one that is marked, else the first."""
-    reading = [stage for stage in stages if stage.stage_id in processors]
-    return next((stage for stage in reading if stage.is_comprehension), reading[0] if reading else None)
 
 
 def _with_added(params: SamplingParams, added: Mapping[str, Any]) -> SamplingParams:

@@ -58,8 +58,9 @@ def folder(tiny_qwen3: Path, tiny_diffusion: Callable[[str], Path], tmp_path_fac
 def open_llm(folder: Path, shows_text: bool) -> AsyncOmniLLM:
     path = folder / f"shows_text_{shows_text}.yaml"
     path.write_text(yaml.safe_dump(configuration(shows_text)))
+    options: dict[str, Any] = {"dtype": "float32", "stage_overrides": {"writer": {"max_num_seqs": 4}}}
     with quick_servers():
-        return AsyncOmniLLM(str(folder), str(path), dtype="float32", stage_overrides={"writer": {"max_num_seqs": 4}})
+        return AsyncOmniLLM(str(folder), str(path), log_stats=True, **options)
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +101,16 @@ def test_the_text_and_the_picture_are_one_message(showing: AsyncOmniLLM) -> None
     assert picture(choice).shape == (32, 48, 3)
 
 
-def test_without_modalities_the_answer_is_text(showing: AsyncOmniLLM) -> None:
+def test_without_modalities_the_answer_is_text_and_no_other_stage_works(showing: AsyncOmniLLM) -> None:
+    def num_paintings() -> int:
+        return showing.stats()[1].num_enqueued
+
+    before = num_paintings()
     (choice,) = chat(showing).json()["choices"]
     assert choice["message"]["content"] and "images" not in choice["message"]
+    assert num_paintings() == before
+    chat(showing, modalities=["image"])
+    assert num_paintings() == before + 1
 
 
 def test_an_operator_chooses_the_default(showing: AsyncOmniLLM) -> None:

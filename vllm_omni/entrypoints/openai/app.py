@@ -24,6 +24,7 @@ from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
 from vllm_omni.entrypoints.openai.models import DiffusionModels
 from vllm_omni.entrypoints.openai.serving_chat import OmniServingChat
 from vllm_omni.entrypoints.openai.serving_completion import OmniServingCompletion
+from vllm_omni.entrypoints.openai.transcripts import Transcripts
 
 # The others of vLLM's are for engines with what a pipeline does not have: other tasks, profilers, caches to reset.
 VLLM_PATHS = frozenset(
@@ -74,6 +75,7 @@ async def _init_state(state: State, client: OmniEngineClient, args: Namespace) -
         await init_app_state(client, state, args, await client.get_supported_tasks())
         chat_handler = OmniServingChat.from_vllm(state.openai_serving_chat)
         chat_handler.default_modalities = modalities
+        chat_handler.transcripts = Transcripts()
         state.openai_serving_chat = chat_handler
         state.openai_serving_completion = OmniServingCompletion.from_vllm(state.openai_serving_completion)
     else:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,27 +12,22 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRespo
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, as_mono, encode_audio
 from vllm_omni.entrypoints.openai.media_messages import image_parts, to_base64, video_parts
+from vllm_omni.entrypoints.openai.transcripts import Transcripts, new_audio_id
 from vllm_omni.events import CompletedEvent
 from vllm_omni.outputs import OmniRequestOutput
 
 
-async def media_fields(
-    output: OmniRequestOutput, audio_format: str, audio_id: str, transcript: str = ""
-) -> dict[str, Any]:
-    """A whole output that is not text, as fields of a chat message: `audio`, `images` or `videos`."""
-    return await asyncio.to_thread(_media_fields, output, audio_format, audio_id, transcript)
-
-
-def _media_fields(output: OmniRequestOutput, audio_format: str, audio_id: str, transcript: str) -> dict[str, Any]:
+def picture_fields(output: OmniRequestOutput) -> dict[str, Any]:
+    """Images or videos as a field of a chat message. Takes long for large ones: for a thread."""
     if output.final_output_type == "image":
         return {"images": image_parts(output)}
-    if output.final_output_type == "video":
-        return {"videos": video_parts(output)}
+    return {"videos": video_parts(output)}
+
+
+def encode_speech(output: OmniRequestOutput, audio_format: str) -> str:
+    """The file of whole speech, in base64. Takes long: for a thread."""
     samples = as_mono(output.multimodal_output["audio"])
-    data = encode_audio(samples, audio_format, output.sample_rate or DEFAULT_SAMPLE_RATE)
-    # The server keeps nothing for a later turn: the audio expires when it is sent.
-    audio = {"id": audio_id, "data": to_base64(data), "expires_at": int(time.time()), "transcript": transcript}
-    return {"audio": audio}
+    return to_base64(encode_audio(samples, audio_format, output.sample_rate or DEFAULT_SAMPLE_RATE))
 
 
 async def add_media(
@@ -42,16 +36,17 @@ async def add_media(
     audio_format: str,
     config: PipelineConfig,
     mm_token_counts: dict[str, int] | None,
+    transcripts: Transcripts,
     *,
     shows_text: bool,
 ) -> None:
     """Adds the outputs that are not text to the message of the first choice.
 
     Args:
+        transcripts: Keeps what is spoken, for later turns.
         shows_text: Whether the request includes text. Without it there is one choice, whose content is null.
     """
     media = [output for output in event.outputs if output.final_output_type != "text"]
-    transcript = transcript_of(event)
     choice = answer.choices[0]
     fields = choice.message.model_dump()
     if not shows_text:
@@ -59,7 +54,16 @@ async def add_media(
         choice.logprobs = None
         del answer.choices[1:]
     for output in media:
-        fields |= await media_fields(output, audio_format, f"audio-{answer.id}", transcript)
+        if output.final_output_type == "audio":
+            audio_id, transcript = new_audio_id(), _transcript_of(event)
+            fields["audio"] = {
+                "id": audio_id,
+                "data": await asyncio.to_thread(encode_speech, output, audio_format),
+                "transcript": transcript,
+                "expires_at": transcripts.keep(audio_id, transcript),
+            }
+        else:
+            fields |= await asyncio.to_thread(picture_fields, output)
     choice.message = type(choice.message)(**fields)
     choice.finish_reason = joint_finish_reason(choice.finish_reason, media)
     usage = answer.usage.model_dump()
@@ -67,7 +71,7 @@ async def add_media(
     answer.usage = type(answer.usage)(**usage)
 
 
-def transcript_of(event: CompletedEvent) -> str:
+def _transcript_of(event: CompletedEvent) -> str:
     """What is spoken: the text of the first sequence, as the model wrote it; empty if the pipeline returns no text."""
     texts = (output.outputs[0].text for output in event.outputs if output.final_output_type == "text")
     return next(texts, "")

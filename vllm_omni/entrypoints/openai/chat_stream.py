@@ -14,10 +14,12 @@ from vllm.outputs import RequestOutput
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, AudioEncoder
-from vllm_omni.entrypoints.openai.chat_media import add_media_usage, joint_finish_reason, media_fields
+from vllm_omni.entrypoints.openai.chat_media import add_media_usage, encode_speech, joint_finish_reason, picture_fields
 from vllm_omni.entrypoints.openai.chat_options import ChatOptions
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
+from vllm_omni.entrypoints.openai.transcripts import Transcripts, new_audio_id
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
+from vllm_omni.outputs import OmniRequestOutput
 
 Line: TypeAlias = str | bytes
 
@@ -37,6 +39,7 @@ class MediaStream:
         request_id: str,
         model_name: str,
         mm_token_counts: dict[str, int] | None,
+        transcripts: Transcripts,
     ) -> None:
         self._outputs = outputs
         self._options = options
@@ -47,7 +50,9 @@ class MediaStream:
             "created": int(time.time()),
             "model": model_name,
         }
-        self._audio_id = f"audio-{request_id}"
+        self._audio_id = new_audio_id()
+        self._transcript: list[str] = []
+        self._transcripts = transcripts
         self._speaks = "audio" in options.for_engine.modalities
         self._mm_token_counts = mm_token_counts
         self._lines: asyncio.Queue[Line | None] = asyncio.Queue()
@@ -111,6 +116,7 @@ class MediaStream:
     def _put_transcript(self, output: RequestOutput) -> None:
         completion = output.outputs[0]
         if self._speaks and completion.index == 0 and completion.text:
+            self._transcript.append(completion.text)
             self._put_audio(transcript=completion.text)
 
     async def _put_event(self, event: OmniEvent) -> None:
@@ -125,17 +131,19 @@ class MediaStream:
         self._completed = event
         media = [output for output in event.outputs if output.final_output_type != "text"]
         for output in media:
-            encoder = self._encoders.get(output.stage_id)
-            if encoder is not None:
-                self._put_data(await encoder.finish_async())
-                self._put_audio(expires_at=self._chunk["created"])
-                continue
-            fields = await media_fields(output, self._options.audio_format, self._audio_id)
-            if "audio" in fields:
-                self._put_audio(**{name: fields["audio"][name] for name in ("data", "expires_at")})
+            if output.final_output_type == "audio":
+                await self._finish_audio(output)
             else:
-                self._put(fields)
+                self._put(await asyncio.to_thread(picture_fields, output))
         self._put({}, **self._end | {"finish_reason": joint_finish_reason(self._end["finish_reason"], media)})
+
+    async def _finish_audio(self, output: OmniRequestOutput) -> None:
+        encoder = self._encoders.get(output.stage_id)
+        if encoder is not None:
+            self._put_data(await encoder.finish_async())
+        else:
+            self._put_audio(data=await asyncio.to_thread(encode_speech, output, self._options.audio_format))
+        self._put_audio(expires_at=self._transcripts.keep(self._audio_id, "".join(self._transcript)))
 
     def _put_data(self, data: bytes) -> None:
         if data:

@@ -20,6 +20,7 @@ from vllm_omni.entrypoints.openai.chat_stream import Line, MediaStream
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.serving import OmniServing
+from vllm_omni.entrypoints.openai.transcripts import Transcripts
 from vllm_omni.events import CompletedEvent
 
 
@@ -28,11 +29,13 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
 
     options: ChatOptions
     default_modalities: list[str]
+    transcripts: Transcripts
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
     ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
         assert isinstance(request, OmniChatCompletionRequest)
+        request.messages = self.transcripts.fill_in(request.messages)
         handler = self._for_request(request)
         answer = await OpenAIServingChat.create_chat_completion(handler, request, raw_request)
         if isinstance(answer, AsyncGenerator):
@@ -73,6 +76,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
                 self.options.audio_format,
                 self.client.config,
                 kwargs.get("mm_token_counts"),
+                self.transcripts,
                 shows_text=self.options.shows_text,
             )
         return answer
@@ -92,7 +96,8 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
             self.client.config,
             request_id,
             model_name,
-            mm_token_counts=kwargs.get("mm_token_counts"),
+            kwargs.get("mm_token_counts"),
+            self.transcripts,
         )
         text = super().chat_completion_stream_generator(request, media.text(), request_id, model_name, *args, **kwargs)
         return media.lines(text) if self.options.for_engine.wants_media else text

@@ -126,7 +126,7 @@ class OmniLLM(PipelineFace):
         **options: Any,
     ) -> Iterator[OmniEvent]: ...
 
-    def chat(
+    def chat(  # type: ignore[misc]  # The overloads leave out what does not change the type.
         self,
         messages: Conversations,
         sampling_params_list: SamplingParamsList = None,

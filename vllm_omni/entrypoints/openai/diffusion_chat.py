@@ -32,12 +32,13 @@ from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
+from vllm_omni.entrypoints.openai.chat_media import picture_fields
 from vllm_omni.entrypoints.openai.chat_options import read_modalities
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.images import usage_of
 from vllm_omni.entrypoints.openai.media_inputs import ImageFetcher, as_urls
-from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, image_parts, to_base64, video_parts
+from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, to_base64
 from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, begun, completed, new_id, served_names
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params
@@ -219,9 +220,7 @@ class _Answer:
         """Fields of the messages, one for each choice."""
         if output.final_output_type == "audio":
             return [{"audio": audio} for audio in self._sounds(output)]
-        name, parts = (
-            ("images", image_parts(output)) if output.final_output_type == "image" else ("videos", video_parts(output))
-        )
+        ((name, parts),) = picture_fields(output).items()
         size = len(parts) // self._question.num_choices
         return [{name: parts[i * size : (i + 1) * size]} for i in range(self._question.num_choices)]
 

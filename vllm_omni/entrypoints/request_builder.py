@@ -59,7 +59,7 @@ class RequestBuilder:
         }
         self._encoded_for = _encoded_for(config)
         self._adapter_stages = _adapter_stages(config)
-        self._processors = _load_processors(config, model)
+        self._processors = load_processors(config, model)
         self._mm_metadata_keys = {key for processor in self._processors.values() for key in processor.mm_metadata_keys}
         self._default_params = {
             stage.stage_id: self._make_default_params(stage) for stage in config.stage_args if stage.runs_vllm
@@ -125,7 +125,7 @@ class RequestBuilder:
     @property
     def voices(self) -> list[str]:
         """The voices of all stages, the default one first."""
-        return list(dict.fromkeys(voice for processor in self._processors.values() for voice in processor.voices))
+        return list_voices(self._processors)
 
     @property
     def prompt_stage(self) -> OmniStageConfig | None:
@@ -329,7 +329,8 @@ def _adapter_stages(config: PipelineConfig) -> set[int]:
     return {stage.stage_id for stage in first}
 
 
-def _load_processors(config: PipelineConfig, model: str) -> dict[int, StageInputProcessor]:
+def load_processors(config: PipelineConfig, model: str) -> dict[int, StageInputProcessor]:
+    """The stage input processors of a checkpoint's pipeline, by stage id."""
     processors = {
         stage.stage_id: load_stage_input_processor(
             stage.custom_process_input_func, stage.checkpoint(model), stage.engine_args.get("trust_remote_code", False)
@@ -337,6 +338,11 @@ def _load_processors(config: PipelineConfig, model: str) -> dict[int, StageInput
         for stage in config.stage_args
     }
     return {stage_id: processor for stage_id, processor in processors.items() if processor is not None}
+
+
+def list_voices(processors: Mapping[int, StageInputProcessor]) -> list[str]:
+    """The voices of all stages, the default one first."""
+    return list(dict.fromkeys(voice for processor in processors.values() for voice in processor.voices))
 
 
 def _mm_metadata(request: OmniEngineCoreRequest, keys: set[str]) -> dict[str, torch.Tensor]:

@@ -3,10 +3,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import socket
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
@@ -52,6 +55,18 @@ class FakeServer:
                     yield event.text
                 elif isinstance(event, CompletedEvent) and not question.stream:
                     yield event.outputs[-1].outputs[0].text
+
+
+@contextmanager
+def over_http(app: FastAPI) -> Iterator[str]:
+    """Serves an application in a thread; its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical"))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
 
 
 async def _all(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

@@ -172,7 +172,7 @@ class Musician:
     async def run(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncGenerator[OmniEvent, None]:
         assert prompt == {"prompt": "rain", "modalities": ["audio"]}
         assert params == [{"num_outputs_per_prompt": 2, "seed": 1}]
-        clips = [torch.full((2, 4800), level) for level in (0.25, 0.5)]
+        clips = [torch.tensor([level, -level])[:, None].repeat(1, 4800) for level in (0.25, 0.5)]
         tensors, data = encode_outputs("audio", clips, DiffusionSamplingParams(), 48000)
         output = StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data)
         outputs = [make_omni_request_output("r", output, "audio", [])]
@@ -197,8 +197,9 @@ def test_sound_is_a_file_for_each_choice(musician: DiffusionChat) -> None:
     for choice, level in zip(answer.choices, (0.25, 0.5), strict=True):
         assert choice.message.content is None and choice.message.audio.transcript == ""
         with wave.open(io.BytesIO(base64.b64decode(choice.message.audio.data))) as file:
-            assert (file.getframerate(), file.getnframes()) == (48000, 4800)
-            np.testing.assert_allclose(np.frombuffer(file.readframes(4800), "<i2") / 32768, level, atol=1e-4)
+            assert (file.getframerate(), file.getnchannels(), file.getnframes()) == (48000, 2, 4800)
+            frames = np.frombuffer(file.readframes(4800), "<i2").reshape(-1, 2) / 32768
+            np.testing.assert_allclose(frames, [[level, -level]] * 4800, atol=1e-4)
 
 
 def test_sound_is_streamed_in_the_format_asked_for(musician: DiffusionChat) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, as_mono, encode_audio
+from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, encode_audio, first_clip
 from vllm_omni.entrypoints.openai.media_messages import image_parts, to_base64, video_parts
 from vllm_omni.entrypoints.openai.transcripts import Transcripts, new_audio_id
 from vllm_omni.events import CompletedEvent
@@ -26,7 +26,7 @@ def picture_fields(output: OmniRequestOutput) -> dict[str, Any]:
 
 def encode_speech(output: OmniRequestOutput, audio_format: str) -> str:
     """The file of whole speech, in base64. Takes long: for a thread."""
-    samples = as_mono(output.multimodal_output["audio"])
+    samples = first_clip(output.multimodal_output["audio"])
     return to_base64(encode_audio(samples, audio_format, output.sample_rate or DEFAULT_SAMPLE_RATE))
 
 

@@ -13,7 +13,6 @@ from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient, RequestOptions
 from vllm_omni.entrypoints.openai.media_messages import diffusion_settings
 from vllm_omni.entrypoints.openai.protocol import AudioVoice, OmniChatCompletionRequest
-from vllm_omni.entrypoints.openai.speech_protocol import read_voice
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params, said_by
 from vllm_omni.errors import StageConfigError
 
@@ -135,7 +134,7 @@ def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient, modalit
         )
     voice = request.audio.voice
     name = voice.id if isinstance(voice, AudioVoice) else voice
-    return read_voice(name, client.llm.voices, "audio.voice")
+    return client.voices.read(name, "audio.voice")
 
 
 def _audio_format(request: OmniChatCompletionRequest) -> str:

@@ -225,12 +225,12 @@ class _Answer:
         return [{name: parts[i * size : (i + 1) * size]} for i in range(self._question.num_choices)]
 
     def _sounds(self, output: OmniRequestOutput) -> list[dict[str, Any]]:
-        """One for each clip; `[clips, channels, samples]`, whose channels are mixed."""
+        """One for each clip; `[clips, channels, samples]`."""
         assert output.sample_rate is not None
         return [
             {
                 "id": f"audio-{self.id}-{i}",
-                "data": to_base64(encode_audio(clip.mean(0).numpy(), self._question.audio_format, output.sample_rate)),
+                "data": to_base64(encode_audio(clip.numpy(), self._question.audio_format, output.sample_rate)),
                 "expires_at": int(time.time()),  # The server keeps nothing that a later turn could name.
                 "transcript": "",
             }

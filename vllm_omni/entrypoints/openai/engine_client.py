@@ -27,6 +27,7 @@ from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.gate import Gate
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.unserved import UnservedEngineClient
+from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import StageSamplingParams, make_sampling_params
 from vllm_omni.errors import OmniError, PipelineClosedError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
@@ -69,18 +70,23 @@ class OmniEngineClient(UnservedEngineClient):
     Attributes:
         llm: The pipeline.
         config: Its stages.
+        voices: The names that requests can give for its voices.
         vllm_config, model_config, renderer, input_processor: Those of the stage that reads and samples prompts; only
             where the pipeline `has_renderer`.
         default_sampling_params: What that stage samples with where a request does not say; there too.
     """
 
-    def __init__(self, llm: AsyncOmniLLM, *, shutdown_timeout: float = 0) -> None:
+    def __init__(
+        self, llm: AsyncOmniLLM, *, shutdown_timeout: float = 0, voice_map: Mapping[str, str] | None = None
+    ) -> None:
         """
         Args:
             shutdown_timeout: Seconds that running requests may take to end after `shutdown`.
+            voice_map: Further names of voices, see `Voices`, whose errors it raises.
         """
         self.llm = llm
         self.config = llm.config
+        self.voices = Voices(llm.voices, voice_map or {})
         self._gate = Gate()
         self._options = RequestOptions()
         self._started: list[_Peekable] = []

@@ -34,7 +34,7 @@ class ChatAudio(OpenAIBaseModel):
 
     format: AudioFormat | None = Field(None, description="Default: wav, and pcm16 in a stream.")
     voice: str | AudioVoice | None = Field(
-        None, description="One of GET /v1/audio/voices; default: the first of them.", examples=["ethan"]
+        None, description="One of GET /v1/audio/voices; default: the first of them.", examples=["alloy"]
     )
 
 

@@ -38,8 +38,7 @@ case "${1:-help}" in
     post /v1/chat/completions "{'max_tokens': 64, 'messages': [{'role': 'user', 'content': [
       {'type': 'text', 'text': 'What is this?'}, {'type': 'image_url', 'image_url': {'url': '$url'}}]}]}" ;;
   speech) # The file comes while it is made: into a player, with "| ffplay -".
-    post /v1/audio/speech "{'input': 'Good morning.', 'response_format': 'mp3', 'stream_format': 'audio'}" \
-      > "$OUT/speech.mp3" ;;
+    post /v1/audio/speech "{'input': 'Good morning.', 'voice': 'alloy'}" > "$OUT/speech.mp3" ;;
   image) post /v1/images/generations "{$PICTURE}" | field b64_json | base64 -d > "$OUT/image.png" ;;
   image-stream) post /v1/images/generations "{$PICTURE, 'stream': true, 'partial_images': 2}" ;;
   image-edit)

@@ -273,6 +273,8 @@ def test_voices(omni_server: RunningServer) -> None:
     assert default.sound == answers[names[0]].sound
     by_id = chat(omni_server, modalities=["audio"], audio={"format": "pcm16", "voice": {"id": names[1].title()}})
     assert by_id.sound == answers[names[1]].sound
+    of_openai = chat(omni_server, modalities=["audio"], audio={"format": "pcm16", "voice": "ash"})
+    assert of_openai.sound == answers[names[1]].sound
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient, RequestOptions
 from vllm_omni.entrypoints.openai.media_messages import diffusion_settings
-from vllm_omni.entrypoints.openai.protocol import AudioVoice, OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params, said_by
 from vllm_omni.errors import StageConfigError
 
@@ -132,9 +132,7 @@ def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient, modalit
             "add 'audio' to modalities, or leave audio out",
             parameter="audio",
         )
-    voice = request.audio.voice
-    name = voice.id if isinstance(voice, AudioVoice) else voice
-    return client.voices.read(name, "audio.voice")
+    return client.voices.read(request.audio.voice_name, "audio.voice")
 
 
 def _audio_format(request: OmniChatCompletionRequest) -> str:

@@ -143,8 +143,8 @@ class DiffusionChat:
             )
         if request.audio is not None and makes != "audio":
             raise VLLMValidationError(f"this model makes no sound; it makes {makes}s", parameter="audio")
-        if request.audio is not None and request.audio.voice is not None:
-            raise VLLMValidationError("this model has no voices; leave voice out", parameter="audio.voice")
+        if request.audio is not None:
+            self._maker.client.voices.read(request.audio.voice_name, "audio.voice")
 
     def _settings(self, request: OmniChatCompletionRequest) -> dict[str, Any]:
         stage = self._maker.stage

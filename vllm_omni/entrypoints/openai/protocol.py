@@ -37,6 +37,10 @@ class ChatAudio(OpenAIBaseModel):
         None, description="One of GET /v1/audio/voices; default: the first of them.", examples=["alloy"]
     )
 
+    @property
+    def voice_name(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, AudioVoice) else self.voice
+
 
 class OmniChatCompletionRequest(ChatCompletionRequest):
     """OpenAI's and vLLM's fields, and those of a pipeline of stages."""

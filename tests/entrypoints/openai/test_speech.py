@@ -3,6 +3,7 @@
 
 import asyncio
 import base64
+import io
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import httpx2
 import numpy as np
 import openai
 import pytest
+import soundfile
 
 from tests.entrypoints.faces import STAGES, is_idle, running
 from tests.entrypoints.openai.fake_server import FakeServer, Visit, over_http
@@ -80,6 +82,18 @@ def test_a_stream_of_bytes(server: FakeServer, format: str, how: dict[str, Any])
     assert response.headers["content-type"] == AUDIO_FORMATS[format]
     assert "content-length" not in response.headers
     check_sound(response, format, wave(3))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_whole_file_has_its_length(server: FakeServer, format: str) -> None:
+    response = speak(server, "3 pieces", response_format=format, stream=False)
+    assert response.headers["content-type"] == AUDIO_FORMATS[format]
+    assert int(response.headers["content-length"]) == len(response.content)
+    assert response.headers["x-finish-reason"] == "stop"
+    check_sound(response, format, wave(3))
+    if format in ("wav", "flac"):
+        with soundfile.SoundFile(io.BytesIO(response.content)) as file:
+            assert file.frames == wave(3).shape[-1]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -183,8 +197,8 @@ def test_a_stream_of_events_that_fails_says_so(server: FakeServer) -> None:
         ({"speed": 4.5}, "body.speed"),
         ({"response_format": "ogg"}, "body.response_format"),
         ({"stream_format": "mp3"}, "body.stream_format"),
-        ({"stream": True}, "body.stream"),
         ({"voice": "nobody"}, "voice"),
+        ({"stream": False, "stream_format": "sse"}, "stream"),
         ({"voice": {"id": "nobody"}}, "voice"),
         ({"voice": {"name": "alloy"}}, "body.voice"),
         ({"colour": "red"}, "body.colour"),

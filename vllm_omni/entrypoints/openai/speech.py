@@ -2,7 +2,7 @@
 """POST /v1/audio/speech and GET /v1/audio/voices, as OpenAI has the former, for any pipeline that gives sound.
 
 A model that speaks what it writes is dictated the text (`dictation.py`); any other gets it as its prompt. The answer is
-always a stream: of the file's bytes, or of server-sent events.
+a stream of the file's bytes or of server-sent events, or the whole file.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ router = APIRouter()
 
 SAMPLE_RATE_HEADER, CHANNELS_HEADER = "X-Sample-Rate", "X-Channels"
 """Of the file: samples per second of each channel, and channels; pcm says neither itself."""
+FINISH_REASON_HEADER = "X-Finish-Reason"
+"""Of a whole file: `length` where the model may speak no longer, so that the end of the text is missing."""
 
 _ERRORS = (
     HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -74,6 +76,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         "headers": {
             SAMPLE_RATE_HEADER: {"schema": {"type": "integer"}, "description": "Samples per second of each channel."},
             CHANNELS_HEADER: {"schema": {"type": "integer"}, "description": "1, or 2 of a model that makes stereo."},
+            FINISH_REASON_HEADER: {"schema": {"type": "string"}, "description": "With stream: false; stop or length."},
         },
         "content": {**dict.fromkeys(AUDIO_FORMATS.values(), _BINARY), "text/event-stream": {}},
     },
@@ -133,11 +136,13 @@ class ServingSpeech:
             stream=file.is_streamed,
             trace_headers=extract_trace_headers(raw_request.headers),
         )
+        if not request.stream:
+            return await _whole(file, events)
         parts = await begun(file.parts(events))
         if request.stream_format == "sse":
             lines = with_sse_keep_alive(self._sse_lines(parts), self._keep_alive_s)
             return _ClosingResponse(lines, "text/event-stream", file.headers)
-        return _ClosingResponse(_only_bytes(parts), AUDIO_FORMATS[request.response_format], file.headers)
+        return _ClosingResponse(_only_bytes(parts), file.media_type, file.headers)
 
     async def _read(self, request: SpeechRequest) -> tuple[OmniPrompt, list[StageSamplingParams]]:
         """What the pipeline is told."""
@@ -189,7 +194,7 @@ class _SoundFile:
     """The file of one request, encoded while its sound is made.
 
     Attributes:
-        is_streamed: The sound comes in pieces. That of a diffusion stage is there at once and as a whole.
+        is_streamed: The file is sent while the sound comes in pieces. That of a diffusion stage comes as a whole.
     """
 
     def __init__(self, stage: OmniStageConfig, request: SpeechRequest) -> None:
@@ -197,10 +202,14 @@ class _SoundFile:
         Args:
             stage: The final stage that makes the sound.
         """
-        self.is_streamed = stage.kind != "DiT"
+        self.is_streamed = request.stream and stage.kind != "DiT"
         self._stage = stage
         self._request = request
         self._encoder: AudioEncoder | None = None
+
+    @property
+    def media_type(self) -> str:
+        return AUDIO_FORMATS[self._request.response_format]
 
     @property
     def headers(self) -> dict[str, str]:
@@ -265,6 +274,21 @@ class _ClosingResponse(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._parts):
             await super().__call__(scope, receive, send)
+
+
+async def _whole(file: _SoundFile, events: AsyncGenerator[OmniEvent, None]) -> Response:
+    """
+    Raises:
+        OmniError, OmniHTTPError: It failed.
+    """
+    data, headers = [], {}
+    async with aclosing(file.parts(events)) as parts:
+        async for part in parts:
+            if isinstance(part, CompletedEvent):
+                headers = {**file.headers, FINISH_REASON_HEADER: finish_reason_of(part.outputs[0])}
+            else:
+                data.append(part)
+    return Response(b"".join(data), headers=headers, media_type=file.media_type)
 
 
 async def _only_bytes(parts: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[bytes, None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.audio_formats import MAX_SPEED, MIN_SPEED
 
@@ -52,6 +53,7 @@ class SpeechRequest(BaseModel):
     stream_format: Literal["audio", "sse"] = Field(
         "audio", description="How the speech is sent while it is made: the bytes of the file, or server-sent events."
     )
+    stream: bool = Field(True, description="false: send the file when it is complete; its headers have its length.")
     sampling_params_list: list[dict[str, Any] | None] | None = Field(
         None,
         description="Sampling parameters of each stage, in stage order; null for a stage's defaults, and for the stage "
@@ -65,6 +67,12 @@ class SpeechRequest(BaseModel):
         if not value.strip():
             raise ValueError("there is nothing to speak in it")
         return value
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> SpeechRequest:
+        if not self.stream and self.stream_format == "sse":
+            raise VLLMValidationError("stream_format 'sse' is a stream; leave stream out", parameter="stream")
+        return self
 
 
 class SpeechUsage(BaseModel):

@@ -43,7 +43,11 @@ class RunningServer:
                 command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
             )
         if wait:
-            self.wait_until_ready()
+            try:
+                self.wait_until_ready()
+            except BaseException:
+                self.process.kill()
+                raise
 
     @property
     def model(self) -> str:
@@ -58,7 +62,7 @@ class RunningServer:
     def async_openai(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
-    def wait_until_ready(self, timeout: float = 120) -> None:
+    def wait_until_ready(self, timeout: float = 240) -> None:
         deadline = time.monotonic() + timeout
         while not self.is_ready():
             assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.output()}"

@@ -277,9 +277,8 @@ class Orchestrator:
         poller = zmq.Poller()
         poller.register(self._inbound, zmq.POLLIN)
         poller.register(self._wake_reader, zmq.POLLIN)
-        for group in self._supervisor.groups:
-            if group.process is not None:
-                poller.register(group.process.fileno(), zmq.POLLIN)
+        for fd in self._supervisor.filenos():
+            poller.register(fd, zmq.POLLIN)
         timeout = None if due is None else math.ceil(max(0.0, due - time.monotonic()) * 1000)
         ready = dict(poller.poll(timeout))
         if self._wake_reader in ready:

@@ -48,7 +48,7 @@ class PipelineStartError(OmniError, RuntimeError):
     @classmethod
     def from_system(cls, error: Exception) -> "PipelineStartError":
         """Of an error that the system, or ZMQ, gave."""
-        remedy = _REMEDIES.get(getattr(error, "errno", None))
+        remedy = _REMEDIES.get(getattr(error, "errno", 0))
         return cls(f"the pipeline could not be opened: {error}" + (f"; {remedy}" if remedy else ""))
 
 

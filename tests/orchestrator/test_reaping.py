@@ -114,7 +114,9 @@ def test_requests_go_on_while_a_process_is_not_reaped(monkeypatch: pytest.Monkey
     with running(A, B) as (caller, server):
         held = hold_at_b(caller)
         with stopped(server):
+            b = psutil.Process(processes(caller)["b"])
             kill(caller, "b")
+            wait_until(lambda: b.status() == psutil.STATUS_ZOMBIE)
             for i in range(3):
                 other = caller.submit(f"p{i}", ("text",))
                 assert caller.wait_one().request_id == other

@@ -43,14 +43,17 @@ class ForkedProcess:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._pidfd = os.pidfd_open(pid)
+        self._pidfd: int | None = os.pidfd_open(pid)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> None:
-        assert select.select([self._pidfd], [], [], timeout)[0], "it goes on"
+        if self._pidfd is not None:
+            assert select.select([self._pidfd], [], [], timeout)[0], "it goes on"
+            os.close(self._pidfd)
+            self._pidfd = None
 
 
 class Nursery:

@@ -4,7 +4,8 @@
     OmniError
     ├── VllmRequirementError        vLLM is missing, or is another version          not recoverable
     ├── StageConfigError            a stage configuration cannot be used            not recoverable
-    ├── StageStartError             a stage did not come up; nothing was left over  not recoverable
+    ├── PipelineStartError          it could not be opened; nothing was left over   not recoverable
+    │   └── StageStartError         a stage did not come up
     ├── PipelineClosedError         used after close()                              not recoverable
     ├── PipelineFullError           too many requests wait; try again later         recoverable
     └── RequestError                one request failed; the pipeline goes on        recoverable
@@ -17,7 +18,14 @@
 A recoverable error leaves the pipeline serving: the same object can take the next request.
 """
 
+import errno
 from typing import Any
+
+_REMEDIES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
+    errno.ENOSPC: "free memory there; docker sets its size with --shm-size",
+}
 
 
 class OmniError(Exception):
@@ -34,7 +42,17 @@ class StageConfigError(OmniError, ValueError):
     """A stage configuration is wrong. The message names the file, the key and the remedy."""
 
 
-class StageStartError(OmniError, RuntimeError):
+class PipelineStartError(OmniError, RuntimeError):
+    """The pipeline could not be opened: the system refused what it needs, or a stage failed. Nothing is left of it."""
+
+    @classmethod
+    def from_system(cls, error: Exception) -> "PipelineStartError":
+        """Of an error that the system, or ZMQ, gave."""
+        remedy = _REMEDIES.get(getattr(error, "errno", 0))
+        return cls(f"the pipeline could not be opened: {error}" + (f"; {remedy}" if remedy else ""))
+
+
+class StageStartError(PipelineStartError):
     """A stage failed to start, or took longer than its start-up limit."""
 
     def __init__(self, message: str, stage_id: int) -> None:

@@ -19,7 +19,7 @@ from tests.metrics.reading import assert_nested, read_events, scrape, tracks
 from tests.nursery import QuickForkServer
 from tests.orchestrator.pipelines import TRIANGLE, Caller, make_config, open_orchestrator
 from vllm_omni import OmniLLM
-from vllm_omni.metrics.observer import make_observer
+from vllm_omni.metrics.observer import make_observers
 
 CONFIG = make_config(*TRIANGLE)
 STAGES = ("stage 0: a", "stage 1: b", "stage 2: c")
@@ -47,12 +47,12 @@ def test_a_pipeline_is_seen_in_every_way(
     collector: Collector, spans_here: InMemorySpanExporter, tmp_path: Path
 ) -> None:
     path = tmp_path / "trace.json"
-    observer = make_observer(CONFIG, log_stats=True, trace_file=str(path), otlp_traces_endpoint=collector.url)
+    observers = make_observers(CONFIG, log_stats=True, trace_file=str(path), otlp_traces_endpoint=collector.url)
     # A server of its own: one that is kept has the environment of the test that started it, without the collector's.
     orchestrator = open_orchestrator(
         CONFIG,
         server=QuickForkServer(),
-        observer=observer,
+        observers=observers,
         records_stats=True,
         otlp_traces_endpoint=collector.url,
     )

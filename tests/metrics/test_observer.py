@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from tests.metrics.reading import read_events, scrape
-from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver, make_observer
+from tests.orchestrator.pipelines import TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
+from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver, make_observers
 from vllm_omni.outputs import StageMetrics
 
 
@@ -37,14 +38,13 @@ def test_a_single_token_has_no_time_after_the_first(summarize):
 
 
 def test_nothing_is_watched_unless_asked_for(config):
-    observer = make_observer(config)
-    assert type(observer) is PipelineObserver
-    assert observer.request_started("7", ["text"]) == {}
+    assert make_observers(config) == []
+    assert CompositeObserver([]).request_started("7", ["text"]) == {}
     assert scrape() == {}
 
 
 def test_all_that_is_asked_for_hears_of_a_request(config, summarize, tmp_path: Path):
-    observer = make_observer(config, log_stats=True, trace_file=str(tmp_path / "trace.json"))
+    observer = CompositeObserver(make_observers(config, log_stats=True, trace_file=str(tmp_path / "trace.json")))
     observer.request_started("7", ["text", "audio"])
     observer.request_ended(summarize())
     scraped = scrape()
@@ -55,7 +55,7 @@ def test_all_that_is_asked_for_hears_of_a_request(config, summarize, tmp_path: P
 
 def test_a_file_that_cannot_be_written_leaves_nothing_switched_on(config, tmp_path: Path):
     with pytest.raises(OSError, match="nowhere"):
-        make_observer(config, log_stats=True, trace_file=str(tmp_path / "nowhere" / "trace.json"))
+        make_observers(config, log_stats=True, trace_file=str(tmp_path / "nowhere" / "trace.json"))
     assert scrape() == {}
 
 
@@ -66,3 +66,61 @@ def test_trace_headers_come_from_the_observer_that_makes_them():
 
     observer = CompositeObserver([PipelineObserver(), Tracing(), PipelineObserver()])
     assert observer.request_started("7", []) == {"traceparent": "7"}
+
+
+class Failing(PipelineObserver):
+    """An exporter that always fails."""
+
+    def request_started(self, request_id, modalities, trace_headers=None):
+        raise ConnectionError("the collector is gone")
+
+    def request_ended(self, summary):
+        raise OSError("no space left on device")
+
+    def stage_stats(self, stats):
+        raise ValueError("a figure is wrong")
+
+    def close(self):
+        raise RuntimeError("not open")
+
+
+def test_what_an_observer_raises_is_logged_once_and_harms_nobody(caplog, summarize):
+    calls = []
+
+    class Counting(PipelineObserver):
+        def request_started(self, request_id, modalities, trace_headers=None):
+            calls.append("started")
+            return {"traceparent": request_id}
+
+        def request_ended(self, summary):
+            calls.append("ended")
+
+        def close(self):
+            calls.append("closed")
+
+    observer = CompositeObserver([Failing(), Counting()])
+    with caplog.at_level("ERROR"):
+        for _ in range(3):
+            assert observer.request_started("7", []) == {"traceparent": "7"}
+            observer.request_ended(summarize())
+        observer.close()
+    assert calls == ["started", "ended"] * 3 + ["closed"]
+    messages = [record.getMessage().split()[0] for record in caplog.records]
+    assert messages == ["Failing.request_started", "Failing.request_ended", "Failing.close"]
+    assert all(record.exc_info for record in caplog.records)
+
+
+def test_a_pipeline_goes_on_whatever_its_observer_raises():
+    config = make_config(*TRIANGLE)
+    orchestrator = open_orchestrator(config, observers=[Failing()], records_stats=True)
+    try:
+        orchestrator.wait_until_started()
+        caller = Caller(orchestrator, config)
+        good = [caller.submit(f"p{i}") for i in range(3)]
+        bad = caller.submit("bad", fake_fail="b")
+        ends = caller.wait(4)
+        assert [texts(ends[request_id])[0] for request_id in good] == ["p0>a", "p1>a", "p2>a"]
+        assert "b was told to fail" in str(error_of(ends[bad]))
+        assert len(orchestrator.stats()) == 3
+    finally:
+        orchestrator.close()

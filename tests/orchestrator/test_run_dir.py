@@ -1,11 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is removed of a dead stage's files, and what somebody may still read."""
+"""Whose directory is removed, and when; what is removed of a dead stage's files, and what somebody may still read."""
 
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from vllm_omni.orchestrator.run_dir import RunDir, payload_prefix, remove_unread
+from tests.containers.namespaces import UNSHARE, why_not
+from vllm_omni.orchestrator import run_dir as run_dirs
+from vllm_omni.orchestrator.run_dir import RunDir, hold, payload_prefix, remove_leftovers, remove_unread
 
 NAMES = {
     "to it": f"{payload_prefix(7, 0, 1)}-0",
@@ -20,13 +31,20 @@ NAMES = {
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place of the test's own for the directories, instead of the one that all processes of the machine share."""
+    with tempfile.TemporaryDirectory() as path:  # `tmp_path` may be too long for sockets.
+        monkeypatch.setattr(run_dirs, "_MEMORY_FILE_SYSTEM", Path(path))
+        yield Path(path)
+
+
+@pytest.fixture
+def run_dir(memory: Path) -> Iterator[RunDir]:
     run_dir = RunDir()
-    run_dir.remove()
-    run_dir.path = tmp_path
     for name in NAMES.values():
-        (tmp_path / name).touch()
-    return run_dir
+        (run_dir.path / name).touch()
+    yield run_dir
+    run_dir.remove()
 
 
 def left(run_dir: RunDir) -> set[str]:
@@ -46,3 +64,98 @@ def test_what_a_dead_stage_sent_can_still_be_read(run_dir: RunDir) -> None:
 def test_what_was_sent_to_a_dead_stage(run_dir: RunDir) -> None:
     remove_unread(run_dir.path, 7, 0, 1)
     assert left(run_dir) == NAMES.keys() - {"to it"}
+
+
+@contextmanager
+def forked(work: Callable[[], object]) -> Iterator[int]:
+    """A process that has done some work, and goes on until it is killed."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+            os.write(writer, b"done")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        assert os.read(reader, 4) == b"done"
+        yield pid
+    finally:
+        os.close(reader)
+        end(pid)
+
+
+def end(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass  # It was ended before.
+
+
+def test_a_live_pipeline_is_spared_by_one_that_cannot_see_its_processes(run_dir: RunDir) -> None:
+    """Two containers with one /dev/shm: process ids of one mean nothing in the other."""
+    if reason := why_not():
+        pytest.skip(reason)
+    clean = "import sys, pathlib; from vllm_omni.orchestrator.run_dir import remove_leftovers as r; "
+    clean += "r(pathlib.Path(sys.argv[1]))"
+    command = [*UNSHARE, sys.executable, "-c", clean, str(run_dir.path.parent)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+    assert left(run_dir) == NAMES.keys()
+
+
+def test_what_a_killed_pipeline_left_is_removed_when_its_last_process_is_gone(memory: Path) -> None:
+    with forked(RunDir) as parent:
+        (path,) = memory.iterdir()
+        with forked(lambda: hold(path)) as stage:
+            remove_leftovers(memory)
+            end(parent)
+            remove_leftovers(memory)
+            assert path.exists(), "its stage still uses it"
+            end(stage)
+            remove_leftovers(memory)
+            assert not path.exists()
+
+
+def test_a_directory_that_is_taken_for_a_leftover_while_it_is_made(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = tempfile.mkdtemp
+    made: list[str] = []
+
+    def make_late(**where: object) -> str:
+        made.append(make(**where))
+        if len(made) == 1:
+            remove_leftovers(memory)
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_late)
+    run_dir = RunDir()
+    remove_leftovers(memory)
+    assert [str(path) for path in memory.iterdir()] == [made[1]] == [str(run_dir.path)]
+    run_dir.remove()
+    assert list(memory.iterdir()) == []
+
+
+def test_of_two_that_clean_up_the_late_one_removes_nothing_new(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has opened a directory that the other removes, and whose name a new pipeline takes."""
+    path = memory / "vllm_omni-run-0"
+    path.mkdir()
+    lock, owner = fcntl.flock, []
+
+    def lock_late(fd: int, operation: int) -> None:
+        if not owner:
+            shutil.rmtree(path)
+            path.mkdir()
+            owner.append(-1)
+            owner[0] = hold(path)
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    remove_leftovers(memory)
+    assert path.exists()
+    os.close(owner[0])
+    remove_leftovers(memory)
+    assert not path.exists()

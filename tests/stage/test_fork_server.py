@@ -2,18 +2,23 @@
 """How the server of stage processes ends, well or badly."""
 
 import contextlib
+import errno
 
 import psutil
 import pytest
 
-from vllm_omni.stage.fork_server import ForkServer
+from tests.nursery import QuickForkServer
+from vllm_omni.stage.fork_server import ForkServer, wait_for_all
 
 
 def test_it_ends_with_its_parent_and_without_a_word(capfd: pytest.CaptureFixture) -> None:
     """Libraries complain about what is alive when an interpreter ends; here that is on purpose, and no news."""
     server = ForkServer()
     server.preload(["vllm_omni.stage.engines.llm"])
-    assert server._ask(b"wait", b"1", timeout=60) is None  # It has imported everything: 1 is not its child.
+    process = server.fork(b"[]", timeout=60)  # It has imported everything.
+    assert wait_for_all([process], timeout=60) == []
+    process.close()
+    capfd.readouterr()  # no stage at all makes no process
     server._control.close()
     assert server._process.wait(60) == 0
     server.close()
@@ -37,4 +42,22 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
         process = server.fork(b"[]", timeout=60)
         _, second = sorted(psutil.Process(server._process.pid).children(), key=lambda child: child.pid)
         assert process.pid == second.pid
-        assert "IndexError" in process.reap(), "no stage at all makes no process"
+        assert wait_for_all([process], timeout=60) == []
+        assert "IndexError" in process.close(), "no stage at all makes no process"
+
+
+def test_a_server_that_could_not_be_started_again_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(server: ForkServer) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with contextlib.closing(QuickForkServer()) as server:
+        server.fork(b"[]", timeout=60).close()
+        server._process.kill()
+        server._process.wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(QuickForkServer, "_launch", refuse)
+            with pytest.raises(OSError, match="Too many open files"):
+                server.fork(b"[]", timeout=60)
+        process = server.fork(b"[]", timeout=60)
+        assert wait_for_all([process], timeout=60) == []
+        process.close()

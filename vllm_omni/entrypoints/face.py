@@ -65,6 +65,7 @@ class PipelineFace:
         Raises:
             VllmRequirementError: vLLM is missing or has another version.
             StageConfigError: The stage configuration or an argument is wrong.
+            PipelineStartError: The system refuses what the pipeline needs, e.g. files or memory.
             StageStartError: A stage failed to start, or took too long.
         """
         self._pipeline = launch_pipeline(

@@ -3,6 +3,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_omni.errors import PipelineStartError
 from vllm_omni.stage.fork_server import ForkServer
 from vllm_omni.vllm_requirement import require_vllm
 
@@ -15,9 +16,13 @@ def start_fork_server() -> ForkServer:
 
     Raises:
         VllmRequirementError: vLLM is missing or is another version.
+        PipelineStartError: The system refuses a process, or files.
     """
     require_vllm()
-    return ForkServer(preload=["vllm_omni.stage.engines.llm", "vllm.model_executor.model_loader"])
+    try:
+        return ForkServer(preload=["vllm_omni.stage.engines.llm", "vllm.model_executor.model_loader"])
+    except OSError as error:
+        raise PipelineStartError.from_system(error) from error
 
 
 def launch_pipeline(*args: Any, fork_server: ForkServer | None, **kwargs: Any) -> "Pipeline":
@@ -25,6 +30,7 @@ def launch_pipeline(*args: Any, fork_server: ForkServer | None, **kwargs: Any) -
 
     Raises:
         VllmRequirementError: vLLM is missing or is another version.
+        PipelineStartError: The system refuses what the pipeline needs, or a stage failed.
     """
     server = fork_server or start_fork_server()
     try:

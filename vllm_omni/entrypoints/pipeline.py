@@ -17,7 +17,7 @@ from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.entrypoints.resolve import resolve_pipeline
 from vllm_omni.errors import StageConfigError
-from vllm_omni.metrics.observer import make_observer
+from vllm_omni.metrics.observer import make_observers
 from vllm_omni.model_executor.registry import OMNI_MODELS
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.stage.cores import place_cores
@@ -60,7 +60,7 @@ def open_pipeline(
     placements = place_cores(config)
     server.preload(_modules_to_preload(config, check_engine_args(config, model), model))
     traces_endpoint = engine_args.get("otlp_traces_endpoint")
-    observer = make_observer(config, log_stats=log_stats, trace_file=trace_file, otlp_traces_endpoint=traces_endpoint)
+    observers = make_observers(config, log_stats=log_stats, trace_file=trace_file, otlp_traces_endpoint=traces_endpoint)
     orchestrator = Orchestrator(
         config,
         model,
@@ -68,7 +68,7 @@ def open_pipeline(
         init_timeout=init_timeout,
         server=server,
         placements=placements,
-        observer=observer,
+        observers=observers,
         records_stats=log_stats,
         otlp_traces_endpoint=traces_endpoint,
     )

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the orchestrator tells of its requests and stages, and who listens.
 
-`make_observer` gives the orchestrator one object that it calls without asking what is switched on. Observers run on the
-orchestrator's thread: they must not block, and must not raise.
+`make_observers` makes those that are switched on. They run on the orchestrator's thread and must not block. Exporters
+run code of others, so what an observer raises is logged by the `CompositeObserver`, and goes no further.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.metrics.logs import get_logger
 from vllm_omni.metrics.stats import StageStats
 from vllm_omni.outputs import StageMetrics
+
+logger = get_logger(__name__)
 
 COMPLETED = "completed"
 
@@ -116,40 +120,55 @@ class PipelineObserver:
 
 
 class CompositeObserver(PipelineObserver):
-    """Tells several observers."""
+    """Tells several observers. Raises nothing: where one fails, this is logged once for each of its methods."""
 
     def __init__(self, observers: Sequence[PipelineObserver]) -> None:
         self._observers = observers
+        self._failed: set[tuple[PipelineObserver, str]] = set()
 
     def request_started(
         self, request_id: str, modalities: list[str], trace_headers: Mapping[str, str] | None = None
     ) -> dict[str, str]:
         headers: dict[str, str] = {}
         for observer in self._observers:
-            headers.update(observer.request_started(request_id, modalities, trace_headers))
+            with self._isolate(observer, "request_started"):
+                headers.update(observer.request_started(request_id, modalities, trace_headers))
         return headers
 
     def request_ended(self, summary: RequestSummary) -> None:
         for observer in self._observers:
-            observer.request_ended(summary)
+            with self._isolate(observer, "request_ended"):
+                observer.request_ended(summary)
 
     def stage_stats(self, stats: StageStats) -> None:
         for observer in self._observers:
-            observer.stage_stats(stats)
+            with self._isolate(observer, "stage_stats"):
+                observer.stage_stats(stats)
 
     def close(self) -> None:
         for observer in self._observers:
-            observer.close()
+            with self._isolate(observer, "close"):
+                observer.close()
+
+    @contextlib.contextmanager
+    def _isolate(self, observer: PipelineObserver, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if (observer, method) not in self._failed:
+                self._failed.add((observer, method))
+                name = f"{type(observer).__name__}.{method}"
+                logger.exception("%s failed, requests go on; further failures of it are not logged", name)
 
 
-def make_observer(
+def make_observers(
     config: PipelineConfig,
     *,
     log_stats: bool = False,
     trace_file: str | None = None,
     otlp_traces_endpoint: str | None = None,
-) -> PipelineObserver:
-    """The observers that are wanted, as one.
+) -> list[PipelineObserver]:
+    """The observers that are wanted.
 
     Args:
         config: The pipeline.
@@ -176,4 +195,4 @@ def make_observer(
         from vllm_omni.metrics.summary_log import SummaryLog
 
         observers += [SummaryLog(), PrometheusObserver(config)]
-    return CompositeObserver(observers) if observers else PipelineObserver()
+    return observers

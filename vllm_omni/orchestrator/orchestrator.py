@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 import zmq
@@ -20,11 +20,8 @@ import zmq
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.distributed.connectors import ThresholdConnector
 from vllm_omni.distributed.payload_channel import PayloadChannel
-from vllm_omni.errors import (
-    PipelineClosedError,
-    StageStartError,
-)
-from vllm_omni.metrics.observer import PipelineObserver
+from vllm_omni.errors import PipelineClosedError, PipelineStartError, StageStartError
+from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
 from vllm_omni.metrics.stats import StageStats
 from vllm_omni.orchestrator.admission import Admission
 from vllm_omni.orchestrator.messages import (
@@ -52,6 +49,9 @@ from vllm_omni.stage.spec import StagePlacement
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 
+_OPEN_FILES, _OPEN_FILES_PER_STAGE = 16, 8
+"""More than a pipeline opens: ZMQ's context, and for each stage sockets, connections and what its start takes."""
+
 
 class Orchestrator:
     """Runs a pipeline. Its methods may be called from any thread."""
@@ -65,7 +65,7 @@ class Orchestrator:
         init_timeout: float,
         server: ForkServer,
         placements: Mapping[int, StagePlacement] | None = None,
-        observer: PipelineObserver | None = None,
+        observers: Sequence[PipelineObserver] = (),
         records_stats: bool = False,
         otlp_traces_endpoint: str | None = None,
     ) -> None:
@@ -75,16 +75,19 @@ class Orchestrator:
             model: The checkpoint that all of them load from.
             shm_threshold_bytes: Payloads of at least this size go through shared memory, where an edge says nothing.
             init_timeout: Seconds that the stages may take to become ready, all together.
-            server: Stages are forked from it. It is closed with the pipeline.
+            server: Stages are forked from it. It is closed with the pipeline, and if this fails.
             placements: The cores of the stages, by stage id; those of other stages are left to the system.
-            observer: Is told how requests go; closed with the pipeline.
+            observers: Are told how requests go; closed as the server is.
             records_stats: The stages keep count of what they do.
             otlp_traces_endpoint: Where spans go.
+
+        Raises:
+            PipelineStartError: The system refuses files, sockets or threads. Nothing is left.
         """
         self._config = config
         self._init_timeout = init_timeout
         self._server = server
-        self._observer = observer or PipelineObserver()
+        self._observer = CompositeObserver(observers)
         self._specs = SpecFactory(
             config, model, shm_threshold_bytes, placements or {}, records_stats, otlp_traces_endpoint
         )
@@ -92,17 +95,21 @@ class Orchestrator:
         self._started: Future[None] = Future()
         self._closing = False
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_reader, False)
-        os.set_blocking(self._wake_writer, False)
         self._admission = Admission(config.runtime.max_inflight, config.runtime.max_queued)
-        self._stages: dict[int, OmniStage] = {}
         self._inquiries: list[StatsInquiry] = []
         # May be taken twice by one thread: where the garbage collector closes a forgotten pipeline in its middle.
         self._lock = threading.RLock()
         # A daemon: at interpreter exit it must outlive the main thread until `close` has run.
         self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
-        self._thread.start()
+        self._cleanup = contextlib.ExitStack()
+        try:
+            self._open(self._cleanup)
+            self._thread.start()
+        except BaseException as error:
+            self._cleanup.close()
+            if isinstance(error, (OSError, zmq.ZMQError, RuntimeError)):  # RuntimeError: no thread can be started.
+                raise PipelineStartError.from_system(error) from error
+            raise
 
     # Called from any thread.
 
@@ -193,10 +200,8 @@ class Orchestrator:
     # The orchestrator's thread: its life.
 
     def _run(self) -> None:
-        failure: BaseException | None = None
-        with contextlib.ExitStack() as cleanup:
-            try:
-                self._open(cleanup)
+        try:
+            with self._cleanup:
                 self._start_stages()
                 self._started.set_result(None)
                 while not self._closing:
@@ -204,21 +209,23 @@ class Orchestrator:
                     self._act_on_time()
                     self._router.admit()
                     self._poll(self._next_due())
-            except BaseException as error:
-                failure = error
-            self._end_requests()
-        if not self._started.done():
-            assert failure is not None
-            self._started.set_exception(failure)
-        elif failure is not None:
-            logger.error("the pipeline ended on an error of its own", exc_info=failure)
+        except BaseException as error:
+            if self._started.done():
+                logger.error("the pipeline ended on an error of its own", exc_info=error)
+            else:
+                self._started.set_exception(error)
 
     def _open(self, cleanup: contextlib.ExitStack) -> None:
         """Makes what the stages connect to; `cleanup` takes all of it down again, in the opposite order."""
         cleanup.callback(self._observer.close)
         cleanup.callback(self._server.close)
+        self._wake_reader, self._wake_writer = os.pipe()
+        for fd in (self._wake_reader, self._wake_writer):
+            cleanup.callback(os.close, fd)
+            os.set_blocking(fd, False)
         self._run_dir = RunDir()
         cleanup.callback(self._run_dir.remove)
+        _check_open_files(_OPEN_FILES + _OPEN_FILES_PER_STAGE * len(self._config.stages))
         context = zmq.Context()
         cleanup.callback(context.destroy, linger=0)
         self._inbound = context.socket(zmq.PULL)
@@ -242,6 +249,7 @@ class Orchestrator:
             self._on_stage_down,
         )
         cleanup.callback(self._supervisor.stop_all)
+        cleanup.callback(self._end_requests)
 
     def _make_credit(self, stage: OmniStageConfig) -> Credit:
         return Credit(self._config.max_queued(stage), self._config.runtime.defaults.high_watermark_bytes)
@@ -277,9 +285,8 @@ class Orchestrator:
         poller = zmq.Poller()
         poller.register(self._inbound, zmq.POLLIN)
         poller.register(self._wake_reader, zmq.POLLIN)
-        for group in self._supervisor.groups:
-            if group.process is not None:
-                poller.register(group.process.fileno(), zmq.POLLIN)
+        for fd in self._supervisor.filenos():
+            poller.register(fd, zmq.POLLIN)
         timeout = None if due is None else math.ceil(max(0.0, due - time.monotonic()) * 1000)
         ready = dict(poller.poll(timeout))
         if self._wake_reader in ready:
@@ -299,12 +306,10 @@ class Orchestrator:
     def _end_requests(self) -> None:
         with self._lock:
             self._closing = True
-            os.close(self._wake_writer)
         self._run_commands()
         self._router.end_all()
         for inquiry in self._inquiries:
             inquiry.end()
-        os.close(self._wake_reader)
 
     # Messages.
 
@@ -369,3 +374,10 @@ class Orchestrator:
         self._observer.stage_stats(stats)
         for inquiry in self._inquiries:
             inquiry.answer(stats)
+
+
+def _check_open_files(count: int) -> None:
+    """Raises `OSError` where so many files more cannot be opened: libzmq would end the process instead."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(count):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

@@ -2,25 +2,39 @@
 """The directory that holds all that a pipeline has in the file system: its sockets and its payloads in flight.
 
 It lies on a memory file system where there is one, and is removed as a whole, so that nothing can be forgotten.
+
+Each process of the pipeline holds a shared lock on the directory for its life. So a directory that can be locked
+exclusively belongs to nobody any more. Containers may share the memory file system, and a process id of one means
+nothing in another; a lock means the same in all of them, and the kernel releases it however its holder ends.
 """
 
+import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = "vllm_omni-"
+_PREFIX = "vllm_omni-run-"
 _MEMORY_FILE_SYSTEM = Path("/dev/shm")
+_MAX_SOCKET_PATH = 107
+"""Bytes: `sun_path` of `sockaddr_un`, without its terminator."""
+_RANDOM_PART, _LONGEST_SOCKET = "12345678", "stage-1000.100000.sock"
 
 
 class RunDir:
-    """Creates the directory, and removes those that killed pipelines left behind."""
+    """Creates the directory, and removes those of pipelines that were killed."""
 
     def __init__(self) -> None:
-        on_memory = _MEMORY_FILE_SYSTEM.is_dir() and os.access(_MEMORY_FILE_SYSTEM, os.W_OK)
-        parent = _MEMORY_FILE_SYSTEM if on_memory else Path(tempfile.gettempdir())
+        """
+        Raises:
+            OSError: The directory cannot be created, or its path is too long for sockets.
+        """
+        parent = _memory_or_temporary()
+        _check_length(parent)
         remove_leftovers(parent)
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+        self.path, self._lock = _create(parent)
 
     @property
     def orchestrator_address(self) -> str:
@@ -50,6 +64,7 @@ class RunDir:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
 
 
 def orchestrator_address(path: Path) -> str:
@@ -72,9 +87,70 @@ def remove_unread(path: Path, pid: int, sender: int, receiver: int) -> None:
         payload.unlink(missing_ok=True)
 
 
+def hold(path: Path) -> int:
+    """Keeps a run directory from being removed as a leftover; called once by each process that uses it.
+
+    Returns:
+        A file descriptor that holds the lock, and that stays open for the life of the process.
+
+    Raises:
+        OSError: The directory is gone.
+    """
+    return _lock(path, fcntl.LOCK_SH)
+
+
 def remove_leftovers(parent: Path) -> None:
-    """Removes the directories under `parent` whose process is gone."""
-    for path in parent.glob(f"{_PREFIX}*-*"):
-        pid = path.name.removeprefix(_PREFIX).split("-")[0]
-        if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc/self").exists():
+    """Removes the run directories under `parent` whose processes are all gone."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # It is in use, another user's, or gone by now.
+            lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _memory_or_temporary() -> Path:
+    if _MEMORY_FILE_SYSTEM.is_dir() and os.access(_MEMORY_FILE_SYSTEM, os.W_OK):
+        return _MEMORY_FILE_SYSTEM
+    return Path(tempfile.gettempdir())
+
+
+def _check_length(parent: Path) -> None:
+    path = parent / f"{_PREFIX}{_RANDOM_PART}" / _LONGEST_SOCKET
+    excess = len(os.fsencode(path)) - _MAX_SOCKET_PATH
+    if excess > 0:
+        raise OSError(
+            errno.ENAMETOOLONG,
+            f"the paths of sockets in {parent} would have {excess} bytes more than the {_MAX_SOCKET_PATH} that the "
+            f"system takes; set TMPDIR to a shorter path, or make {_MEMORY_FILE_SYSTEM} writable",
+        )
+
+
+def _create(parent: Path) -> tuple[Path, int]:
+    """Makes a directory and holds it."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        try:
+            return path, hold(path)
+        except FileNotFoundError:
+            continue  # Another process took it for a leftover before the lock was there.
+        except BaseException:
+            path.rmdir()
+            raise
+
+
+def _lock(path: Path, operation: int) -> int:
+    """Opens and locks a directory; what is locked is what `path` names, as long as the lock is held.
+
+    Raises:
+        FileNotFoundError: It was removed, perhaps by the process that had locked it before.
+        BlockingIOError: It is locked, and `operation` does not wait.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, operation)
+        if not os.path.samestat(os.fstat(fd), os.stat(path)):
+            raise FileNotFoundError(f"{path} was replaced")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -17,13 +17,15 @@ import msgspec
 from vllm_omni.config.stage_config import RestartConfig
 from vllm_omni.errors import PipelineClosedError, StageStartError
 from vllm_omni.orchestrator.messages import ShutdownMessage
-from vllm_omni.stage.fork_server import ForkServer, StageProcess
+from vllm_omni.stage.fork_server import ForkServer, StageProcess, wait_for_all
 from vllm_omni.stage.omni_stage import OmniStage, StageState
 from vllm_omni.stage.spec import StageSpec
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 
 _SHUTDOWN_GRACE_S = 10.0
+_END_GRACE_S = 2.0
+"""How long a process that is ending, or was killed, may take for it until it is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class StageGroup:
         end_reason: Why we ended the process; empty if we did not.
         fork_due: When the next one is to be started; None if it need not be.
         ready_due: When it must be ready; None once it is.
+        end_due: When it must have ended; None while it need not.
     """
 
     def __init__(self, stages: list[OmniStage]) -> None:
@@ -59,6 +62,7 @@ class StageGroup:
         self.end_reason = ""
         self.fork_due: float | None = None
         self.ready_due: float | None = None
+        self.end_due: float | None = None
         self.deaths: deque[float] = deque()
 
     @property
@@ -67,7 +71,9 @@ class StageGroup:
 
     @property
     def due(self) -> float | None:
-        return self.fork_due if self.process is None else self.ready_due
+        if self.process is None:
+            return self.fork_due
+        return self.ready_due if self.end_due is None else self.end_due
 
 
 class Supervisor:
@@ -136,11 +142,20 @@ class Supervisor:
             group.ready_due = None
         self.health = self._make_health()
 
+    def filenos(self) -> list[int]:
+        """What becomes readable when a process ends, or is about to."""
+        return [fd for group in self.groups if group.process is not None for fd in group.process.filenos()]
+
     def take_down_dead(self, readable: set[int]) -> None:
-        """Takes down the stages of those processes whose file numbers are readable, which tells of a death."""
-        dead = [group for group in self.groups if group.process is not None and group.process.fileno() in readable]
-        for group in dead:
-            self._on_death(group)
+        """Takes down the stages of processes that have ended; only those with a readable file number can have."""
+        for group in self.groups:
+            if group.process is None or readable.isdisjoint(group.process.filenos()):
+                continue
+            group.process.update()
+            if group.process.has_ended:
+                self._on_death(group)
+            elif group.process.is_ending:
+                self._expect_end(group)
 
     def act_on_time(self) -> None:
         """Starts processes that are due, and ends those that are overdue."""
@@ -150,6 +165,9 @@ class Supervisor:
                 continue
             if group.process is None:
                 self._begin_restart(group)
+            elif group.end_due is not None:
+                group.process.kill()
+                self._on_death(group)
             else:
                 limit = f"{self._stage_init_timeout:g} s"
                 self._end(group, f"it was not ready after {limit}; give more time with stage_init_timeout")
@@ -161,27 +179,32 @@ class Supervisor:
     def _end(self, group: StageGroup, reason: str) -> None:
         if group.process is not None:
             group.end_reason = group.end_reason or reason
-            group.ready_due = None
             group.process.kill()
+            self._expect_end(group)
+
+    def _expect_end(self, group: StageGroup) -> None:
+        if group.end_due is None:
+            group.end_due = time.monotonic() + _END_GRACE_S
 
     def stop_all(self) -> None:
         """Asks all stages to stop, waits for some time, and kills those that are left."""
-        running = [group for group in self.groups if group.process is not None]
-        for group in running:
+        running = {group.process: group for group in self.groups if group.process is not None}
+        for group in running.values():
             for stage in group.stages:
                 stage.send(ShutdownMessage())
-        deadline = time.monotonic() + _SHUTDOWN_GRACE_S
-        for group in running:
-            assert group.process is not None
-            if not group.process.wait(deadline - time.monotonic()):
-                group.process.kill()
-            group.process.reap()
+        left = wait_for_all(list(running), _SHUTDOWN_GRACE_S)
+        for process in left:
+            process.kill()
+        for process in wait_for_all(left, _END_GRACE_S):
+            logger.error("%s: process %d was killed, and has not ended yet", running[process].label, process.pid)
+        for process in running:
+            process.close()
 
     def _on_death(self, group: StageGroup) -> None:
         assert group.process is not None
-        how = group.process.reap()
+        how = group.process.close()
         how, group.end_reason = group.end_reason or how, ""
-        group.process, group.ready_due = None, None
+        group.process, group.ready_due, group.end_due = None, None, None
         self._take_down(group, how)
 
     def _take_down(self, group: StageGroup, how: str) -> None:

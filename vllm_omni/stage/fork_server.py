@@ -5,9 +5,10 @@ Importing vLLM takes seconds; a fork takes milliseconds. Unlike `multiprocessing
 pipeline, ends with it, and does not run the user's main module again in every child.
 
 Parent and server talk over a `SOCK_SEQPACKET` socket, one request and one reply at a time; replies carry the number of
-their request, so that one that nobody waits for any more is not taken for another's. Each child has a *lifeline*,
-a socket pair with the parent. Its end-of-file tells either side that the other is gone, however that came about; all
-that is ever sent on it is the last words of a stage that fails.
+their request, so that one that nobody waits for any more is not taken for another's. Each child has two socket pairs.
+Its *lifeline* leads to the parent: end-of-file tells either side that the other is gone, and all that is ever sent on
+it is the last words of a stage that fails. The other leads from the server to the parent: the server reaps its children
+as they end, and sends their wait status there. Neither the parent nor the server ever waits for a child.
 """
 
 import contextlib
@@ -23,58 +24,108 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 _MAX_MESSAGE = 1 << 20
 _head = struct.Struct("<4sI")  # verb, number
 _WORKER = "vllm_omni.stage.worker"
 # With the caller's import path: what the caller can import, such as a function next to its script, its stages can too.
 _COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import main; main()"
-_LAST_WORDS_S = 2.0
 _DIED = "the server that starts stage processes died; what it wrote on stderr says why"
 
 
 class StageProcess:
-    """A forked stage as its parent sees it. Readable (see `fileno`) when the process has ended or is about to."""
+    """A forked stage as its parent sees it. Nothing here waits.
 
-    def __init__(self, pid: int, lifeline: socket.socket, server: "ForkServer") -> None:
+    Attributes:
+        has_ended: Whether the end of the process is known.
+    """
+
+    def __init__(self, pid: int, lifeline: socket.socket, exit_status: socket.socket) -> None:
+        """
+        Args:
+            lifeline: See the module.
+            exit_status: Gets the wait status when the server has reaped the process.
+        """
         self.pid = pid
+        self.has_ended = False
         self._lifeline = lifeline
-        self._server = server
+        self._exit_status = exit_status
+        self._last_words = b""
+        self._status: int | None = None
 
-    def fileno(self) -> int:
-        return self._lifeline.fileno()
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process has sent last words, or let go of its lifeline: it serves no more."""
+        return bool(self._last_words) or self._lifeline.fileno() < 0
 
-    def wait(self, timeout: float) -> bool:
-        """Whether the process ended within `timeout` seconds."""
-        return bool(select.select([self._lifeline], [], [], max(0.0, timeout))[0])
+    def filenos(self) -> list[int]:
+        """What becomes readable when there is something for `update`."""
+        return [sock.fileno() for sock in (self._exit_status, self._lifeline) if sock.fileno() >= 0]
+
+    def update(self) -> None:
+        """Takes note of what has become known of the end of the process."""
+        # The status first: it comes after the end, so that all last words are there then.
+        status, server_is_gone = _receive(self._exit_status)
+        if status:
+            self._status = int(status)
+        words, is_closed = _receive(self._lifeline)
+        self._last_words += words
+        self.has_ended = self._status is not None or (server_is_gone and is_closed)
+        if is_closed:
+            self.kill()  # Without its lifeline it would outlive its parent.
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        if self._status is None:  # Once it is reaped, its id may be another process's.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
-    def reap(self) -> str:
-        """Waits for the end of the process; says how it ended. Call once."""
-        last_words = self._read_last_words()
-        status = self._server.wait_for(self.pid)
-        if last_words:
-            return last_words
-        if status is None:
-            return "it ended"
-        if os.WIFSIGNALED(status):
-            return f"it was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-        return f"it exited with status {os.WEXITSTATUS(status)}"
+    def close(self) -> str:
+        """Forgets the process, whether it has ended or not; says how it ended."""
+        self._lifeline.close()
+        self._exit_status.close()
+        if self._last_words:
+            return self._last_words.decode(errors="replace")
+        if self._status is None:
+            return "it ended" if self.has_ended else "it was killed, and has not ended yet"
+        if os.WIFSIGNALED(self._status):
+            return f"it was killed by {signal.Signals(os.WTERMSIG(self._status)).name}"
+        return f"it exited with status {os.WEXITSTATUS(self._status)}"
 
-    def _read_last_words(self) -> str:
-        words = b""
-        with self._lifeline as lifeline, contextlib.suppress(TimeoutError):
-            # A process that the stage started may hold the other end open beyond the stage's death.
-            lifeline.settimeout(_LAST_WORDS_S)
-            while chunk := lifeline.recv(65536):
-                words += chunk
-        return words.decode(errors="replace")
+
+def _receive(sock: socket.socket) -> tuple[bytes, bool]:
+    """What can be received without waiting, and whether that was all that will ever come; then the socket is closed."""
+    received = b""
+    while sock.fileno() >= 0:
+        try:
+            chunk = sock.recv(65536, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return received, False
+        except ConnectionError:
+            chunk = b""
+        received += chunk
+        if not chunk:
+            sock.close()
+    return received, True
+
+
+def wait_for_all(processes: Sequence[StageProcess], timeout: float) -> list[StageProcess]:
+    """Waits until all processes have ended, for `timeout` seconds at most; returns those that have not."""
+    deadline = time.monotonic() + timeout
+    while True:
+        for process in processes:
+            process.update()
+        processes = [process for process in processes if not process.has_ended]
+        left = deadline - time.monotonic()
+        if not processes or left <= 0:
+            return list(processes)
+        poller = select.poll()
+        for fd in itertools.chain.from_iterable(process.filenos() for process in processes):
+            poller.register(fd, select.POLLIN)
+        poller.poll(left * 1000)
 
 
 class ForkServer:
@@ -96,11 +147,15 @@ class ForkServer:
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
             import_path = json.dumps([str(entry) for entry in sys.path])
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND, str(server_end.fileno()), import_path, *self._modules],
-                pass_fds=[server_end.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _COMMAND, str(server_end.fileno()), import_path, *self._modules],
+                    pass_fds=[server_end.fileno()],
+                    stdin=subprocess.DEVNULL,
+                )
+            except BaseException:
+                self._control.close()
+                raise
         if self._is_closed:  # in the meantime, by somebody who could only end the one before
             self._end()
             raise EOFError(_DIED)
@@ -108,7 +163,8 @@ class ForkServer:
     def preload(self, modules: Sequence[str]) -> None:
         """Makes the server import further modules before it forks; does not wait for it."""
         self._modules += modules
-        self._control.send(_head.pack(b"load", next(self._numbers)) + "\n".join(modules).encode())
+        with contextlib.suppress(ConnectionError):  # If it has died, `fork` reports that.
+            self._control.send(_head.pack(b"load", next(self._numbers)) + "\n".join(modules).encode())
 
     def fork(self, spec: bytes, timeout: float) -> StageProcess:
         """Forks a stage that runs `vllm_omni.stage.worker.main(spec, lifeline)`.
@@ -130,26 +186,18 @@ class ForkServer:
             return self._fork(spec, timeout)
 
     def _fork(self, spec: bytes, timeout: float) -> StageProcess:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        lifeline, its_lifeline = socket.socketpair()
+        exit_status, its_exit_status = socket.socketpair()
+        with its_lifeline, its_exit_status, contextlib.ExitStack() as undo:
+            undo.callback(lifeline.close)
+            undo.callback(exit_status.close)
             try:
-                pid = self._ask(b"fork", spec, timeout, [theirs.fileno()])
+                pid = self._ask(b"fork", spec, timeout, [its_lifeline.fileno(), its_exit_status.fileno()])
             except ConnectionError as error:
                 raise EOFError(_DIED) from error
-            process = StageProcess(pid, ours, self)
+            undo.pop_all()
         self._has_forked = True
-        return process
-
-    def wait_for(self, pid: int) -> int | None:
-        """The wait status of an ended stage, or None if the server is gone too."""
-        if not self._lock.acquire(timeout=_LAST_WORDS_S):
-            return None  # Another server is being started: the one that could know is gone.
-        try:
-            return self._ask(b"wait", str(pid).encode(), _LAST_WORDS_S)
-        except (EOFError, OSError):
-            return None
-        finally:
-            self._lock.release()
+        return StageProcess(pid, lifeline, exit_status)
 
     def close(self) -> None:
         """Ends the server. Stages that still run are not touched. May be called twice."""
@@ -168,6 +216,8 @@ class ForkServer:
             EOFError, ConnectionError: The server died.
             TimeoutError: It did not answer in `timeout` seconds.
         """
+        if self._control.fileno() < 0:
+            raise EOFError(_DIED)  # and the next one could not be started
         number = next(self._numbers)
         self._control.settimeout(max(0.001, timeout))
         socket.send_fds(self._control, [_head.pack(verb, number) + body], fds)
@@ -181,18 +231,72 @@ class ForkServer:
 
 
 def serve(control: socket.socket) -> None:
-    """The server's loop; returns when the parent has closed its end, or died."""
-    while True:
-        message, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
+    """The server's loop; returns when the parent has closed its end, or died. Belongs to the main thread."""
+    _Server(control).run()
+
+
+class _Server:
+    """What runs in the server's process."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._exit_statuses: dict[int, socket.socket] = {}  # by process id
+        self._death_reader, self._death_writer = socket.socketpair()
+        for sock in (self._death_reader, self._death_writer):
+            sock.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._death_writer.fileno(), warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        poller.register(self._death_reader, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poller.poll()}
+            if self._death_reader.fileno() in ready:
+                self._death_reader.recv(65536)
+                self._reap()
+            if self._control.fileno() in ready and not self._answer():
+                return
+
+    def _answer(self) -> bool:
+        """Does what the parent requests; false if there is no parent any more."""
+        message, fds, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE, 2, socket.MSG_CMSG_CLOEXEC)
         if not message:
-            return
+            return False
         verb, number = _head.unpack_from(message)
         body = message[_head.size :]
         if verb == b"load":
             _load(body.decode().splitlines())
-            continue
-        answer = _fork_stage(control, body, fds[0]) if verb == b"fork" else _wait_for(int(body))
-        control.send(json.dumps([number, answer]).encode())
+        else:
+            pid = self._fork_stage(body, *(socket.socket(fileno=fd) for fd in fds))
+            self._control.send(json.dumps([number, pid]).encode())
+        return True
+
+    def _reap(self) -> None:
+        """Sends the parent the status of each child that has ended."""
+        for pid in list(self._exit_statuses):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with self._exit_statuses.pop(pid) as sock, contextlib.suppress(OSError):  # The parent may be gone.
+                    sock.send(str(status).encode())
+
+    def _fork_stage(self, spec: bytes, lifeline: socket.socket, exit_status: socket.socket) -> int:
+        pid = os.fork()
+        if not pid:
+            self._release(exit_status)
+            _run_stage(spec, lifeline)
+        lifeline.close()
+        self._exit_statuses[pid] = exit_status
+        return pid
+
+    def _release(self, exit_status: socket.socket) -> None:
+        """Releases, in a child, what is the server's: held there it would hide the server's end from the parent."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ends = (self._control, self._death_reader, self._death_writer, exit_status, *self._exit_statuses.values())
+        for sock in ends:
+            sock.close()
 
 
 def _load(modules: Sequence[str]) -> None:
@@ -201,20 +305,7 @@ def _load(modules: Sequence[str]) -> None:
     _freeze()
 
 
-def _wait_for(pid: int) -> int | None:
-    try:
-        return os.waitpid(pid, 0)[1]
-    except ChildProcessError:
-        return None  # Another server's child: that one died.
-
-
-def _fork_stage(control: socket.socket, spec: bytes, lifeline_fd: int) -> int:
-    pid = os.fork()
-    if pid:
-        os.close(lifeline_fd)
-        return pid
-    control.close()
-    lifeline = socket.socket(fileno=lifeline_fd)
+def _run_stage(spec: bytes, lifeline: socket.socket) -> NoReturn:
     status = 1
     try:
         stages = importlib.import_module(_WORKER).main(spec, lifeline)  # noqa: F841 (see there why they are kept)

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from vllm.utils.system_utils import decorate_logs, set_process_title
 
 from vllm_omni.metrics.recorder import NullRecorder, StageRecorder
 from vllm_omni.metrics.tracing import make_stage_tracer
+from vllm_omni.orchestrator.run_dir import hold
 from vllm_omni.stage.cores import bind_cores
 from vllm_omni.stage.engines import make_stage_engine
 from vllm_omni.stage.engines.base import Outbox, StageEngine, Started
@@ -141,6 +143,7 @@ def _run_together(stages: list[HostedStage]) -> None:
 
 
 def _set_up_process(specs: list[StageSpec]) -> None:
+    hold(Path(specs[0].run_dir))
     # vLLM leaves a rendezvous file in the temporary directory; here it goes with everything else.
     tempfile.tempdir = specs[0].run_dir
     name = "+".join(spec.stage.name for spec in specs)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline that cannot be opened: the constructor says why, and nothing is left of it."""
+
+import os
+import resource
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.entrypoints.faces import WRITER, make_face
+from tests.metrics.reading import scrape
+from tests.nursery import QuickForkServer, nursery
+from tests.orchestrator.pipelines import kept_server, make_config, open_orchestrator
+from tests.orchestrator.test_run_dir import memory  # noqa: F401 (a fixture)
+from vllm_omni import OmniLLM
+from vllm_omni.entrypoints import launch
+from vllm_omni.errors import PipelineStartError, StageStartError
+from vllm_omni.orchestrator import run_dir
+
+PATIENCE_S = 60.0
+
+
+def in_time(work: Callable[[], object]) -> object:
+    """What `work` returns or raises; a constructor that never returns fails its test, and does not stop all tests."""
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(PATIENCE_S)
+
+
+def open_llm(tmp_path: Path) -> OmniLLM:
+    return make_face(OmniLLM, tmp_path / "stages.yaml", [WRITER], args={"log_stats": True})
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def nothing_left(memory: Path) -> Iterator[None]:  # noqa: F811
+    nursery(), kept_server()
+    processes, files, threads = set(psutil.pids()), open_files(), threading.active_count()
+    yield
+    children = {process.pid for process in psutil.Process().children(recursive=True)}
+    assert children <= processes
+    assert open_files() == files
+    assert threading.active_count() == threads
+    assert list(memory.iterdir()) == []
+    assert scrape() == {}
+
+
+@contextmanager
+def file_limit(spare: int) -> Iterator[None]:
+    """This process can open so many files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    last = max(map(int, os.listdir("/proc/self/fd")))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    while opened[-1] <= last:  # The limit is one of numbers: those that are free below must be taken.
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened[-1] + 1 + spare, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in opened:
+            os.close(fd)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_no_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_dir, "_MEMORY_FILE_SYSTEM", Path("/nowhere"))
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(PipelineStartError, match=r"could not be opened: .*No such file or directory.*nowhere"):
+        in_time(lambda: open_llm(tmp_path))
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_directory_too_deep_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(run_dir, "_MEMORY_FILE_SYSTEM", deep)
+    with pytest.raises(PipelineStartError, match=r"bytes more than the 107 that the system takes; set TMPDIR"):
+        in_time(lambda: open_llm(tmp_path))
+    assert list(deep.iterdir()) == []
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "omni-orchestrator":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(PipelineStartError, match="could not be opened: can't start new thread"):
+        in_time(lambda: open_llm(tmp_path))
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_the_server_of_stages_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_and_lose() -> QuickForkServer:
+        server = QuickForkServer()
+        server._process.kill()
+        server._process.wait(PATIENCE_S)
+        return server
+
+    monkeypatch.setattr(launch, "start_fork_server", start_and_lose)
+    with pytest.raises(StageStartError, match="the server that starts stage processes died"):
+        in_time(lambda: open_llm(tmp_path))
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_too_few_files_can_be_opened(tmp_path: Path) -> None:
+    """With however few: libzmq would end the process where it has none left."""
+    config = make_config(WRITER)
+    for spare in range(24):
+        with file_limit(spare), pytest.raises(PipelineStartError, match=r"Too many open files.*ulimit -n"):
+            in_time(lambda: open_orchestrator(config))
+    with file_limit(0), pytest.raises(PipelineStartError, match=r"Too many open files.*ulimit -n"):
+        in_time(launch.start_fork_server)
+    with file_limit(24 + 10):
+        orchestrator = open_orchestrator(config)
+        orchestrator.wait_until_started()
+        orchestrator.close()

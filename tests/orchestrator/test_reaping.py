@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that end slowly, or not at all: nobody waits for them but the requests that they held."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.nursery import QuickForkServer
+from tests.orchestrator.pipelines import (
+    Caller,
+    error_of,
+    fake_stage,
+    function_stage,
+    make_config,
+    open_orchestrator,
+    texts,
+)
+from tests.orchestrator.test_failure import is_ready, kill, processes, wait_until
+from vllm_omni.errors import StageDeadError
+from vllm_omni.inputs import StageRequest
+from vllm_omni.orchestrator import supervisor
+from vllm_omni.outputs import StageOutput
+
+QUICKLY = {"backoff_s": 0.01, "max_restarts": 20}
+FAR = 1e6  # seconds: what is held up in a test stays so until the test ends it
+
+
+def leave_a_child(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+    """A stage function that never ends, in a process whose child keeps everything open that it inherits."""
+    os.fork()
+    while True:
+        signal.pause()
+
+
+def hang(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+    """A stage function whose process is gone for its parent, but not for the system."""
+    frame = sys._getframe()
+    while "lifeline" not in frame.f_locals:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    frame.f_locals["lifeline"].close()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return {}
+
+
+A, B = fake_stage(0, "a", (), "text"), fake_stage(1, "b", (), "audio")
+
+
+@contextmanager
+def running(*stages: dict) -> Iterator[tuple[Caller, QuickForkServer]]:
+    config = make_config(*stages, restart=QUICKLY)
+    server = QuickForkServer()
+    orchestrator = open_orchestrator(config, server=server)
+    try:
+        orchestrator.wait_until_started()
+        yield Caller(orchestrator, config), server
+    finally:
+        orchestrator.close()
+
+
+@contextmanager
+def stopped(server: QuickForkServer) -> Iterator[None]:
+    """The server cannot reap meanwhile."""
+    os.kill(server._process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server._process.pid, signal.SIGCONT)
+
+
+def hold_at_b(caller: Caller) -> str:
+    held = caller.submit("held", ("audio",), fake_seconds=30)
+    wait_until(lambda: caller.orchestrator.activity()["b"] == 1)
+    return held
+
+
+def test_the_death_of_a_process_whose_child_lives_on_is_noticed() -> None:
+    with running(A, function_stage(1, "b", leave_a_child, (), "audio")) as (caller, _):
+        held = caller.submit("held", ("audio",))
+        b = psutil.Process(processes(caller)["b"])
+        wait_until(lambda: len(b.children()) == 1)
+        (child,) = b.children()
+        try:
+            kill(caller, "b")
+            end = caller.wait_one()
+            error = error_of(end)
+            assert end.request_id == held
+            assert isinstance(error, StageDeadError) and "it was killed by SIGKILL" in str(error)
+            wait_until(lambda: is_ready(caller))
+            assert child.is_running()
+        finally:
+            child.kill()
+
+
+def test_a_process_that_hangs_without_its_lifeline_holds_up_no_restart() -> None:
+    with running(A, function_stage(1, "b", hang, (), "audio")) as (caller, _):
+        caller.submit("hang", ("audio",))
+        assert isinstance(error_of(caller.wait_one()), StageDeadError)
+        caller.submit("p", ("text",), fake_die="a")
+        assert isinstance(error_of(caller.wait_one()), StageDeadError)
+        caller.submit("again", ("text",))
+        assert texts(caller.wait_one()) == ["again>a"]
+        wait_until(lambda: is_ready(caller))
+
+
+def test_requests_go_on_while_a_process_is_not_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_END_GRACE_S", FAR)
+    with running(A, B) as (caller, server):
+        held = hold_at_b(caller)
+        with stopped(server):
+            b = psutil.Process(processes(caller)["b"])
+            kill(caller, "b")
+            wait_until(lambda: b.status() == psutil.STATUS_ZOMBIE)
+            for i in range(3):
+                other = caller.submit(f"p{i}", ("text",))
+                assert caller.wait_one().request_id == other
+        end = caller.wait_one()
+        assert end.request_id == held and "it was killed by SIGKILL" in str(error_of(end))
+        wait_until(lambda: is_ready(caller))
+
+
+def test_a_process_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_END_GRACE_S", 0.1)
+    with running(A, B) as (caller, server):
+        held = hold_at_b(caller)
+        with stopped(server):
+            kill(caller, "b")
+            end = caller.wait_one()
+            assert end.request_id == held and "has not ended yet" in str(error_of(end))
+        wait_until(lambda: is_ready(caller))
+
+
+def test_a_pipeline_closes_though_no_process_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_SHUTDOWN_GRACE_S", 0.1)
+    monkeypatch.setattr(supervisor, "_END_GRACE_S", 0.1)
+    with running(A, B) as (caller, server):
+        left = [psutil.Process(pid) for pid in processes(caller).values()]
+        os.kill(server._process.pid, signal.SIGSTOP)
+        caller.orchestrator.close()
+    assert psutil.wait_procs(left, timeout=60)[1] == []

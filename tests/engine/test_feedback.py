@@ -193,7 +193,7 @@ def test_a_step_that_raises_leaves_no_slot_taken(
 @pytest.mark.parametrize(
     "place", ["strategy.feed_back", "strategy.extend", "_model_forward", "strategy.remember", "_sample"]
 )
-@pytest.mark.parametrize("num_good_calls", [0, 5])
+@pytest.mark.parametrize("num_good_calls", [0, 1, 5])
 def test_frames_of_a_step_that_raises_are_made_and_leave_once(
     place: str,
     num_good_calls: int,

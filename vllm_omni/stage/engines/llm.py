@@ -74,7 +74,7 @@ class LLMStageEngine(StageEngine):
             Exception: The engine is broken: the device is, or it could not be brought into a known state.
         """
         while self._take_inbox():
-            with STEP_LOCK:
+            with STEP_LOCK, self.step_timer:
                 self._step()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from tests.stage.test_llm_engine import (
 from vllm_omni.inputs import StageInput
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Outbox
-from vllm_omni.stage.engines.llm import LLMStageEngine
+from vllm_omni.stage.engines.llm import MAX_RETRIES, LLMStageEngine
 from vllm_omni.stage.engines.llm_request import ARRequest
 
 
@@ -124,6 +124,24 @@ def test_streams_with_input_in_windows_go_on(ar):
     ar.wait_asleep()
     assert "raise at 11" in ar.error("b").error and len(ar.items["a"]) == 10
     ar.put(next_part("a", prompts[0], feed, 9, 16, is_last=True))
+    assert_equal(*ar.finish("a"), expected)
+    assert_nothing_is_left(ar)
+
+
+def test_a_long_stream_outlives_any_number_of_guilty_ones(ar):
+    feed = torch.randn(16, 128, generator=torch.Generator().manual_seed(2)) * 0.2
+    prompts = random_prompts(20, 11)
+    (expected,) = alone(ar, whole("a", prompts[0], greedy(25), feed))
+    start = first_part("a", prompts[0], greedy(25), feed, 1)
+    start.streams_output = True
+    ar.put(start)
+    ar.wait_asleep()
+    for index in range(MAX_RETRIES + 2):
+        rows = 1 + 3 * index, 4 + 3 * index
+        ar.put(bad(f"b{index}", prompts[1], 11), next_part("a", prompts[0], feed, *rows))
+        ar.wait_asleep()
+        assert "raise at 11" in ar.error(f"b{index}").error
+    ar.put(chunk("a", is_last=True))
     assert_equal(*ar.finish("a"), expected)
     assert_nothing_is_left(ar)
 

@@ -92,6 +92,9 @@ def test_without_a_limit_nothing_is_watched(start: Callable[[PipelineConfig], Ca
     assert texts(caller.wait_one()) == ["good>a"]
 
 
+ends_in_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
 class Ended:
     """Takes the place of the end of the process: ends the watchdog's thread alone."""
 
@@ -106,6 +109,7 @@ class Ended:
         sys.exit()
 
 
+@ends_in_a_thread
 def test_the_log_has_the_stack_of_the_engine_that_hangs(capsys: pytest.CaptureFixture[str]) -> None:
     """The first step may take longer, and so may what makes progress."""
     ended = Ended()
@@ -132,6 +136,7 @@ def test_the_log_has_the_stack_of_the_engine_that_hangs(capsys: pytest.CaptureFi
     assert "in hang_here" in error and "in test_the_log" not in error
 
 
+@ends_in_a_thread
 def test_while_nothing_works_the_watchdog_sleeps_for_good() -> None:
     ended = Ended()
     watchdog = Watchdog(ended)

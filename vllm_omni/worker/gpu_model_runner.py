@@ -124,9 +124,9 @@ class OmniGPUModelRunner(GPUModelRunner):
         for index, generator in self.input_batch.generators.items():
             req_id = self.input_batch.req_ids[index]
             num_tokens = len(self.requests[req_id].output_token_ids)
-            drawn_at, state = self._draws.get(req_id, (-1, None))
-            if drawn_at == num_tokens:
-                generator.set_state(state)
+            drawn = self._draws.get(req_id)
+            if drawn is not None and drawn[0] == num_tokens:
+                generator.set_state(drawn[1])
             else:
                 self._draws[req_id] = num_tokens, generator.get_state()
 

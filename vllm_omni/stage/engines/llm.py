@@ -180,3 +180,5 @@ class LLMStageEngine(StageEngine):
                 request.num_retries += 1
                 for engine_id in request.engine_ids:
                     self._engine.quarantine(engine_id, batch[engine_id])
+            elif len(suspects) == 1:
+                request.num_retries = 0  # It was that one, and not the batch.

@@ -31,7 +31,7 @@ class LLMRequest(ABC):
     """
     Attributes:
         request_id: The pipeline's.
-        num_retries: Steps that it shared and that raised.
+        num_retries: Steps that it shared and that raised, since one was last found to be at fault.
     """
 
     def __init__(self, engine: OmniLLMEngine, stage_id: int, item: NewRequest) -> None:

@@ -72,6 +72,9 @@ class OmniSchedulerMixin(Scheduler):
 
         Args:
             known_to_workers: Requests that some worker holds something of.
+
+        Raises:
+            RuntimeError: Blocks are held by nobody, so that the prefix cache cannot be cleared.
         """
         self.running = []
         self.waiting, self.kv_holding_waiting = create_request_queue(self.policy), create_request_queue(self.policy)
@@ -82,7 +85,8 @@ class OmniSchedulerMixin(Scheduler):
         has_tokens = {req_id for req_id, request in self.requests.items() if request.num_output_tokens}
         self.finished_req_ids = (self.finished_req_ids | known_to_workers | self.requests.keys()) - has_tokens
         self.prev_step_scheduled_req_ids.clear()
-        self.reset_prefix_cache()
+        if not self.reset_prefix_cache():
+            raise RuntimeError("the step that raised has left blocks of the KV cache that no request holds")
 
     def _restart(self, request: Request, now: float) -> None:
         assert isinstance(request, OmniRequest)

@@ -7,7 +7,7 @@ engine's continuous batch.
 
 import time
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -113,11 +113,11 @@ class LLMStageEngine(StageEngine):
             self.outbox.put(Error.from_exception(request_id, error, invalid=True))
             return
         request = self._requests[request_id] = self._request_class(self._engine, self._stage_id, item)
-        self._feed(request, partial(request.begin, item))
+        self._feed(request, lambda: request.begin(item))
 
     def _extend(self, chunk: StreamChunk) -> None:
         request = self._requests[chunk.request_id]
-        self._feed(request, partial(request.extend, chunk))
+        self._feed(request, lambda: request.extend(chunk))
 
     def _feed(self, request: LLMRequest, give: Callable[[], Items]) -> None:
         try:

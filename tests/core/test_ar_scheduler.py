@@ -21,7 +21,7 @@ def engine(tiny_qwen3):
 @pytest.fixture(autouse=True)
 def idle(engine):
     yield
-    engine.fail_all()
+    engine.abort_request(list(engine.output_processor.external_req_ids))
     while engine.has_work():
         engine.step()
 

@@ -28,7 +28,7 @@ def test_new_request_data():
 
 
 def test_scheduler_output():
-    chunks = {"a": [InputChunk(is_last=True)]}
+    chunks = {"a": [InputChunk(0, is_last=True)]}
     base = filled(SchedulerOutput)
     ours = OmniSchedulerOutput.from_base(base, chunks)
     assert all(getattr(ours, field.name) is getattr(base, field.name) for field in fields(SchedulerOutput))
@@ -37,7 +37,7 @@ def test_scheduler_output():
 
 def test_chunks_reach_workers_in_other_processes():
     payload = AdditionalInformationPayload.from_dict({"rows": torch.arange(3.0)})
-    output = OmniSchedulerOutput.from_base(SchedulerOutput.make_empty(), {"a": [InputChunk(payload, True)]})
+    output = OmniSchedulerOutput.from_base(SchedulerOutput.make_empty(), {"a": [InputChunk(0, payload, True)]})
     (chunk,) = pickle.loads(pickle.dumps(output)).input_chunks["a"]
     assert chunk.is_last and chunk.information.to_dict()["rows"].tolist() == [0, 1, 2]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.feedback_models import ECHO, EchoStrategy, register
 from tests.engine.running import greedy, run, step_until_idle
@@ -182,9 +183,61 @@ def test_a_step_that_raises_leaves_no_slot_taken(
     echo_engine.add_request("bad", make_prompt(9, 2, **bad), greedy(8))
     with pytest.raises(RuntimeError, match="asked to"):
         step_until_idle(echo_engine)
-    assert sorted(echo_engine.fail_all()) == ["bad", "good"]
-    (output,) = run(echo_engine, [make_prompt(12, 1)], greedy(8))
+    assert echo_engine.recover() == []
+    echo_engine.abort_request(["bad"])
+    (output,) = step_until_idle(echo_engine)
     check(output, oracle, make_prompt(12, 1), 8)
+    assert_nothing_is_left(echo_engine, runner, strategy)
+
+
+@pytest.mark.parametrize(
+    "place", ["strategy.feed_back", "strategy.extend", "_model_forward", "strategy.remember", "_sample"]
+)
+@pytest.mark.parametrize("num_good_calls", [0, 1, 5])
+def test_frames_of_a_step_that_raises_are_made_and_leave_once(
+    place: str,
+    num_good_calls: int,
+    echo_engine: OmniLLMEngine,
+    oracle: HFTextOracle,
+    runner: CPUFeedbackARModelRunner,
+    strategy: EchoStrategy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wherever it raises: before, while and after the frame is made; the frames are those that the tokens came from."""
+    prompts = [make_prompt(100, 3, feed=12), make_prompt(20, 4, feed=30)]
+    feed = prompts[0]["additional_information"]["feed"]
+    first = {**prompts[0], "additional_information": {**prompts[0]["additional_information"], "feed": feed[:2]}}
+    echo_engine.add_request("pieces", first, greedy(16, output_kind=RequestOutputKind.DELTA))
+    echo_engine.await_input("pieces", 100 + 2)
+    echo_engine.add_request("whole", prompts[1], greedy(20, output_kind=RequestOutputKind.DELTA))
+    target: Any = strategy if "." in place else runner
+    name = place.rpartition(".")[2]
+    method, calls = getattr(target, name), iter(range(100))
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == num_good_calls:
+            raise RuntimeError("broken")
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(target, name, broken)
+    outputs: dict[str, list[Any]] = {"pieces": [], "whole": []}
+    num_raised, start = 0, 2
+    while echo_engine.has_unfinished_requests():
+        if start < 12:
+            echo_engine.add_input("pieces", {"feed": feed[start : start + 1]}, 100 + start + 1, is_last=start == 11)
+            start += 1
+        try:
+            for output in echo_engine.step():
+                outputs[output.request_id].append(output)
+        except RuntimeError:
+            num_raised += 1
+            assert echo_engine.recover() == []
+    assert num_raised == 1
+    for prompt, parts, num_tokens in zip(prompts, outputs.values(), (16, 20), strict=True):
+        tokens = [token for part in parts for token in part.outputs[0].token_ids]
+        draws = torch.cat([part.multimodal_output["draw"] for part in parts if part.multimodal_output])
+        assert (len(tokens), len(draws)) == (num_tokens, num_tokens - 1)
+        assert tokens == expected_tokens(oracle.model, prompt, draws)
     assert_nothing_is_left(echo_engine, runner, strategy)
 
 

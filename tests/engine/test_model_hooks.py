@@ -105,12 +105,17 @@ class TestRaisingHook:
         hooked_engine.add_request("bad", as_prompt(prompts[1], shifts[1], raise_at=23), greedy(20))
         with pytest.raises(RuntimeError, match="asked to raise at 23"):
             step_until_idle(hooked_engine)
-        with pytest.raises(RuntimeError, match="fail_all"):
+        with pytest.raises(RuntimeError, match="recover"):
             hooked_engine.step()
-        with pytest.raises(RuntimeError, match="fail_all"):
+        with pytest.raises(RuntimeError, match="recover"):
             hooked_engine.add_request("late", as_prompt(prompts[2], shifts[2]), greedy(2))
-        assert sorted(hooked_engine.fail_all()) == ["bad", "good"]
-        assert not hooked_engine.has_unfinished_requests()
+        assert hooked_engine.recover() == []
+        with pytest.raises(RuntimeError, match="asked to raise at 23"):
+            step_until_idle(hooked_engine)
+        assert hooked_engine.recover() == []
+        hooked_engine.abort_request(["bad"])
+        (output,) = step_until_idle(hooked_engine)
+        assert_as_expected(output, oracle.model, prompts[0], shifts[0])
 
         outputs = run(hooked_engine, [as_prompt(p, s) for p, s in zip(prompts, shifts, strict=False)], greedy(10))
         for prompt, shift, output in zip(prompts, shifts, outputs, strict=False):
@@ -124,9 +129,16 @@ class TestRaisingHook:
         hooked_engine.add_request("bad", as_prompt(prompt, shifts[0], raise_at=0), greedy(5))
         with pytest.raises(RuntimeError, match="asked to raise"):
             hooked_engine.step()
-        assert hooked_engine.fail_all() == ["bad"]
+        assert hooked_engine.recover() == []
+        hooked_engine.abort_request(["bad"])
         (output,) = run(hooked_engine, [as_prompt(prompt, shifts[0])], greedy(5))
         assert_as_expected(output, oracle.model, prompt, shifts[0])
 
-    def test_fail_all_of_an_idle_engine(self, hooked_engine):
-        assert hooked_engine.fail_all() == []
+    def test_an_engine_that_has_nothing_to_recover_from(self, hooked_engine, oracle, shifts):
+        assert hooked_engine.recover() == []
+        (prompt,) = random_prompts(10)
+        hooked_engine.add_request("0", as_prompt(prompt, shifts[0]), greedy(5))
+        hooked_engine.step()
+        assert hooked_engine.recover() == []
+        (output,) = step_until_idle(hooked_engine)
+        assert_as_expected(output, oracle.model, prompt, shifts[0])

@@ -240,6 +240,13 @@ def test_a_deadline_is_the_last_event(tmp_path: Path) -> None:
         assert is_idle(llm)
 
 
+def test_every_request_has_a_deadline_unless_it_is_switched_off(llm: AsyncOmniLLM, tmp_path: Path) -> None:
+    assert llm.builder.build("p", None, print).timeout_s == 6 * 3600
+    with running(AsyncOmniLLM, tmp_path, args={"request_timeout_s": 0}) as without:
+        assert without.builder.build("p", None, print).timeout_s is None
+        check_story(asyncio.run(read(without.generate("p"))))
+
+
 def test_a_closed_pipeline_says_so_to_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(llm: AsyncOmniLLM) -> None:
         works = asyncio.create_task(read(llm.generate(ask(fake_seconds=60))))

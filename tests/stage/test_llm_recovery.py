@@ -18,7 +18,8 @@ from tests.stage.test_llm_engine import (
 from vllm_omni.inputs import StageInput
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Outbox
-from vllm_omni.stage.engines.llm import LLMStageEngine
+from vllm_omni.stage.engines.llm import MAX_RETRIES, LLMStageEngine
+from vllm_omni.stage.engines.llm_request import ARRequest
 
 
 def bad(request_id: str, prompt: list[int], raise_at: int, max_tokens: int = 20) -> NewRequest:
@@ -77,19 +78,95 @@ def test_several_guilty_ones(ar):
     assert_nothing_is_left(ar)
 
 
-def test_one_that_has_streamed_cannot_start_again(ar):
-    prompts = random_prompts(20, 11, 8)
-    streamed = whole("a", prompts[0], greedy(25), streams_output=True)
-    waiting = whole("c", prompts[2], greedy(25), streams_output=True)
-    ar.put(streamed, bad("b", prompts[1], 15))
-    ar.put(waiting)
-    ar.wait_asleep()
-    assert "raise at 15" in ar.error("a").error and len(ar.items["a"]) > 1
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"temperature": 1.0, "seed": 3, "logprobs": 1},
+        {"temperature": 1.0, "seed": 3, "n": 2},
+        {"stop": ["never found"]},
+        {"stream_interval": 4},
+    ],
+    ids=str,
+)
+def test_streams_go_on_where_they_were(ar, parameters):
+    """Text, tokens, logprobs and rows: what has left does not leave again, and what follows is what would have been."""
+    params = greedy(25, **parameters)
+    prompts = random_prompts(20, 11, 70)
+    expected = alone(ar, whole("a", prompts[0], params), whole("c", prompts[2], params))
+    expected_pieces = {}
+    for request_id, prompt in (("a", prompts[0]), ("c", prompts[2])):
+        ar.put(whole(request_id, prompt, params, streams_output=True))
+        ar.finish(request_id)
+        expected_pieces[request_id] = len(ar.items.pop(request_id))
+    ar.put(
+        whole("a", prompts[0], params, streams_output=True),
+        bad("b", prompts[1], 15),
+        whole("c", prompts[2], params, streams_output=True),
+    )
+    for output, one in zip(ar.finish("a", "c"), expected, strict=True):
+        assert_equal(output, one)
+    assert {name: len(ar.items[name]) for name in "ac"} == expected_pieces
     assert "raise at 15" in ar.error("b").error
     assert_nothing_is_left(ar)
 
 
-def test_held_and_waiting_requests_start_again_with_their_chunks(ar):
+def test_streams_with_input_in_windows_go_on(ar):
+    """Chunks that came before the step, with it, and after it."""
+    feed = torch.randn(16, 128, generator=torch.Generator().manual_seed(2)) * 0.2
+    prompts = random_prompts(20, 11)
+    (expected,) = alone(ar, whole("a", prompts[0], greedy(25), feed))
+    start = first_part("a", prompts[0], greedy(25), feed, 2)
+    start.streams_output = True
+    ar.put(start)
+    ar.wait_asleep()
+    ar.put(bad("b", prompts[1], 11), next_part("a", prompts[0], feed, 2, 4), next_part("a", prompts[0], feed, 4, 9))
+    ar.wait_asleep()
+    assert "raise at 11" in ar.error("b").error and len(ar.items["a"]) == 10
+    ar.put(next_part("a", prompts[0], feed, 9, 16, is_last=True))
+    assert_equal(*ar.finish("a"), expected)
+    assert_nothing_is_left(ar)
+
+
+def test_a_long_stream_outlives_any_number_of_guilty_ones(ar):
+    feed = torch.randn(16, 128, generator=torch.Generator().manual_seed(2)) * 0.2
+    prompts = random_prompts(20, 11)
+    (expected,) = alone(ar, whole("a", prompts[0], greedy(25), feed))
+    start = first_part("a", prompts[0], greedy(25), feed, 1)
+    start.streams_output = True
+    ar.put(start)
+    ar.wait_asleep()
+    for index in range(MAX_RETRIES + 2):
+        rows = 1 + 3 * index, 4 + 3 * index
+        ar.put(bad(f"b{index}", prompts[1], 11), next_part("a", prompts[0], feed, *rows))
+        ar.wait_asleep()
+        assert "raise at 11" in ar.error(f"b{index}").error
+    ar.put(chunk("a", is_last=True))
+    assert_equal(*ar.finish("a"), expected)
+    assert_nothing_is_left(ar)
+
+
+def test_an_error_of_our_output_code_is_not_the_callers_fault(ar, monkeypatch):
+    """And it is that of one request."""
+    take = ARRequest.take
+
+    def broken(request, output):
+        if request.request_id == "b" and len(request._engine.last_batch()) == 2:
+            raise ValueError("ours")
+        return take(request, output)
+
+    monkeypatch.setattr(ARRequest, "take", broken)
+    prompts = random_prompts(20, 11)
+    ar.put(
+        whole("a", prompts[0], greedy(9), streams_output=True), whole("b", prompts[1], greedy(9), streams_output=True)
+    )
+    (output,) = ar.finish("a")
+    assert len(output.completions[0].token_ids) == 9
+    assert "ValueError: ours" in ar.error("b").error and not ar.error("b").invalid
+    assert_nothing_is_left(ar)
+
+
+def test_held_and_waiting_requests_go_on_with_their_chunks(ar):
     feed = torch.randn(16, 128, generator=torch.Generator().manual_seed(2)) * 0.2
     prompts = random_prompts(20, 11)
     (expected,) = alone(ar, whole("a", prompts[0], greedy(25), feed))
@@ -142,6 +219,7 @@ def test_what_only_a_batch_raises_ends_too(ar, runner, monkeypatch):
 
 @pytest.mark.parametrize("place", ["schedule", "process_outputs"])
 def test_outside_of_the_model(ar, monkeypatch, place):
+    """Nobody can be found out before a step has begun, and after it its tokens are lost."""
     engine = ar.engine._engine
     owner = engine.output_processor if place == "process_outputs" else engine._core.scheduler.kv_cache_manager
     name = "process_outputs" if place == "process_outputs" else "allocate_slots"
@@ -155,10 +233,8 @@ def test_outside_of_the_model(ar, monkeypatch, place):
     prompts = random_prompts(20, 11)
     ar.put(whole("a", prompts[0], greedy(1)), whole("b", prompts[1], greedy(1)))
     ar.wait_asleep()
-    if place == "schedule":
-        assert "broken" in ar.error("a").error and "broken" in ar.error("b").error
-    else:
-        assert len(ar.output("a").completions[0].token_ids) == len(ar.output("b").completions[0].token_ids) == 1
+    for request_id in ("a", "b"):
+        assert "broken" in ar.error(request_id).error and not ar.error(request_id).invalid
     assert_nothing_is_left(ar)
 
 
@@ -176,15 +252,15 @@ def test_a_broken_engine_ends_its_stage(ar, monkeypatch, is_device):
     def step():
         raise torch.AcceleratorError("device-side assert") if is_device else RuntimeError("step")
 
-    def fail_all():
+    def recover():
         raise Unrecoverable("clean-up")
 
     with monkeypatch.context() as patch:
         patch.setattr(stage._engine, "step", step)
-        patch.setattr(stage._engine, "fail_all", fail_all)
+        patch.setattr(stage._engine, "recover", recover)
         stage.inbox.put(whole("a", [1, 2, 3], greedy(5)))
         with pytest.raises(error):
             stage.run()
-    stage._engine.fail_all()
+    stage._engine.abort_request(["a"])
     ar.put(whole("b", [1, 2, 3], greedy(5)))
     ar.finish("b")

@@ -30,6 +30,9 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         max_batch_size: Requests that the engine works on at once (its `max_num_seqs`).
         max_inflight: Requests that the engine holds, computing or about to; default: what it can make use of.
         max_queued: Requests that may wait in the stage for its engine. Above this, whoever feeds the stage waits.
+        step_timeout_s: Seconds that a step of the engine may take; then the process is ended and restarted. A step that
+            may compile something gets 600 s more: the first one, and any of a diffusion stage with `compile`. 0: no
+            limit.
         requires_multimodal_data: The stage reads the multimodal data of prompts. First stages always do; of the others
             a diffusion stage can, which then gets the prompt's images.
     """
@@ -41,6 +44,7 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     max_batch_size: int | None = None
     max_inflight: int | None = None
     max_queued: int | None = None
+    step_timeout_s: float = 1800.0
     requires_multimodal_data: bool = False
 
 
@@ -217,7 +221,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_inflight: Requests that the pipeline works on at once.
         max_queued: Requests that wait to be admitted. Above this offline callers wait, and the asynchronous face
             raises `PipelineFullError`.
-        request_timeout_s: Seconds from a request's arrival after which it fails with `RequestTimeoutError`.
+        request_timeout_s: Seconds from a request's arrival, waiting for its turn included, after which it fails with
+            `RequestTimeoutError`. 0: no limit.
         stage_init_timeout: Seconds that a single stage may take to become ready.
     """
 
@@ -227,7 +232,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     restart: RestartConfig = RestartConfig()
     max_inflight: int = 256
     max_queued: int = 256
-    request_timeout_s: float | None = None
+    request_timeout_s: float = 21600.0
     stage_init_timeout: float = 600.0
     connectors: dict[str, ConnectorConfig] = {}
     edges: list[EdgeConfig] = []

@@ -7,7 +7,7 @@ from typing import ClassVar
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
 from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationScheduler
@@ -66,17 +66,14 @@ class OmniEngineCore(EngineCore):
         assert isinstance(scheduler, OmniGenerationScheduler), f"{type(scheduler).__name__} knows no streams"
         return scheduler
 
-    def abandon_all_requests(self) -> None:
-        """Ends every request, in whatever state an exception inside a step has left it.
+    def restart_requests(self) -> None:
+        """Has every request computed again, in whatever state an exception inside a step has left the engine.
 
         Whatever the step was to compute is distrusted: cached blocks and encoder outputs may be marked as filled
         without having been.
         """
-        scheduler = self.omni_scheduler
-        scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-        # The workers may have missed which requests were finished before: the next step tells them once more.
+        # The workers may have missed which requests were finished before: the next step says it once more.
         known_to_workers: list[list[str]] = self.collective_rpc("abandon_step")
-        for req_ids in known_to_workers:
-            scheduler.finished_req_ids.update(req_ids)
-        scheduler.reset_prefix_cache()
-        self.reset_encoder_cache()
+        self.scheduler.reset_encoder_cache()
+        self.model_executor.reset_encoder_cache()
+        self.omni_scheduler.restart_requests({req_id for req_ids in known_to_workers for req_id in req_ids})

@@ -21,7 +21,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.kv_hints import KvHintsEnvelope
 
-from vllm_omni.core.sched.output import InputChunk, OmniRequest, StreamWindow
+from vllm_omni.core.sched.output import OmniRequest, StreamWindow
 from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
 from vllm_omni.engine.module_scan import opaque_module_hidden
 from vllm_omni.engine.omni_engine_core import OmniEngineCore
@@ -38,7 +38,7 @@ class OmniLLMEngine(LLMEngine):
     process must be stepped one at a time; a pipeline gives each its own process. Close an engine that is not used any
     more.
 
-    After an exception out of `step` nothing but `fail_all` and `close` is allowed; `fail_all` makes it usable again.
+    After an exception out of `step` nothing but `recover` and `close` is allowed; `recover` makes it usable again.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -165,9 +165,8 @@ class OmniLLMEngine(LLMEngine):
             payload = AdditionalInformationPayload.from_dict(information) if information else None
         except TypeError as error:
             raise InvalidRequestError(str(error), request_id) from error
-        chunk = InputChunk(payload, is_last)
         for req_id in self._internal_ids(request_id):
-            self._core.ar_scheduler.add_input(req_id, chunk, num_ready_tokens)
+            self._core.ar_scheduler.add_input(req_id, payload, num_ready_tokens, is_last)
 
     def discard_rows(self, request_id: str, first: int) -> None:
         """Says of a request that was just added that nobody reads what the model makes of it besides tokens.
@@ -184,7 +183,7 @@ class OmniLLMEngine(LLMEngine):
         """Says of a request of a one-step stage that was just added which part of a stream it is.
 
         The model finds what it has remembered of the stream. Windows of a stream must be computed one after the other;
-        one that was lost to a step that raised may come again. Call `release_stream` when the stream has ended.
+        one whose step raised is computed again. Call `release_stream` when the stream has ended.
         """
         for req_id in self._internal_ids(request_id):
             self._core.generation_scheduler.set_window(req_id, window)
@@ -220,7 +219,7 @@ class OmniLLMEngine(LLMEngine):
         return len(self._core.omni_scheduler.last_batch)
 
     def quarantine(self, request_id: str, num_tokens: int) -> None:
-        """Lets a request that was just added share no step until it has computed this many tokens."""
+        """After `recover`: lets a request share no step until it has computed this many tokens again."""
         for req_id in self._internal_ids(request_id):
             self._core.omni_scheduler.quarantine(req_id, num_tokens)
 
@@ -230,7 +229,7 @@ class OmniLLMEngine(LLMEngine):
         Each `RequestOutput` has the attribute `multimodal_output`, as `MultimodalOutputProcessor` says.
 
         Raises:
-            Exception: Whatever the model or its hooks raised. Call `fail_all` next.
+            Exception: Whatever the model or its hooks raised. Call `recover` next.
         """
         self._check_usable()
         try:
@@ -239,20 +238,25 @@ class OmniLLMEngine(LLMEngine):
             self._has_failed = True
             raise
 
-    def fail_all(self) -> list[str]:
-        """Aborts every request and makes the engine usable again, also after an exception out of `step`.
+    def recover(self) -> list[str]:
+        """Makes the engine usable again after an exception out of `step`; the requests go on.
 
-        An exception inside a step cannot be told apart by request, so all end. If the device itself is broken, the
-        next step raises again: close the engine then.
+        All that was computed of them is computed again, as after a preemption: their tokens stay, and nothing that
+        has been handed out is handed out again. An exception inside a step cannot be told apart by request: if it was
+        one of them, the next step that this one takes part in raises again. If the device itself is broken, the next
+        step raises as well: close the engine then.
 
         Returns:
-            The callers' ids of the requests that were aborted.
+            The callers' ids of requests that cannot go on, and were aborted: those of the last step where it was
+            computed and its outputs were lost.
         """
-        request_ids = list(self.output_processor.external_req_ids)
-        self.abort_request(request_ids)
-        self._core.abandon_all_requests()
+        if not self._has_failed:
+            return []
+        lost = list(self.last_batch()) if self._core.omni_scheduler.has_output else []
+        self.abort_request(lost)
+        self._core.restart_requests()
         self._has_failed = False
-        return request_ids
+        return lost
 
     def close(self) -> None:
         """Releases the model, the KV cache and vLLM's distributed groups. Does nothing the second time."""
@@ -270,7 +274,7 @@ class OmniLLMEngine(LLMEngine):
         if self._is_closed:
             raise RuntimeError("the engine is closed")
         if self._has_failed:
-            raise RuntimeError("the last step raised; call fail_all() before anything else")
+            raise RuntimeError("the last step raised; call recover() before anything else")
 
 
 def _as_preprocessed_prompt(

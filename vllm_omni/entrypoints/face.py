@@ -52,7 +52,7 @@ class PipelineFace:
             trace_file: Write a timeline of all requests to this file; it opens in Perfetto.
             init_timeout: Seconds that the stages may take to become ready, all together.
             stage_init_timeout: Seconds that a single stage may take, at the start and after a restart.
-            request_timeout_s: Seconds after which a request fails with `RequestTimeoutError`.
+            request_timeout_s: Seconds after which a request fails with `RequestTimeoutError`; 0: no limit.
             max_inflight: Requests that the pipeline works on at once.
             max_queued: Requests that wait beyond that, until callers wait (or get `PipelineFullError`).
             shm_threshold_bytes: Data of at least this size passes between stages through shared memory.

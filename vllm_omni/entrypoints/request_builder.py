@@ -112,7 +112,7 @@ class RequestBuilder:
             final_stages=final_stages,
             on_event=on_event,
             streams=streams,
-            timeout_s=self._config.runtime.request_timeout_s,
+            timeout_s=self._config.runtime.request_timeout_s or None,
             arrival=arrival,
             trace_headers=dict(trace_headers or {}),
         )

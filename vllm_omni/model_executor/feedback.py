@@ -64,7 +64,10 @@ class FeedbackStrategy(ABC):
 
     @abstractmethod
     def extend(self, pieces: list[InputPiece]) -> None:
-        """More input of requests that have begun: all that has arrived since the last step, in order."""
+        """More input of requests that have begun: all that has arrived since the last step, in order.
+
+        If it raises, it has taken in nothing: the pieces come again.
+        """
 
     @abstractmethod
     def end(self, slot: int) -> None:
@@ -72,18 +75,17 @@ class FeedbackStrategy(ABC):
 
     @abstractmethod
     def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        """`[stop - start, hidden]`, input of the prompt's rows `start..stop`. Again from 0 after a preemption."""
+        """`[stop - start, hidden]`, input of the prompt's rows `start..stop`. Again from 0 after a preemption or a step
+        that raised."""
 
     @abstractmethod
     def feed_back(self, rows: FedBackRows) -> FedBack:
-        """Makes what comes after each of these tokens. Called once for each token of a request."""
+        """Makes what comes after each of these tokens. Called once for each token of a request, unless it raises."""
 
     @abstractmethod
     def replay(self, rows: FedBackRows) -> FedBack:
-        """The same rows as an earlier `feed_back`, after a preemption: nothing may be drawn a second time.
-
-        Their outputs have left already, and are not looked at.
-        """
+        """The same rows and outputs as an earlier `feed_back`, after a preemption or a step that raised: nothing may
+        be drawn a second time."""
 
     @abstractmethod
     def remember(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ class RequestSpan:
         req_id: vLLM's internal request id.
         start, stop: Rows `[start, stop)` of the step's flat batch.
         position: Absolute position of the first row (tokens computed before this step). It goes back
-            to 0 when the request was preempted: a hook must then reproduce the rows it made before.
+            to 0 when the request was preempted, or a step raised: a hook must then reproduce the rows it made before.
         num_prompt_tokens: Rows at positions below this belong to the prompt.
         num_tokens: Tokens known so far, prompt and generated. The step samples for this request
             only if its last row is the last known token.

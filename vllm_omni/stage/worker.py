@@ -11,8 +11,9 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 from vllm.utils.system_utils import decorate_logs, set_process_title
@@ -27,6 +28,7 @@ from vllm_omni.stage.input_processor import load_stage_input_processor
 from vllm_omni.stage.placement import alone_on_devices, set_stage_gpu_devices
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import StageSpec
+from vllm_omni.stage.watchdog import Watchdog
 
 _T = TypeVar("_T")
 
@@ -36,8 +38,9 @@ class HostedStage:
 
     engine: StageEngine
 
-    def __init__(self, spec: StageSpec, lifeline: socket.socket) -> None:
+    def __init__(self, spec: StageSpec, lifeline: socket.socket, watchdog: Watchdog) -> None:
         self.spec = spec
+        self._watchdog = watchdog
         self.label = f"stage {spec.stage.stage_id} ({spec.stage.name})"
         self._lifeline = lifeline
         self._outbox = Outbox()
@@ -52,6 +55,8 @@ class HostedStage:
         stage = self.spec.stage
         self.engine = make_stage_engine(stage, self.spec.model, self._outbox)
         self.engine.recorder = self._recorder
+        if limit_s := stage.runtime.step_timeout_s:
+            self.engine.step_timer = self._watchdog.watch(self.label, limit_s, self.engine.always_compiles)
         trust_remote_code = stage.engine_args.get("trust_remote_code", False)
         processor = load_stage_input_processor(stage.custom_process_input_func, self.spec.model, trust_remote_code)
         self._shell.attach(self.engine, processor)
@@ -85,10 +90,16 @@ class HostedStage:
         except BaseException as error:
             try:
                 traceback.print_exc()
-                sys.stdout.flush()
-                self._lifeline.sendall(f"{self.label}: {type(error).__name__}: {error}".encode())
             finally:
-                os._exit(1)
+                _die(self._lifeline, f"{self.label}: {type(error).__name__}: {error}")
+
+
+def _die(lifeline: socket.socket, last_words: str) -> NoReturn:
+    try:
+        sys.stdout.flush()
+        lifeline.sendall(last_words.encode())
+    finally:
+        os._exit(1)
 
 
 def main(spec_bytes: bytes, lifeline: socket.socket) -> list[HostedStage]:
@@ -96,7 +107,8 @@ def main(spec_bytes: bytes, lifeline: socket.socket) -> list[HostedStage]:
 
     Args:
         spec_bytes: A list of `StageSpec` as JSON.
-        lifeline: Its end-of-file says that the parent is gone. Gets the last words of a stage that fails in a thread.
+        lifeline: Its end-of-file says that the parent is gone. Gets the last words of a stage that fails in a thread,
+            or whose step takes too long.
 
     Returns:
         The stages. Whoever lets go of them has their engines taken apart, which takes seconds; the end of the process
@@ -107,30 +119,33 @@ def main(spec_bytes: bytes, lifeline: socket.socket) -> list[HostedStage]:
     """
     specs = msgspec.json.decode(spec_bytes, type=list[StageSpec])
     _set_up_process(specs)
-    stages = [HostedStage(spec, lifeline) for spec in specs]
+    watchdog = Watchdog(partial(_die, lifeline))
+    stages = [HostedStage(spec, lifeline, watchdog) for spec in specs]
     if len(stages) == 1:
-        _run_alone(stages[0])
+        _run_alone(stages[0], watchdog)
     else:
-        _run_together(stages)
+        _run_together(stages, watchdog)
     return stages
 
 
-def _run_alone(stage: HostedStage) -> None:
+def _run_alone(stage: HostedStage, watchdog: Watchdog) -> None:
     """The engine has the main thread."""
     stage.make_engine()
+    watchdog.start()
     stage.start()
     stage.engine.run()
     stage.engine.close()
     stage.join()
 
 
-def _run_together(stages: list[HostedStage]) -> None:
+def _run_together(stages: list[HostedStage], watchdog: Watchdog) -> None:
     """Every engine has a thread of its own.
 
     They start one after the other, and all before any works: vLLM sets defaults of the whole process while it loads.
     """
     for stage in stages:
         stage.run_or_die(stage.make_engine)
+    watchdog.start()
     in_order = sorted(stages, key=lambda stage: not stage.run_or_die(stage.engine.must_start_first))
     for stage in in_order:
         stage.run_or_die(stage.start)

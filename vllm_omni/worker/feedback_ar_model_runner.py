@@ -20,6 +20,8 @@ from vllm_omni.worker.feedback_rows import RequestSlots, Rows, StepRows, sort_ro
 from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
 from vllm_omni.worker.host_copy import HostCopy
 
+Outputs = dict[str, torch.Tensor]
+
 
 class FeedbackARModelRunner(OmniGPUModelRunner):
     """vLLM's two phases around a model that declares `SupportsFeedback`.
@@ -35,7 +37,6 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         if not self.enable_prompt_embeds:
             raise ValueError("a model whose input is fed back needs the engine argument enable_prompt_embeds=True")
         self.slots = RequestSlots()
-        self._pieces: list[InputPiece] = []
         self._batch = BatchSlots()
         self._emitted: EmittedRows | None = None
 
@@ -51,12 +52,9 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
     # ---- requests come and go
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        self._pieces = []
         corrections = super()._update_states(scheduler_output)
         for data in scheduler_output.scheduled_new_reqs:
             self.omni_info.pop(data.req_id, None)  # The strategy has what it needs of it.
-        if self._pieces:
-            self.strategy.extend(self._pieces)
         self._batch.update(self.input_batch.req_ids, self.slots, self.device)
         return corrections
 
@@ -69,11 +67,18 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         self.slots.take(data.req_id)
         self._batch.clear()
 
-    def _extend_input(self, req_id: str, chunk: InputChunk) -> None:
+    def _extend_inputs(self, input_chunks: dict[str, list[InputChunk]]) -> None:
+        missing = [
+            (req_id, chunk) for req_id, chunks in input_chunks.items() for chunk in self._missing(req_id, chunks)
+        ]
+        if missing:
+            self.strategy.extend([self._as_piece(req_id, chunk) for req_id, chunk in missing])
+        for req_id, chunk in missing:
+            self._note_arrived(req_id, chunk)
+
+    def _as_piece(self, req_id: str, chunk: InputChunk) -> InputPiece:
         information = {} if chunk.information is None else chunk.information.to_dict()
-        self._pieces.append(InputPiece(self.slots[req_id], information, chunk.is_last))
-        if chunk.is_last:
-            self.open_inputs.discard(req_id)
+        return InputPiece(self.slots[req_id], information, chunk.is_last)
 
     def _forget(self, req_id: str) -> None:
         super()._forget(req_id)
@@ -105,16 +110,30 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         for prompt in step.prompts:
             stop = prompt.row + prompt.stop - prompt.start
             embeds[prompt.row : stop] = self.strategy.prompt_rows(prompt.slot, prompt.start, prompt.stop)
-        self._emitted = None
+        emitted: list[tuple[np.ndarray, Outputs]] = []
         if step.new.num_rows:
             where, rows = self._take_rows(step.new, len(embeds))
             fed_back = self.strategy.feed_back(rows)
             embeds[where] = fed_back.embeds
             self.slots.num_frames[step.new.slots] += 1
-            self._emitted = EmittedRows(step.new.requests, fed_back.outputs)
+            emitted.append((step.new.requests, fed_back.outputs))
         if step.known is not None:
             where, rows = self._take_rows(step.known, len(embeds))
-            embeds[where] = self.strategy.replay(rows).embeds
+            fed_back = self.strategy.replay(rows)
+            embeds[where] = fed_back.embeds
+            emitted += self._unemitted(step.known, fed_back.outputs)
+        self._emitted = EmittedRows.join(emitted) if emitted else None
+
+    def _unemitted(self, known: Rows, outputs: Outputs) -> list[tuple[np.ndarray, Outputs]]:
+        """Of the rows that are computed again those that have not left: a row leaves with the step that samples the
+        next token, so the last token's has been made by a step that raised."""
+        num_reqs = self.input_batch.num_reqs
+        num_tokens = self.input_batch.num_tokens_no_spec[:num_reqs] - self.input_batch.num_prompt_tokens[:num_reqs]
+        indices = np.flatnonzero(known.frames == num_tokens[known.requests] - 1)
+        if not len(indices):
+            return []
+        where = self._to_device(indices)
+        return [(known.requests[indices], {name: output[where] for name, output in outputs.items()})]
 
     def _take_rows(self, rows: Rows, num_tokens: int) -> tuple[torch.Tensor | slice, FedBackRows]:
         """Where the rows are in the step, and what they feed back, in one copy to the device."""
@@ -179,9 +198,18 @@ class BatchSlots:
 
 
 class EmittedRows:
-    """The outputs of a step's new rows on their way to the CPU."""
+    """The outputs of rows on their way to the CPU."""
 
-    def __init__(self, requests: np.ndarray, outputs: dict[str, torch.Tensor]) -> None:
+    @classmethod
+    def join(cls, parts: list[tuple[np.ndarray, Outputs]]) -> "EmittedRows":
+        """Of one part or more, of different requests and with outputs of the same names."""
+        (requests, outputs), *others = parts
+        for more_requests, more in others:
+            requests = np.concatenate((requests, more_requests))
+            outputs = {name: torch.cat((output, more[name])) for name, output in outputs.items()}
+        return cls(requests, outputs)
+
+    def __init__(self, requests: np.ndarray, outputs: Outputs) -> None:
         """
         Args:
             requests: `[N]`, the rows' requests, by their index in the batch; none has two.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -26,6 +26,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         omni_info: Each request's additional information, by vLLM's internal id, tensors on the CPU. It lives from the
             request's first step to its end, preemptions included, and the model's hooks may write to it.
         open_inputs: Requests of whose input more is to come.
+        num_chunks: How many chunks of their input have arrived, of those that have any.
         without_rows: Requests that emit nothing but tokens, because nobody reads more.
     """
 
@@ -34,11 +35,13 @@ class OmniGPUModelRunner(GPUModelRunner):
         self.settings = OmniEngineSettings.from_vllm_config(vllm_config)
         self.omni_info: dict[str, dict[str, Any]] = {}
         self.open_inputs: set[str] = set()
+        self.num_chunks: dict[str, int] = {}
         self.without_rows: set[str] = set()
         self.hooks = ModelHooks()
         self.preprocessed: dict[str, torch.Tensor] = {}
         self._num_scheduled: dict[str, int] = {}
         self._spans: list[RequestSpan] | None = None
+        self._draws: dict[str, tuple[int, torch.Tensor]] = {}  # tokens at the last draw; the generator before it
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -48,7 +51,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         """Forgets the step that raised. Returns all requests that are known here."""
         self.execute_model_state = None
         self._spans = None
-        return [*self.requests, *self.omni_info, *self.open_inputs, *self.without_rows]
+        return [*self.requests, *self.omni_info, *self.open_inputs, *self.num_chunks, *self.without_rows]
 
     @property
     def spans(self) -> list[RequestSpan]:
@@ -65,9 +68,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         for data in scheduler_output.scheduled_new_reqs:
             self._remember_input(data)
         if isinstance(scheduler_output, OmniSchedulerOutput):
-            for req_id, chunks in scheduler_output.input_chunks.items():
-                for chunk in chunks:
-                    self._extend_input(req_id, chunk)
+            self._extend_inputs(scheduler_output.input_chunks)
         return super()._update_states(scheduler_output)
 
     def _remember_input(self, data: NewRequestData) -> None:
@@ -80,20 +81,54 @@ class OmniGPUModelRunner(GPUModelRunner):
         if not data.emits_rows:
             self.without_rows.add(data.req_id)
 
-    def _extend_input(self, req_id: str, chunk: InputChunk) -> None:
+    def _extend_inputs(self, input_chunks: dict[str, list[InputChunk]]) -> None:
+        for req_id, chunks in input_chunks.items():
+            for chunk in self._missing(req_id, chunks):
+                self._extend_input(req_id, chunk)
+                self._note_arrived(req_id, chunk)
+
+    def _missing(self, req_id: str, chunks: list[InputChunk]) -> list[InputChunk]:
+        """Those that have not arrived yet: after a step that raised they are sent again."""
+        return [chunk for chunk in chunks if chunk.index >= self.num_chunks.get(req_id, 0)]
+
+    def _note_arrived(self, req_id: str, chunk: InputChunk) -> None:
+        self.num_chunks[req_id] = chunk.index + 1
         if chunk.is_last:
             self.open_inputs.discard(req_id)
-        information = self.omni_info.setdefault(req_id, {})
+
+    def _extend_input(self, req_id: str, chunk: InputChunk) -> None:
+        information = dict(self.omni_info.get(req_id, {}))
         more = {} if chunk.information is None else chunk.information.to_dict()
         if self.hooks.input_chunks is not None:
             self.hooks.input_chunks.extend_information(information, more, chunk.is_last)
         else:
             extend_information(information, more)
+        self.omni_info[req_id] = information  # the whole chunk, or nothing of it
 
     def _forget(self, req_id: str) -> None:
         self.omni_info.pop(req_id, None)
         self.open_inputs.discard(req_id)
+        self.num_chunks.pop(req_id, None)
         self.without_rows.discard(req_id)
+        self._draws.pop(req_id, None)
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
+        if self.execute_model_state is not None:
+            self._prepare_draws()
+        sample_tokens: Any = super().sample_tokens  # whose type its decorator hides
+        return sample_tokens(grammar_output)
+
+    def _prepare_draws(self) -> None:
+        """Lets a request with a seed draw each token once: a token that a step which raised has drawn, too."""
+        for index, generator in self.input_batch.generators.items():
+            req_id = self.input_batch.req_ids[index]
+            num_tokens = len(self.requests[req_id].output_token_ids)
+            drawn = self._draws.get(req_id)
+            if drawn is not None and drawn[0] == num_tokens:
+                generator.set_state(drawn[1])
+            else:
+                self._draws[req_id] = num_tokens, generator.get_state()
 
     def _init_mrope_positions(self, req_state: CachedRequestState) -> None:
         positions = self.omni_info.get(req_state.req_id, {}).get("mrope_positions")

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps count of the rows that each request has handed out, so that every row leaves the engine exactly once.
 
-A row is the model's output at one position of a request. A preempted request computes rows again that left before;
-a chunked prefill computes rows in steps that sample nothing, which vLLM must not see as outputs.
+A row is the model's output at one position of a request. A request that was preempted, or whose step raised, computes
+rows again that left before; a chunked prefill computes rows in steps that sample nothing, which vLLM must not see as
+outputs.
+
+Rows leave with the step that samples a token, and a request has the token only if that step was good. So of a request
+with tokens all rows have left but the last one's; what is noted here is of requests that have none yet.
 """
 
 from collections import defaultdict
@@ -44,18 +48,20 @@ class RowLedger:
 
     def _num_new(self, span: RequestSpan) -> int:
         first = 0 if self._emits_prompt_rows else span.num_prompt_tokens
-        first = max(first, self._next_position.get(span.req_id, 0))
+        has_tokens = span.num_tokens > span.num_prompt_tokens
+        first = max(first, span.num_tokens - 1 if has_tokens else self._next_position.get(span.req_id, 0))
         return min(max(span.position + span.num_rows - first, 0), span.num_rows)
 
     def _hand_out_one(self, span: RequestSpan, rows: Rows) -> Rows | None:
-        end = span.position + span.num_rows
-        self._next_position[span.req_id] = max(end, self._next_position.get(span.req_id, 0))
         if not span.samples:
+            end = span.position + span.num_rows
+            self._next_position[span.req_id] = max(end, self._next_position.get(span.req_id, 0))
             self._hold_back(span.req_id, rows)
             return None
         if span.req_id in self._held_back:
             self._hold_back(span.req_id, rows)
-            rows = {name: torch.cat(chunks) for name, chunks in self._held_back.pop(span.req_id).items()}
+            rows = {name: torch.cat(chunks) for name, chunks in self._held_back[span.req_id].items()}
+        self.forget(span.req_id)
         return rows or None
 
     def _hold_back(self, req_id: str, rows: Rows) -> None:

@@ -122,6 +122,13 @@ def test_no_device(monkeypatch, answer: str, words: str) -> None:
     assert platform is None and finding.level == "FAIL" and words in finding.message
 
 
+def test_a_platform_that_hangs(monkeypatch) -> None:
+    monkeypatch.setattr(doctor_checks, "_PROBE", "import time; time.sleep(3600)")
+    monkeypatch.setattr(doctor_checks, "_PYTHON_TIMEOUT_S", 0.1)
+    platform, (finding,) = doctor_checks.probe_platform()
+    assert platform is None and finding.level == "FAIL" and "it hangs" in finding.message
+
+
 @pytest.mark.parametrize(("mib", "level"), [(4096, "OK"), (300, "WARN"), (64, "FAIL")])
 def test_shared_memory(monkeypatch, tmp_path: Path, mib: int, level: str) -> None:
     monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda path: Usage(0, 0, mib << 20))

@@ -6,7 +6,8 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
-from vllm_omni.core.sched.output import InputChunk, OmniRequest, OmniSchedulerOutput
+from vllm_omni.core.sched.output import OmniRequest, OmniSchedulerOutput
+from vllm_omni.engine.payloads import AdditionalInformationPayload
 
 
 class OmniARScheduler(OmniSchedulerMixin):
@@ -26,15 +27,21 @@ class OmniARScheduler(OmniSchedulerMixin):
         request.is_input_complete = False
         request.num_ready_tokens = num_ready_tokens
 
-    def add_input(self, req_id: str, chunk: InputChunk, num_ready_tokens: int | None) -> None:
+    def add_input(
+        self,
+        req_id: str,
+        information: AdditionalInformationPayload | None,
+        num_ready_tokens: int | None,
+        is_last: bool,
+    ) -> None:
         """Adds a chunk of input, which reaches the model with the request's next step.
 
         Args:
             num_ready_tokens: What can be computed now; None: all. The last chunk lifts the bound anyway.
         """
         request = self._omni_request(req_id)
-        request.num_ready_tokens = None if chunk.is_last else num_ready_tokens
-        request.input_chunks.append(chunk)
+        request.num_ready_tokens = None if is_last else num_ready_tokens
+        request.add_chunk(information, is_last)
         self._fed.add(req_id)
 
     def discard_rows(self, req_id: str) -> None:
@@ -51,9 +58,13 @@ class OmniARScheduler(OmniSchedulerMixin):
         self._fed -= due
         chunks = {}
         for req_id in due:
-            request = self._omni_request(req_id)
-            chunks[req_id], request.input_chunks = request.input_chunks, []
+            request = self._sent[req_id] = self._omni_request(req_id)
+            chunks[req_id] = request.send_chunks()
         return OmniSchedulerOutput.from_base(output, chunks) if chunks else output
+
+    def restart_requests(self, known_to_workers: set[str]) -> None:
+        super().restart_requests(known_to_workers)
+        self._fed |= {req_id for req_id in self.requests if self._omni_request(req_id).input_chunks}
 
     def _omni_request(self, req_id: str) -> OmniRequest:
         request = self.requests[req_id]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both omni schedulers add to vLLM's: additional information travels with its request, and requests can be held.
+"""What both omni schedulers add to vLLM's: additional information travels with its request, requests can be held, and
+they go on after a step that raised.
 
 A held request is passed over by a step, and only it: it keeps its place and its blocks, as long as nobody needs them.
 """
@@ -8,7 +9,10 @@ import time
 from typing import Any
 
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.output import OmniNewRequestData, OmniRequest
@@ -25,11 +29,14 @@ class OmniSchedulerMixin(Scheduler):
         super().__init__(*args, **kwargs)
         self.last_batch: list[Request] = []
         """Who takes part in the last step; empty where scheduling itself raised."""
+        self.has_output = False
+        """Whether the last step was computed: its tokens are, or are about to be, those of its requests."""
+        self._sent: dict[str, OmniRequest] = {}  # those whose input may have to be sent again
         self._suspects: dict[str, OmniRequest] = {}
         self._alone: OmniRequest | None = None
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self.last_batch = []
+        self.last_batch, self.has_output = [], False
         self._alone = self._next_alone()
         self._hold_running()
         output = super().schedule(throttle_prefills)
@@ -40,18 +47,72 @@ class OmniSchedulerMixin(Scheduler):
             output.scheduled_new_reqs = [self._with_additional_information(data) for data in output.scheduled_new_reqs]
         return output
 
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        self.has_output = True
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._sent:
+            self._drop_sent_input()
+        return outputs
+
+    def _drop_sent_input(self) -> None:
+        for req_id, request in list(self._sent.items()):
+            if request.num_output_tokens:
+                request.drop_sent_input()
+            if request.num_output_tokens or req_id not in self.requests:
+                del self._sent[req_id]
+
+    def restart_requests(self, known_to_workers: set[str]) -> None:
+        """After an exception inside a step: every request is computed again, as after a preemption.
+
+        A request that has tokens keeps them, and what the workers hold of it. Any other is sent to them again, as new.
+        Nothing else of the step is trusted: blocks may be marked as filled that it never filled, and a request that it
+        has passed over may be in no queue.
+
+        Args:
+            known_to_workers: Requests that some worker holds something of.
+
+        Raises:
+            RuntimeError: Blocks are held by nobody, so that the prefix cache cannot be cleared.
+        """
+        self.running = []
+        self.waiting, self.kv_holding_waiting = create_request_queue(self.policy), create_request_queue(self.policy)
+        self.deferred_waiting.clear()
+        now = time.monotonic()
+        for request in reversed(self.requests.values()):  # Each comes to stand before the one after it.
+            self._restart(request, now)
+        has_tokens = {req_id for req_id, request in self.requests.items() if request.num_output_tokens}
+        self.finished_req_ids = (self.finished_req_ids | known_to_workers | self.requests.keys()) - has_tokens
+        self.prev_step_scheduled_req_ids.clear()
+        if not self.reset_prefix_cache():
+            raise RuntimeError("the step that raised has left blocks of the KV cache that no request holds")
+
+    def _restart(self, request: Request, now: float) -> None:
+        assert isinstance(request, OmniRequest)
+        request.num_sent_chunks = 0
+        if self._is_blocked_waiting_status(request.status):
+            self._enqueue_waiting_request(request)
+            return
+        request.num_in_flight_tokens = 0
+        request.status = RequestStatus.RUNNING
+        self._preempt_request(request, now)
+        if not request.num_output_tokens:
+            request.status, request.num_preemptions = RequestStatus.WAITING, 0
+
     def has_work(self) -> bool:
         """Whether a step would do anything: compute something, or tell the workers which requests have ended."""
         return self.has_finished_requests() or not all(_is_starved(request) for request in self.requests.values())
 
     def quarantine(self, req_id: str, num_tokens: int) -> None:
-        """Gives a request steps of its own, every other step, until it has computed this many tokens.
+        """Gives a request that is to be computed again steps of its own, every other step, until it has computed this
+        many tokens.
 
         For requests of a step that raised: the one that raises again, alone, is the one at fault.
         """
         request = self.requests[req_id]
         assert isinstance(request, OmniRequest)
-        request.alone_until = num_tokens
+        request.alone_until = max(request.alone_until, num_tokens)
         self._suspects[req_id] = request
 
     def _next_alone(self) -> OmniRequest | None:
@@ -102,10 +163,10 @@ class OmniSchedulerMixin(Scheduler):
         brings_nothing = request.additional_information is None and request.is_input_complete and request.emits_rows
         if brings_nothing and request.window is None:
             return data
-        # The runner keeps it until the request ends, preemptions included, so the bytes are not held twice.
-        payload, request.additional_information = request.additional_information, None
+        # The runner keeps it until the request ends, preemptions included: with the first token it is dropped here.
+        self._sent[data.req_id] = request
         return OmniNewRequestData.from_base(
-            data, payload, request.is_input_complete, request.emits_rows, request.window
+            data, request.additional_information, request.is_input_complete, request.emits_rows, request.window
         )
 
 

@@ -35,10 +35,12 @@ class InputChunk:
     """A later piece of a running request's input.
 
     Attributes:
+        index: Counts the request's chunks, from 0. After a step that raised, a runner may get a chunk again.
         information: More additional information, encoded; None where there is none.
         is_last: The input is complete now.
     """
 
+    index: int
     information: AdditionalInformationPayload | None = None
     is_last: bool = False
 
@@ -50,8 +52,10 @@ class OmniRequest(Request):
 
     Attributes:
         external_req_id: The caller's id; the sequences of one request share it.
-        additional_information: Until its first step.
-        input_chunks: Until the next step of the request.
+        additional_information: Until it has a token: without one it starts again after a step that raised.
+        input_chunks: Those that have not been sent to the model runner, and before them those that may be sent again.
+        num_sent_chunks: How many of them were sent.
+        num_chunks: All that have arrived.
         num_ready_tokens: Tokens, prompt and generated, that can be computed with the input that is here; None: all.
         is_input_complete: No chunk follows.
         emits_rows: What the model makes of it besides tokens leaves the engine.
@@ -63,6 +67,8 @@ class OmniRequest(Request):
     external_req_id: str
     additional_information: AdditionalInformationPayload | None
     input_chunks: list[InputChunk]
+    num_sent_chunks: int
+    num_chunks: int
     num_ready_tokens: int | None
     is_input_complete: bool
     emits_rows: bool
@@ -77,6 +83,8 @@ class OmniRequest(Request):
         request.external_req_id = source.external_req_id or source.request_id
         request.additional_information = source.additional_information
         request.input_chunks = []
+        request.num_sent_chunks = 0
+        request.num_chunks = 0
         request.num_ready_tokens = None
         request.is_input_complete = True
         request.emits_rows = True
@@ -91,6 +99,22 @@ class OmniRequest(Request):
     @property
     def is_suspect(self) -> bool:
         return self.num_computed_tokens < self.alone_until
+
+    def add_chunk(self, information: AdditionalInformationPayload | None, is_last: bool) -> None:
+        self.input_chunks.append(InputChunk(self.num_chunks, information, is_last))
+        self.num_chunks += 1
+
+    def send_chunks(self) -> list[InputChunk]:
+        """The chunks that have not been sent yet."""
+        unsent = self.input_chunks[self.num_sent_chunks :]
+        self.num_sent_chunks = len(self.input_chunks)
+        return unsent
+
+    def drop_sent_input(self) -> None:
+        """The runners have made a token with what was sent: it is never sent again."""
+        self.additional_information = None
+        del self.input_chunks[: self.num_sent_chunks]
+        self.num_sent_chunks = 0
 
 
 @dataclass

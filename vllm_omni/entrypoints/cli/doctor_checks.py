@@ -25,6 +25,7 @@ Level = Literal["OK", "WARN", "FAIL"]
 CPU_WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
 _MIB = 1 << 20
 _NEEDED_FILES = 4096
+_PYTHON_TIMEOUT_S = 300.0
 SHARED_MEMORY = 512 * _MIB
 """Bytes that a pipeline of three stages may have in shared memory."""
 _LEAST_SHARED_MEMORY = 64 * _MIB  # What containers get unless they ask for more; not enough for one window of images.
@@ -261,7 +262,12 @@ def check_threads(device_type: str, num_processes: int) -> Iterator[Finding]:
 def _python(code: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     command: Sequence[str] = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment, timeout=_PYTHON_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"it hangs: no end after {_PYTHON_TIMEOUT_S:g} s")
 
 
 def _last_line(text: str) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.recorder import NullRecorder, StageRecorder
 from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.watchdog import StepTimer
 
 
 @dataclass(slots=True)
@@ -148,14 +149,18 @@ class StageEngine(ABC):
     Attributes:
         capacity: Requests that it should hold at once: the shell hands over no more. Known after `start`.
         recorder: Is told of every step.
+        step_timer: Around every step.
+        always_compiles: Any step may compile something, not the first one alone.
     """
 
     capacity: int
+    always_compiles = False
 
     def __init__(self, outbox: Outbox) -> None:
         self.inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
         self.outbox = outbox
         self.recorder: StageRecorder = NullRecorder(0, "")
+        self.step_timer = StepTimer()
 
     def abort(self, request_id: str) -> None:
         """Forgets a request. Harmless for one that is complete or unknown. Called from any thread."""
@@ -214,7 +219,8 @@ class SerialEngine(StageEngine):
 
     def run(self) -> None:
         while self.wait_for_work():
-            self.step()
+            with self.step_timer:
+                self.step()
 
     def wait_for_work(self) -> bool:
         """Sleeps until there is work; false once the engine is to stop."""
@@ -261,6 +267,7 @@ class SerialEngine(StageEngine):
                 if not self.is_live(request_id):
                     return
                 self.outbox.put(Stream(request_id, piece))
+                self.step_timer.restart()
             last = StageOutput(request_id=request_id, stage_id=-1)
         if item.is_last:
             self._requests.pop(request_id, None)

@@ -69,6 +69,7 @@ class DiffusionStageEngine(StageEngine):
         self._stage_id = stage_id
         self._model = model
         self._config = config
+        self.always_compiles = config.compile
         self._executor = DiffusersPipelineExecutor(model, config, memory)
         self._requests: dict[str, _Request] = {}
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
@@ -86,7 +87,7 @@ class DiffusionStageEngine(StageEngine):
             torch.AcceleratorError: The device is broken.
         """
         while self._take_inbox():
-            with STEP_LOCK:
+            with STEP_LOCK, self.step_timer:
                 self._step()
 
     def close(self) -> None:

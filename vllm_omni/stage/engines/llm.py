@@ -6,13 +6,14 @@ engine's continuous batch.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
+from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni.engine.engine_args import create_engine_args
@@ -40,8 +41,8 @@ class LLMStageEngine(StageEngine):
     """Runs an `OmniLLMEngine`.
 
     An exception out of a step cannot be told apart by request. All requests lose what the engine had computed of them,
-    and start again, unless tokens of theirs have left. Those that shared the step then run alone until they are past
-    the place: whichever raises alone fails with its own error.
+    keep their tokens, and go on as after a preemption. Those that shared the step run alone until they are past the
+    place: whichever raises alone fails with its own error.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class LLMStageEngine(StageEngine):
             Exception: The engine is broken: the device is, or it could not be brought into a known state.
         """
         while self._take_inbox():
-            with STEP_LOCK:
+            with STEP_LOCK, self.step_timer:
                 self._step()
 
     def close(self) -> None:
@@ -142,7 +143,16 @@ class LLMStageEngine(StageEngine):
         for output in outputs:
             request = self._requests.get(self._request_class.owner_of(output.request_id))
             if request is not None:
-                self._feed(request, partial(request.take, output))
+                self._take(request, output)
+
+    def _take(self, request: LLMRequest, output: RequestOutput | PoolingRequestOutput) -> None:
+        try:
+            items = request.take(output)
+        except Exception as error:
+            # A further window of its input may be wrong. Any other error is ours.
+            self._fail(request, error, invalid=isinstance(error, InvalidRequestError))
+        else:
+            self._hand_out(items)
 
     def _hand_out(self, items: Items) -> None:
         for item in items:
@@ -159,22 +169,16 @@ class LLMStageEngine(StageEngine):
 
     def _recover(self, error: Exception) -> None:
         batch = self._engine.last_batch()
-        self._engine.fail_all()
+        lost = {self._request_class.owner_of(engine_id) for engine_id in self._engine.recover()}
         suspects = {self._request_class.owner_of(engine_id) for engine_id in batch} & self._requests.keys()
         for request in list(self._requests.values()):
             is_suspect = request.request_id in suspects
             is_found_out = is_suspect and (len(suspects) == 1 or request.num_retries == MAX_RETRIES)
-            if is_found_out or not request.can_start_again or not suspects:
+            if is_found_out or request.request_id in lost or not suspects:
                 self._fail(request, error)
-            else:
-                self._start_again(request, batch if is_suspect else {})
-
-    def _start_again(self, request: LLMRequest, batch: Mapping[str, int]) -> None:
-        """`batch` is that of the step that raised, where the request was part of it."""
-        self._feed(request, request.start_again)
-        request.num_retries += bool(batch)
-        for engine_id in request.engine_ids:
-            reached = max(request.alone_until.get(engine_id, 0), batch.get(engine_id, 0))
-            if reached:
-                request.alone_until[engine_id] = reached
-                self._engine.quarantine(engine_id, reached)
+            elif is_suspect:
+                request.num_retries += 1
+                for engine_id in request.engine_ids:
+                    self._engine.quarantine(engine_id, batch[engine_id])
+            elif len(suspects) == 1:
+                request.num_retries = 0  # It was that one, and not the batch.

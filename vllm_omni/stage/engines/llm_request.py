@@ -9,7 +9,6 @@ before. Neither knows when the engine steps.
 import copy
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -32,15 +31,12 @@ class LLMRequest(ABC):
     """
     Attributes:
         request_id: The pipeline's.
-        num_retries: Steps that raised and that it shared, and was started again after.
-        alone_until: Tokens that the engine's requests for it must have computed alone, because a shared step raised
-            there.
+        num_retries: Steps that it shared and that raised, since one was last found to be at fault.
     """
 
     def __init__(self, engine: OmniLLMEngine, stage_id: int, item: NewRequest) -> None:
         self.request_id = item.request_id
         self.num_retries = 0
-        self.alone_until: dict[str, int] = {}
         self._engine = engine
         self._stage_id = stage_id
         self._streams_output = item.streams_output
@@ -80,15 +76,6 @@ class LLMRequest(ABC):
             RuntimeError: vLLM ended the request with an error.
         """
 
-    @property
-    @abstractmethod
-    def can_start_again(self) -> bool:
-        """Whether nothing that has left would have to be the same the second time."""
-
-    @abstractmethod
-    def start_again(self) -> Items:
-        """Gives everything to an engine that has lost it. Raises as `begin`."""
-
     def abort(self) -> None:
         """Makes the engine forget it."""
         self._engine.abort_request(self.engine_ids)
@@ -124,8 +111,6 @@ class LLMRequest(ABC):
 class ARRequest(LLMRequest):
     """A request that is one request of the engine, of the same id."""
 
-    _inputs: list[NewRequest | StreamChunk]
-
     @property
     def engine_ids(self) -> list[str]:
         return [self.request_id]
@@ -135,7 +120,6 @@ class ARRequest(LLMRequest):
         return engine_id
 
     def begin(self, item: NewRequest) -> Items:
-        self._inputs = [replace(item, sources={})]
         output_kind = RequestOutputKind.DELTA if self._streams_output else RequestOutputKind.FINAL_ONLY
         _add_to_engine(self._engine, self.request_id, item.request, item.stage_input, output_kind)
         self._engine.discard_rows(self.request_id, first=1 if item.emits_rows else 0)  # All read the first only.
@@ -145,8 +129,6 @@ class ARRequest(LLMRequest):
         return []
 
     def extend(self, chunk: StreamChunk) -> Items:
-        if self.can_start_again:
-            self._inputs.append(replace(chunk, sources={}))
         more = chunk.stage_input or StageInput()
         self._engine.add_input(self.request_id, more.additional_information, more.num_ready_tokens, chunk.is_last)
         return []
@@ -155,23 +137,7 @@ class ARRequest(LLMRequest):
         piece = self._as_piece(output, is_first=not self._has_streamed)
         if output.finished:
             return [self._result(piece)]
-        if _is_empty(piece):
-            return []
-        self._inputs = []  # It cannot start again: another time other tokens may be drawn.
-        return [self._stream(piece)]
-
-    @property
-    def can_start_again(self) -> bool:
-        return not self._has_streamed
-
-    def start_again(self) -> Items:
-        first, *chunks = self._inputs
-        assert isinstance(first, NewRequest)
-        self.begin(first)
-        for chunk in chunks:
-            assert isinstance(chunk, StreamChunk)
-            self.extend(chunk)
-        return []
+        return [] if _is_empty(piece) else [self._stream(piece)]
 
 
 class GenerationRequest(LLMRequest):
@@ -182,7 +148,7 @@ class GenerationRequest(LLMRequest):
         self._request = item.request
         self._is_input_complete = False
         self._waiting: deque[StageInput | None] = deque()
-        self._running: tuple[StreamWindow, StageInput | None] | None = None
+        self._running: StreamWindow | None = None
         self._num_done = 0
         self._has_stream = False
         self._finish_reason = "stop"
@@ -190,7 +156,7 @@ class GenerationRequest(LLMRequest):
 
     @property
     def engine_ids(self) -> list[str]:
-        return [] if self._running is None else [_window_id(self._running[0])]
+        return [] if self._running is None else [_window_id(self._running)]
 
     @staticmethod
     def owner_of(engine_id: str) -> str:
@@ -212,16 +178,6 @@ class GenerationRequest(LLMRequest):
         self._running = None
         self._num_done += 1
         return self._go_on()
-
-    @property
-    def can_start_again(self) -> bool:
-        return True
-
-    def start_again(self) -> Items:
-        """Only the window that is not done: it starts from where those before it have ended."""
-        if self._running is not None:
-            self._run(*self._running)
-        return []
 
     def abort(self) -> None:
         super().abort()
@@ -246,7 +202,7 @@ class GenerationRequest(LLMRequest):
         if stage_input is not None and stage_input.finish_reason is not None:
             self._finish_reason = stage_input.finish_reason
         _add_to_engine(self._engine, engine_id, self._request, stage_input, RequestOutputKind.FINAL_ONLY)
-        self._running = window, stage_input
+        self._running = window
         if not (window.is_first and window.is_last):
             self._engine.set_window(engine_id, window)
             self._has_stream = True
@@ -281,7 +237,7 @@ def _add_to_engine(
     stage_input: StageInput | None,
     output_kind: RequestOutputKind,
 ) -> None:
-    """Adds a request under this id. What was given stays as it is, since it may be added again."""
+    """Adds a request under this id. What was given stays as it is: the windows of a request share it."""
     trace_headers = request.trace_headers or None
     if request.engine_request is not None:
         ready = _as_ready_request(request.engine_request, engine_id, output_kind, trace_headers)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step that hangs ends its stage's process as a crash does; one that goes on is left alone, as an idle stage is."""
+
+import ctypes
+import faulthandler
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.engine.running import greedy, random_prompts
+from tests.orchestrator.pipelines import (
+    TRIANGLE,
+    Caller,
+    error_of,
+    fake_stage,
+    function_stage,
+    make_config,
+    open_orchestrator,
+    texts,
+)
+from tests.stage.running_engine import PATIENCE, RunningEngine
+from tests.stage.test_llm_engine import whole
+from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.errors import StageDeadError
+from vllm_omni.inputs import StageRequest
+from vllm_omni.orchestrator.orchestrator import Orchestrator
+from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.engines.base import NewRequest, Outbox
+from vllm_omni.stage.engines.diffusion import DiffusionStageEngine
+from vllm_omni.stage.engines.function import FunctionStageEngine
+from vllm_omni.stage.watchdog import COMPILE_S, StepTimer, Watchdog
+
+
+def keep_the_lock(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+    """A stage function that hangs in C code, and keeps Python's lock, where the prompt says so."""
+    if request.prompt == "hang":
+        ctypes.PyDLL(None).sleep(3600)
+    return {"text": "done"}
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[[PipelineConfig], Caller]]:
+    opened: list[Orchestrator] = []
+
+    def start(config: PipelineConfig) -> Caller:
+        opened.append(open_orchestrator(config))
+        opened[-1].wait_until_started()
+        return Caller(opened[-1], config)
+
+    yield start
+    for orchestrator in opened:
+        orchestrator.close()
+
+
+def limited(stage: dict[str, Any], limit_s: float, process: bool | str = True) -> dict[str, Any]:
+    return stage | {"runtime": {"step_timeout_s": limit_s, "process": process}}
+
+
+@pytest.mark.parametrize("process", [True, "shared by all"])
+def test_requests_fail_and_the_stage_comes_back(start: Callable[[PipelineConfig], Caller], process: bool | str) -> None:
+    a, b, c = TRIANGLE
+    stages = limited(a, 3600.0, process), limited(b, 1.0, process), limited(c, 0, process)
+    caller = start(make_config(*stages, restart={"backoff_s": 0.01}))
+    for _ in range(2):
+        caller.submit("good")
+        assert texts(caller.wait_one()) == ["good>a", "good>a+good>a>b>c"]
+        caller.submit("hangs", fake_seconds=3600.0, fake_only="b")
+        error = error_of(caller.wait_one())
+        assert isinstance(error, StageDeadError)
+        assert "stage 1 (b): a step took longer than 1 s (runtime.step_timeout_s)" in str(error)
+
+
+def test_code_that_keeps_the_lock(start: Callable[[PipelineConfig], Caller]) -> None:
+    stage = function_stage(0, "f", keep_the_lock, output="text")
+    caller = start(make_config(limited(stage, 1.0), restart={"backoff_s": 0.01}))
+    for _ in range(2):
+        caller.submit("good")
+        assert texts(caller.wait_one()) == ["done"]
+        caller.submit("hang")
+        error = error_of(caller.wait_one())
+        assert isinstance(error, StageDeadError) and "it exited with status 1" in str(error)
+
+
+def test_without_a_limit_nothing_is_watched(start: Callable[[PipelineConfig], Caller]) -> None:
+    caller = start(make_config(limited(fake_stage(0, "a", output="text"), 0)))
+    caller.submit("good")
+    assert texts(caller.wait_one()) == ["good>a"]
+
+
+ends_in_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+class Ended:
+    """Takes the place of the end of the process: ends the watchdog's thread alone."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.happened = threading.Event()
+
+    def __call__(self, words: str) -> NoReturn:
+        faulthandler.cancel_dump_traceback_later()
+        self.words.append(words)
+        self.happened.set()
+        sys.exit()
+
+
+@ends_in_a_thread
+def test_the_log_has_the_stack_of_the_engine_that_hangs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first step may take longer, and so may what makes progress."""
+    ended = Ended()
+    watchdog = Watchdog(ended)
+    timer = watchdog.watch("stage 1 (b)", 0.2, always_compiles=False)
+    compiling = watchdog.watch("stage 2 (c)", 0.2, always_compiles=True)
+    watchdog.start()
+
+    def hang_here() -> None:
+        with timer:
+            assert ended.happened.wait(PATIENCE)
+
+    with timer:
+        assert timer.limit_s == 0.2 + COMPILE_S
+    for _ in range(2):
+        with compiling:
+            assert compiling.limit_s == 0.2 + COMPILE_S
+    assert not ended.happened.is_set()
+    engine = threading.Thread(target=hang_here)
+    engine.start()
+    engine.join()
+    assert ended.words == ["stage 1 (b): a step took longer than 0.2 s (runtime.step_timeout_s)"]
+    error = capsys.readouterr().err
+    assert "in hang_here" in error and "in test_the_log" not in error
+
+
+@ends_in_a_thread
+def test_while_nothing_works_the_watchdog_sleeps_for_good() -> None:
+    ended = Ended()
+    watchdog = Watchdog(ended)
+    timer = watchdog.watch("a", 0.1, always_compiles=False)
+    watchdog.watch("b", 0.1, always_compiles=True)  # Else faulthandler would end the tests soon.
+    watchdog.start()
+    with timer:
+        pass
+    with timer:  # Its limit is that short; what the watchdog last heard of is the deadline of this one.
+        pass
+    for _ in range(PATIENCE * 100):
+        if watchdog.wakes_at == math.inf and not watchdog._is_due.is_set():
+            break
+        watchdog._thread.join(0.01)
+    assert watchdog.wakes_at == math.inf and not ended.words
+    with timer:  # It is still there.
+        assert ended.happened.wait(PATIENCE)
+
+
+class NotingTimer(StepTimer):
+    """Notes that steps begin, and that they end."""
+
+    def __init__(self) -> None:
+        self.deadlines: list[float] = []
+        super().__init__("a", 1000.0, wake_before=self.deadlines.append)
+
+
+def test_a_vllm_stage_notes_its_steps(ar: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = NotingTimer()
+    monkeypatch.setattr(ar.engine, "step_timer", timer)
+    ar.put(whole("a", random_prompts(9)[0], greedy(5)))
+    ar.finish("a")
+    assert len(timer.deadlines) >= len(ar.counter.batch_sizes) == 5
+    assert timer.deadline == math.inf
+
+
+def test_a_diffusion_stage_notes_its_steps() -> None:
+    class Executor:
+        has_work = True
+
+        def step(self) -> tuple[list[Any], int]:
+            assert engine.step_timer.deadline < math.inf
+            engine.stop()
+            return [], 1
+
+    engine = DiffusionStageEngine(Outbox(), 0, "", DiTConfig(compile=True), None)
+    assert engine.always_compiles
+    engine._executor = Executor()  # type: ignore[assignment]
+    engine.step_timer = timer = NotingTimer()
+    engine.run()
+    engine.close()
+    assert len(timer.deadlines) == 1 and timer.deadline == math.inf
+
+
+def test_each_piece_of_a_generator_has_the_time_of_a_step() -> None:
+    engine = FunctionStageEngine(Outbox(), 0, "")
+    engine._function = lambda request, sources: iter([{"text": "a"}, {"text": "b"}])  # type: ignore[assignment]
+    engine.step_timer = timer = NotingTimer()
+    running = RunningEngine(engine)
+    running.put(NewRequest(StageRequest(request_id="r")))
+    running.wait_for("r", 3)
+    running.stop()
+    assert len(timer.deadlines) == 3 and timer.deadline == math.inf

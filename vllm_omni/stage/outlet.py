@@ -7,6 +7,7 @@ Belongs to the stage's IO thread.
 import os
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -53,9 +54,9 @@ class Outlet:
         }
         self._backlog: dict[int, list[tuple[RequestState, StageOutput]]] = defaultdict(list)
 
-    def takes_new(self, state: RequestState) -> bool:
-        """Whether all that read this request's output have room for more."""
-        return all(self.targets[target].takes_new_requests for target in state.submit.targets)
+    def has_room(self, targets: Sequence[int]) -> bool:
+        """Whether all these stages have room for more requests."""
+        return all(self.targets[target].takes_new_requests for target in targets)
 
     def reserve(self, state: RequestState) -> None:
         """A request is begun with: its outputs will be sent."""

@@ -99,19 +99,22 @@ def burst(pool: SegmentPool, folder: Path, count: int) -> None:
         path.unlink()
 
 
+def num_looked_up_after(burst_size: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many segments the payload after a burst looks at."""
+    folder.mkdir()
+    pool = SegmentPool(folder, "pool", 64 << 20)
+    burst(pool, folder, burst_size)
+    looked_up: list[Segment] = []
+    is_free = Segment.is_free.fget  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "is_free", property(lambda segment: looked_up.append(segment) or is_free(segment)))
+        publish(pool, b"y", folder / "next")
+    return len(looked_up)
+
+
 def test_a_payload_costs_the_same_after_any_burst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = []
-    for number, size in enumerate((10, 500)):
-        (folder := tmp_path / str(number)).mkdir()
-        pool = SegmentPool(folder, "pool", 64 << 20)
-        burst(pool, folder, size)
-        looked_up: list[Segment] = []
-        is_free = Segment.is_free.fget  # type: ignore[attr-defined]
-        with monkeypatch.context() as patch:
-            patch.setattr(Segment, "is_free", property(lambda segment: (looked_up.append(segment), is_free(segment))[1]))
-            publish(pool, b"y", folder / "next")
-        counts.append(len(looked_up))
-    assert counts[0] == counts[1] > 0
+    small, large = (num_looked_up_after(size, tmp_path / str(size), monkeypatch) for size in (10, 500))
+    assert small == large > 0
 
 
 def test_one_burst_uses_the_memory_of_the_one_before(tmp_path: Path) -> None:

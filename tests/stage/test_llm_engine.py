@@ -287,7 +287,6 @@ class TestOutputInPieces:
         assert was_awake == [False] * 4 * 5
 
 
-
 class TestAbort:
     @pytest.mark.parametrize("streams_output", [False, True])
     def test_running_held_and_unheard_of(self, ar, feed, streams_output):

@@ -7,6 +7,7 @@ receiver removes when it takes the payload; and as long as the receiver looks at
 the file. So a segment is free when it has one name and no lock: no message has to say so, and the dead hold nothing.
 """
 
+import errno
 import fcntl
 import itertools
 import mmap
@@ -41,7 +42,11 @@ class Segment:
         self.remove = weakref.finalize(self, _remove, self._fd, path)
         self.remove.atexit = False  # A fork of this process must not do it; the run directory goes as a whole.
         try:
-            # Reserve the pages now: a full file system is an error here, not a SIGBUS while copying.
+            # Reserve the pages now: a full file system is an error here, not a SIGBUS while copying. Look first: the
+            # system would take all that is left before it fails. (A file system of 0 blocks has no limit.)
+            room = os.fstatvfs(self._fd)
+            if room.f_blocks and room.f_bavail * room.f_frsize < capacity:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
             os.posix_fallocate(self._fd, 0, capacity)
         except BaseException:
             self.remove()
@@ -101,7 +106,7 @@ class SegmentPool:
         self._num_takes = 0
         self._num_bytes = 0  # of the segments that are kept
         self._sent: deque[Segment] = deque()
-        self._free: defaultdict[int, deque[_FreeSegment]] = defaultdict(deque)  # by capacity; the last one was used last
+        self._free: defaultdict[int, deque[_FreeSegment]] = defaultdict(deque)  # by capacity; in order of `since`
         if max_bytes is None:
             file_system = os.statvfs(directory)
             max_bytes = min(_MAX_BYTES, file_system.f_blocks * file_system.f_frsize // _FILE_SYSTEM_SHARE)

@@ -49,7 +49,7 @@ def make_state(request_id: str, clock: Clock, targets: Sequence[int] = (), arriv
         submit=submit,
         request=StageRequest(request_id=request_id),
         inputs=InputStreams({}),
-        outputs=CountingStream(Segmenter([CallerReader(config, clock)], clock)),
+        outputs=CountingStream(Segmenter([CallerReader(config, clock)], clock), keeps_whole=False),
         metrics=StageMetrics(stage_id=0, name="a", arrival=arrival),
     )
 

@@ -51,7 +51,7 @@ from vllm_omni.stage.input_processor import StageInputProcessor
 from vllm_omni.stage.outlet import Outlet
 from vllm_omni.stage.peers import make_socket
 from vllm_omni.stage.queues import FlushTimes, WaitingQueue
-from vllm_omni.stage.request_state import InputCall, InputStreams, OutputStream, RequestState
+from vllm_omni.stage.request_state import InputCall, InputStreams, RequestState
 from vllm_omni.stage.spec import StageSpec
 
 logger = get_logger(__name__)
@@ -227,7 +227,7 @@ class StageShell:
             submit=message,
             request=request,
             inputs=InputStreams(windows),
-            outputs=OutputStream(self._outlet.segmenter(message)),
+            outputs=self._outlet.output_stream(message),
             metrics=StageMetrics(stage_id=self._stage_id, name=self._spec.stage.name),
         )
 

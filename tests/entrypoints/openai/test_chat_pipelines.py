@@ -16,11 +16,12 @@ from fastapi import FastAPI
 from PIL import Image
 
 from tests.diffusion.rewriting import RewrittenPrompt
-from tests.entrypoints.faces import quick_servers
+from tests.entrypoints.faces import quick_servers, record_events
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.events import CompletedEvent
 
 SIZE = {"height": 32, "width": 48, "num_inference_steps": 2}
 
@@ -114,6 +115,16 @@ def test_a_stream_ends_with_the_picture(showing: AsyncOmniLLM) -> None:
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in texts)
     np.testing.assert_array_equal(picture(painted["choices"][0], "delta"), whole)
     assert lines[-2] == "data: [DONE]"
+
+
+def test_a_stream_is_not_held_until_its_end(showing: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = record_events(showing, monkeypatch)
+    num_tokens = []
+    for stream in (True, False):
+        assert chat(showing, stream=stream).status_code == 200
+        assert isinstance(events[-1], CompletedEvent)
+        num_tokens.append(len(events[-1].outputs[0].outputs[0].token_ids))
+    assert num_tokens[0] < num_tokens[1] == 6, "the first token was sent at once"
 
 
 def test_a_pipeline_that_hides_its_text_answers_with_the_picture_alone(

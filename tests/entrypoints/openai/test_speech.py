@@ -11,13 +11,14 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.entrypoints.faces import STAGES, is_idle, running
+from tests.entrypoints.faces import STAGES, is_idle, record_events, running
 from tests.entrypoints.openai.fake_server import FakeServer, Visit
 from tests.entrypoints.openai.singing import NUM_SAMPLES, RATE, SINGER, piece
 from tests.entrypoints.openai.small_apps import ask
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, encode_audio, to_pcm16
+from vllm_omni.events import CompletedEvent
 
 PATH = "/v1/audio/speech"
 FORMATS = [name for name in AUDIO_FORMATS if name != "pcm16"]
@@ -89,6 +90,16 @@ def test_a_stream_of_bytes(server: FakeServer, format: str, how: dict[str, Any])
     else:
         samples, rate = decode(response.content)
         assert 0 <= len(samples) / rate - 3 * NUM_SAMPLES / RATE <= 0.15
+
+
+def test_a_stream_is_not_held_until_its_end(
+    server: FakeServer, llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = record_events(llm, monkeypatch)
+    for stream, num_samples in ((True, 0), (False, 3 * NUM_SAMPLES)):
+        assert speak(server, "3 pieces", response_format="pcm", stream=stream).content == to_pcm16(wave(3)).tobytes()
+        assert isinstance(events[-1], CompletedEvent)
+        assert len(events[-1].outputs[0].multimodal_output["audio"]) == num_samples
 
 
 def test_stream_false_is_a_whole_file_whatever_the_stream_format(server: FakeServer) -> None:

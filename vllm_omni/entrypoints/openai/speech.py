@@ -121,6 +121,7 @@ class ServingSpeech:
             new_id("speech", raw_request),
             # A diffusion stage shows nothing that could be heard before its end.
             stream=request.is_streamed and self._stage.kind != "DiT",
+            keep_outputs=False,  # What was streamed is not read again.
             trace_headers=extract_trace_headers(raw_request.headers),
         )
         sound = self._encode(events, request)

@@ -14,11 +14,10 @@ import openai
 import pytest
 from fastapi import FastAPI
 from PIL import Image
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.entrypoints.faces import quick_servers
 from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_connector import CONNECTOR_NAME, install
@@ -40,9 +39,7 @@ def serving(model: Path, **arguments: Any) -> Iterator[FastAPI]:
 
 
 def server_args(model: Path) -> Namespace:
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--served-model-name", MODEL])
-    args.model = str(model)
-    return args
+    return OmniServeCommand().parse([str(model), "--served-model-name", MODEL]).args
 
 
 def use(app: FastAPI, main: Callable[[openai.AsyncOpenAI], Awaitable[Result]]) -> Result:

@@ -33,7 +33,7 @@ SETTINGS = tuple(name for name in DiffusionSamplingParams.__struct_fields__ if n
 have no bounds that anybody could check, and adapters are the operator's: `default_sampling_params` of the stage."""
 
 
-def image_content(output: OmniRequestOutput) -> list[dict[str, Any]]:
+def image_parts(output: OmniRequestOutput) -> list[dict[str, Any]]:
     """The images of a diffusion stage's output as parts of a message; empty if it has none. PNG unless they are files.
 
     Each is `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
@@ -43,7 +43,7 @@ def image_content(output: OmniRequestOutput) -> list[dict[str, Any]]:
     return [_part("image_url", f"image/{file_format}", file) for file in files]
 
 
-def video_content(output: OmniRequestOutput) -> list[dict[str, Any]]:
+def video_parts(output: OmniRequestOutput) -> list[dict[str, Any]]:
     """The videos of a diffusion stage's output as parts of a message, MP4; empty if it has none.
 
     Each is `{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}`.

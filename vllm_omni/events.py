@@ -90,7 +90,7 @@ class CompletedEvent(OmniEvent):
 
     Attributes:
         outputs: One for each final stage that the request asked for, in stage order: whole, also where events told
-            of their pieces.
+            of their pieces, unless `keep_outputs` is false: then text, tokens and tensors are those of the last event.
     """
 
     is_terminal: ClassVar[bool] = True

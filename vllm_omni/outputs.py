@@ -174,6 +174,17 @@ def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)
 
 
+def without_content(output: StageOutput) -> StageOutput:
+    """The output without what a stream's segments have given: no text and no tokens, and tensors without rows."""
+    return msgspec.structs.replace(
+        output,
+        completions=[msgspec.structs.replace(c, text="", token_ids=[], logprobs=None) for c in output.completions],
+        tensors={
+            name: tensor.new_empty((0, *tensor.shape[1:])) for name, tensor in output.tensors.items() if tensor.ndim
+        },
+    )
+
+
 def select_fields(output: StageOutput, reads: Collection[str] | None) -> StageOutput:
     """The output with nothing in it but what `reads` names (see `StageInputProcessor.reads`); None names everything."""
     if reads is None:

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 import torch
 
+from tests.small_file_system import small_file_system
 from vllm_omni.distributed.connectors import Connector, InlineConnector, SharedMemoryConnector, ThresholdConnector
 from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.orchestrator.messages import PayloadRef
 from vllm_omni.outputs import Completion, StageOutput
 
 BUFFERS = [b"", b"x", bytes(range(256)) * 5, memoryview(b"abc")]
@@ -66,6 +68,60 @@ def test_a_full_file_system_is_an_error_and_leaves_nothing(tmp_path: Path, monke
     with pytest.raises(OSError, match="No space left"):
         SharedMemoryConnector(tmp_path, "p").put([b"x" * 4096])
     assert list(tmp_path.iterdir()) == []
+
+
+class FullFileSystem:
+    """In the place of a test's real one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = True
+        self._reserve = os.posix_fallocate
+        monkeypatch.setattr(os, "posix_fallocate", self.reserve)
+
+    def reserve(self, fd: int, offset: int, length: int) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._reserve(fd, offset, length)
+
+
+def arrives(connector: Connector, buffer: bytes) -> PayloadRef:
+    """Sends a buffer and compares it with what is received."""
+    ref, frames = connector.put([buffer])
+    (received,) = connector.get(ref, [memoryview(frame) for frame in frames])
+    assert bytes(received) == buffer
+    return ref
+
+
+def test_data_travels_inline_while_the_file_system_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    connector, file_system = ThresholdConnector(tmp_path, "p", 100), FullFileSystem(monkeypatch)
+    for _ in range(3):
+        assert arrives(connector, b"x" * 4096).path is None
+    assert list(tmp_path.iterdir()) == []
+    (warning,) = caplog.messages
+    assert str(tmp_path) in warning and "--shm-size" in warning
+    file_system.is_full = False
+    assert arrives(connector, b"x" * 4096).path is not None
+
+
+def test_only_a_full_file_system_is_got_round(tmp_path: Path) -> None:
+    connector = ThresholdConnector(tmp_path, "p", 100)
+    tmp_path.rmdir()
+    with pytest.raises(FileNotFoundError):
+        connector.put([b"x" * 4096])
+
+
+def test_what_does_not_fit_takes_nothing_from_the_others() -> None:
+    """Reserving more than there is would fill the file system for a moment."""
+    with small_file_system(1 << 20) as folder:
+        connector = ThresholdConnector(folder, "p", 100)
+        with (folder / "other").open("wb") as other:
+            os.posix_fallocate(other.fileno(), 0, 512 << 10)
+        assert arrives(connector, b"x" * (768 << 10)).path is None
+        assert arrives(connector, b"x" * (256 << 10)).path is not None
+        (folder / "other").unlink()
+        assert arrives(connector, b"x" * (700 << 10)).path is not None
 
 
 @pytest.mark.parametrize("threshold", [0, 1 << 30], ids=["shared_memory", "inline"])

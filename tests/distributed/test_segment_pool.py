@@ -31,7 +31,7 @@ def names(folder: Path) -> list[str]:
 def test_a_segment_is_free_when_its_payload_is_gone(tmp_path: Path) -> None:
     pool, name = SegmentPool(tmp_path, "pool", 1 << 20), tmp_path / "payload"
     first = publish(pool, b"a" * 100_000, name)
-    assert not first.is_free and pool.take(100_000) is not first
+    assert not first.is_free and publish(pool, b"o" * 100_000, tmp_path / "other") is not first
     name.unlink()
     assert first.is_free and publish(pool, b"b" * 90_000, name) is first
     assert name.read_bytes()[:100_000] == b"b" * 90_000 + b"a" * 10_000
@@ -68,7 +68,7 @@ def test_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None and reader.stdout.readline() == "has it\n"
-        (segment,) = connector._pool._kept
+        (segment,) = connector._pool._sent
         assert not segment.is_free
         reader.send_signal(signal.SIGKILL)
         reader.wait()
@@ -88,6 +88,64 @@ def test_no_more_is_kept_than_allowed(tmp_path: Path) -> None:
     paths[0].unlink()
     publish(pool, b"y" * 300 * KB, paths[0])
     assert names(tmp_path) == ["0", "pool-5"]  # too large to be kept: its name is the payload's only one
+
+
+def burst(pool: SegmentPool, folder: Path, count: int) -> None:
+    """Payloads that are on their way at the same time, and then gone."""
+    paths = [folder / str(number) for number in range(count)]
+    for path in paths:
+        publish(pool, b"x", path)
+    for path in paths:
+        path.unlink()
+
+
+def num_looked_up_after(burst_size: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many segments the payload after a burst looks at."""
+    folder.mkdir()
+    pool = SegmentPool(folder, "pool", 64 << 20)
+    burst(pool, folder, burst_size)
+    looked_up: list[Segment] = []
+    is_free = Segment.is_free.fget  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "is_free", property(lambda segment: looked_up.append(segment) or is_free(segment)))
+        publish(pool, b"y", folder / "next")
+    return len(looked_up)
+
+
+def test_a_payload_costs_the_same_after_any_burst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (num_looked_up_after(size, tmp_path / str(size), monkeypatch) for size in (10, 500))
+    assert small == large > 0
+
+
+def test_one_burst_uses_the_memory_of_the_one_before(tmp_path: Path) -> None:
+    pool = SegmentPool(tmp_path, "pool", 64 << 20)
+    burst(pool, tmp_path, 100)
+    used = names(tmp_path)
+    burst(pool, tmp_path, 100)
+    assert names(tmp_path) == used
+
+
+def test_the_memory_of_a_burst_is_given_back(tmp_path: Path) -> None:
+    pool, name = SegmentPool(tmp_path, "pool", 64 << 20), tmp_path / "payload"
+    burst(pool, tmp_path, 100)
+    for _ in range(2000):
+        publish(pool, b"x", name)
+        name.unlink()
+    assert len(names(tmp_path)) == 1
+    descriptors = len(os.listdir("/proc/self/fd"))
+    publish(pool, b"x", name)
+    assert len(os.listdir("/proc/self/fd")) == descriptors, "and one segment goes on being used"
+
+
+def test_a_segment_that_is_held_for_long_does_not_hide_the_others(tmp_path: Path) -> None:
+    pool, name = SegmentPool(tmp_path, "pool", 64 << 20), tmp_path / "payload"
+    for number in range(50):
+        publish(pool, b"x", tmp_path / f"held-{number}")
+    for _ in range(500):
+        publish(pool, b"x", name)
+        name.unlink()
+    num_segments = len([path for path in names(tmp_path) if path.startswith("pool")])
+    assert num_segments < 50 + 50
 
 
 def test_a_small_payload_does_not_occupy_a_large_segment(tmp_path: Path) -> None:

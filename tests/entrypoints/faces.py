@@ -2,17 +2,19 @@
 """Faces of pipelines of fake stages, which need no model and start in no time."""
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import pytest
 import torch
 import yaml
 
 from tests.nursery import QuickForkServer
 from tests.orchestrator.pipelines import fake_stage
+from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.face import PipelineFace
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 
@@ -74,6 +76,20 @@ def wait_until_free(face: PipelineFace) -> None:
     deadline = time.monotonic() + 10
     while any(stage.kv_blocks_used for stage in face.stats()):
         assert time.monotonic() < deadline, face.stats_table()
+
+
+def record_events(llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> list[OmniEvent]:
+    """All events that the pipeline gives from now on."""
+    events: list[OmniEvent] = []
+
+    async def generate(*args: Any, **kwargs: Any) -> AsyncGenerator[OmniEvent, None]:
+        async with aclosing(AsyncOmniLLM.generate(llm, *args, **kwargs)) as given:
+            async for event in given:
+                events.append(event)
+                yield event
+
+    monkeypatch.setattr(llm, "generate", generate)
+    return events
 
 
 def by_request(events: Iterable[OmniEvent]) -> dict[str, list[OmniEvent]]:

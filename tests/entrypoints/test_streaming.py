@@ -48,6 +48,19 @@ def test_events_of_several_prompts_come_as_they_happen(llm: OmniLLM) -> None:
     assert len([e for e in events if isinstance(e, ARSegmentEvent) and e.stage_id == 0]) > 4
 
 
+def test_the_last_event_need_not_have_the_outputs(llm: OmniLLM) -> None:
+    prompt = ask("p", fake_tokens=12, fake_seconds=0.01, fake_only="writer")
+    *events, end = llm.generate(prompt, stream=True, keep_outputs=False)
+    assert isinstance(end, CompletedEvent)
+    text, speech = end.outputs
+    for output in (text, speech):
+        pieces = [e for e in events if isinstance(e, ARSegmentEvent) and e.stage_id == output.stage_id]
+        assert len(pieces) > 2 and output.outputs[0].text == pieces[-1].text
+        assert [stage.name for stage in output.stage_metrics] == ["writer", "speaker"]
+        assert output.outputs[0].finish_reason == "stop"
+    assert len(speech.multimodal_output["rows"]) < 12
+
+
 def test_pieces_are_there_long_before_the_end(llm: OmniLLM) -> None:
     for event in llm.generate(long(), stream=True):
         assert isinstance(event, ARSegmentEvent)

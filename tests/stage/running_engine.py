@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stage engine that runs in a thread of the test, as the shell would see it."""
 
+import select
 import threading
 from collections import defaultdict, deque
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.recorder import NullRecorder
 from vllm_omni.outputs import StageOutput, merge_stage_outputs
-from vllm_omni.stage.engines.base import Error, InboxItem, NewRequest, Result, StageEngine, Stream, StreamChunk
+from vllm_omni.stage.engines.base import Error, InboxItem, NewRequest, Outbox, Result, StageEngine, Stream, StreamChunk
 
 PATIENCE = 60
 """Seconds until a test gives up; nothing here takes as long."""
@@ -74,12 +75,12 @@ class RunningEngine:
     def wait_asleep(self) -> None:
         """Until the engine has taken in everything and has nothing left to do."""
         assert self.inbox.wait_asleep(), "the engine does not come to rest"
-        self._sort()
+        self.take_items()
 
     def wait_for(self, request_id: str, num_items: int = 1) -> list[Stream | Result | Error]:
         """Until so many items of a request have come."""
         for _ in range(PATIENCE * 100):
-            self._sort()
+            self.take_items()
             if len(self.items[request_id]) >= num_items:
                 return self.items[request_id]
             self._thread.join(0.01)
@@ -108,9 +109,15 @@ class RunningEngine:
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
-    def _sort(self) -> None:
+    def take_items(self) -> None:
+        """Sorts what has come."""
         for item in self.engine.outbox.take_all():
             self.items[item.request_id].append(item)
+
+
+def is_readable(outbox: Outbox) -> bool:
+    """Whether its reader is awake, or will be at once."""
+    return bool(select.select([outbox], [], [], 0)[0])
 
 
 def new_request(request_id: str, stage_input: StageInput, params: Any, **attributes: Any) -> NewRequest:

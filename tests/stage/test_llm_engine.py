@@ -6,7 +6,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.running import greedy, random_prompts
-from tests.stage.running_engine import RunningEngine, chunk, new_request
+from tests.stage.running_engine import RunningEngine, chunk, is_readable, new_request
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Result, Stream, StreamChunk
@@ -275,6 +275,16 @@ class TestOutputInPieces:
         assert len(ar.items["a"]) == 6  # The prompt gives a token, and each of the 5 rows another.
         ar.put(next_part("a", prompt, feed, 5, 16, is_last=True))
         assert_equal(*ar.finish("a", "whole"))
+
+    def test_a_step_wakes_the_reader_once(self, ar, monkeypatch):
+        outbox, was_awake = ar.engine.outbox, []
+        put = outbox.put
+        monkeypatch.setattr(outbox, "put", lambda item: (was_awake.append(is_readable(outbox)), put(item)))
+        monkeypatch.setattr(ar.counter, "step", lambda seconds, batch_size: ar.take_items())
+        prompts = random_prompts(5, 6, 7, 8)
+        ar.put(*(whole(str(i), prompt, greedy(5), streams_output=True) for i, prompt in enumerate(prompts)))
+        ar.finish(*map(str, range(4)))
+        assert was_awake == [False] * 4 * 5
 
 
 class TestAbort:

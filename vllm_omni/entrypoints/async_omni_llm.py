@@ -43,6 +43,7 @@ class AsyncOmniLLM(PipelineFace):
         request_id: str | None = None,
         *,
         stream: bool = True,
+        keep_outputs: bool = True,
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
         request_fields: Mapping[str, Any] | None = None,
@@ -57,6 +58,7 @@ class AsyncOmniLLM(PipelineFace):
             sampling_params_list: As for `OmniLLM.generate`.
             request_id: An id of the caller's for the events and errors; need not be unique. By default a number.
             stream: Give the pieces of the output, as they are made; else only the last event.
+            keep_outputs: As for `OmniLLM.generate`.
             trace_headers: W3C trace context of the caller (`traceparent`, ...).
             lora_request: As for `OmniLLM.generate`.
             request_fields: Fields of vLLM's `EngineCoreRequest` for the stages that read the prompt, e.g. `priority`.
@@ -87,6 +89,7 @@ class AsyncOmniLLM(PipelineFace):
                 on_event,
                 request_id=request_id,
                 streams=stream,
+                keep_outputs=keep_outputs,
                 trace_headers=trace_headers,
                 lora_request=lora_request,
                 request_fields=request_fields,

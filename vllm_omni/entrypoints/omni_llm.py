@@ -62,6 +62,7 @@ class OmniLLM(PipelineFace):
         use_tqdm: bool | None = None,
         *,
         stream: Literal[True],
+        keep_outputs: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> Iterator[OmniEvent]: ...
 
@@ -72,6 +73,7 @@ class OmniLLM(PipelineFace):
         use_tqdm: bool | None = None,
         *,
         stream: bool = False,
+        keep_outputs: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[OmniRequestOutput] | Iterator[OmniEvent]:
         """Runs prompts through the pipeline, many at a time.
@@ -87,6 +89,9 @@ class OmniLLM(PipelineFace):
             stream: Return an iterator over the events of all prompts, as they happen, instead of waiting for the end.
                 A prompt's events have its `request_id`: "0", "1", ... in the order of all prompts ever given. One that
                 fails ends with an `ErrorEvent`, and nothing is raised for it. Closing the iterator aborts the rest.
+            keep_outputs: With `stream`, the last event of a prompt has its outputs whole. False: of text, tokens and
+                tensors it has only what is new since the event before, and this process does not hold all of a long
+                output until its end.
             lora_request: The LoRA adapter that the first stage runs with: one for all prompts, or a list with one (or
                 None) for each. A vLLM stage needs vLLM's `enable_lora`, e.g.
                 `stage_overrides={"thinker": {"enable_lora": True}}`; a diffusion stage needs nothing.
@@ -100,7 +105,7 @@ class OmniLLM(PipelineFace):
             RequestError: A prompt failed inside a stage. The others were completed: see the error's `results`.
             PipelineClosedError: `close()` was called.
         """
-        batch = _Batch(self, _pair(_as_list(prompts), lora_request), sampling_params_list, stream)
+        batch = _Batch(self, _pair(_as_list(prompts), lora_request), sampling_params_list, stream, keep_outputs)
         events = batch.events(use_tqdm=not stream if use_tqdm is None else use_tqdm)
         return events if stream else _collect(events)
 
@@ -194,12 +199,14 @@ class _Batch:
         prompts: list[tuple[str | OmniPrompt, LoRARequest | None]],
         sampling_params_list: SamplingParamsList,
         streams: bool,
+        keep_outputs: bool,
     ) -> None:
         self._owner = owner  # Keeps it from being closed as long as somebody reads its events.
         self._pipeline = owner._pipeline
         self._prompts = prompts
         self._sampling_params_list = sampling_params_list
         self._streams = streams
+        self._keep_outputs = keep_outputs
         self._events: queue.SimpleQueue[OmniEvent | Exception] = queue.SimpleQueue()
         self._is_given_up = threading.Event()
         self._running: dict[str, None] = {}  # an ordered set
@@ -251,6 +258,7 @@ class _Batch:
             self._sampling_params_list,
             self._events.put,
             streams=self._streams,
+            keep_outputs=self._keep_outputs,
             lora_request=lora_request,
         )
         self._running[request.request_id] = None

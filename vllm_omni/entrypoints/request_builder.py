@@ -73,6 +73,7 @@ class RequestBuilder:
         *,
         request_id: str | None = None,
         streams: bool = False,
+        keep_outputs: bool = True,
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
         request_fields: Mapping[str, Any] | None = None,
@@ -83,7 +84,7 @@ class RequestBuilder:
                 dict says what differs from them, `SamplingParams` say all. A pipeline of one stage takes a single one.
             on_event: See `PipelineRequest`.
             request_id: The caller's own id for it; by default a number.
-            streams: The caller wants the pieces of the output as they are made.
+            streams, keep_outputs: See `PipelineRequest`.
             trace_headers: W3C trace context of the caller.
             lora_request: The adapter that the first stage runs with; if that only encodes prompts for a diffusion
                 stage, the latter does.
@@ -112,6 +113,7 @@ class RequestBuilder:
             final_stages=final_stages,
             on_event=on_event,
             streams=streams,
+            keep_outputs=keep_outputs,
             timeout_s=self._config.runtime.request_timeout_s or None,
             arrival=arrival,
             trace_headers=dict(trace_headers or {}),

@@ -16,6 +16,7 @@ from vllm_omni.outputs import (
     StageOutput,
     make_omni_request_output,
     merge_stage_outputs,
+    without_content,
 )
 
 
@@ -29,6 +30,8 @@ class PipelineRequest:
         stages: What each stage that it needs is told, by stage id.
         final_stages: The stages whose output the caller receives.
         streams: The caller wants the pieces of the output as they are made.
+        keep_outputs: The last event has the outputs whole; else, where the caller `streams`, only the last segment of
+            each, so that no more of them is held.
         on_event: Takes the request's events, on the orchestrator's thread; must not block. The last one is terminal.
         timeout_s: Seconds from `arrival` after which the request fails; None: never.
         arrival: `time.monotonic()` of its making.
@@ -41,6 +44,7 @@ class PipelineRequest:
     final_stages: list[int]
     on_event: Callable[[OmniEvent], None]
     streams: bool = False
+    keep_outputs: bool = True
     timeout_s: float | None = None
     arrival: float = field(default_factory=time.monotonic)
     trace_headers: dict[str, str] = field(default_factory=dict)
@@ -67,6 +71,8 @@ class RequestRecord:
         self._config = config
         self._pieces: dict[int, list[StageOutput]] = {stage_id: [] for stage_id in request.final_stages}
         self._metrics: dict[int, StageMetrics] = {}
+        self._audio_seconds = 0.0
+        self._num_images = 0
         self._num_events = 0
         self._first: dict[str, float] = {}
 
@@ -94,12 +100,21 @@ class RequestRecord:
         output_type = self._config.stages[stage_id].final_output_type or ""
         is_progress = piece.step is not None
         if not is_progress or piece.is_last:
-            self._pieces[stage_id].append(piece)
+            self._keep(stage_id, piece)
         if not is_progress or piece.tensors:
             self._first.setdefault(output_type, time.monotonic())
         if self.request.streams:
             for event in self._make_events(stage_id, output_type, piece):
                 self.request.on_event(event)
+
+    def _keep(self, stage_id: int, piece: StageOutput) -> None:
+        pieces = self._pieces[stage_id]
+        if pieces and not self.request.keep_outputs:
+            pieces[:] = [merge_stage_outputs([without_content(piece) for piece in pieces])]
+        pieces.append(piece)
+        self._audio_seconds += self._seconds_of(stage_id, piece)
+        if self._config.stages[stage_id].final_output_type in ("image", "video"):
+            self._num_images += piece.num_media
 
     def finish(self, stage_id: int, metrics: StageMetrics) -> None:
         """The stage is done with the request."""
@@ -140,16 +155,13 @@ class RequestRecord:
             first_audio=self._first.get("audio"),
             first_image=min((self._first[kind] for kind in ("image", "video") if kind in self._first), default=None),
             num_text_tokens=text_metrics.num_output_tokens if text_metrics else 0,
-            audio_seconds=sum(self._audio_seconds(stage_id) for stage_id in self._pieces),
-            num_images=sum(self._num_images(stage_id) for stage_id in self._pieces),
+            audio_seconds=self._audio_seconds,
+            num_images=self._num_images,
             text_stage_id=text_stage,
         )
 
     def _stage_metrics(self) -> list[StageMetrics]:
         return [self._metrics[stage_id] for stage_id in sorted(self._metrics)]
-
-    def _audio_seconds(self, stage_id: int) -> float:
-        return sum(self._seconds_of(stage_id, piece) for piece in self._pieces[stage_id])
 
     def _seconds_of(self, stage_id: int, piece: StageOutput) -> float:
         sample_rate, num_clips = self._config.stages[stage_id].sample_rate, 1
@@ -159,11 +171,6 @@ class RequestRecord:
         if sample_rate is None or wave is None:
             return 0.0
         return num_clips * (wave.shape[-1] if wave.ndim else 1) / sample_rate
-
-    def _num_images(self, stage_id: int) -> int:
-        if self._config.stages[stage_id].final_output_type not in ("image", "video"):
-            return 0
-        return sum(piece.num_media for piece in self._pieces[stage_id])
 
     def _make_events(self, stage_id: int, output_type: str, piece: StageOutput) -> list[OmniEvent]:
         if piece.step is not None:

@@ -79,11 +79,7 @@ class OmniStage:
         is_final: bool,
         streams: bool,
     ) -> None:
-        """Gives the stage its part of a request.
-
-        Raises:
-            OSError: There is no room for the request's data.
-        """
+        """Gives the stage its part of a request."""
         payload, frames = self._channel.put(request)
         message = SubmitMessage(
             request_id=request.request_id,

@@ -7,6 +7,7 @@ Belongs to the stage's IO thread.
 import os
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,7 @@ from vllm_omni.orchestrator.messages import (
 from vllm_omni.orchestrator.run_dir import orchestrator_address, payload_prefix
 from vllm_omni.outputs import StageOutput, reads_tensors
 from vllm_omni.stage.peers import Target, make_socket
-from vllm_omni.stage.request_state import RequestState
+from vllm_omni.stage.request_state import OutputStream, RequestState
 from vllm_omni.stage.segments import CallerReader, Reader, Segmenter, WindowReader
 from vllm_omni.stage.spec import StageSpec
 
@@ -53,9 +54,9 @@ class Outlet:
         }
         self._backlog: dict[int, list[tuple[RequestState, StageOutput]]] = defaultdict(list)
 
-    def takes_new(self, state: RequestState) -> bool:
-        """Whether all that read this request's output have room for more."""
-        return all(self.targets[target].takes_new_requests for target in state.submit.targets)
+    def has_room(self, targets: Sequence[int]) -> bool:
+        """Whether all these stages have room for more requests."""
+        return all(self.targets[target].takes_new_requests for target in targets)
 
     def reserve(self, state: RequestState) -> None:
         """A request is begun with: its outputs will be sent."""
@@ -73,8 +74,15 @@ class Outlet:
             return True
         return any(reads_tensors(self.targets[target].spec.reads) for target in state.submit.targets)
 
-    def segmenter(self, submit: SubmitMessage) -> Segmenter:
-        """Of a request's output: when it is passed on. Only tokens come in so small pieces that they are gathered."""
+    def output_stream(self, submit: SubmitMessage) -> OutputStream:
+        """Of a request's output: when it is passed on."""
+        streams = [self._window(submit, target).streams for target in submit.targets]
+        if submit.is_final:
+            streams.append(submit.streams)
+        return OutputStream(self._segmenter(submit), keeps_whole=not all(streams))
+
+    def _segmenter(self, submit: SubmitMessage) -> Segmenter:
+        """Only tokens come in so small pieces that they are gathered."""
         if self._segments is None:
             return Segmenter()
         windows = [self._window(submit, target) for target in submit.targets]
@@ -95,7 +103,6 @@ class Outlet:
         """Sends a piece to those who read along.
 
         Raises:
-            OSError: There is no room for it.
             Exception: It holds something that cannot be sent.
         """
         for target in state.submit.targets:

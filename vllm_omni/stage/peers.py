@@ -104,11 +104,7 @@ class Target(Peer):
             self.credit.refund(1, 0)
 
     def put(self, request_id: str, output: StageOutput) -> tuple[PayloadRef, Frames]:
-        """Makes the part of an output that the target reads available to it, at the cost of credit.
-
-        Raises:
-            OSError: There is no room for it.
-        """
+        """Makes the part of an output that the target reads available to it, at the cost of credit."""
         payload, frames = self._channel.put(select_fields(output, self.spec.reads))
         self._reserved.discard(request_id)  # What was spent on it the target will give back.
         self.credit.spend(0, payload.num_bytes)

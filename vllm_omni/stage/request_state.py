@@ -67,9 +67,14 @@ class InputStreams:
 class OutputStream:
     """One request's output on its way out: in segments to those who read along, whole to the others."""
 
-    def __init__(self, segmenter: Segmenter) -> None:
+    def __init__(self, segmenter: Segmenter, keeps_whole: bool) -> None:
+        """
+        Args:
+            keeps_whole: Somebody reads it whole.
+        """
         self._segmenter = segmenter
-        self._whole: list[StageOutput] = []
+        self._keeps_whole = keeps_whole
+        self._segments: list[StageOutput] = []
 
     @property
     def due(self) -> float | None:
@@ -84,13 +89,14 @@ class OutputStream:
         return self._keep(self._segmenter.flush_if_due())
 
     def finish(self, piece: StageOutput) -> tuple[StageOutput, StageOutput]:
-        """Takes in the last piece; returns the last segment, and the whole."""
+        """Takes in the last piece; returns the last segment, and the whole (where it is kept, else the same)."""
         segment = self._segmenter.finish(piece)
-        return segment, merge_stage_outputs([*self._whole, segment])
+        return segment, merge_stage_outputs([*self._segments, segment])
 
     def _keep(self, segment: StageOutput | None) -> StageOutput | None:
-        if segment is not None and segment.step is None:  # How far a stage has come is no part of the whole.
-            self._whole.append(segment)
+        # How far a stage has come is no part of the whole.
+        if segment is not None and segment.step is None and self._keeps_whole:
+            self._segments.append(segment)
         return segment
 
 

@@ -50,7 +50,8 @@ from vllm_omni.stage.feeders import Feeders, cost_of
 from vllm_omni.stage.input_processor import StageInputProcessor
 from vllm_omni.stage.outlet import Outlet
 from vllm_omni.stage.peers import make_socket
-from vllm_omni.stage.request_state import InputCall, InputStreams, OutputStream, RequestState
+from vllm_omni.stage.queues import FlushTimes, WaitingQueue
+from vllm_omni.stage.request_state import InputCall, InputStreams, RequestState
 from vllm_omni.stage.spec import StageSpec
 
 logger = get_logger(__name__)
@@ -83,12 +84,12 @@ class StageShell:
         self._is_running = True
         self._requests: dict[str, RequestState] = {}
         self._num_running = 0
-        self._waiting: dict[str, RequestState] = {}  # in order of arrival
         self._last_number = 0
         self._early: dict[str, list[tuple[DataMessage, list[memoryview]]]] = defaultdict(list)
         self._lost: list[tuple[float, int, list[str]]] = []  # (when, source that died, requests it had finished)
-        self._holding: dict[str, RequestState] = {}  # those with pieces of output that are not due yet
+        self._flush_times = FlushTimes(self._requests)
         self._connect()
+        self._waiting = WaitingQueue(self._outlet.has_room)
 
     def _connect(self) -> None:
         spec, run_dir = self._spec, Path(self._spec.run_dir)
@@ -122,8 +123,7 @@ class StageShell:
 
     def _timeout(self) -> int | None:
         """Milliseconds until something is due; None while nothing is."""
-        due = [state.outputs.due for state in self._holding.values()]
-        due += [self._lost[0][0] if self._lost else None, self._books.due]
+        due = (self._flush_times.due, self._lost[0][0] if self._lost else None, self._books.due)
         times = [when for when in due if when is not None]
         return max(0, math.ceil((min(times) - time.monotonic()) * 1000)) if times else None
 
@@ -176,7 +176,7 @@ class StageShell:
 
     def _act_on_time(self) -> None:
         now = time.monotonic()
-        for state in list(self._holding.values()):
+        for state in self._flush_times.take_due(now):
             self._send_segment(state, state.outputs.flush_if_due)
         while self._lost and self._lost[0][0] <= now:
             self._fail_lost(*self._lost.pop(0)[1:])
@@ -227,7 +227,7 @@ class StageShell:
             submit=message,
             request=request,
             inputs=InputStreams(windows),
-            outputs=OutputStream(self._outlet.segmenter(message)),
+            outputs=self._outlet.output_stream(message),
             metrics=StageMetrics(stage_id=self._stage_id, name=self._spec.stage.name),
         )
 
@@ -277,23 +277,17 @@ class StageShell:
         state.metrics.arrival = time.monotonic()
         self._recorder.enqueued()
         state.is_queued = True
-        self._waiting[state.request_id] = state
+        self._waiting.add(state)
 
     def _begin_waiting(self) -> None:
-        """Hands over requests as long as the engine, and the stages that read their outputs, have room for more.
-
-        First come, first served; but one that has to wait for another stage does not hold up those behind it.
-        """
-        while self._num_running < self._capacity and self._waiting:
-            state = next((state for state in self._waiting.values() if self._outlet.takes_new(state)), None)
-            if state is None:
-                break
+        """Hands over requests as long as the engine, and the stages that read their outputs, have room for more."""
+        while self._num_running < self._capacity and (state := self._waiting.first()) is not None:
             self._begin(state)
         self._books.note_blocking(self._num_running < self._capacity and len(self._waiting) > 0)
 
     def _leave_queue(self, state: RequestState) -> None:
         state.is_queued = False
-        del self._waiting[state.request_id]
+        self._waiting.remove(state)
         for owed in state.owed:
             self._feeders.refund(owed)
         state.owed.clear()
@@ -349,8 +343,8 @@ class StageShell:
         if state is None:
             return  # Aborted meanwhile.
         self._note_output(state, item.output)
-        self._holding[state.request_id] = state
         self._send_segment(state, lambda: state.outputs.add(item.output))
+        self._flush_times.note(state)
 
     def _note_output(self, state: RequestState, output: StageOutput) -> None:
         if output.step is not None:
@@ -365,7 +359,6 @@ class StageShell:
         try:
             segment = make()
             if segment is not None:
-                del self._holding[state.request_id]
                 self._outlet.send_segment(state, segment)
         except Exception as error:
             self._on_error(Error.from_exception(state.request_id, error))
@@ -420,7 +413,6 @@ class StageShell:
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
-        self._holding.pop(request_id, None)
         if state.is_queued:
             self._leave_queue(state)
         if state.is_running:

@@ -16,12 +16,13 @@ from fastapi import FastAPI
 from PIL import Image
 
 from tests.diffusion.rewriting import RewrittenPrompt
-from tests.entrypoints.faces import quick_servers
+from tests.entrypoints.faces import quick_servers, record_events
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.errors import StageConfigError
+from vllm_omni.events import CompletedEvent
 
 BOTH = ["text", "image"]
 SIZE = {"height": 32, "width": 48, "num_inference_steps": 2}
@@ -137,6 +138,16 @@ def test_a_stream_ends_with_the_picture(showing: AsyncOmniLLM) -> None:
     np.testing.assert_array_equal(picture(painted, "delta"), whole)
     assert (end["delta"], end["finish_reason"]) == ({}, "length")
     assert lines[-2] == "data: [DONE]"
+
+
+def test_a_stream_is_not_held_until_its_end(showing: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = record_events(showing, monkeypatch)
+    num_tokens = []
+    for stream in (True, False):
+        assert chat(showing, stream=stream).status_code == 200
+        assert isinstance(events[-1], CompletedEvent)
+        num_tokens.append(len(events[-1].outputs[0].outputs[0].token_ids))
+    assert num_tokens[0] < num_tokens[1] == 6, "the first token was sent at once"
 
 
 def test_a_pipeline_that_hides_its_text_answers_with_the_picture_alone(

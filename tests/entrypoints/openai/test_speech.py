@@ -15,7 +15,7 @@ import openai
 import pytest
 import soundfile
 
-from tests.entrypoints.faces import STAGES, is_idle, running
+from tests.entrypoints.faces import STAGES, is_idle, record_events, running
 from tests.entrypoints.openai.fake_server import FakeServer, Visit, over_http
 from tests.entrypoints.openai.singing import NUM_SAMPLES, RATE, SINGER, piece
 from tests.entrypoints.openai.small_apps import ask
@@ -23,6 +23,7 @@ from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, to_pcm16
 from vllm_omni.entrypoints.openai.voices import OPENAI_VOICES
+from vllm_omni.events import CompletedEvent
 
 PATH = "/v1/audio/speech"
 FORMATS = [name for name in AUDIO_FORMATS if name != "pcm16"]
@@ -103,6 +104,15 @@ def test_stereo_stays_stereo(server: FakeServer, format: str) -> None:
 
 def test_the_default_is_mp3(server: FakeServer) -> None:
     assert speak(server, "1 pieces").headers["content-type"] == "audio/mpeg"
+
+
+def test_speech_is_not_held_until_its_end(
+    server: FakeServer, llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = record_events(llm, monkeypatch)
+    assert speak(server, "3 pieces", response_format="pcm").content == to_pcm16(wave(3)).tobytes()
+    assert isinstance(events[-1], CompletedEvent)
+    assert events[-1].outputs[0].multimodal_output["audio"].shape == (0,)
 
 
 def test_a_stream_of_events(server: FakeServer) -> None:

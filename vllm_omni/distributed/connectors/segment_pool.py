@@ -7,18 +7,24 @@ receiver removes when it takes the payload; and as long as the receiver looks at
 the file. So a segment is free when it has one name and no lock: no message has to say so, and the dead hold nothing.
 """
 
+import errno
 import fcntl
 import itertools
 import mmap
 import os
 import weakref
+from collections import defaultdict, deque
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 _MAX_BYTES = 256 << 20
 _FILE_SYSTEM_SHARE = 32
 _MAX_WASTE = 4
+_NUM_LOOKED_UP = 4
+_NUM_UNUSED_TAKES = 1000
+"""A free segment that so many payloads did not need is removed."""
 
 
 class Segment:
@@ -36,7 +42,11 @@ class Segment:
         self.remove = weakref.finalize(self, _remove, self._fd, path)
         self.remove.atexit = False  # A fork of this process must not do it; the run directory goes as a whole.
         try:
-            # Reserve the pages now: a full file system is an error here, not a SIGBUS while copying.
+            # Reserve the pages now: a full file system is an error here, not a SIGBUS while copying. Look first: the
+            # system would take all that is left before it fails. (A file system of 0 blocks has no limit.)
+            room = os.fstatvfs(self._fd)
+            if room.f_blocks and room.f_bavail * room.f_frsize < capacity:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
             os.posix_fallocate(self._fd, 0, capacity)
         except BaseException:
             self.remove()
@@ -72,8 +82,19 @@ class Segment:
         os.link(self._path, path)
 
 
+class _FreeSegment(NamedTuple):
+    """`since`: the number of the `take` that found it free."""
+
+    segment: Segment
+    since: int
+
+
 class SegmentPool:
-    """One sender's segments: as many as are worth keeping, under the names `directory/prefix-*`."""
+    """One sender's segments: as many as are worth keeping, under the names `directory/prefix-*`.
+
+    Only the sender fills a segment, so that one that was found free stays free. Each payload looks up the next few of
+    the others, in turn: the cost of a payload does not depend on how many there are.
+    """
 
     def __init__(self, directory: Path, prefix: str, max_bytes: int | None = None) -> None:
         """
@@ -82,7 +103,10 @@ class SegmentPool:
         """
         self._path = str(directory / prefix)
         self._counter = itertools.count()
-        self._kept: list[Segment] = []
+        self._num_takes = 0
+        self._num_bytes = 0  # of the segments that are kept
+        self._sent: deque[Segment] = deque()
+        self._free: defaultdict[int, deque[_FreeSegment]] = defaultdict(deque)  # by capacity; in order of `since`
         if max_bytes is None:
             file_system = os.statvfs(directory)
             max_bytes = min(_MAX_BYTES, file_system.f_blocks * file_system.f_frsize // _FILE_SYSTEM_SHARE)
@@ -94,43 +118,64 @@ class SegmentPool:
         Raises:
             OSError: There is no room.
         """
+        self._num_takes += 1
+        self._look_up(_NUM_LOOKED_UP)
+        self._drop_unused()
         capacity = _capacity(size)
-        free = [segment for segment in self._kept if segment.is_free]
-        fitting = [segment for segment in free if size <= segment.capacity <= _MAX_WASTE * capacity]
+        fitting = [c for c, segments in self._free.items() if segments and size <= c <= _MAX_WASTE * capacity]
         if fitting:
-            segment = min(fitting, key=lambda segment: segment.capacity)
+            segment = self._free[min(fitting)].pop().segment
             segment.map()
-            return segment
-        if not self._make_room(capacity, free):
-            return self._new(size, free)
-        segment = self._new(capacity, free)
-        self._kept.append(segment)
+        elif self._make_room(capacity):
+            segment = self._new(capacity)
+            self._num_bytes += capacity
+        else:
+            return self._new(size)
+        self._sent.append(segment)
         return segment
 
-    def _make_room(self, capacity: int, free: list[Segment]) -> bool:
+    def _look_up(self, count: int) -> None:
+        """Finds out which of the next `count` segments that were sent are free."""
+        for _ in range(min(count, len(self._sent))):
+            segment = self._sent.popleft()
+            if segment.is_free:
+                self._free[segment.capacity].append(_FreeSegment(segment, self._num_takes))
+            else:
+                self._sent.append(segment)
+
+    def _drop_unused(self) -> None:
+        """Gives back memory that a burst of payloads has needed."""
+        for segments in self._free.values():
+            while segments and segments[0].since < self._num_takes - _NUM_UNUSED_TAKES:
+                self._drop(segments)
+
+    def _make_room(self, capacity: int) -> bool:
         """Whether so many bytes more can be kept; lets go of free segments, which did not fit, for that."""
-        room = self._max_bytes - sum(segment.capacity for segment in self._kept)
-        if room + sum(segment.capacity for segment in free) < capacity:
+        room = self._max_bytes - self._num_bytes
+        if room + sum(capacity * len(segments) for capacity, segments in self._free.items()) < capacity:
             return False
-        while room < capacity:
-            room += free[-1].capacity
-            self._drop(free)
+        for segments in self._free.values():
+            while segments and self._max_bytes - self._num_bytes < capacity:
+                self._drop(segments)
         return True
 
-    def _new(self, capacity: int, free: list[Segment]) -> Segment:
+    def _new(self, capacity: int) -> Segment:
         path = f"{self._path}-{next(self._counter)}"
         try:
             return Segment(path, capacity)
         except OSError:
-            if not free:
+            self._look_up(len(self._sent))
+            if not any(self._free.values()):
                 raise
-        while free:
-            self._drop(free)
+        for segments in self._free.values():
+            while segments:
+                self._drop(segments)
         return Segment(path, capacity)
 
-    def _drop(self, free: list[Segment]) -> None:
-        segment = free.pop()
-        self._kept.remove(segment)
+    def _drop(self, segments: deque[_FreeSegment]) -> None:
+        """Removes the one that was not used for the longest time."""
+        segment = segments.popleft().segment
+        self._num_bytes -= segment.capacity
         segment.remove()
 
 

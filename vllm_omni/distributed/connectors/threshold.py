@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector that a stage uses: inline for small payloads, shared memory for large ones."""
+"""The connector that a stage uses: inline for small payloads, shared memory for large ones while it has room."""
 
+import errno
 from pathlib import Path
 
 from vllm_omni.distributed.connectors.base import Connector
 from vllm_omni.distributed.connectors.inline import InlineConnector
 from vllm_omni.distributed.connectors.shared_memory import SharedMemoryConnector
+from vllm_omni.metrics.logs import get_logger
 from vllm_omni.orchestrator.messages import Frames, PayloadRef
+
+logger = get_logger(__name__)
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ThresholdConnector(Connector):
@@ -20,10 +26,30 @@ class ThresholdConnector(Connector):
         self._inline = InlineConnector()
         self._shared_memory = SharedMemoryConnector(directory, prefix)
         self._threshold = shm_threshold_bytes
+        self._directory = directory
+        self._has_warned = False
 
     def put(self, buffers: Frames) -> tuple[PayloadRef, Frames]:
         size = sum(memoryview(buffer).nbytes for buffer in buffers)
-        return (self._inline if size < self._threshold else self._shared_memory).put(buffers)
+        if size >= self._threshold:
+            try:
+                return self._shared_memory.put(buffers)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                self._warn(size)
+        return self._inline.put(buffers)
+
+    def _warn(self, size: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s has no room for %d bytes: as long as it is full, data passes between stages inside messages, which "
+                "is slower. To give it more room: docker run --shm-size=2g (or --ipc=host); elsewhere: mount -o "
+                "remount,size=2g /dev/shm",
+                self._directory,
+                size,
+            )
 
     def get(self, ref: PayloadRef, frames: list[memoryview]) -> list[memoryview]:
         return self._of(ref).get(ref, frames)

@@ -134,6 +134,7 @@ class OmniEngineClient(UnservedEngineClient):
         request_id: str | None = None,
         *,
         stream: bool,
+        keep_outputs: bool = True,
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
         request_fields: Mapping[str, Any] | None = None,
@@ -150,6 +151,7 @@ class OmniEngineClient(UnservedEngineClient):
                 sampling_params_list,
                 request_id,
                 stream=stream,
+                keep_outputs=keep_outputs,
                 trace_headers=trace_headers,
                 lora_request=lora_request,
                 request_fields=request_fields,
@@ -188,6 +190,7 @@ class OmniEngineClient(UnservedEngineClient):
             self._stage_params(sampling_params),
             request_id,
             stream=is_delta,
+            keep_outputs=False,  # What was streamed is not read again.
             trace_headers=trace_headers,
             lora_request=lora_request,
             request_fields={

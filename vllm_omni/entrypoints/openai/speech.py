@@ -134,6 +134,7 @@ class ServingSpeech:
             params,
             new_id("speech", raw_request),
             stream=file.is_streamed,
+            keep_outputs=False,  # What was streamed is not read again.
             trace_headers=extract_trace_headers(raw_request.headers),
         )
         if not request.stream:

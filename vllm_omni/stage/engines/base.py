@@ -118,25 +118,46 @@ InboxItem = NewRequest | StreamChunk | AbortRequest | Stop
 
 
 class Outbox:
-    """A queue whose reader sleeps in a poll: `fileno` is readable while something waits."""
+    """A queue whose reader sleeps in a poll: `fileno` is readable while something waits.
+
+    The reader is woken once for all items that it has not taken yet.
+    """
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[OutboxItem] = queue.SimpleQueue()
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
+        self._is_woken = False  # The reader has yet to look, or will be woken: `put` need not wake it.
 
     def fileno(self) -> int:
         return self._reader
 
     def put(self, item: OutboxItem) -> None:
         self._items.put(item)
+        if not self._is_woken:
+            self._wake()
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """The reader is woken at the end, for all that is put meanwhile."""
+        self._is_woken = True
+        try:
+            yield
+        finally:
+            self._is_woken = False  # First: what another thread puts from now on wakes the reader itself.
+            if not self._items.empty():
+                self._wake()
+
+    def _wake(self) -> None:
+        self._is_woken = True
         with contextlib.suppress(BlockingIOError):  # The pipe is full of wake-ups already.
             os.write(self._writer, b"\0")
 
     def take_all(self) -> list[OutboxItem]:
         with contextlib.suppress(BlockingIOError):
             os.read(self._reader, 65536)
+        self._is_woken = False  # Before the items are taken: what is put from now on wakes the reader again.
         items: list[OutboxItem] = []
         while not self._items.empty():
             items.append(self._items.get_nowait())

@@ -66,11 +66,13 @@ class BatchFunctionStageEngine(SerialEngine):
     def step(self) -> None:
         batch = [self._work.popleft() for _ in range(min(len(self._work), self._max_batch_size))]
         started = time.monotonic()
-        for item, result in zip(batch, self._compute_batch(batch), strict=True):
-            if isinstance(result, Exception):
-                self._fail(item.request_id, result)
-            elif item.request_id in self._requests:
-                self._emit(item, result)
+        results = self._compute_batch(batch)
+        with self.outbox.batch():
+            for item, result in zip(batch, results, strict=True):
+                if isinstance(result, Exception):
+                    self._fail(item.request_id, result)
+                elif item.request_id in self._requests:
+                    self._emit(item, result)
         self.recorder.step(time.monotonic() - started, len(batch))
 
     def compute(self, request: StageRequest, sources: Sources) -> StageOutput:

@@ -140,10 +140,11 @@ class LLMStageEngine(StageEngine):
             return
         if self._engine.last_batch_size:
             self.recorder.step(time.perf_counter() - start, self._engine.last_batch_size)
-        for output in outputs:
-            request = self._requests.get(self._request_class.owner_of(output.request_id))
-            if request is not None:
-                self._take(request, output)
+        with self.outbox.batch():
+            for output in outputs:
+                request = self._requests.get(self._request_class.owner_of(output.request_id))
+                if request is not None:
+                    self._take(request, output)
 
     def _take(self, request: LLMRequest, output: RequestOutput | PoolingRequestOutput) -> None:
         try:

@@ -23,12 +23,14 @@ CHECKPOINTS = {
     "qwen2_5_omni_7b": "Qwen2.5-Omni-7B",
     "qwen2_5_omni_3b": "Qwen2.5-Omni-3B",
 }
+LONGER = "--stage.thinker.max_model_len 32768 --stage.talker.max_model_len 36864"
 ON_24_GB = (
     "--stage.thinker.max_model_len 16384 --stage.talker.gpu_memory_utilization 0.1 "
     "--stage.token2wav.gpu_memory_utilization 0.2"
 )
 ROWS = (
     ("qwen3_omni_30b_a3b_instruct", "1 x 80 GB", ""),
+    ("qwen3_omni_30b_a3b_instruct", "1 x 80 GB", LONGER),
     ("qwen3_omni_30b_a3b_instruct", "1 x 80 GB", "--stage.thinker.quantization fp8"),
     ("qwen3_omni_30b_a3b_instruct", "2 x 80 GB", "--stage-configs-path qwen3_omni_moe_2x80gb"),
     ("qwen3_omni_30b_a3b_instruct", "1 x 141 GB", "--stage-configs-path qwen3_omni_moe_141gb"),

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that is computed before anything is loaded, against engines that are loaded, and published checkpoints."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from tests.published.plans import ROWS, compute_plans
 from tests.stage.running_engine import RunningEngine
@@ -25,22 +27,25 @@ def needs_of(model: Path, **engine_args: Any) -> StageNeeds:
     return needs
 
 
-def runner_of(running: RunningEngine) -> Any:
-    engine: OmniLLMEngine = running.engine._engine  # type: ignore[attr-defined]
-    return engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
-def test_weights_and_kv_cache_are_those_of_a_running_engine(ar_session: RunningEngine, tiny_qwen3: Path) -> None:
-    runner = runner_of(ar_session)
+def test_the_kv_cache_is_that_of_a_running_engine(ar_session: RunningEngine, tiny_qwen3: Path) -> None:
+    engine: OmniLLMEngine = ar_session.engine._engine  # type: ignore[attr-defined]
+    runner: Any = engine.model_executor.driver_worker.model_runner
     needs = needs_of(tiny_qwen3, model_arch="HookedQwen3", enable_prompt_embeds=True, **MODEL_ARGS)
 
-    loaded = {id(tensor): tensor for tensor in (*runner.model.parameters(), *runner.model.buffers())}
-    assert needs.weights == sum(tensor.nbytes for tensor in loaded.values())
     caches = {cache.data_ptr(): cache for cache in runner.kv_caches}
-    num_blocks = runner.vllm_config.cache_config.num_gpu_blocks
-    assert needs.kv_token == sum(cache.nbytes for cache in caches.values()) / num_blocks / 32
+    num_tokens = runner.vllm_config.cache_config.num_gpu_blocks * 32
+    assert needs.kv_token == sum(cache.nbytes for cache in caches.values()) / num_tokens
     assert needs.kv_request == needs.kv_token * 192
     assert needs.max_model_len == 192
+
+
+def test_weights_are_those_of_the_checkpoint(tiny_qwen3: Path) -> None:
+    needs = needs_of(tiny_qwen3, **MODEL_ARGS)
+    with safe_open(tiny_qwen3 / "model.safetensors", "pt") as file:
+        parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    assert needs.num_parameters == parameters
+    buffers = needs.weights - 4 * parameters
+    assert 0 < buffers < 2 << 20  # tables of rotary embeddings
 
 
 def test_fewer_bits_and_more_tokens(tiny_qwen3: Path) -> None:
@@ -49,7 +54,7 @@ def test_fewer_bits_and_more_tokens(tiny_qwen3: Path) -> None:
     assert half.kv_token == needs.kv_token / 2
     assert half.weights == pytest.approx(needs.weights / 2, rel=0.01)  # some buffers keep their dtype
     quantized = needs_of(tiny_qwen3, quantization="fp8", **MODEL_ARGS)
-    assert quantized.weights < half.weights
+    assert half.weights < quantized.weights < needs.weights  # embeddings keep their dtype
     longer = needs_of(tiny_qwen3, **MODEL_ARGS | {"max_model_len": 384})
     assert longer.kv_request == 2 * needs.kv_request
     wider = needs_of(tiny_qwen3, max_num_batched_tokens=8192, **MODEL_ARGS)

@@ -179,16 +179,17 @@ def _weights(module: nn.Module, quantized_bytes: int | None) -> int:
             if id(parameter) in counted:  # tied
                 continue
             counted.add(id(parameter))
-            is_quantized = quantized_bytes and (
-                (isinstance(layer, LinearBase) and parameter.dim() == 2) or _is_experts(parameter)
-            )
-            size += parameter.numel() * quantized_bytes if is_quantized and quantized_bytes else parameter.nbytes
+            is_linear = isinstance(layer, LinearBase) and parameter.dim() == 2
+            if quantized_bytes is not None and (is_linear or _is_experts(layer, parameter)):
+                size += parameter.numel() * quantized_bytes
+            else:
+                size += parameter.nbytes
     return size
 
 
-def _is_experts(parameter: torch.Tensor) -> bool:
+def _is_experts(layer: nn.Module, parameter: torch.Tensor) -> bool:
     """Whether these are the weights of all experts of a layer, `[experts, out, in]`."""
-    return parameter.dim() == 3
+    return parameter.dim() == 3 and not isinstance(layer, nn.Conv1d)
 
 
 def _kv_cache_specs(vllm_config: VllmConfig) -> Iterator[Any]:
@@ -253,7 +254,7 @@ def _layer_widths(module: nn.Module, num_experts_per_token: int) -> dict[str, in
             continue
         group = _LAYER.match(name)
         for parameter in layer.parameters(recurse=False):
-            if _is_experts(parameter):
+            if _is_experts(layer, parameter):
                 widths[group[0] if group else name] += num_experts_per_token * parameter.shape[1]
             elif parameter.dim() > 1:
                 widths[group[0] if group else name] += parameter.shape[0]

@@ -93,6 +93,19 @@ def test_shipped_configurations_load(path: Path) -> None:
     assert load_pipeline_config(path).stage_args
 
 
+@pytest.mark.parametrize("name", ["qwen3_omni_moe_2x80gb", "qwen3_omni_moe_141gb"])
+def test_a_variant_differs_in_placement_and_sizes_only(name: str) -> None:
+    def without_sizes(name: str) -> Any:
+        raw = yaml.safe_load((stage_configs_dir() / f"{name}.yaml").read_text())
+        for stage in raw["stage_args"]:
+            stage["runtime"].pop("devices")
+            for argument in ("gpu_memory_utilization", "max_model_len"):
+                stage["engine_args"].pop(argument, None)
+        return raw
+
+    assert without_sizes(name) == without_sizes("qwen3_omni_moe")
+
+
 def change(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     raw = copy.deepcopy(raw)
     *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]

@@ -12,7 +12,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
-from vllm_omni.diffusion.loader import load_pipeline
+from vllm_omni.diffusion.loader import load_pipeline, weight_bytes
 from vllm_omni.errors import StageConfigError
 
 CPU = torch.device("cpu")
@@ -331,3 +331,20 @@ def test_auto_is_bfloat16_on_an_accelerator() -> None:
 
     assert resolve_dtype(DiTConfig(), torch.device("cuda")) == torch.bfloat16
     assert resolve_dtype(DiTConfig(), CPU) == torch.float32
+
+
+@pytest.mark.parametrize("part", ["pipeline", "encoder", "denoiser"])
+def test_weights_are_counted_without_reading_them(z_image: Path, tmp_path: Path, part: str) -> None:
+    pipe = load(z_image, part=part)
+    loaded = [m for m in pipe.components.values() if isinstance(m, torch.nn.Module)]
+    expected = sum(t.nbytes for m in loaded for t in m.state_dict().values() if not t.is_meta)
+    bare_folder = shutil.copytree(z_image, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+
+    assert weight_bytes(str(bare_folder), parse_dit_config({"part": part}, "dit"), CPU) == expected
+    half = weight_bytes(str(bare_folder), parse_dit_config({"part": part, "dtype": "bfloat16"}, "dit"), CPU)
+    assert half == pytest.approx(expected / 2, rel=0.01)
+
+
+def test_offloaded_weights_are_not_counted(z_image: Path) -> None:
+    with pytest.raises(StageConfigError, match="are not computed"):
+        weight_bytes(str(z_image), parse_dit_config({"offload": "group"}, "dit"), CPU)

@@ -67,6 +67,24 @@ def load_pipeline(model: str, config: DiTConfig, device: torch.device) -> Diffus
     return pipe
 
 
+def weight_bytes(model: str, config: DiTConfig, device: torch.device) -> int:
+    """Bytes of the weights that `load_pipeline` loads onto this kind of device. Reads configurations only.
+
+    Modules that a model keeps in float32 are counted in the pipeline's dtype.
+
+    Raises:
+        StageConfigError: They cannot be counted without loading them.
+    """
+    if config.quantization or config.offload:
+        raise StageConfigError("weights that are quantized or offloaded while they are loaded are not computed")
+    info = PipelineInfo.load(model, config)
+    classes = _component_classes(model, info, config)
+    left_out = _left_out(info.pipeline_class, classes, config)
+    modules = {n: c for n, c in classes.items() if issubclass(c, torch.nn.Module) and n not in left_out}
+    empty = [_without_weights(model, name, cls, config, device) for name, cls in modules.items()]
+    return sum(tensor.nbytes for module in empty for tensor in module.state_dict().values())
+
+
 def resolve_dtype(config: DiTConfig, device: torch.device) -> torch.dtype:
     """What the weights are loaded as; a model's own exceptions are kept."""
     if config.dtype == "auto":

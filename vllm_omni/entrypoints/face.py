@@ -44,8 +44,8 @@ class PipelineFace:
         Args:
             model: A checkpoint: a directory, or a name on the Hugging Face hub. A stage can have one of its own
                 (`engine_args.model`), which may be a folder in this one.
-            stage_configs_path: A stage configuration (YAML); by default the one that ships for the model, and for any
-                diffusers pipeline a single stage that runs it.
+            stage_configs_path: A stage configuration (YAML), or the name of one that ships, without `.yaml`;
+                by default the one for the model, and for any diffusers pipeline a single stage that runs it.
             stage_overrides: For single stages, by name or id: `{"talker": {"engine_args": {...}, "runtime": {...},
                 "default_sampling_params": {...}}}`; any other key is an engine argument.
             log_stats: Keep count of what stages and requests do: logged, and in vLLM's Prometheus registry.

@@ -10,7 +10,7 @@ from vllm.transformers_utils.config import get_config
 
 from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
 from vllm_omni.config.loader import load_pipeline_config
-from vllm_omni.config.paths import stage_configs_dir
+from vllm_omni.config.paths import find_stage_configs, stage_configs_dir
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model
 from vllm_omni.entrypoints.stage_arguments import apply_arguments, resolve_checkpoints
@@ -19,19 +19,30 @@ from vllm_omni.stage.budgets import apply_budgets
 
 
 @dataclass(frozen=True)
-class ResolvedPipeline:
-    """A pipeline's configuration, and how it came to be.
+class ReadPipeline:
+    """A pipeline's configuration for any machine, and how it came to be.
 
     Attributes:
         source: The file that was read; None for a diffusers model, whose only stage needs none.
         loaded: What the file says.
         with_arguments: The same with the caller's arguments.
-        config: The same with checkpoints found and budgets turned into engine arguments: what is run.
+        with_checkpoints: The same with checkpoints found.
     """
 
     source: Path | None
     loaded: PipelineConfig
     with_arguments: PipelineConfig
+    with_checkpoints: PipelineConfig
+
+
+@dataclass(frozen=True)
+class ResolvedPipeline(ReadPipeline):
+    """A pipeline's configuration for this machine.
+
+    Attributes:
+        config: The same with budgets turned into engine arguments: what is run.
+    """
+
     config: PipelineConfig
 
 
@@ -46,20 +57,47 @@ def resolve_pipeline(
     """Finds a checkpoint's configuration and applies arguments, which are those of `OmniLLM`.
 
     Raises:
+        StageConfigError: There is no such checkpoint, or the configuration or an argument is wrong, or does not fit
+            this machine's devices.
+    """
+    read = read_pipeline(
+        model,
+        stage_configs_path,
+        stage_overrides=stage_overrides,
+        runtime_overrides=runtime_overrides,
+        engine_args=engine_args,
+    )
+    return ResolvedPipeline(**vars(read), config=apply_budgets(read.with_checkpoints))
+
+
+def read_pipeline(
+    model: str,
+    stage_configs_path: str | None,
+    *,
+    stage_overrides: Mapping[str | int, Mapping[str, Any]],
+    runtime_overrides: Mapping[str, Any],
+    engine_args: Mapping[str, Any],
+) -> ReadPipeline:
+    """The same, for any machine: this one's devices are not looked at.
+
+    Raises:
         StageConfigError: There is no such checkpoint, or the configuration or an argument is wrong.
     """
-    source = Path(stage_configs_path) if stage_configs_path is not None else _find_file(model, engine_args)
+    source = _source(model, stage_configs_path, engine_args)
     loaded = _one_diffusion_stage(model, engine_args) if source is None else load_pipeline_config(source)
     said = {key: value for key, value in runtime_overrides.items() if value is not None}
     with_arguments = apply_arguments(loaded.with_runtime(**said), engine_args, stage_overrides)
-    config = apply_budgets(resolve_checkpoints(with_arguments, model))
-    return ResolvedPipeline(source, loaded, with_arguments, config)
+    return ReadPipeline(source, loaded, with_arguments, resolve_checkpoints(with_arguments, model))
 
 
 def has_vllm_stages(model: str, stage_configs_path: str | None, engine_args: Mapping[str, Any]) -> bool:
     """Whether any stage of a checkpoint's pipeline is a vLLM engine. Raises as `resolve_pipeline`."""
-    source = stage_configs_path or _find_file(model, engine_args)
+    source = _source(model, stage_configs_path, engine_args)
     return source is not None and any(stage.runs_vllm for stage in load_pipeline_config(source).stage_args)
+
+
+def _source(model: str, stage_configs_path: str | None, engine_args: Mapping[str, Any]) -> Path | None:
+    return _find_file(model, engine_args) if stage_configs_path is None else find_stage_configs(stage_configs_path)
 
 
 def _find_file(model: str, engine_args: Mapping[str, Any]) -> Path | None:

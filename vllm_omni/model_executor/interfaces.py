@@ -177,3 +177,19 @@ class SupportsOneStepGeneration(Protocol):
         runtime_additional_information: list[dict[str, Any]],
         **kwargs: Any,
     ) -> list[dict[str, torch.Tensor]]: ...
+
+
+@runtime_checkable
+class SupportsActivationEstimate(Protocol):
+    """Declares how much memory a step takes besides the weights. One-step models need it to be counted before they are
+    loaded; of other models it is estimated from their layers."""
+
+    def activation_bytes(self, num_rows: int) -> int:
+        """
+        Args:
+            num_rows: Rows of input (codes, frames) in one step, of all requests together.
+
+        Returns:
+            Bytes on an accelerator, an upper estimate. Called on a model on the meta device.
+        """
+        ...

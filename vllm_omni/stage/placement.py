@@ -102,7 +102,7 @@ def stage_devices(config: PipelineConfig) -> dict[int, list[str]]:
     for process in config.processes:
         entries = process_devices(process)
         for stage in process:
-            label, width = f"stage {stage.stage_id} ({stage.name})", _num_devices(stage)
+            label, width = f"stage {stage.stage_id} ({stage.name})", num_devices(stage)
             names = resolve_devices(entries or [str(i) for i in range(width)], visible, label)
             if entries and stage.runs_vllm and len(names) != width:
                 raise StageConfigError(
@@ -113,7 +113,7 @@ def stage_devices(config: PipelineConfig) -> dict[int, list[str]]:
     return found
 
 
-def _num_devices(stage: OmniStageConfig) -> int:
+def num_devices(stage: OmniStageConfig) -> int:
     """How many devices a stage's engine takes: vLLM's `world_size`."""
     return math.prod(stage.engine_args.get(f"{name}_parallel_size", 1) for name in _PARALLEL)
 
@@ -126,7 +126,7 @@ def alone_on_devices(run_dir: str, stage: OmniStageConfig) -> Iterator[None]:
     What another stage takes in between would be counted as this stage's, and its KV cache would depend on who was
     faster. To be called once the process has its devices.
     """
-    names = [] if current_platform.is_cpu() else visible_devices()[: _num_devices(stage)]
+    names = [] if current_platform.is_cpu() else visible_devices()[: num_devices(stage)]
     with contextlib.ExitStack() as held:
         for name in sorted(names):  # In one order everywhere: nobody waits for each other.
             lock = held.enter_context(open(Path(run_dir, f"device-{re.sub(r'[^A-Za-z0-9-]', '_', name)}.lock"), "w"))

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni.entrypoints.cli import doctor, doctor_checks
+from vllm_omni.entrypoints.cli import doctor, doctor_checks, doctor_memory
 from vllm_omni.entrypoints.cli.doctor_checks import Finding, Platform
 from vllm_omni.errors import VllmRequirementError
+from vllm_omni.stage.memory_needs import StageNeeds
 
 CPU = Platform("cpu", [])
 Usage = namedtuple("Usage", "total used free")
@@ -47,12 +48,67 @@ def test_the_real_platform_and_encoders_are_found(monkeypatch, capsys) -> None:
     assert set(levels(doctor_checks.check_encoders())) == {"OK"}
 
 
-def test_a_model_that_fits(run, quick, monkeypatch, tiny_qwen3_omni_moe: Path) -> None:
+def test_a_model_that_fits(run, quick, monkeypatch, tiny_qwen3: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    said = run("doctor", tiny_qwen3_omni_moe, "--max-model-len", "64", "--port", free_port())
+    said = run("doctor", tiny_qwen3, "--max-model-len", "64", "--port", free_port())
     assert said.code == 0, said.out
-    assert "OK    configuration   stages thinker (AR), talker (AR), code2wav (generation)" in said.out
-    assert "GiB of files" in said.out and "is free" in said.out
+    assert "OK    configuration   stages text (AR)" in said.out
+    assert "OK    weights         0.0 GiB; " in said.out and "is free" in said.out
+    # Without an accelerator: what the stages need on one, and on which common machines they fit.
+    assert "OK    memory          on 1 x 24 GB, computed from its configuration" in said.out
+    assert "requests of 64" in said.out
+    assert "OK    memory          1 x 80 GB: text fits" in said.out
+    assert "OK    memory          2 x 80 GB: text fits (leaves 1 unused)" in said.out
+
+
+@pytest.mark.parametrize(("size", "code"), [("24GiB", 0), ("500MiB", 1)])
+def test_a_machine_that_is_not_this_one(run, quick, tiny_qwen3: Path, size: str, code: int) -> None:
+    said = run("doctor", tiny_qwen3, "--gpus", "2", "--gpu-memory", size, "--max-model-len=64", "--port", free_port())
+    assert said.code == code, said.out
+    if code == 0:
+        assert "OK    memory          fits on 2 x 24.0 GiB; computed from its configuration" in said.out
+    else:
+        assert "FAIL  memory          does not fit on 2 x 0.5 GiB; " in said.out
+        assert "-> text needs 0.5 GiB, and its budget is 0.4 GiB; " in said.out
+
+
+def test_what_fits_instead(run, quick, monkeypatch, tiny_qwen3_omni_moe: Path) -> None:
+    needs = StageNeeds(weights=60 << 30, activations=0)
+    monkeypatch.setattr(
+        doctor_memory, "stage_needs", lambda config, stage, model: needs if stage.name == "thinker" else None
+    )
+    arguments = ("doctor", tiny_qwen3_omni_moe, "--gpus=2", "--gpu-memory=70GiB", "--port", free_port())
+    said = run(*arguments)
+    assert said.code == 1
+    assert "thinker needs 60.0 GiB, and its budget is 58.4 GiB" in said.out
+    assert "or use what fits: --stage-configs-path qwen3_omni_moe_2x80gb" in said.out
+    assert run(*arguments, "--stage-configs-path", "qwen3_omni_moe_2x80gb").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["MODEL", "--gpus", "2"], "another machine is given as: vllm-omni doctor MODEL --gpus N --gpu-memory SIZE"),
+        (["--gpus", "2", "--gpu-memory", "79GiB"], "another machine is given as"),
+        (["MODEL", "--gpus", "0", "--gpu-memory", "79GiB"], "another machine is given as"),
+        (["MODEL", "--gpu-memory", "much"], "--gpu-memory 'much' is no amount of memory"),
+        (["MODEL", "--gpu-memory", "0.5"], "--gpu-memory 0.5: write bytes with a unit, e.g. 79GiB"),
+    ],
+)
+def test_a_machine_that_is_given_wrongly(run, arguments: list[str], words: str) -> None:
+    said = run("doctor", *arguments)
+    assert said.code == 2 and words in said.err
+
+
+def test_it_is_installed_from_a_checkout(monkeypatch) -> None:
+    """The package of the same name on a package index is another project."""
+    monkeypatch.setattr(doctor_checks, "_metadata_of", lambda name, key="Version": None)
+    finding = next(f for f in doctor_checks.check_packages() if "only importable" in f.message)
+    monkeypatch.setattr(doctor_checks, "find_spec", lambda name: None)
+    (missing,) = doctor_checks.check_python()
+    for remedy in (finding.remedy, missing.remedy):
+        assert "from a checkout" in remedy and 'pip install ".[cpu]" --extra-index-url' in remedy
+        assert "pip install vllm-omni" not in remedy
 
 
 def test_a_model_whose_configuration_is_wrong(run, quick, tiny_qwen3_omni_moe: Path) -> None:

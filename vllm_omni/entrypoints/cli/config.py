@@ -18,7 +18,7 @@ from vllm_omni.entrypoints.cli.config_values import ConfigValue, ConfigValues, G
 from vllm_omni.entrypoints.cli.parser import ParsedCommand, UsageError
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_llm_args, set_up_logging
 from vllm_omni.entrypoints.pipeline import check_engine_args
-from vllm_omni.entrypoints.resolve import ResolvedPipeline, resolve_pipeline
+from vllm_omni.entrypoints.resolve import ReadPipeline, ResolvedPipeline, read_pipeline, resolve_pipeline
 
 USAGE = "vllm-omni config show MODEL [--json] [the options of vllm serve MODEL --omni]"
 _RUNTIME_FLAGS = ("stage_init_timeout", "request_timeout_s", "max_inflight", "max_queued")
@@ -61,22 +61,24 @@ class ConfigCommand(OmniServeCommand):
 
 
 def resolve_command(parsed: ParsedCommand) -> tuple[ResolvedPipeline, Given]:
+    model, given = parsed.args.model, _given(parsed)
+    resolved = resolve_pipeline(model, parsed.args.stage_configs_path, **vars(given))
+    check_engine_args(resolved.config, model)
+    return resolved, given
+
+
+def read_command(parsed: ParsedCommand) -> ReadPipeline:
+    """The same, for any machine."""
+    return read_pipeline(parsed.args.model, parsed.args.stage_configs_path, **vars(_given(parsed)))
+
+
+def _given(parsed: ParsedCommand) -> Given:
     llm_args = make_llm_args(parsed)
-    given = Given(
+    return Given(
         engine_args={name: value for name, value in llm_args.items() if name not in _not_for_engines()},
         stage_overrides=llm_args["stage_overrides"],
         runtime_overrides={name: llm_args.get(name) for name in _RUNTIME_FLAGS},
     )
-    model = parsed.args.model
-    resolved = resolve_pipeline(
-        model,
-        parsed.args.stage_configs_path,
-        stage_overrides=given.stage_overrides,
-        runtime_overrides=given.runtime_overrides,
-        engine_args=given.engine_args,
-    )
-    check_engine_args(resolved.config, model)
-    return resolved, given
 
 
 def _not_for_engines() -> set[str]:

@@ -7,18 +7,28 @@ from collections.abc import Iterable, Iterator
 
 from vllm_omni.entrypoints.cli import doctor_checks as checks
 from vllm_omni.entrypoints.cli.doctor_checks import Finding
+from vllm_omni.errors import StageConfigError
 
 _DESCRIPTION = """\
 Check this installation and this machine, and with MODEL also whether its pipeline fits here: versions, platform,
-companions of torch, shared memory, open files, port, encoders, threads; stages, devices and memory. Starts nothing.
-Takes the options of `vllm serve MODEL --omni` too. Exits with 1 if something has to be mended before anything runs.
+companions of torch, shared memory, open files, port, encoders, threads; stages, devices and memory. Starts nothing and
+downloads no weights. Takes the options of `vllm serve MODEL --omni` too. Exits with 1 if something has to be fixed
+before anything runs, or does not fit.
 """
 
 
 def run_doctor(arguments: list[str]) -> None:
-    """Prints one line for each check; exits with 1 if one failed."""
+    """Prints one line for each check; exits with 1 if one failed, with 2 if the arguments cannot be used."""
+    elsewhere = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    group = elsewhere.add_argument_group("another machine", "Check MODEL's memory there instead of here.")
+    group.add_argument("--gpus", type=int, default=1, help="how many GPUs it has (1)")
+    group.add_argument("--gpu-memory", metavar="SIZE", help="memory of each as its driver reports it, e.g. 79GiB")
     parser = argparse.ArgumentParser(
-        "vllm-omni doctor", usage="vllm-omni doctor [MODEL] [options of vllm serve]", description=_DESCRIPTION
+        "vllm-omni doctor",
+        usage="vllm-omni doctor [MODEL] [--gpus N --gpu-memory SIZE] [options of vllm serve]",
+        description=_DESCRIPTION,
+        parents=[elsewhere],
+        allow_abbrev=False,
     )
     parser.add_argument("--host", help="address that the server is to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port that the server is to listen on (8000)")
@@ -26,18 +36,37 @@ def run_doctor(arguments: list[str]) -> None:
     args, others = parser.parse_known_args(arguments[1:] if has_model else arguments)
     if others and not has_model:
         parser.error(f"{others[0]} is an option for a model, which comes first: vllm-omni doctor MODEL {others[0]} ...")
+    of_machine, others = elsewhere.parse_known_args(arguments)
+    if of_machine != elsewhere.parse_args([]) and not (has_model and args.gpu_memory and args.gpus > 0):
+        parser.error("another machine is given as: vllm-omni doctor MODEL --gpus N --gpu-memory SIZE")
+    devices = None
+    if args.gpu_memory:
+        try:
+            devices = (_parse_bytes(args.gpu_memory),) * args.gpus
+        except StageConfigError as error:
+            parser.error(f"--gpu-{error}")
     failed = False
-    for finding in _examine(args, arguments if has_model else []):
+    for finding in _examine(args, others if has_model else [], devices):
         _print(finding)
         failed |= finding.level == "FAIL"
     sys.exit(1 if failed else 0)
 
 
-def _examine(args: argparse.Namespace, arguments: list[str]) -> Iterator[Finding]:
+def _parse_bytes(memory: str) -> int:
+    from vllm_omni.config.placement import parse_memory  # imports packages that may be missing
+
+    size = parse_memory(memory)
+    if isinstance(size, float):
+        raise StageConfigError(f"memory {memory}: write bytes with a unit, e.g. 79GiB")
+    return size
+
+
+def _examine(args: argparse.Namespace, arguments: list[str], devices: tuple[int, ...] | None) -> Iterator[Finding]:
     """
     Args:
         args: Where the server is to listen.
         arguments: What would stand after `vllm serve`; empty where there is no model to check.
+        devices: Bytes of each GPU of the machine that the model is to run on; None: this machine's.
     """
     yield from checks.check_python()
     yield from checks.check_packages()
@@ -48,7 +77,7 @@ def _examine(args: argparse.Namespace, arguments: list[str]) -> Iterator[Finding
     if arguments and platform is not None:
         from vllm_omni.entrypoints.cli.doctor_model import check_model, shared_memory_needed
 
-        config, findings = check_model(arguments, platform)
+        config, findings = check_model(arguments, platform, devices)
         yield from findings
         if config is not None:
             num_processes, needed = len(config.processes), shared_memory_needed(config)

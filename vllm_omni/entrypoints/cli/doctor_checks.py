@@ -23,6 +23,10 @@ from vllm_omni.vllm_requirement import find_vllm, require_vllm
 
 Level = Literal["OK", "WARN", "FAIL"]
 CPU_WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
+_INSTALL = f"""\
+install it from a checkout (the package of this name on a package index is another project):
+pip install ".[cpu]" --extra-{CPU_WHEELS.removeprefix("--")}    (CPU)
+pip install ".[cuda]"    (NVIDIA GPU)"""
 _MIB = 1 << 20
 _NEEDED_FILES = 4096
 _PYTHON_TIMEOUT_S = 300.0
@@ -73,7 +77,7 @@ class Platform:
 
 def check_python() -> Iterator[Finding]:
     if find_spec("packaging") is None:
-        yield Finding("FAIL", "packages", "what vllm-omni needs is not installed", "pip install vllm-omni")
+        yield Finding("FAIL", "packages", "what vllm-omni needs is not installed", _INSTALL)
         return
     from packaging.specifiers import SpecifierSet
 
@@ -105,7 +109,7 @@ def check_packages() -> Iterator[Finding]:
     wrong = list(_wrong_versions(requirements))
     yield from wrong
     if not _metadata_of("vllm-omni"):
-        yield Finding("WARN", "packages", "vllm-omni is not installed, only importable", "pip install vllm-omni")
+        yield Finding("WARN", "packages", "vllm-omni is not installed, only importable", _INSTALL)
     elif not wrong:
         shown = ("torch", "transformers", "diffusers")
         versions = [f"{name} {_metadata_of(name)}" for name in shown if find_spec(name)]

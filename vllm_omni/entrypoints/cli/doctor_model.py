@@ -1,40 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model's pipeline fits this machine. Only for where vLLM imports; starts nothing, loads no weights."""
+"""Whether a model's pipeline fits a machine. Only for where vLLM imports; starts nothing, loads no weights."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 
+from vllm_omni.config.paths import shipped_variants
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.cli.config import resolve_command
+from vllm_omni.entrypoints.cli.config import read_command, resolve_command
 from vllm_omni.entrypoints.cli.doctor_checks import Finding, Platform
+from vllm_omni.entrypoints.cli.doctor_memory import MACHINES, Machine, MemoryPlan, MemoryPlanner, as_table
 from vllm_omni.entrypoints.cli.parser import UsageError
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
+from vllm_omni.entrypoints.resolve import ReadPipeline
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.cores import place_cores
 from vllm_omni.stage.placement import stage_devices
 
 _GIB = 1 << 30
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_COMPUTED = "computed from its configuration, in GiB for each device; activations are estimates"
 
 
-def check_model(arguments: list[str], platform: Platform) -> tuple[PipelineConfig | None, list[Finding]]:
+def check_model(
+    arguments: list[str], platform: Platform, devices: tuple[int, ...] | None = None
+) -> tuple[PipelineConfig | None, list[Finding]]:
     """
     Args:
         arguments: What would stand after `vllm serve`.
+        devices: Bytes of memory of each GPU of the machine that the pipeline is to run on; None: on this machine.
     """
     try:
         parsed = OmniServeCommand().parse(arguments)
-        model = parsed.args.model
-        config = resolve_command(parsed)[0].config
-        place_cores(config)
-        devices = stage_devices(config)
+        read = read_command(parsed)
+        if devices is None:
+            config = resolve_command(parsed)[0].config
+            place_cores(config)
+            stage_devices(config)
     except (StageConfigError, UsageError) as error:
         return None, [Finding("FAIL", "configuration", str(error))]
-    names = ", ".join(f"{stage.name} ({stage.kind})" for stage in config.stage_args)
+    names = ", ".join(f"{stage.name} ({stage.kind})" for stage in read.loaded.stage_args)
     findings = [Finding("OK", "configuration", f"stages {names}")]
-    return config, findings + list(_check_weights(config, model, devices, platform))
+    planner = MemoryPlanner(read.with_checkpoints, parsed.args.model)
+    if devices is not None:
+        machine = Machine(f"{len(devices)} x {devices[0] / _GIB:.1f} GiB", devices)
+        findings += _check_machine(planner, machine, read, arguments)
+    elif platform.device_type != "cpu":
+        machine = Machine("this machine", tuple(size for _, size in platform.devices))
+        findings += _check_machine(planner, machine, read, arguments)
+    else:
+        findings += _check_cpu(planner)
+        findings += _show_machines(planner, read, arguments)
+    return read.with_checkpoints, findings
 
 
 def shared_memory_needed(config: PipelineConfig) -> int:
@@ -43,31 +59,55 @@ def shared_memory_needed(config: PipelineConfig) -> int:
     return config.runtime.defaults.high_watermark_bytes * max(1, len(readers))
 
 
-def _check_weights(
-    config: PipelineConfig, model: str, devices: dict[int, list[str]], platform: Platform
-) -> Iterator[Finding]:
-    """The files of a checkpoint against the memory of all devices that its stages use."""
-    folders = {stage.checkpoint(model) for stage in config.stage_args if stage.kind != "function"}
-    size = sum(path.stat().st_size for folder in folders for path in _weight_files(Path(folder)))
-    if not size:
-        yield Finding("OK", "weights", "not on this machine yet; how large they are is not known")
+def _check_cpu(planner: MemoryPlanner) -> Iterator[Finding]:
+    if planner.weights is None:
+        yield Finding("OK", "weights", "cannot be computed")
         return
-    if platform.device_type == "cpu":
-        memory, where = psutil.virtual_memory().available, "this machine's memory that is available"
-    else:
-        used = {int(name) for names in devices.values() for name in names if name.isdigit()}
-        memory = sum(size for place, (_, size) in enumerate(platform.devices) if place in used) or 1 << 62
-        where = f"the memory of {len(used)} device(s)"
-    message = f"{size / _GIB:.1f} GiB of files; {memory / _GIB:.1f} GiB is {where}"
-    if size <= memory:
-        yield Finding("OK", "weights", message)
-        return
-    # Not sure to fail: they may be quantized, or converted to fewer bits, while they are loaded.
-    remedy = (
-        "use more devices (runtime.devices, --tensor-parallel-size), fewer bits (--dtype, --quantization), --offload"
+    available = psutil.virtual_memory().available
+    message = f"{planner.weights / _GIB:.1f} GiB; {available / _GIB:.1f} GiB of this machine's memory are available"
+    fits = planner.weights <= available
+    yield Finding(
+        "OK" if fits else "WARN", "weights", message, "" if fits else "use a machine with more memory, or GPUs"
     )
-    yield Finding("WARN", "weights", message, remedy)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    return [path for pattern in _WEIGHTS for path in folder.rglob(pattern)] if folder.is_dir() else []
+def _check_machine(
+    planner: MemoryPlanner, machine: Machine, read: ReadPipeline, arguments: list[str]
+) -> Iterator[Finding]:
+    plan = planner.plan(machine)
+    message = f"{plan.verdict} on {machine.name}; {_COMPUTED}:\n{as_table(plan)}"
+    if not plan.problems:
+        yield Finding("OK", "memory", message)
+        return
+    others = [name for name, other in _variants(planner, read, arguments) if other.plan(machine).verdict == "fits"]
+    remedy = "\n".join([*plan.problems, *(f"or use what fits: --stage-configs-path {name}" for name in others)])
+    yield Finding("FAIL", "memory", message, remedy)
+
+
+def _show_machines(planner: MemoryPlanner, read: ReadPipeline, arguments: list[str]) -> Iterator[Finding]:
+    """For a machine without accelerators: what the stages need, and where the shipped configurations fit."""
+    plans = [planner.plan(machine) for machine in MACHINES]
+    shown = next((plan for plan in plans if plan.verdict != "does not fit"), plans[-1])
+    yield Finding("OK", "memory", f"on {shown.machine.name}, {_COMPUTED}:\n{as_table(shown)}")
+    variants = list(_variants(planner, read, arguments))
+    for machine in MACHINES:
+        verdicts = [f"{name} {_short(variant.plan(machine))}" for name, variant in variants]
+        yield Finding("OK", "memory", f"{machine.name}: {', '.join(verdicts)}")
+
+
+def _short(plan: MemoryPlan) -> str:
+    unused = len(plan.machine.devices) - len({place for stage in plan.stages for place in stage.devices})
+    is_partly_used = plan.verdict == "fits" and unused > 0
+    return f"{plan.verdict} (leaves {unused} unused)" if is_partly_used else plan.verdict
+
+
+def _variants(planner: MemoryPlanner, read: ReadPipeline, arguments: list[str]) -> Iterator[tuple[str, MemoryPlanner]]:
+    """The configuration at hand, and the others that ship for the same model, with the same arguments."""
+    yield read.source.stem if read.source is not None else "the pipeline", planner
+    for path in shipped_variants(read.source):
+        try:
+            parsed = OmniServeCommand().parse([*arguments, "--stage-configs-path", str(path)])
+            config = read_command(parsed).with_checkpoints
+        except StageConfigError:
+            continue  # An argument that only fits the configuration at hand.
+        yield path.stem, MemoryPlanner(config, parsed.args.model)

@@ -31,7 +31,7 @@ from vllm_omni.testing.tiny.weights import fill_random, limit_head, scale_output
 PATCH = 16
 NUM_SPECIAL_CODES = 1024
 """The last ids of the talker's vocabulary: never spoken, except codec_eos."""
-MAX_POSITIONS = 8192
+MAX_POSITIONS = 32768
 THINKER_EOS_FACTOR = 1.1
 TALKER_EOS_FACTOR = 1.2
 VOCODER_GAIN = 0.8

@@ -12,9 +12,10 @@ from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
 from tests.model_executor.models.engines import run_engine, start_engine
+from tests.model_executor.models.peak_memory import PeakMemory
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen2_5_omni import token2wav_bigvgan
-from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import OmniQwen2_5OmniToken2Wav
+from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import MAX_BATCH_FRAMES, OmniQwen2_5OmniToken2Wav
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_bigvgan import ActivatedConv, Activation, BigVGAN
 from vllm_omni.testing.hf_oracle import HFOracle
 
@@ -195,3 +196,11 @@ def test_an_engine_gives_hf_s_waves(tiny_qwen2_5_omni: Path, oracle: HFOracle) -
     for length in lengths:
         audio = outputs[str(length)].multimodal_output["audio"]  # type: ignore[attr-defined]
         torch.testing.assert_close(audio, run_hf(oracle, make_codes(length), length, "ethan"), rtol=0, atol=1e-5)
+
+
+def test_activations_take_no_more_than_is_declared(vocoder: OmniQwen2_5OmniToken2Wav, monkeypatch) -> None:
+    monkeypatch.setattr(vocoder, "max_batch_frames", MAX_BATCH_FRAMES)  # as on an accelerator
+    with PeakMemory() as memory:
+        run(vocoder, [make_info(make_codes(100)), make_info(make_codes(60))])
+    assert memory.peak <= vocoder.activation_bytes(160) <= 3 * memory.peak
+    assert vocoder.activation_bytes(10**9) == vocoder.activation_bytes(MAX_BATCH_FRAMES)

@@ -12,8 +12,10 @@ from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
 from tests.model_executor.models.engines import run_engine
+from tests.model_executor.models.peak_memory import PeakMemory
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen3_omni_moe.code2wav import (
+    MAX_BATCH_FRAMES,
     OmniQwen3OmniMoeCode2Wav,
     group_by_length,
     piece_length,
@@ -197,3 +199,18 @@ def test_the_engine_gives_the_oracle_s_waveforms(code2wav_engine: OmniLLMEngine,
     for name, case in cases.items():
         audio = outputs[name].multimodal_output["audio"]
         torch.testing.assert_close(audio, case.expected.audio, rtol=0, atol=1e-4)
+
+
+def test_activations_take_no_more_than_is_declared(
+    model: OmniQwen3OmniMoeCode2Wav, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "max_batch_frames", MAX_BATCH_FRAMES)  # as on an accelerator
+    sizes = model.config
+    infos: list[dict[str, Any]] = [
+        {"codes": torch.randint(sizes.codebook_size, (50, sizes.num_quantizers)), "stream": {}, "is_last": False}
+        for _ in range(8)
+    ]
+    with torch.inference_mode(), PeakMemory() as memory:
+        model(torch.empty(0), torch.empty(0), runtime_additional_information=infos)
+    assert memory.peak <= model.activation_bytes(8 * 50) <= 3 * memory.peak
+    assert model.activation_bytes(10**9) == model.activation_bytes(MAX_BATCH_FRAMES)

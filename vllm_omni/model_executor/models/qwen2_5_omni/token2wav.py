@@ -6,6 +6,7 @@ A request that comes whole equals the reference's, for equal noise, whatever els
 This file knows no talker and no engine.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, ClassVar, Literal, cast
@@ -25,6 +26,9 @@ from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_stream import Stream
 
 MAX_BATCH_FRAMES = 16384
 """Frames of the spectrogram in one batch: bounds the memory of the widest activation."""
+
+ACTIVATION_COPIES = 12
+"""Tensors of the size of the waveform times its channels that are needed at the same time, an upper estimate."""
 
 MAX_BATCH_FRAMES_CPU = 1024
 """A CPU gains from a batch only until its activations leave the caches."""
@@ -70,6 +74,13 @@ class OmniQwen2_5OmniToken2Wav(nn.Module):
     def planner(self) -> WindowPlanner:
         dit = self.token2wav.code2wav_dit_model
         return WindowPlanner(dit.repeats, dit.mel_dim, dit.block_size, self.bigvgan.samples_per_frame)
+
+    def activation_bytes(self, num_rows: int) -> int:
+        """See `SupportsActivationEstimate`. The last level of BigVGAN is the widest; the solver takes less."""
+        bigvgan = self.token2wav.code2wav_bigvgan_model.config
+        frames = min(num_rows * self.token2wav.code2wav_dit_model.repeats, MAX_BATCH_FRAMES)
+        channels = bigvgan.upsample_initial_channel // 2 ** len(bigvgan.upsample_rates)
+        return ACTIVATION_COPIES * frames * math.prod(bigvgan.upsample_rates) * channels * torch.float32.itemsize
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Required by vLLM of every model, never called: the input is not in the ids."""

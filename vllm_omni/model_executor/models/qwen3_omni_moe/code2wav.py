@@ -30,6 +30,9 @@ PIECE_FRAMES = 320
 MAX_BATCH_FRAMES = 8 * PIECE_FRAMES
 """Frames of one batch, padding included: bounds the memory of the widest activation."""
 
+ACTIVATION_COPIES = 6
+"""Tensors of the size of the widest activation that are needed at the same time, an upper estimate."""
+
 MAX_BATCH_FRAMES_CPU = 64
 """A CPU gains from a batch only until its activations leave the caches; larger batches run slower than one by one."""
 
@@ -101,6 +104,13 @@ class OmniQwen3OmniMoeCode2Wav(nn.Module):
     def is_unused_checkpoint_weight(name: str) -> bool:
         """Lets vLLM's loader skip files that hold only other stages' weights."""
         return not name.startswith("code2wav.")
+
+    def activation_bytes(self, num_rows: int) -> int:
+        """See `SupportsActivationEstimate`. The decoder's last block is the widest: half the channels of the block
+        before it, at several times its rate."""
+        channels = self.config.decoder_dim // 2 ** len(self.config.upsample_rates)
+        widest = min(num_rows, MAX_BATCH_FRAMES) * self.hop * channels
+        return ACTIVATION_COPIES * widest * self.code2wav.code_embedding.weight.element_size()
 
     def num_samples(self, num_frames: int) -> int:
         """Samples of the first `num_frames` of a stream; every later frame gives `hop`.

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much device memory a stage needs, computed from its checkpoint's configuration before anything is loaded.
+
+The stage's own model is built on the meta device: its parameters have shapes and dtypes, but no memory. Weights and KV
+cache follow exactly from it. Activations are estimates (see `_activations`). No GPU is needed, nothing is measured.
+"""
+
+import logging
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from vllm_omni.config.dit_config import parse_dit_config
+from vllm_omni.config.loader import resolve_dotted_path
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.errors import StageConfigError
+from vllm_omni.model_executor.interfaces import SupportsActivationEstimate
+
+OVERHEAD_BYTES = 512 << 20
+"""CUDA graphs and the workspaces of libraries, in a vLLM stage's budget. An assumption."""
+
+CONTEXT_BYTES = 512 << 20
+"""What CUDA takes of a device for each process that uses it, outside all budgets. An assumption."""
+
+_POSITIONS_PER_MEDIA_TOKEN = 4  # Encoders merge 2 x 2 patches, or as many audio frames, into one token of the prompt.
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+_LAYER = re.compile(r".*?\.\d+(?=\.|$)")  # The name of a layer: `model.layers.3`
+_QUANTIZED_BYTES = {"fp8": 1}  # Bytes of a quantized weight, for quantization while loading.
+
+
+@dataclass(frozen=True)
+class StageNeeds:
+    """Bytes that a stage needs, on all of its devices together.
+
+    Attributes:
+        weights: Bytes of parameters and buffers.
+        activations: The peak of one step; None: not known.
+        overhead: See `OVERHEAD_BYTES`.
+        kv_token: KV cache of one token of a long request; 0 for a model without KV cache.
+        kv_request: KV cache of one request of `max_model_len` tokens, which vLLM requires to start.
+        max_model_len: Tokens of the longest request; 0 for a stage without vLLM.
+        num_parameters: Of a vLLM stage.
+    """
+
+    weights: int
+    activations: int | None
+    overhead: int = 0
+    kv_token: float = 0.0
+    kv_request: int = 0
+    max_model_len: int = 0
+    num_parameters: int = 0
+
+    @property
+    def without_kv_cache(self) -> int:
+        return self.weights + (self.activations or 0) + self.overhead
+
+    @property
+    def total(self) -> int:
+        """The least that the stage starts with."""
+        return self.without_kv_cache + self.kv_request
+
+
+def stage_needs(config: PipelineConfig, stage: OmniStageConfig, model: str) -> StageNeeds | None:
+    """What a stage of a pipeline needs on an accelerator; None for one that runs no model.
+
+    A stage on several devices is counted as if it ran on one. Reads configurations and other small files, which are
+    downloaded for a name on the hub.
+
+    Raises:
+        StageConfigError: It cannot be computed; says why.
+    """
+    if stage.runs_vllm:
+        return _of_vllm(config, stage, stage.checkpoint(model))
+    if stage.kind == "DiT":
+        return _of_diffusers(stage, stage.checkpoint(model))
+    return None
+
+
+def _of_diffusers(stage: OmniStageConfig, model: str) -> StageNeeds:
+    from vllm_omni.diffusion.loader import weight_bytes  # imports diffusers
+
+    config = parse_dit_config(stage.dit_engine_args, f"stage {stage.stage_id} ({stage.name})")
+    return StageNeeds(weights=weight_bytes(model, config, torch.device("cuda")), activations=None)
+
+
+def _of_vllm(config: PipelineConfig, stage: OmniStageConfig, model: str) -> StageNeeds:
+    arguments = {name: value for name, value in stage.vllm_engine_args.items() if name not in _PARALLEL}
+    quantization = arguments.pop("quantization", None)
+    if quantization is not None and quantization not in _QUANTIZED_BYTES:
+        raise StageConfigError(f"weights with quantization {quantization!r} are not computed")
+    with _quiet():
+        args = create_engine_args(model, engine_type=stage.kind.lower(), **arguments)
+        vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        module = _build(vllm_config)
+    specs = list(_kv_cache_specs(vllm_config))
+    return StageNeeds(
+        weights=_weights(module, _QUANTIZED_BYTES.get(quantization)),
+        activations=_activations(module, vllm_config, _rows_of_a_step(config, stage, vllm_config)),
+        overhead=OVERHEAD_BYTES,
+        kv_token=sum(spec.page_size_bytes / spec.block_size for spec in specs),
+        kv_request=sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs),
+        max_model_len=vllm_config.model_config.max_model_len,
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+    )
+
+
+def _build(vllm_config: VllmConfig) -> nn.Module:
+    """The model on the meta device."""
+    with (
+        set_current_vllm_config(vllm_config),
+        _one_rank(),
+        set_default_torch_dtype(_dtype(vllm_config)),
+        torch.device("meta"),
+    ):
+        return initialize_model(vllm_config)
+
+
+def _dtype(vllm_config: VllmConfig) -> torch.dtype:
+    dtype = vllm_config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)  # resolved by vLLM
+    return dtype
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """vLLM's layers read the size of their parallel group, which has to be there; here it has one member."""
+    if torch.distributed.is_initialized():
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+            yield
+        finally:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """vLLM's warnings are about this machine, which need not be the one that is computed for."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _weights(module: nn.Module, quantized_bytes: int | None) -> int:
+    """Bytes of parameters and buffers; where the weights are quantized, those of linear layers and experts are."""
+    size = sum(buffer.nbytes for buffer in module.buffers())
+    counted: set[int] = set()
+    for layer in module.modules():
+        for parameter in layer.parameters(recurse=False):
+            if id(parameter) in counted:  # tied
+                continue
+            counted.add(id(parameter))
+            is_linear = isinstance(layer, LinearBase) and parameter.dim() == 2
+            if quantized_bytes is not None and (is_linear or _is_experts(layer, parameter)):
+                size += parameter.numel() * quantized_bytes
+            else:
+                size += parameter.nbytes
+    return size
+
+
+def _is_experts(layer: nn.Module, parameter: torch.Tensor) -> bool:
+    """Whether these are the weights of all experts of a layer, `[experts, out, in]`."""
+    return parameter.dim() == 3 and not isinstance(layer, nn.Conv1d)
+
+
+def _kv_cache_specs(vllm_config: VllmConfig) -> Iterator[Any]:
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        if isinstance(layer, AttentionLayerBase) and not getattr(layer, "kv_sharing_target_layer_name", None):
+            spec = layer.get_kv_cache_spec(vllm_config)
+            if spec is not None:
+                yield spec
+
+
+# Activations.
+
+
+def _rows_of_a_step(config: PipelineConfig, stage: OmniStageConfig, vllm_config: VllmConfig) -> int:
+    """Rows of input that a step has at most: fewer where every request comes in windows."""
+    scheduler = vllm_config.scheduler_config
+    if stage.kind != "generation" or stage.custom_process_input_func is None:
+        return scheduler.max_num_batched_tokens
+    processor = resolve_dotted_path(stage.custom_process_input_func, "custom_process_input_func")
+    windows = [config.window(source, stage.stage_id, processor.window) for source in stage.engine_input_source]
+    sizes = [window.window_size for window in windows if window.streams and not window.only_if_streaming]
+    if len(sizes) < len(windows):
+        return scheduler.max_num_batched_tokens
+    return min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max(sizes))
+
+
+def _activations(module: nn.Module, vllm_config: VllmConfig, num_rows: int) -> int | None:
+    """An estimate of the peak of vLLM's profiling run, which the engine reserves.
+
+    A language model: the outputs of all linear layers of its widest layer, for `max_num_batched_tokens` tokens, and
+    float32 logits for `max_num_seqs` requests, twice. Encoders: likewise, for one input that fills a prompt of
+    `max_model_len` tokens, because the profiling run encodes the largest input that there can be. The outputs of a
+    layer are not all needed at the same time; that covers residuals and temporary copies.
+    """
+    if isinstance(module, SupportsActivationEstimate):
+        return module.activation_bytes(num_rows)
+    if vllm_config.model_config.is_attention_free:
+        return None
+    element = _dtype(vllm_config).itemsize
+    widths = _layer_widths(module, getattr(vllm_config.model_config.hf_text_config, "num_experts_per_tok", 1))
+    encoders = _encoder_names(module, vllm_config)
+    language = max((width for name, width in widths.items() if not name.startswith(encoders)), default=0)
+    encoder = max((width for name, width in widths.items() if encoders and name.startswith(encoders)), default=0)
+    positions = vllm_config.model_config.max_model_len * _POSITIONS_PER_MEDIA_TOKEN
+    logits = vllm_config.scheduler_config.max_num_seqs * vllm_config.model_config.get_vocab_size() * 4 * 2
+    return max(num_rows * language * element + logits, positions * encoder * element)
+
+
+def _encoder_names(module: nn.Module, vllm_config: VllmConfig) -> tuple[str, ...]:
+    """Beginnings of the names of the parts that encode media."""
+    if not isinstance(module, SupportsMultiModal) or not vllm_config.model_config.is_multimodal_model:
+        return ()
+    language: Any = module.get_language_model()
+    return tuple(f"{name}." for name, child in module.named_children() if child is not language)
+
+
+def _layer_widths(module: nn.Module, num_experts_per_token: int) -> dict[str, int]:
+    """Values that the linear layers of each layer make of one position, by the layer's name."""
+    widths: dict[str, int] = defaultdict(int)
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, VocabParallelEmbedding)):
+            continue
+        group = _LAYER.match(name)
+        for parameter in layer.parameters(recurse=False):
+            if _is_experts(layer, parameter):
+                widths[group[0] if group else name] += num_experts_per_token * parameter.shape[1]
+            elif parameter.dim() > 1:
+                widths[group[0] if group else name] += parameter.shape[0]
+    return widths

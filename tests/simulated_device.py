@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device beside the CPU that every machine has: its tensors hold real values, and mixing them with CPU tensors raises.
+"""A device beside the CPU that every machine has. Its tensors hold real values; mixing them with CPU tensors raises.
 
 torch's `FakeTensorMode` finds mixed devices too, but its tensors hold no values: code that looks at one (`tolist`, a
 boolean index, how long a reply is) stops, vLLM's kernels have no rule for it, and a result cannot be compared. Here
 each operation runs on the CPU underneath, so whole modules run, with the results that they have on a CPU.
 
 For torch the tensors are on `meta`, the one device besides the CPU that every build can name, move modules to and
-create tensors on; for code that asks for it (`is_cuda`) they are a CUDA device's.
+create tensors on; for code that looks at `is_cuda` they are a CUDA device's. What torch has of its own for CUDA tensors
+(kernels, streams, graphs) is not run, and neither is inference mode, which torch does not let such tensors have.
 """
 
 import contextlib
@@ -53,6 +54,20 @@ class DeviceTensor(torch.Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, other: "DeviceTensor") -> None:
+        self.values = other.values
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return super().__getitem__(_as_index(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_as_index(index), value)
+
     def data_ptr(self) -> int:
         return self.values.data_ptr()
 
@@ -71,12 +86,16 @@ class DeviceTensor(torch.Tensor):
 
 
 class _FromPython(TorchFunctionMode):
-    """`torch.tensor(..., device="meta")` is the one factory that makes a tensor without an operation."""
+    """What cannot be seen in operations: `torch.tensor(..., device="meta")` is none, generators lose their class."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
+        if isinstance(kwargs.get("generator"), _Generator):
+            where = args[0].device if isinstance(args[0], torch.Tensor) else kwargs.get("device") or "cpu"
+            if torch.device(where).type != kwargs["generator"].device.type:
+                raise RuntimeError(f"{func}: the tensor is on {where}, the generator on {kwargs['generator'].device}")
         return func(*args, **kwargs)
 
 
@@ -92,6 +111,13 @@ class _Generator(torch.Generator):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._device
+
+
+def _as_index(index: Any) -> Any:
+    """Lists of numbers as tensors, which torch would make without an operation."""
+    if isinstance(index, tuple):
+        return tuple(_as_index(part) for part in index)
+    return torch.tensor(index, dtype=torch.int64) if isinstance(index, list) else index
 
 
 class SimulatedDevice(TorchDispatchMode):
@@ -116,13 +142,11 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     is_on_device = any(isinstance(leaf, DeviceTensor) for leaf in leaves)
     if is_on_device:
         _refuse_mixture(func, args, leaves)
+    assert all(isinstance(leaf, DeviceTensor) or not leaf.is_meta for leaf in leaves if isinstance(leaf, torch.Tensor))
     device = kwargs.get("device")
     if device is not None:
         is_on_device = torch.device(device).type == DEVICE.type
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    generator = kwargs.get("generator")
-    if generator is not None and (generator.device.type == DEVICE.type) != is_on_device:
-        raise RuntimeError(f"{func}: expected a generator on the device of the tensor, found {generator.device}")
     on_cpu = {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
     out = func(*pytree.tree_map(_values, args), **pytree.tree_map(_values, on_cpu))
     if func is _aten.copy_.default:

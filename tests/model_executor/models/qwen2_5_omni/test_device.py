@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from torch import nn
 from transformers import PretrainedConfig
+from vllm.sampling_params import SamplingParams
 
-from tests.simulated_device import DEVICE, on_cpu, simulate_device
+from tests.model_executor.models.engines import read_weights
+from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu, simulate_device
+from vllm_omni.model_executor.feedback import FedBackRows, InputPiece
 from vllm_omni.model_executor.models.qwen2_5_omni import token2wav_dit
+from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import TalkerFeedback
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import OmniQwen2_5OmniToken2Wav
 
 NO_IDS = torch.empty(0)
@@ -28,11 +32,6 @@ def vocoder(tiny_qwen2_5_omni: Path, config: PretrainedConfig) -> OmniQwen2_5Omn
     vocoder = OmniQwen2_5OmniToken2Wav(vllm_config=vllm_config)
     vocoder.load_state_dict(read_weights(tiny_qwen2_5_omni, "token2wav."))
     return vocoder
-
-
-def read_weights(checkpoint: Path, prefix: str) -> dict[str, torch.Tensor]:
-    weights = [item for file in checkpoint.glob("*.safetensors") for item in load_file(file).items()]
-    return {name: tensor for name, tensor in weights if name.startswith(prefix)}
 
 
 def make_codes(length: int) -> torch.Tensor:
@@ -69,3 +68,29 @@ def test_speech_whole_and_in_windows(vocoder: OmniQwen2_5OmniToken2Wav, monkeypa
             for wave, other in zip(waves, others, strict=True):
                 torch.testing.assert_close(wave, other, rtol=0, atol=1e-5)
     assert expected[-1][-1].abs().max() > 0.01, "silence would prove nothing"
+
+
+def feed_back(device: torch.device) -> list[torch.Tensor]:
+    """What a talker reads: two prompts, text that comes later, tokens that are fed back, the end and padding."""
+    torch.manual_seed(0)
+    projection = nn.Linear(12, 8).requires_grad_(False)
+    codec, end, pad, voice = torch.randn(20, 12), torch.randn(12), torch.randn(12), torch.randn(12)
+    rows = [torch.randn(count, 12) for count in (3, 2, 4, 1)]  # of stage input processors: on the CPU
+    strategy = TalkerFeedback(
+        projection.to(device), codec.to(device), (16, 17), end.to(device), pad.to(device), {"a": voice.to(device)}, 1
+    )
+    for slot in range(2):  # More than fit at first.
+        information = {"prompt_rows": rows[slot], "reply_rows": rows[2 + slot], "speaker": "a"}
+        strategy.begin(slot, information, SamplingParams(), is_input_complete=slot == 0)
+    strategy.extend([InputPiece(1, {"reply_rows": rows[2]}, False), InputPiece(1, {}, True)])
+    slots = torch.tensor([1, 0], device=device)
+    strategy.remember(slots, torch.zeros(2, 8, device=device))
+    made = [strategy.prompt_rows(0, 0, 5), strategy.prompt_rows(1, 1, 3)]
+    for frame in range(7):
+        frames = torch.full((2,), frame, device=device)
+        made.append(strategy.feed_back(FedBackRows(torch.tensor([3, frame], device=device), slots, frames)).embeds)
+    return made
+
+
+def test_what_the_talker_reads(device: SimulatedDevice) -> None:
+    torch.testing.assert_close(on_cpu(feed_back(DEVICE)), feed_back(torch.device("cpu")))

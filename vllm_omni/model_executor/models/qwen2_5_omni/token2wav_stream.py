@@ -34,7 +34,9 @@ FADE_FRAMES = 1
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """What a request keeps from one window to the next. What was drawn lies on the CPU, what was computed on the device.
+    """What a request keeps from one window to the next.
+
+    Codes and noise are on the CPU, what was computed of them is on the vocoder's device.
 
     Attributes:
         codes: `[T]` int64, those that are held back.

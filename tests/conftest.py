@@ -5,10 +5,14 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.servers import SMALL_VLLM, RunningServer
+
+if TYPE_CHECKING:
+    from tests.simulated_device import SimulatedDevice
 
 # `make test` sets OMP_NUM_THREADS before Python starts; this is for a bare `pytest`.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,6 +44,15 @@ def tiny_qwen3_omni_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_diffusion(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny diffusers checkpoint, by its name; each is written once."""
     return functools.cache(lambda name: _write(name, tmp_path_factory))
+
+
+@pytest.fixture
+def device() -> "Iterator[SimulatedDevice]":
+    """A device that is not the CPU; every machine has it."""
+    from tests.simulated_device import simulate_device  # imports torch
+
+    with simulate_device() as device:
+        yield device
 
 
 @pytest.fixture(scope="session")

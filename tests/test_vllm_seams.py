@@ -149,7 +149,9 @@ SIGNATURES = {
         f"{WORKER}.gpu_generation_worker:GPUGenerationWorker",
     ),
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device": ("self", f"{WORKER}.cpu_worker:OmniCPUWorker"),
-    "vllm.v1.worker.gpu_worker:Worker.init_device": ("self", f"{WORKER}.cpu_worker:OmniCPUWorker"),
+    "vllm.v1.worker.gpu_worker:Worker.init_device": ("self", f"{WORKER}.gpu_generation_worker:GPUGenerationWorker"),
+    "vllm.v1.worker.gpu_worker:Worker.execute_model": ("self, scheduler_output", f"{WORKER}.gpu_worker:OmniGPUWorker"),
+    "vllm.v1.worker.gpu_worker:Worker.sample_tokens": ("self, grammar_output", f"{WORKER}.gpu_worker:OmniGPUWorker"),
     "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model": (
         "self",
         f"{WORKER}.gpu_generation_worker:GPUGenerationWorker",

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from vllm_omni.diffusion.batched_call import CannotSplitError, ModuleCall, SharedTensors, compute
+from tests.simulated_device import DEVICE, SimulatedDevice
+from vllm_omni.diffusion.batched_call import CannotSplitError, ModuleCall, SharedTensors, compute, find_joinable
 
 
 def describe(function, *args: Any, **kwargs: Any) -> ModuleCall:
@@ -17,13 +18,15 @@ def describe(function, *args: Any, **kwargs: Any) -> ModuleCall:
 def check_joined(function, *arguments: dict[str, Any]) -> None:
     """The calls can be joined, and their outputs are those that they have alone."""
     calls = [describe(function, **kwargs) for kwargs in arguments]
-    assert len({call.layout for call in calls}) == 1
+    assert all(find_joinable(calls[0], calls))
     for joined, call in zip(compute(calls), calls, strict=True):
         torch.testing.assert_close(joined, function(**call.kwargs))
 
 
 def check_apart(function, *arguments: dict[str, Any]) -> None:
-    assert len({describe(function, **kwargs).layout for kwargs in arguments}) == len(arguments)
+    calls = [describe(function, **kwargs) for kwargs in arguments]
+    for index, call in enumerate(calls):
+        assert find_joinable(call, calls) == [other == index for other in range(len(calls))]
 
 
 def denoise(hidden_states, timestep=None, img_ids=None, guidance=None, return_dict=False, kwargs=None):
@@ -56,11 +59,116 @@ def test_positions_are_shared_only_where_they_are_equal():
     check_apart(denoise, *calls)
 
 
-def test_positions_that_change_in_place_are_seen():
-    shared, positions = SharedTensors(), torch.arange(12.0).reshape(4, 3)
-    before = shared.digest(positions)
-    positions += 1
-    assert shared.digest(positions) != before
+class Job:
+    """A call of a pipeline: it gives tensors without rows to its network, step by step."""
+
+    def __init__(self) -> None:
+        self.tensors = SharedTensors()
+
+    def call(self, *shared: torch.Tensor) -> ModuleCall:
+        hidden_states = torch.ones(1, 4, 8, device=shared[0].device)
+        kwargs = {f"shared{index}": tensor for index, tensor in enumerate(shared)}
+        return ModuleCall.describe(denoise, (hidden_states,), kwargs, self.tensors)
+
+
+def positions() -> torch.Tensor:
+    """A new tensor, with the same in it as all others."""
+    return torch.arange(12.0).reshape(4, 3)
+
+
+class TestSharedTensors:
+    """Equal is what has the same bits: a network cannot tell these apart."""
+
+    @pytest.mark.parametrize(
+        ("one", "other", "are_equal"),
+        [
+            (positions(), positions(), True),
+            (positions(), positions().t().contiguous().t(), True),
+            (positions(), positions().double(), False),
+            (positions(), positions().view(torch.int32), False),
+            (torch.zeros(4), -torch.zeros(4), False),
+            (torch.full((4,), torch.nan), torch.full((4,), torch.nan), True),
+            (positions(), positions().nextafter(torch.tensor(torch.inf)), False),
+            (torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16), True),
+            (torch.tensor([True, False]), torch.tensor([True, True]), False),
+            (torch.full((4,), 1 + 2j), torch.full((4,), 1 + 2j), True),
+            (torch.full((4,), 1 + 2j), torch.full((4,), 1 - 2j).conj(), True),
+            (torch.empty(0, 3), torch.empty(0, 3), True),
+        ],
+    )
+    def test_bits_are_compared(self, one: torch.Tensor, other: torch.Tensor, are_equal: bool):
+        assert find_joinable(Job().call(one), [Job().call(other)]) == [are_equal]
+        assert find_joinable(Job().call(other), [Job().call(one)]) == [are_equal]
+
+    def test_a_view_that_conjugates_is_not_what_it_views(self):
+        job, numbers = Job(), torch.full((4,), 1 + 2j)
+        assert find_joinable(job.call(numbers), [job.call(numbers.conj())]) == [False]
+
+    def test_a_change_in_place_is_seen(self):
+        jobs, tensors = [Job(), Job()], [positions(), positions()]
+        calls = [job.call(tensor) for job, tensor in zip(jobs, tensors, strict=True)]
+        assert find_joinable(calls[0], calls[1:]) == [True]
+        tensors[0][1] += 1
+        calls = [job.call(tensor) for job, tensor in zip(jobs, tensors, strict=True)]
+        assert find_joinable(calls[0], calls[1:]) == [False]
+        tensors[1][1] += 1
+        calls = [job.call(tensor) for job, tensor in zip(jobs, tensors, strict=True)]
+        assert find_joinable(calls[0], calls[1:]) == [True]
+
+    def test_memory_that_is_used_again_is_not_taken_for_what_was_there(self):
+        """More new tensors than are kept; torch gives the memory of those that are gone to the next ones."""
+        first, second = Job(), Job()
+        for step in range(200):
+            values = {first: float(step), second: step // 2 * 2.0}
+            calls = [job.call(torch.full((64,), value)) for job, value in values.items()]
+            assert find_joinable(calls[0], calls[1:]) == [step % 2 == 0]
+
+    def test_all_tensors_of_a_call_have_to_be_equal(self):
+        others = [Job().call(positions(), positions() + add) for add in (0, 1, 0)]
+        assert find_joinable(Job().call(positions(), positions()), others) == [True, False, True]
+
+    def test_the_device_is_waited_for_once_and_for_all(self, device: SimulatedDevice):
+        """Not at every step: neither for tensors that a pipeline gives again, nor for new views of them."""
+        jobs = [Job() for _ in range(4)]
+        kept = [positions().to(DEVICE) for _ in jobs]
+        different = [torch.full((5,), float(index)).to(DEVICE) for index in range(4)]
+        jobs[0].call(kept[0])
+        assert device.num_waits == 0, "one alone has nobody to be compared with"
+        for _ in range(5):
+            calls = [job.call(tensor[:3], tensor) for job, tensor in zip(jobs, kept, strict=True)]
+            assert find_joinable(calls[0], calls) == [True] * 4
+        assert device.num_waits == 1
+        for _ in range(5):
+            calls = [job.call(tensor) for job, tensor in zip(jobs, different, strict=True)]
+            assert find_joinable(calls[0], calls) == [True, False, False, False]
+        assert device.num_waits == 2
+
+    def test_one_tensor_in_two_jobs_is_not_looked_at(self, device: SimulatedDevice):
+        table = positions().to(DEVICE)
+        assert find_joinable(Job().call(table[1:]), [Job().call(table[1:])]) == [True]
+        assert device.num_waits == 0
+
+    def test_new_tensors_at_every_step_are_one_wait_a_step(self, device: SimulatedDevice):
+        jobs = [Job() for _ in range(4)]
+        for _ in range(5):
+            calls = [job.call(positions().to(DEVICE), positions().to(DEVICE)) for job in jobs]
+            assert find_joinable(calls[0], calls) == [True] * 4
+        assert device.num_waits == 5
+
+
+@pytest.mark.parametrize("case", ["rows", "masked"])
+def test_joined_on_a_device(case: str, device: SimulatedDevice):
+    """Padding and masks are made where the sequences are."""
+
+    def make(length: int) -> dict[str, torch.Tensor]:
+        hidden = torch.full((1, 4, 8), float(length)).to(DEVICE)
+        if case == "rows":
+            return {"hidden_states": hidden, "timestep": torch.tensor(0.5 * length, device=DEVICE)}
+        return {"hidden_states": hidden, "encoder_hidden_states": torch.ones(1, length, 8).to(DEVICE)} | {
+            "encoder_hidden_states_mask": None if length == 3 else torch.ones(1, length, device=DEVICE).long()
+        }
+
+    check_joined(denoise if case == "rows" else attend, *(make(length) for length in (3, 5)))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +236,7 @@ def attend(hidden_states, encoder_hidden_states, encoder_hidden_states_mask=None
     """Like a transformer that reads a prompt of any length under a mask."""
     mask = encoder_hidden_states_mask
     if mask is None:
-        mask = torch.ones(encoder_hidden_states.shape[:2])
+        mask = torch.ones(encoder_hidden_states.shape[:2], device=encoder_hidden_states.device)
     text = (encoder_hidden_states * mask[..., None]).sum(1, keepdim=True) / mask.sum(1)[:, None, None]
     return (hidden_states + text,)
 

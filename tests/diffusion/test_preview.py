@@ -15,6 +15,7 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 
+from tests.simulated_device import DEVICE, simulate_device
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 
 HEIGHT, WIDTH = 64, 96
@@ -48,6 +49,21 @@ def run(request, tiny_diffusion):
     made = pipe(**call, generator=generator, output_type="pt", callback_on_step_end=keep)[0]
     picture = made[0] if made.dim() == 4 else made[0, MIDDLE_FRAME]
     return SimpleNamespace(pipe=pipe, picture=picture, latents=latents)
+
+
+@pytest.mark.parametrize("name", ["z_image", "flux2_klein", "wan"])
+def test_a_preview_is_made_on_the_device(name, tiny_diffusion):
+    """Latents in a grid, patches with statistics of the VAE's, and a video; what a preview becomes is on the CPU."""
+    pipe = DiffusionPipeline.from_pretrained(tiny_diffusion(name))
+    torch.manual_seed(0)
+    shape = {"z_image": (1, 16, 8, 12), "flux2_klein": (1, 24, 64), "wan": (1, 16, 3, 8, 12)}[name]
+    latents = torch.randn(shape)
+    expected = make_preview(pipe, latents, HEIGHT, WIDTH, longer_side=48)
+    with simulate_device():
+        pipe.vae.to(DEVICE)
+        preview = make_preview(pipe, latents.to(DEVICE), HEIGHT, WIDTH, longer_side=48)
+        assert type(preview) is torch.Tensor
+        assert (preview.int() - expected.int()).abs().max() <= 1
 
 
 def test_a_preview_of_finished_latents_is_the_picture(run):

@@ -2,16 +2,21 @@
 """What a stage's engine arguments become, without an engine."""
 
 import logging
+import os
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm import SamplingParams
 
-from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.engine import engine_args
+from vllm_omni.engine.engine_args import create_config_for_inputs, create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.engine.settings import OmniEngineSettings
 from vllm_omni.errors import StageConfigError
+from vllm_omni.stage.engines.base import Outbox
+from vllm_omni.stage.engines.llm import LLMStageEngine
 from vllm_omni.worker import worker_class_path
 
 
@@ -116,3 +121,40 @@ class TestDefaults:
 
         gpu, cpu = (resolve_obj_by_qualname(worker_class_path(engine_type, is_cpu)) for is_cpu in (False, True))
         assert issubclass(cpu, gpu) and issubclass(cpu.omni_runner_cls, gpu.omni_runner_cls)
+
+
+class TestModelRunner:
+    """vLLM would choose its second one on a GPU; ours extend the first, and only the environment chooses it."""
+
+    VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+    @pytest.fixture(autouse=True)
+    def gpu(self, monkeypatch):
+        monkeypatch.setattr(engine_args, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+        monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+        monkeypatch.setenv(self.VARIABLE, "")  # Restored afterwards.
+        monkeypatch.delenv(self.VARIABLE)
+
+    def test_the_callers_environment_stays_as_it_is(self, tiny_qwen3):
+        before = dict(os.environ)
+        create_config_for_inputs(create_engine_args(str(tiny_qwen3)))
+        assert os.environ == before
+
+    def test_inputs_are_processed_for_the_runner_of_the_stage(self, tiny_qwen3):
+        arguments = create_engine_args(str(tiny_qwen3))
+        assert arguments.create_engine_config().use_v2_model_runner, "or else this shows nothing"
+        processor = OmniInputProcessor(create_config_for_inputs(arguments))
+        params = SamplingParams(max_tokens=1, prompt_logprobs=1, prompt_logprob_token_ids=[[1]])
+        with pytest.raises(ValueError, match="requires the V2 model runner"):
+            processor.process_inputs("0", {"prompt_token_ids": [1, 2]}, params)
+        processor.process_inputs("0", {"prompt_token_ids": [1]}, SamplingParams())
+
+    def test_a_stages_process_chooses_it(self, tiny_qwen3):
+        LLMStageEngine(Outbox(), 0, str(tiny_qwen3), "ar", {})
+        assert os.environ[self.VARIABLE] == "0"
+        assert not create_engine_args(str(tiny_qwen3)).create_engine_config().use_v2_model_runner
+
+    def test_another_choice_is_refused(self, tiny_qwen3, monkeypatch):
+        monkeypatch.setenv(self.VARIABLE, "1")
+        with pytest.raises(StageConfigError, match=f"unset {self.VARIABLE}"):
+            create_engine_args(str(tiny_qwen3))

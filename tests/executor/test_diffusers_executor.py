@@ -3,6 +3,7 @@
 
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,64 @@ def test_a_picture_gets_the_size_of_what_is_made_of_it(studio: Studio, oracle: D
         wishes = {**SIZE, "strength": 0.7, "height": 32, "width": 64}
         expected = oracle.generate(f"a painting of {name}", seed=1, images=[fitted], **wishes)
         torch.testing.assert_close(studio.ends[name].output, expected, atol=1e-4, rtol=0)
+
+
+class GradModes:
+    """Whether gradients are on where a pipeline computes something itself: at its steps, and when it encodes a picture.
+
+    Attributes:
+        of: By request, in order.
+        encoded: What the VAE's encoder made.
+    """
+
+    def __init__(self, studio: Studio, patch: pytest.MonkeyPatch) -> None:
+        self.of: dict[str, list[bool]] = defaultdict(list)
+        self.encoded: list[torch.Tensor] = []
+        self._encode = studio.pipe.vae.encode
+        patch.setattr(studio.pipe.vae, "encode", self._watch)
+        studio.progress = self  # type: ignore[assignment]
+
+    def append(self, progress: tuple[str, Progress]) -> None:
+        self.of[progress[0]].append(torch.is_grad_enabled())
+
+    def _watch(self, *args: Any, **kwargs: Any) -> Any:
+        encoded = self._encode(*args, **kwargs)
+        self.encoded.append(encoded.latent_dist.mean)
+        return encoded
+
+
+@pytest.fixture
+def grad_modes(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Studio, GradModes]]:
+    """In a thread whose gradients are on."""
+    studio = Studio(model)
+    with torch.enable_grad():
+        yield studio, GradModes(studio, monkeypatch)
+
+
+def add_change(studio: Studio, name: str, num_inference_steps: int) -> None:
+    image = make_image(seed=2).resize((32, 32))
+    arguments = {"image": image, "strength": 0.9, "num_inference_steps": num_inference_steps}
+    studio.add(name, 1, ZImageImg2ImgPipeline, **arguments)
+
+
+def test_a_job_that_ends_leaves_gradients_off_in_the_others(grad_modes: tuple[Studio, GradModes]):
+    studio, modes = grad_modes
+    add_change(studio, "short", 3)
+    add_change(studio, "long", 9)
+    studio.run()
+    assert len(modes.of["long"]) > len(modes.of["short"]) > 0
+    assert not any(modes.of["short"] + modes.of["long"])
+    assert torch.is_grad_enabled(), "the thread's mode is not theirs"
+
+
+def test_a_job_that_is_aborted_lets_no_other_keep_a_graph(grad_modes: tuple[Studio, GradModes]):
+    """The one that goes on encodes its picture afterwards, outside of any network call."""
+    studio, modes = grad_modes
+    add_change(studio, "leaves", 3)
+    add_change(studio, "stays", 3)
+    studio.executor.abort("leaves")
+    studio.run()
+    assert len(modes.encoded) == 1 and not modes.encoded[0].requires_grad
 
 
 def test_the_weights_keep_their_dtype_when_another_class_runs_them(model: Path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from vllm_omni.engine.settings import SHARES_PROCESS
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage import budgets
 from vllm_omni.stage.budgets import apply_budgets
@@ -177,3 +178,13 @@ def test_a_budget_that_vllm_would_not_see_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     with pytest.raises(StageConfigError, match="no effect while VLLM_CPU_KVCACHE_SPACE is set; unset one"):
         apply_budgets(pipeline({"memory": "1GiB"}))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_one_step_stage_is_limited_where_its_process_is_its_own() -> None:
+    speaks = {"engine_type": "generation", "memory": 0.1, "engine_args": {"additional_config": {"mine": 1}}}
+    writes = {"memory": 0.5}
+    alone = [{**stage, "devices": 0} for stage in (writes, speaks)]
+    together = [{**stage, "process": "both"} for stage in alone]
+    assert applied("additional_config", *alone) == [None, {"mine": 1}]
+    assert applied("additional_config", *together) == [None, {"mine": 1, SHARES_PROCESS: True}]

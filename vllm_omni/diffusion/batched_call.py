@@ -7,14 +7,17 @@ Only a sequence that comes with a mask (`encoder_hidden_states`, `encoder_hidden
 in each: it is padded. Knows no module and no pipeline.
 """
 
-import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 
+_KEPT_TENSORS = 64
+_AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -22,19 +25,50 @@ class CannotSplitError(Exception):
     """An output holds something that is not known to have rows."""
 
 
-class SharedTensors:
-    """Digests of tensors without rows, so that two calls can be compared without comparing tensors at every step."""
+class _Value:
+    """What a tensor holds, bit by bit: one object for all tensors that were found to be equal.
+
+    Attributes:
+        different: Values of which it is known that they are not this one.
+    """
 
     def __init__(self) -> None:
-        self._digests: dict[int, tuple[torch.Tensor, int, bytes]] = {}
+        self.different: WeakSet[_Value] = WeakSet()
 
-    def digest(self, tensor: torch.Tensor) -> bytes:
-        known = self._digests.get(id(tensor))
-        if known is None or known[1] != tensor._version:
-            data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            known = (tensor, tensor._version, hashlib.blake2b(data, digest_size=16).digest())
-            self._digests[id(tensor)] = known  # With the tensor: else another one could get its id.
-        return known[2]
+
+@dataclass(slots=True, eq=False)
+class SharedTensor:
+    """A tensor without rows, as it was when a network was called with it.
+
+    Attributes:
+        memory: Where it lies, and how often that was written to: of two tensors that both live, equal in this, each
+            holds what the other does.
+        value: Changes when it turns out to be that of another tensor.
+    """
+
+    tensor: torch.Tensor
+    memory: Hashable
+    value: _Value = field(default_factory=_Value)
+
+
+class SharedTensors:
+    """The tensors without rows that one call of a pipeline gives to its networks: most of them again at every step.
+
+    They are known again by their memory, so that nobody waits for a device to look at what they hold. As long as one is
+    kept, no other can get its memory.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, SharedTensor] = {}
+
+    def find(self, tensor: torch.Tensor) -> SharedTensor:
+        form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        memory = (tensor.device, tensor.data_ptr(), tensor._version, form)
+        known = self._known.pop(memory, None) or SharedTensor(tensor, memory)
+        self._known[memory] = known  # as the newest
+        if len(self._known) > _KEPT_TENSORS:
+            del self._known[next(iter(self._known))]
+        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +100,8 @@ class ModuleCall:
     Attributes:
         function: What is called; calls of different functions are never joined.
         rows: Its batch.
-        layout: Calls with the same can be computed as one.
+        layout: Calls with the same can be computed as one if their shared tensors are equal.
+        shared: What has to be equal and is a tensor, in the order of the arguments.
     """
 
     function: Callable[..., Any]
@@ -74,23 +109,81 @@ class ModuleCall:
     kwargs: dict[str, Any]
     rows: Rows
     layout: Hashable
+    shared: tuple[SharedTensor, ...] = ()
 
     @classmethod
     def describe(
-        cls, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], shared: SharedTensors
+        cls, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], tensors: SharedTensors
     ) -> "ModuleCall":
+        """
+        Args:
+            tensors: Of the pipeline's call that makes this one.
+        """
         leading = next((value for value in (*args, *kwargs.values()) if _leads(value)), None)
         rows = Rows(1 if leading is None else len(leading), in_lists=isinstance(leading, list))
         # Pictures of one batch have one size: padding a small one to a large one would waste more than is won.
         sizes = tuple(tuple(picture.shape) for picture in leading) if isinstance(leading, list) else ()
         masked = _masked_sequences(kwargs, rows)
         others = {key: value for key, value in kwargs.items() if key not in (*masked, *masked.values())}
+        shared: list[SharedTensor] = []
+
+        def share(tensor: torch.Tensor) -> None:
+            shared.append(tensors.find(tensor))
+
         layout = (
             *(id(function), rows, sizes),
-            *(_layout(args, rows, shared), _layout(others, rows, shared)),
+            *(_layout(args, rows, share), _layout(others, rows, share)),
             *((name, kwargs[name].shape[2], kwargs[name].dtype) for name in masked),
         )
-        return cls(function, args, kwargs, rows, layout)
+        return cls(function, args, kwargs, rows, layout, tuple(shared))
+
+
+def find_joinable(call: ModuleCall, others: Sequence[ModuleCall]) -> list[bool]:
+    """Which of these calls can be computed as one with `call`.
+
+    Shared tensors are compared bit by bit, on their device and only where it is not known already whether they are
+    equal: then the CPU waits once, for all of them.
+    """
+    alike = [other.layout == call.layout for other in others]
+    pairs = [
+        pair
+        for other, is_alike in zip(others, alike, strict=True)
+        if is_alike
+        for pair in zip(call.shared, other.shared, strict=True)
+    ]
+    _compare([pair for pair in pairs if not _is_decided(*pair)])
+    return [
+        is_alike and all(a.value is b.value for a, b in zip(call.shared, other.shared, strict=True))
+        for other, is_alike in zip(others, alike, strict=True)
+    ]
+
+
+def _is_decided(a: SharedTensor, b: SharedTensor) -> bool:
+    if a.memory == b.memory:
+        b.value = a.value
+    return a.value is b.value or b.value in a.value.different
+
+
+def _compare(pairs: list[tuple[SharedTensor, SharedTensor]]) -> None:
+    """Finds out whether the two of each pair, of one shape, dtype and device, hold the same."""
+    by_device: dict[torch.device, list[tuple[SharedTensor, SharedTensor]]] = defaultdict(list)
+    for pair in pairs:
+        by_device[pair[0].tensor.device].append(pair)
+    for group in by_device.values():
+        equal = torch.stack([(_as_bits(a.tensor) == _as_bits(b.tensor)).all() for a, b in group])
+        for (a, b), is_equal in zip(group, equal.tolist(), strict=True):
+            if is_equal:
+                b.value = a.value
+            else:
+                a.value.different.add(b.value)
+                b.value.different.add(a.value)
+
+
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """So that -0.0 is not 0.0, and a NaN is itself."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.view(_AS_BITS[plain.element_size()])
 
 
 def compute(calls: Sequence[ModuleCall]) -> list[Any]:
@@ -147,30 +240,31 @@ def _pad(sequences: list[torch.Tensor], masks: list[torch.Tensor | None]) -> tup
     return torch.cat(padded), torch.cat([F.pad(mask, (0, length - mask.shape[1])) for mask in full])
 
 
-def _layout(value: Any, rows: Rows, shared: SharedTensors) -> Hashable:
+def _layout(value: Any, rows: Rows, share: Callable[[torch.Tensor], None]) -> Hashable:
     match value:
         case torch.Tensor() if value.ndim == 0:
             return ("scalar", value.dtype)
         case torch.Tensor() if rows.has(value):
             return ("rows", tuple(value.shape[1:]), value.dtype)
         case torch.Tensor():
-            return ("shared", tuple(value.shape), value.dtype, shared.digest(value))
+            share(value)
+            return ("shared", tuple(value.shape), value.dtype, value.device)
         case list() if rows.are_items_of(value):
-            return ("list", *(_item_layout(item, rows, shared) for item in value))
+            return ("list", *(_item_layout(item, rows, share) for item in value))
         case list() | tuple():
-            return (type(value), *(_layout(item, rows, shared) for item in value))
+            return (type(value), *(_layout(item, rows, share) for item in value))
         case dict():
-            return ("dict", *((key, _layout(item, rows, shared)) for key, item in value.items()))
+            return ("dict", *((key, _layout(item, rows, share)) for key, item in value.items()))
         case _ if isinstance(value, _PLAIN):
             return ("plain", type(value), value)
         case _:
             return ("object", id(value))
 
 
-def _item_layout(item: Any, rows: Rows, shared: SharedTensors) -> Hashable:
+def _item_layout(item: Any, rows: Rows, share: Callable[[torch.Tensor], None]) -> Hashable:
     """Of what belongs to one row. Plain values have to be equal: a network may look at those of the first row only."""
     if not isinstance(item, torch.Tensor):
-        return _layout(item, rows, shared)
+        return _layout(item, rows, share)
     return ("item", item.dtype, None if rows.in_lists else tuple(item.shape))
 
 

@@ -26,6 +26,9 @@ class CallAborted(BaseException):
 class PipelineCall:
     """A call of a pipeline, on its own copy of it: modules are shared, the scheduler and all settings are not.
 
+    Its grad mode is its own as well: a pipeline sets the thread's when it is called and restores it when it ends, in
+    the middle of other calls.
+
     Attributes:
         pipe: The copy.
         result: What the pipeline returned.
@@ -64,7 +67,8 @@ class PipelineCall:
         del self.pipe, self._greenlet
 
     def _advance(self, switch: Callable[[], Any]) -> ModuleCall | None:
-        value = switch()
+        with torch.no_grad():
+            value = switch()
         if not self._greenlet.dead:
             return value
         self.result = value

@@ -9,6 +9,7 @@ import os
 from dataclasses import fields
 from typing import Any, cast, get_args
 
+from vllm.config import VllmConfig
 from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
@@ -44,9 +45,6 @@ def create_engine_args(
 ) -> EngineArgs:
     """Engine arguments of one stage. Arguments given here win over what a stage sets by default.
 
-    On CUDA this sets `VLLM_USE_V2_MODEL_RUNNER=0` for the process, if it is not set: our runners extend vLLM's first
-    model runner, and vLLM offers no argument to choose it.
-
     Args:
         model: Checkpoint directory or Hugging Face id.
         engine_type: `ar` samples tokens; `generation` makes the whole output in one step.
@@ -69,7 +67,7 @@ def create_engine_args(
     )
     _refuse_unsupported(vllm_engine_args, settings)
     _turn_off_prefix_caching(vllm_engine_args, settings)
-    _choose_v1_model_runner()
+    _refuse_v2_model_runner()
     override = StageConfigOverride(
         hf_config_name, model_arch, engine_type == "generation", vllm_engine_args.pop("hf_overrides", None)
     )
@@ -146,8 +144,33 @@ def _turn_off_prefix_caching(arguments: dict[str, Any], settings: OmniEngineSett
     )
 
 
-def _choose_v1_model_runner() -> None:
-    if current_platform.is_cpu():
-        return  # vLLM's own choice there.
-    if os.environ.setdefault(_V2_RUNNER_VARIABLE, "0") not in ("0", "false", "False"):
+def _refuse_v2_model_runner() -> None:
+    if not current_platform.is_cpu() and os.environ.get(_V2_RUNNER_VARIABLE, "0") not in ("0", "false", "False"):
         raise StageConfigError(f"stages run on vLLM's first model runner: unset {_V2_RUNNER_VARIABLE}, or set it to 0")
+
+
+def choose_v1_model_runner() -> None:
+    """Chooses vLLM's first model runner, which ours extend, for this process and those that it starts.
+
+    For a stage's process: vLLM reads the choice from the environment and has no argument for it.
+    """
+    if not current_platform.is_cpu():  # vLLM's own choice there.
+        os.environ[_V2_RUNNER_VARIABLE] = "0"
+
+
+class _StageVllmConfig(VllmConfig):
+    """Says of the model runner what holds in the stage's process, also in a process that did not choose one."""
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        return False
+
+
+def create_config_for_inputs(engine_args: EngineArgs) -> VllmConfig:
+    """The configuration of a stage's engine for processing inputs elsewhere: no engine can run with it.
+
+    The environment of the process stays as it is.
+    """
+    config = engine_args.create_engine_config()
+    config.__class__ = _StageVllmConfig  # vLLM's function names its own class.
+    return config

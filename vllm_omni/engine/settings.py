@@ -10,6 +10,9 @@ EngineType = Literal["ar", "generation"]
 
 _KEY = "omni"
 
+SHARES_PROCESS = "omni_shares_process"
+"""Key of `additional_config`: other engines run in the stage's process, so nothing may be limited for all of it."""
+
 
 @dataclass(frozen=True)
 class OmniEngineSettings:

@@ -23,7 +23,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm_omni.config.nearest import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.diffusion.sampling_params import DiffusionRequest, DiffusionSamplingParams
-from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.engine.engine_args import create_config_for_inputs, create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.engine.payloads import OmniEngineCoreRequest
 from vllm_omni.errors import InvalidRequestError, StageConfigError
@@ -291,7 +291,7 @@ class RequestBuilder:
 
 def _make_input_processor(stage: OmniStageConfig, model: str) -> OmniInputProcessor:
     args = create_engine_args(stage.checkpoint(model), engine_type=stage.kind.lower(), **stage.vllm_engine_args)
-    return OmniInputProcessor(args.create_engine_config())
+    return OmniInputProcessor(create_config_for_inputs(args))
 
 
 def _make_diffusion_processor(stage: OmniStageConfig, model: str) -> "DiffusionInputProcessor":

@@ -5,6 +5,7 @@ import sys
 from collections import deque
 
 from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.batched_call import find_joinable
 from vllm_omni.diffusion.job import DiffusionJob, JobEnd, RunningJob
 from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
 from vllm_omni.worker.gpu_diffusion_worker import DiffusionGPUWorker
@@ -93,5 +94,7 @@ class DiffusersPipelineExecutor:
             return []
         first = min(running, key=lambda job: sys.maxsize if job.has_begun else job.num_calls)
         call, adapter = first.waiting_call, first.job.adapter
-        joined = [job for job in running if job.waiting_call.layout == call.layout and job.job.adapter == adapter]
+        others = [job for job in running if job.job.adapter == adapter]
+        joinable = find_joinable(call, [job.waiting_call for job in others])
+        joined = [job for job, is_joined in zip(others, joinable, strict=True) if is_joined]
         return joined[: self._worker.max_batch_size(call)]

@@ -2,8 +2,8 @@
 """How much memory each stage takes: `runtime.memory` as engine arguments, and the sum checked before anything starts.
 
 On an accelerator a budget is all that a stage may take of its device; vLLM makes the KV cache as large as the budget
-leaves room for, a diffusion stage gets no more than it. On a CPU it is the KV cache alone: weights lie in the same
-memory, but vLLM's CPU worker accounts for nothing else.
+leaves room for, a diffusion stage and one that makes everything in one step get no more than it. On a CPU it is the KV
+cache alone: weights lie in the same memory, but vLLM's CPU worker accounts for nothing else.
 """
 
 import os
@@ -21,6 +21,7 @@ from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 from vllm_omni.config.placement import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.engine.engine_args import CPU_KV_CACHE_BYTES
+from vllm_omni.engine.settings import SHARES_PROCESS
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.placement import stage_devices, visible_devices
 
@@ -58,6 +59,7 @@ def apply_budgets(config: PipelineConfig) -> PipelineConfig:
     if current_platform.is_cpu():
         return _apply_on_cpu(config)
     _check_processes(config)
+    config = config.with_stage_args([_note_shared_process(stage, config) for stage in config.stage_args])
     devices = stage_devices(config)
     config = config.with_stage_args([_with_fraction(stage, devices[stage.stage_id]) for stage in config.stage_args])
     by_device: dict[str, list[_Claim]] = defaultdict(list)
@@ -73,6 +75,15 @@ def apply_budgets(config: PipelineConfig) -> PipelineConfig:
 
 
 # On an accelerator.
+
+
+def _note_shared_process(stage: OmniStageConfig, config: PipelineConfig) -> OmniStageConfig:
+    """Leaves a one-step stage that shares its process without a limit, which would hold for the others too."""
+    (stages,) = [stages for stages in config.processes if stage in stages]
+    if stage.kind != "generation" or len(stages) == 1:
+        return stage
+    additional = {**(stage.engine_args.get("additional_config") or {}), SHARES_PROCESS: True}
+    return msgspec.structs.replace(stage, engine_args={**stage.engine_args, "additional_config": additional})
 
 
 def _with_fraction(stage: OmniStageConfig, devices: Sequence[str]) -> OmniStageConfig:

@@ -69,8 +69,7 @@ class DiffusionGPUWorker:
         except Exception as error:  # It was loaded before, but had to make room for others since.
             outputs: list[Any] = [error] * len(batch)
         else:
-            with torch.no_grad():
-                outputs = self._compute(calls)
+            outputs = self._compute(calls)
         ends = [self._runner.resume(running, output) for running, output in zip(batch, outputs, strict=True)]
         return [end for end in ends if end is not None]
 

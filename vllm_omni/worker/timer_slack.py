@@ -14,9 +14,10 @@ _SLACK_NS = 200_000_000
 def patient_threads() -> Iterator[None]:
     """Threads that are started inside may oversleep their timeouts by 0.2 s; whatever else they wait for is not late.
 
-    For the threads of gloo. vLLM makes a dozen gloo groups for an engine, also for one that has nobody to talk to, and
-    each group has a thread that looks every 10 ms whether it is to end. In an idle pipeline of three stages they alone
-    would take several percent of a core. The price is that the end of a group takes so much longer.
+    For the threads of gloo, on a CPU; threads that a GPU's libraries start would be late as well. vLLM makes a dozen
+    gloo groups for an engine, also for one that has nobody to talk to, and each group has a thread that looks every
+    10 ms whether it is to end. In an idle pipeline of three stages they alone would take several percent of a core. The
+    price is that the end of a group takes so much longer.
     """
     if sys.platform != "linux":
         yield

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from vllm.distributed import parallel_state
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -59,3 +61,9 @@ class PreemptionCounter:
             return preempt(*args, **kwargs)
 
         monkeypatch.setattr(scheduler, "_preempt_request", counted)
+
+
+def read_weights(checkpoint: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights whose names begin so."""
+    weights = [item for file in checkpoint.glob("*.safetensors") for item in load_file(file).items()]
+    return {name: tensor for name, tensor in weights if name.startswith(prefix)}

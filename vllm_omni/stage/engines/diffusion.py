@@ -81,14 +81,17 @@ class DiffusionStageEngine(StageEngine):
         self.capacity = 2 * self._executor.max_batch_size  # one batch to compute, and one to go on with
 
     def run(self) -> None:
-        """Works until `stop`.
+        """Works until `stop`, without gradients.
 
         Raises:
             torch.AcceleratorError: The device is broken.
         """
-        while self._take_inbox():
-            with STEP_LOCK, self.step_timer:
-                self._step()
+        # Here, because grad mode belongs to the thread. Not inference mode: its tensors have no version, by which
+        # arguments of networks are known again, and weights made in it could not be changed for an adapter elsewhere.
+        with torch.no_grad():
+            while self._take_inbox():
+                with STEP_LOCK, self.step_timer:
+                    self._step()
 
     def close(self) -> None:
         self._encoding.shutdown()

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.usage.usage_lib import UsageContext
 
-from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.engine.engine_args import choose_v1_model_runner, create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.stage.engines.base import (
@@ -32,6 +31,7 @@ from vllm_omni.stage.engines.base import (
 )
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest
 from vllm_omni.stage.engines.step_lock import STEP_LOCK
+from vllm_omni.worker.gpu_worker import is_device_broken
 
 MAX_RETRIES = 3
 """After so many shared steps that raised a request fails with the next: perhaps it is the batch and nobody in it."""
@@ -51,6 +51,7 @@ class LLMStageEngine(StageEngine):
         super().__init__(outbox)
         self._stage_id = stage_id
         self._engine_args = create_engine_args(model, engine_type=engine_type, **engine_args)
+        choose_v1_model_runner()
         self._request_class: type[LLMRequest] = GenerationRequest if engine_type == "generation" else ARRequest
         self._engine: OmniLLMEngine
         self._requests: dict[str, LLMRequest] = {}
@@ -133,9 +134,10 @@ class LLMStageEngine(StageEngine):
         start = time.perf_counter()
         try:
             outputs = self._engine.step()
-        except torch.AcceleratorError:
-            raise  # The device is in a state that no request can run in.
         except Exception as error:
+            if is_device_broken(error):
+                self.close()  # Other workers may be waiting for this one, on their devices.
+                raise
             self._recover(error)
             return
         if self._engine.last_batch_size:

@@ -73,7 +73,8 @@ class OmniQwen2_5OmniToken2Wav(nn.Module):
     @cached_property
     def planner(self) -> WindowPlanner:
         dit = self.token2wav.code2wav_dit_model
-        return WindowPlanner(dit.repeats, dit.mel_dim, dit.block_size, self.bigvgan.samples_per_frame)
+        samples_per_frame = self.bigvgan.samples_per_frame
+        return WindowPlanner(dit.repeats, dit.mel_dim, dit.block_size, samples_per_frame, self.solver.device)
 
     def activation_bytes(self, num_rows: int) -> int:
         """See `SupportsActivationEstimate`. The last level of BigVGAN is the widest; the solver takes less."""
@@ -107,7 +108,8 @@ class OmniQwen2_5OmniToken2Wav(nn.Module):
         """
         infos = runtime_additional_information
         windows = [self.planner.open(info, info["stream"].get(STATE)) for info in infos]
-        closed: list[tuple[torch.Tensor, StreamState]] = [(torch.empty(0), window.state) for window in windows]
+        nothing = torch.empty(0, device=self.solver.device)
+        closed: list[tuple[torch.Tensor, StreamState]] = [(nothing, window.state) for window in windows]
         ready = [index for index, window in enumerate(windows) if window.num_final_frames]
         for batch in self._split(windows, ready):
             for index, result in zip(batch, self._decode([windows[i] for i in batch]), strict=True):

@@ -36,6 +36,8 @@ FADE_FRAMES = 1
 class StreamState:
     """What a request keeps from one window to the next.
 
+    Codes and noise are on the CPU, what was computed of them is on the vocoder's device.
+
     Attributes:
         codes: `[T]` int64, those that are held back.
         noise: float32 `[repeats * T, mel_dim]`, theirs.
@@ -86,11 +88,18 @@ class Window:
 class WindowPlanner:
     """Makes windows of what comes, and of what was computed from them the state for the next one."""
 
-    def __init__(self, repeats: int, mel_dim: int, block_size: int, samples_per_frame: int) -> None:
+    def __init__(
+        self, repeats: int, mel_dim: int, block_size: int, samples_per_frame: int, device: torch.device
+    ) -> None:
+        """
+        Args:
+            device: The vocoder's.
+        """
         self.repeats = repeats
         self.mel_dim = mel_dim
         self.block_size = block_size
         self.samples_per_frame = samples_per_frame
+        self.device = device
 
     def open(self, information: dict[str, Any], state: StreamState | None) -> Window:
         """
@@ -137,15 +146,14 @@ class WindowPlanner:
             generator.seed()
         else:
             generator.manual_seed(seed)
-        nothing = torch.empty(0, self.mel_dim)
         return StreamState(
             codes=torch.empty(0, dtype=torch.int64),
-            noise=nothing,
+            noise=torch.empty(0, self.mel_dim),
             generator_state=generator.get_state(),
             num_blocks=0,
             past=None,
-            mel=nothing,
-            overlap=torch.empty(0),
+            mel=torch.empty(0, self.mel_dim, device=self.device),
+            overlap=torch.empty(0, device=self.device),
         )
 
     def _extend(self, state: StreamState, codes: torch.Tensor) -> StreamState:

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the model runners do around a forward, on a device that is not the CPU: what is copied where, and how often."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+
+from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu
+from vllm_omni.core.sched.output import StreamWindow
+from vllm_omni.model_executor.feedback import FedBack, FedBackRows
+from vllm_omni.model_executor.feedback_buffers import SlotBuffer, SlotRows
+from vllm_omni.model_executor.interfaces import RequestSpan
+from vllm_omni.worker.feedback_ar_model_runner import BatchSlots, EmittedRows, FeedbackARModelRunner
+from vllm_omni.worker.feedback_rows import RequestSlots, sort_rows
+from vllm_omni.worker.gpu_ar_model_runner import StepRows
+from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner, _to_host
+from vllm_omni.worker.host_copy import HostCopy
+from vllm_omni.worker.input_chunks import extend_information
+from vllm_omni.worker.row_ledger import RowLedger
+from vllm_omni.worker.streams import Streams
+
+
+def is_host(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+
+
+def test_host_copies_wait_once(device: SimulatedDevice) -> None:
+    tensors = [torch.arange(3, device=DEVICE), torch.arange(4.0)]
+    copies = HostCopy(tensors).wait()
+    assert all(is_host(copy) for copy in copies)
+    assert copies[0].tolist() == [0, 1, 2] and copies[1] is tensors[1]
+    assert device.num_waits == 0, "but for the event's"
+
+
+def test_rows_of_a_step_leave_the_device(device: SimulatedDevice) -> None:
+    spans = [RequestSpan("a", 0, 3, 0, 5, 5, SamplingParams()), RequestSpan("b", 3, 4, 2, 2, 3, SamplingParams())]
+    ledger = RowLedger(emits_prompt_rows=True)
+    rows = StepRows({"hidden": torch.arange(8.0, device=DEVICE).view(4, 2)}, ledger.select(spans)).wait()
+    (nothing, leaving) = ledger.hand_out(spans, rows)
+    assert nothing is None and leaving is not None
+    assert is_host(leaving["hidden"]) and leaving["hidden"].tolist() == [[6, 7]]
+
+
+def test_the_outputs_of_one_step_models_leave_the_device(device: SimulatedDevice) -> None:
+    whole = torch.arange(6.0, device=DEVICE)
+    first, second = _to_host([{"audio": whole[:2]}, {"audio": torch.empty(0, device=DEVICE)}])
+    assert first["audio"].tolist() == [0, 1] and is_host(first["audio"]) and is_host(second["audio"])
+
+
+def test_the_inputs_of_one_step_models_are_on_the_device(device: SimulatedDevice) -> None:
+    runner: Any = SimpleNamespace(
+        device=DEVICE,
+        requests={"a": SimpleNamespace(prompt_token_ids=[0, 0]), "b": SimpleNamespace(prompt_token_ids=[0])},
+        spans=[SimpleNamespace(req_id="a"), SimpleNamespace(req_id="b")],
+    )
+    ids, positions = on_cpu(GPUGenerationModelRunner._make_inputs(runner))
+    assert ids.tolist() == [0, 0, 0] and positions.tolist() == [0, 1, 0]
+
+
+def test_a_streams_state_stays_where_the_model_left_it(device: SimulatedDevice) -> None:
+    streams, state = Streams(), torch.ones(2, device=DEVICE)
+    streams.save(StreamWindow("a", 0, False), {"state": state})
+    assert streams.open(StreamWindow("a", 1, True))["state"] is state
+
+
+def test_a_chunk_joins_what_a_model_has_moved_to_its_device(device: SimulatedDevice) -> None:
+    information = {"rows": torch.ones(1, 2, device=DEVICE), "codes": torch.zeros(1)}
+    extend_information(information, {"rows": torch.zeros(1, 2), "codes": torch.ones(1)})
+    assert on_cpu(information["rows"]).tolist() == [[1, 1], [0, 0]] and is_host(information["codes"])
+
+
+def test_buffers_of_slots(device: SimulatedDevice) -> None:
+    def fill(device: torch.device) -> list[torch.Tensor]:
+        buffer = SlotBuffer((3,), 1, dtype=torch.int64, device=device)
+        rows = SlotRows(1, torch.full((2,), -1.0).to(device))
+        slots, indices = torch.tensor([0, 2], device=device), torch.tensor([70, 1], device=device)
+        for slot in range(3):
+            buffer.reserve(slot, 80)
+            rows.begin(slot)
+            rows.append(slot, torch.full((slot + 65, 2), float(slot)).to(device))
+        buffer.write(slots, indices, torch.arange(6).view(2, 3).to(device))
+        return [buffer.read(slots, indices), rows.read(slots, indices)]
+
+    torch.testing.assert_close(on_cpu(fill(DEVICE)), fill(torch.device("cpu")))
+
+
+class Strategy:
+    """Adds a slot's number to what is fed back, and notes where that was."""
+
+    def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        return torch.full((stop - start, 2), float(slot), device=DEVICE)
+
+    def feed_back(self, rows: FedBackRows) -> FedBack:
+        on_cpu([rows.token_ids, rows.slots, rows.frames])
+        embeds = (rows.token_ids + rows.slots)[:, None].expand(-1, 2).float()
+        return FedBack(embeds, {"codes": rows.token_ids[:, None] + rows.frames[:, None]})
+
+    replay = feed_back
+
+
+class Talker:
+    """The part of the talkers' runner between vLLM's preparations and the forward."""
+
+    _write_inputs = FeedbackARModelRunner._write_inputs
+    _take_rows = FeedbackARModelRunner._take_rows
+    _to_device = FeedbackARModelRunner._to_device
+
+    def __init__(self, ids: list[int]) -> None:
+        self.device = DEVICE
+        self.strategy = Strategy()
+        self.slots = RequestSlots()
+        self.input_batch = SimpleNamespace(req_ids=["a", "b", "c"], num_reqs=3)
+        self.input_ids = SimpleNamespace(gpu=torch.tensor(ids, dtype=torch.int32, device=DEVICE))
+        for req_id in self.input_batch.req_ids:
+            self.slots.take(req_id)
+        self._batch = BatchSlots()
+        self._batch.update(self.input_batch.req_ids, self.slots, DEVICE)
+        self._emitted: EmittedRows | None = None
+
+    def step(self, computed: list[int], counts: list[int]) -> torch.Tensor:
+        """The rows' input, of requests with prompts of two rows."""
+        numbers = [np.array(values) for values in (computed, [2, 2, 2], counts)]
+        embeds = torch.zeros(sum(counts), 2, device=DEVICE)
+        self._write_inputs(sort_rows(self._batch.slots, self.slots.num_frames, *numbers), embeds)  # type: ignore[arg-type, type-var]
+        return on_cpu(embeds)[:, 0]
+
+
+def test_the_inputs_of_a_talkers_step_are_written_on_the_device(device: SimulatedDevice) -> None:
+    """Prompts beside tokens that are fed back, tokens alone, and tokens that were fed back before."""
+    talker = Talker([10, 20, 30, 40, 50])
+    assert talker.step([0, 0, 2], [2, 2, 1]).tolist() == [0, 0, 1, 1, 52]
+    assert talker._emitted is not None
+    assert [row and row["codes"].tolist() for row in talker._emitted.wait(3)] == [None, None, [[50]]]
+    assert talker.step([2, 2, 3], [1, 1, 1]).tolist() == [10, 21, 32]
+    emitted = talker._emitted.wait(3)
+    assert all(row is not None and is_host(row["codes"]) for row in emitted)
+    assert talker.step([2, 3, 3], [1, 1, 1]).tolist() == [10, 21, 32], "of which two are replays"
+    assert device.num_waits == 0, "the CPU runs ahead of the device"

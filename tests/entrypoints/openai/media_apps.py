@@ -21,6 +21,7 @@ from tests.entrypoints.faces import quick_servers
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.limits import add_limit_arguments
 from vllm_omni.entrypoints.openai.media_connector import CONNECTOR_NAME, install
 
 Result = TypeVar("Result")
@@ -39,10 +40,18 @@ def serving(model: Path, **arguments: Any) -> Iterator[FastAPI]:
         yield asyncio.run(build_omni_app(OmniEngineClient(llm), args))
 
 
-def server_args(model: Path) -> Namespace:
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--served-model-name", MODEL])
+def server_args(model: Path | str, *flags: str) -> Namespace:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    add_limit_arguments(parser)
+    args = parser.parse_args(["--served-model-name", MODEL, *flags])
     args.model = str(model)
     return args
+
+
+def with_flags(app: FastAPI, *flags: str) -> FastAPI:
+    """Another application for the same pipeline."""
+    client = app.state.engine_client
+    return asyncio.run(build_omni_app(client, server_args(app.state.args.model, *flags)))
 
 
 def use(app: FastAPI, main: Callable[[openai.AsyncOpenAI], Awaitable[Result]]) -> Result:

@@ -24,7 +24,7 @@ from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.entrypoints.cli import no_effect
 from vllm_omni.entrypoints.cli.arguments import add_diffusion_flags, add_pipeline_flags, face_options
 from vllm_omni.entrypoints.cli.parser import ParsedCommand, UsageError, parse_command
-from vllm_omni.entrypoints.openai.limits import add_limit_arguments
+from vllm_omni.entrypoints.openai.limits import add_limit_arguments, check_limits
 from vllm_omni.entrypoints.resolve import has_vllm_stages
 from vllm_omni.stage.fork_server import ForkServer
 
@@ -33,7 +33,7 @@ OpenAI-compatible server. All flags of `vllm serve` that mean something to a pip
 flags that are given reach every stage that has such an argument, and win over the stage configuration;
 those that are not given are as the stage configuration says.
 
-Search by using: `--help=omni` for the pipeline, `--help=omnilimits` for what a request may send,
+Search by using: `--help=omni` for the pipeline, `--help=omnilimits` for what requests may send and the server keeps,
 `--help=omnidiffusion` for image, video and sound stages, `--help=Frontend` for vLLM's server.
   Use `--help=all` to show all available flags at once.
 """
@@ -60,7 +60,7 @@ class OmniServeCommand(ServeSubcommand):
         parser.description = DESCRIPTION
         taken = {action.dest for action in parser._actions}
         add_pipeline_flags(parser.add_argument_group("Omni", "The pipeline: its stages, times, limits and traces."))
-        limits = parser.add_argument_group("OmniLimits", "What a single request may send, and how large it may be.")
+        limits = parser.add_argument_group("OmniLimits", "What requests may send, and what the server keeps.")
         add_limit_arguments(limits)
         diffusion = parser.add_argument_group(
             "OmniDiffusion", "Diffusion stages: how they are loaded and run, and what a request may ask."
@@ -88,6 +88,7 @@ class OmniServeCommand(ServeSubcommand):
         if args.reasoning_parser_plugin:
             ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
         validate_api_server_args(args)
+        check_limits(args)
 
     def serve(self, arguments: list[str], fork_server: ForkServer | None) -> None:
         """Serves until a signal ends it.

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -13,7 +13,6 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
 from fastapi.responses import StreamingResponse
-from PIL import Image
 from starlette.datastructures import State
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
@@ -23,13 +22,15 @@ from vllm_omni.diffusion.durations import nearest_num_frames, temporal_factor
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
 from vllm_omni.entrypoints.openai.images import RESPONSES
+from vllm_omni.entrypoints.openai.limits import ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.media_inputs import ImageFetcher, form_description, read_request
 from vllm_omni.entrypoints.openai.media_messages import as_video_file
 from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, missing_media, new_id, served_names
+from vllm_omni.entrypoints.openai.middleware import owner_of
 from vllm_omni.entrypoints.openai.video_protocol import Video, VideoDeleted, VideoList, VideoRequest
 from vllm_omni.entrypoints.openai.video_store import VideoJob, VideoStore
 from vllm_omni.errors import OmniError
-from vllm_omni.events import CompletedEvent, ImageProgressEvent
+from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
 
 logger = logging.getLogger("vllm.omni.server")
 
@@ -64,41 +65,38 @@ class ServingVideos:
         self._maker.client.check_admission()
         images = await self._fetcher.fetch(request.input_reference or [], "input_reference")
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        video = self._describe(request, settings)
+        # Made here: the job must not hold the HTTP request, whose body may be large.
+        events = self._maker.events(
+            video.prompt,
+            settings,
+            images,
+            raw_request,
+            request_id=video.id,
+            stream=True,
+            on_accepted=partial(_settle, accepted),
+        )
 
         async def make(job: VideoJob) -> None:
             try:
-                await self._make(job, settings, images, raw_request, accepted)
+                await self._make(job, events)
             except Exception as error:
                 if accepted.done():
                     self._fail(job, error)
                 else:
-                    accepted.set_exception(error)
+                    _settle(accepted, error)
 
-        job = self.store.start(self._describe(request, settings), make)
+        job = self.store.start(video, owner_of(raw_request), make)
+        assert job.task is not None
+        job.task.add_done_callback(lambda _: _settle(accepted, _deleted(job)))
         try:
             await accepted
-        except BaseException:  # It was refused, or its client has left without knowing its id.
-            await self.store.delete(job.video.id)
+        except BaseException:  # It was refused or deleted, or its client has left without knowing its id.
+            await self.store.delete(job)
             raise
         return job.video
 
-    async def _make(
-        self,
-        job: VideoJob,
-        settings: Mapping[str, Any],
-        images: list[Image.Image],
-        raw_request: Request,
-        accepted: "asyncio.Future[None]",
-    ) -> None:
-        events = self._maker.events(
-            job.video.prompt,
-            settings,
-            images,
-            raw_request,
-            request_id=job.video.id,
-            stream=True,
-            on_accepted=partial(_settle, accepted),
-        )
+    async def _make(self, job: VideoJob, events: AsyncGenerator[OmniEvent, None]) -> None:
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, ImageProgressEvent):
@@ -139,14 +137,14 @@ class ServingVideos:
             size=self._maker.stage.expected_size(settings),
         )
 
-    async def open(self, video_id: str) -> tuple[BinaryIO, int]:
+    async def open(self, video_id: str, owner: bytes) -> tuple[BinaryIO, int]:
         """The file of a video that is complete, and its size. Stays readable if the video is deleted meanwhile.
 
         Raises:
             VLLMNotFoundError: There is no such video.
             OmniHTTPError: It is not complete, or never will be.
         """
-        job = self.store.get(video_id)
+        job = self.store.get(video_id, owner)
         video = job.video
         if video.error is not None:
             raise OmniHTTPError(f"video {video_id} failed: {video.error.message}", HTTPStatus.CONFLICT)
@@ -156,9 +154,18 @@ class ServingVideos:
         return await asyncio.to_thread(job.path.open, "rb"), job.num_bytes
 
 
-def _settle(future: "asyncio.Future[None]") -> None:
-    if not future.done():
+def _settle(future: "asyncio.Future[None]", error: Exception | None = None) -> None:
+    if future.done():
+        return
+    if error is None:
         future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+def _deleted(job: VideoJob) -> OmniHTTPError:
+    """For the request that creates a video while another one deletes it. No status that clients try again after."""
+    return OmniHTTPError(f"video {job.video.id} was deleted before it was started", HTTPStatus.GONE)
 
 
 async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
@@ -206,8 +213,9 @@ async def list_videos(
     limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
     order: Annotated[Literal["asc", "desc"], Query(description="Oldest or newest first.")] = "desc",
 ) -> VideoList:
-    """All videos that the server has not forgotten."""
-    videos, has_more = _videos(raw_request).store.page(after, limit, newest_first=order == "desc")
+    """All videos of this API key that the server has not forgotten."""
+    store = _videos(raw_request).store
+    videos, has_more = store.page(owner_of(raw_request), after, limit, newest_first=order == "desc")
     first, last = (videos[0].id, videos[-1].id) if videos else (None, None)
     return VideoList(data=videos, first_id=first, last_id=last, has_more=has_more)
 
@@ -215,7 +223,7 @@ async def list_videos(
 @router.get("/v1/videos/{video_id}", responses=RESPONSES)
 async def retrieve_video(video_id: VideoId, raw_request: Request) -> Video:
     """How far a video has come."""
-    return _videos(raw_request).store.get(video_id).video
+    return _videos(raw_request).store.get(video_id, owner_of(raw_request)).video
 
 
 @router.get(
@@ -235,14 +243,15 @@ async def download_video(
     """The MP4 file of a video that is completed."""
     if variant != "video":
         raise VLLMValidationError("there is only the variant 'video'", parameter="variant")
-    file, num_bytes = await _videos(raw_request).open(video_id)
+    file, num_bytes = await _videos(raw_request).open(video_id, owner_of(raw_request))
     return StreamingResponse(_chunks(file), media_type="video/mp4", headers={"Content-Length": str(num_bytes)})
 
 
 @router.delete("/v1/videos/{video_id}", responses=RESPONSES)
 async def delete_video(video_id: VideoId, raw_request: Request) -> VideoDeleted:
     """Forgets a video; one that is not complete is given up."""
-    await _videos(raw_request).store.delete(video_id)
+    store = _videos(raw_request).store
+    await store.delete(store.get(video_id, owner_of(raw_request)))
     return VideoDeleted(id=video_id)
 
 
@@ -254,9 +263,9 @@ def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
     stage = MediaStage.find(client.config, "video", args.model)
     state.omni_videos = None
     if stage is not None:
-        state.omni_videos = ServingVideos(
-            MediaMaker(client, served_names(state), stage), ImageFetcher(args), VideoStore(), _factor(stage, args.model)
-        )
+        store = VideoStore(limits_from(args, ServerLimits))
+        maker = MediaMaker(client, served_names(state), stage)
+        state.omni_videos = ServingVideos(maker, ImageFetcher(args), store, _factor(stage, args.model))
 
 
 def _factor(stage: MediaStage, model: str) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
+from tests.hub_cache import NAME, HubCache
 from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
 from vllm_omni.diffusion.loader import load_pipeline
 from vllm_omni.errors import StageConfigError
@@ -331,3 +332,16 @@ def test_auto_is_bfloat16_on_an_accelerator() -> None:
 
     assert resolve_dtype(DiTConfig(), torch.device("cuda")) == torch.bfloat16
     assert resolve_dtype(DiTConfig(), CPU) == torch.float32
+
+
+@pytest.mark.parametrize("part", ["pipeline", "encoder", "denoiser"])
+def test_a_revision_is_loaded_and_nothing_of_another(
+    z_image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    cache = HubCache(tmp_path, monkeypatch)
+    (cache.add(z_image, "main") / "model_index.json").write_text("{}")  # Whoever reads this fails.
+    cache.add(z_image, "v2")
+
+    pipe = load(Path(NAME), revision="v2", part=part)
+
+    assert type(pipe).__name__ == "ZImagePipeline"

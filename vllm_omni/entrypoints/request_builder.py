@@ -304,10 +304,7 @@ def _adapter_stages(config: PipelineConfig) -> set[int]:
 
 def _load_processors(config: PipelineConfig, model: str) -> dict[int, StageInputProcessor]:
     processors = {
-        stage.stage_id: load_stage_input_processor(
-            stage.custom_process_input_func, stage.checkpoint(model), stage.engine_args.get("trust_remote_code", False)
-        )
-        for stage in config.stage_args
+        stage.stage_id: load_stage_input_processor(stage, stage.checkpoint(model)) for stage in config.stage_args
     }
     return {stage_id: processor for stage_id, processor in processors.items() if processor is not None}
 

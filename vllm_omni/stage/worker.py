@@ -50,9 +50,7 @@ class HostedStage:
         stage = self.spec.stage
         self.engine = make_stage_engine(stage, self.spec.model, self._outbox)
         self.engine.recorder = self._recorder
-        trust_remote_code = stage.engine_args.get("trust_remote_code", False)
-        processor = load_stage_input_processor(stage.custom_process_input_func, self.spec.model, trust_remote_code)
-        self._shell.attach(self.engine, processor)
+        self._shell.attach(self.engine, load_stage_input_processor(stage, self.spec.model))
 
     def start(self) -> None:
         """Starts the engine; the stage takes requests from now on."""

@@ -22,6 +22,7 @@ from vllm_omni.entrypoints.openai.limits import ServerLimits
 from vllm_omni.entrypoints.openai.video_protocol import Video
 from vllm_omni.entrypoints.openai.video_store import VideoJob, VideoStore
 from vllm_omni.errors import PipelineFullError
+from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
 
 SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1}
 LONG: dict[str, Any] = {"num_inference_steps": 200, "num_frames": 33}
@@ -222,6 +223,27 @@ def test_a_video_starts_from_a_picture(tiny_diffusion: Callable[[str], Path]) ->
 
     with serving(tiny_diffusion("wan_i2v")) as app:
         use(app, main)
+
+
+def test_a_video_is_made_with_an_adapter(app: FastAPI, tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
+    ink = write_tiny_diffusion_lora(tiny_diffusion("wan"), tmp_path)
+
+    async def main(client: openai.AsyncOpenAI) -> list[bytes]:
+        files = []
+        for model in (MODEL, "ink"):
+            video = await client.videos.create(
+                model=model,
+                prompt="a boat",
+                size="32x32",  # type: ignore[arg-type]
+                extra_body={**SMALL, "num_frames": 5},
+            )
+            assert video.model == model
+            files.append(await downloaded(client, video.id))
+            await client.videos.delete(video.id)
+        return files
+
+    plain, inked = use(with_flags(app, "--lora-modules", f"ink={ink}"), main)
+    assert frames_of(plain) == frames_of(inked) and plain != inked
 
 
 def test_frames_of_a_duration() -> None:

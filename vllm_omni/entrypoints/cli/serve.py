@@ -38,8 +38,9 @@ Search by using: `--help=omni` for the pipeline, `--help=omnilimits` for what re
   Use `--help=all` to show all available flags at once.
 """
 
-# Engine arguments in vLLM that are the server's here, or the whole pipeline's.
+# Engine arguments that are the server's here, or the whole pipeline's.
 _NOT_FOR_STAGES = {
+    "lora_modules",
     "model",
     "enable_log_requests",
     "disable_log_stats",
@@ -140,8 +141,11 @@ def make_llm_args(parsed: ParsedCommand) -> dict[str, Any]:
     options = {name: explicit[name] for name in face_options() if name in explicit}
     engine_args = engine_arguments(parsed.plain)
     given = {name for name in _ALSO_THE_SERVERS if name in engine_args}
-    if given and not has_vllm_stages(parsed.args.model, parsed.args.stage_configs_path, engine_args):
+    adapters = {module.name: module.path for module in parsed.args.lora_modules or ()}
+    if (given or adapters) and not has_vllm_stages(parsed.args.model, parsed.args.stage_configs_path, engine_args):
         engine_args = {name: value for name, value in engine_args.items() if name not in given}
+        if adapters:  # vLLM's handlers load those of a vLLM stage.
+            engine_args["lora_modules"] = adapters
     return {
         "model": parsed.args.model,
         "log_stats": not parsed.args.disable_log_stats,

@@ -42,6 +42,10 @@ class DiffusionSettings(BaseModel):
         None,
         description="Of the first output, the next have seed + 1, ...; or one for each. 0 or more. Default: fresh.",
     )
+    lora: str | None = Field(None, description="One of the server's LoRA adapters, see GET /v1/models.")
+    lora_scale: float | None = Field(
+        None, allow_inf_nan=False, description="How strongly the adapter counts. Default: 1, as it was trained."
+    )
     extra_body: dict[str, Any] | None = Field(
         None, description=f"More settings, or the same ones, as some clients send them: {', '.join(SETTINGS)}."
     )
@@ -49,12 +53,12 @@ class DiffusionSettings(BaseModel):
     safety_identifier: str | None = Field(None, description=_NO_EFFECT)
 
     def settings(self) -> dict[str, Any]:
-        """Fields of `DiffusionSamplingParams`.
+        """Fields of `DiffusionSamplingParams`, and `lora`.
 
         Raises:
             VLLMValidationError: Something is said twice, and differently.
         """
-        given = diffusion_settings(self.model_dump(exclude_none=True))
+        given = diffusion_settings(self.model_dump(exclude_none=True), adapters=True)
         for name, value, field in self._openai_settings():
             if given.setdefault(name, value) != value:
                 raise VLLMValidationError(f"{field} and {name} say different things; keep one of them", parameter=name)

@@ -6,7 +6,7 @@ Knows no endpoint. Encoding and base64 of large files take their time: call it i
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,7 +30,10 @@ _NOT_IN_REQUESTS = ("preview_every", "extra_args", "lora_scale")
 
 SETTINGS = tuple(name for name in DiffusionSamplingParams.__struct_fields__ if name not in _NOT_IN_REQUESTS)
 """What a request may set. Previews are asked for by the endpoints that can show them. Further arguments of the pipeline
-have no bounds that anybody could check, and adapters are the operator's: `default_sampling_params` of the stage."""
+have no bounds that anybody could check: `default_sampling_params` of the stage."""
+
+ADAPTER_SETTINGS = ("lora", "lora_scale")
+"""Where a request may also name one of the server's LoRA adapters, and say how strongly it counts."""
 
 
 def image_content(output: OmniRequestOutput) -> list[dict[str, Any]]:
@@ -85,10 +88,11 @@ def to_base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def diffusion_settings(request_extra: Mapping[str, Any]) -> dict[str, Any]:
+def diffusion_settings(request_extra: Mapping[str, Any], *, adapters: bool = False) -> dict[str, Any]:
     """What a request asks of a diffusion model, as fields of `DiffusionSamplingParams`; without what is null.
 
     Args:
+        adapters: The request may name an adapter, too: with `ADAPTER_SETTINGS`, see `MediaMaker.with_adapter`.
         request_extra: Fields of the request. Settings stand in the one named `extra_body`, where nothing else may, or
             at the top level beside what is none.
 
@@ -100,10 +104,11 @@ def diffusion_settings(request_extra: Mapping[str, Any]) -> dict[str, Any]:
         body = {}
     if not isinstance(body, Mapping):
         raise VLLMValidationError("extra_body must be an object of settings", parameter="extra_body")
-    settings = {name: request_extra[name] for name in SETTINGS if request_extra.get(name) is not None}
+    known = SETTINGS + ADAPTER_SETTINGS if adapters else SETTINGS
+    settings = {name: request_extra[name] for name in known if request_extra.get(name) is not None}
     for name, value in body.items():
-        if name not in SETTINGS:
-            raise VLLMValidationError(_unknown(name), parameter=f"extra_body.{name}")
+        if name not in known:
+            raise VLLMValidationError(_unknown(name, known), parameter=f"extra_body.{name}")
         if name in settings and value is not None and settings[name] != value:
             raise VLLMValidationError(f"{name} is in extra_body and, another one, beside it; keep one", parameter=name)
         if value is not None:
@@ -112,6 +117,10 @@ def diffusion_settings(request_extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any) -> Any:
+    if name == "lora":
+        if not isinstance(value, str):
+            raise VLLMValidationError("lora must be the name of an adapter", parameter=name)
+        return value
     try:
         params = convert({name: value}, DiffusionSamplingParams)
         check_values(params)
@@ -126,10 +135,10 @@ def _checked(name: str, value: Any) -> Any:
     return getattr(params, name)
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, known: Sequence[str]) -> str:
     if name in DiffusionSamplingParams.__struct_fields__:
         return f"{name} cannot be set by a request; the server's operator can, in the stage's default_sampling_params"
-    return f"extra_body has no {name!r}{nearest(name, SETTINGS)} (known: {', '.join(SETTINGS)})"
+    return f"extra_body has no {name!r}{nearest(name, known)} (known: {', '.join(known)})"
 
 
 def _part(kind: str, media_type: str, file: bytes) -> dict[str, Any]:

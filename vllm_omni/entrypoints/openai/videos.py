@@ -25,7 +25,7 @@ from vllm_omni.entrypoints.openai.images import RESPONSES
 from vllm_omni.entrypoints.openai.limits import ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.media_inputs import ImageFetcher, form_description, read_request
 from vllm_omni.entrypoints.openai.media_messages import as_video_file
-from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, missing_media, new_id, served_names
+from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, missing_media, new_id
 from vllm_omni.entrypoints.openai.middleware import owner_of
 from vllm_omni.entrypoints.openai.video_protocol import Video, VideoDeleted, VideoList, VideoRequest
 from vllm_omni.entrypoints.openai.video_store import VideoJob, VideoStore
@@ -117,7 +117,7 @@ class ServingVideos:
             self.store.fail(job, failure.http_status.name.lower(), failure.message)
 
     def _settings(self, request: VideoRequest) -> dict[str, Any]:
-        settings = request.settings()
+        settings = self._maker.with_adapter(request.settings(), request.model)
         if self._maker.stage.info is None:
             return {name: value for name, value in settings.items() if name != "output_format"}
         if request.seconds is not None:
@@ -264,7 +264,7 @@ def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
     state.omni_videos = None
     if stage is not None:
         store = VideoStore(limits_from(args, ServerLimits))
-        maker = MediaMaker(client, served_names(state), stage)
+        maker = MediaMaker(client, state.openai_serving_models, stage)
         state.omni_videos = ServingVideos(maker, ImageFetcher(args), store, _factor(stage, args.model))
 
 

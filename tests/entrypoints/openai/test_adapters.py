@@ -16,7 +16,7 @@ from PIL import Image
 from tests.entrypoints.faces import quick_servers
 from tests.entrypoints.openai.media_apps import MODEL, ask, png, use, with_flags
 from vllm_omni import OmniLLM
-from vllm_omni.errors import StageStartError
+from vllm_omni.errors import StageConfigError, StageStartError
 from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
 
 SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1, "height": 32, "width": 32}
@@ -116,7 +116,7 @@ def test_only_registered_adapters_can_be_named(
 
 def test_two_adapters_of_one_name_are_refused(painting_app: FastAPI, ink: Path) -> None:
     for name in ("ink", MODEL):
-        with pytest.raises(ValueError, match=f"the name '{name}' is taken"):
+        with pytest.raises(StageConfigError, match=f"the name '{name}' is taken"):
             with_flags(painting_app, "--lora-modules", f"ink={ink}", f"{name}={ink}")
 
 

@@ -106,7 +106,7 @@ def test_a_file_within_the_limit_comes_through_whole() -> None:
 
 
 class Room:
-    """An application that answers `/v1/hold` when it is let, and a client of it."""
+    """An application whose answers to `/v1/hold` end when `let` is set, and a client of it."""
 
     def __init__(self, app: FastAPI, client: httpx.AsyncClient) -> None:
         self.client = client

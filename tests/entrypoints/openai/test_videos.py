@@ -3,8 +3,11 @@
 
 import asyncio
 import base64
+import functools
+import gc
 import io
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,13 @@ from typing import Any
 import av
 import openai
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from tests.entrypoints.faces import is_idle
 from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use, with_flags
 from vllm_omni.diffusion.durations import nearest_num_frames
+from vllm_omni.entrypoints.openai import videos
 from vllm_omni.entrypoints.openai.limits import ServerLimits
 from vllm_omni.entrypoints.openai.video_protocol import Video
 from vllm_omni.entrypoints.openai.video_store import VideoJob, VideoStore
@@ -113,7 +117,8 @@ def test_a_video_exists_for_the_key_that_requested_it_only(app: FastAPI) -> None
 
         assert [video.prompt async for video in one.videos.list()] == ["one's boat"]
         assert [video.prompt async for video in other.videos.list()] == ["other's boat"]
-        for call in (other.videos.retrieve, other.videos.download_content, other.videos.delete):
+        remix = functools.partial(other.videos.remix, prompt="a ship")
+        for call in (other.videos.retrieve, other.videos.download_content, other.videos.delete, remix):
             with pytest.raises(openai.NotFoundError) as hidden:
                 await call(video.id)
             with pytest.raises(openai.NotFoundError) as missing:
@@ -133,15 +138,80 @@ def test_a_video_that_is_deleted_before_it_is_accepted_does_not_keep_its_client_
         builder = app.state.engine_client.llm._pipeline.builder
         with builder._lock:  # Another prompt is being preprocessed.
             creation = asyncio.create_task(client.videos.create(prompt="a boat", size="32x32", extra_body=SMALL))  # type: ignore[arg-type]
-            while not (videos := [video async for video in client.videos.list()]):
+            while not (listed := [video async for video in client.videos.list()]):
                 await asyncio.sleep(0)
-            await client.videos.delete(videos[0].id)
+            await client.videos.delete(listed[0].id)
             with pytest.raises(openai.APIStatusError, match="was deleted before it was started") as error:
                 await asyncio.wait_for(creation, 60)
             assert error.value.status_code == 410  # Clients do not send the request again.
         assert [video async for video in client.videos.list()] == []
         assert is_idle(app.state.engine_client.llm)
 
+    use(app, main)
+
+
+def test_a_remix_has_everything_of_the_other_video_but_its_prompt(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        video = await client.videos.create(
+            prompt="a boat",
+            size="32x64",  # type: ignore[arg-type]
+            extra_body={"num_inference_steps": 2, "num_frames": 5, "fps": 8},
+        )
+        file = await downloaded(client, video.id)
+        same, other = [await client.videos.remix(video.id, prompt=prompt) for prompt in ("a boat", "a ship")]
+
+        assert (other.remixed_from_video_id, other.prompt, other.model) == (video.id, "a ship", video.model)
+        assert (other.size, other.seconds) == ("32x64", "0.625")
+        assert await downloaded(client, same.id) == file
+        remixed = await downloaded(client, other.id)
+        assert remixed != file and frames_of(remixed) == frames_of(file)
+        for made in (video, same, other):
+            await client.videos.delete(made.id)
+
+    use(app, main)
+
+
+def test_only_a_complete_video_is_remixed(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        video = await client.videos.create(prompt="a boat", size="64x64", extra_body=LONG)  # type: ignore[arg-type]
+        with pytest.raises(openai.ConflictError, match="not complete yet"):
+            await client.videos.remix(video.id, prompt="a ship")
+        with pytest.raises(openai.BadRequestError, match="prompt"):
+            await client.videos.remix(video.id, prompt="")
+        await client.videos.delete(video.id)
+
+    use(app, main)
+
+
+def test_the_store_is_as_the_flags_say(app: FastAPI, tmp_path: Path) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        for prompt in ("a boat", "a ship"):
+            video = await client.videos.create_and_poll(
+                prompt=prompt, size="32x32", poll_interval_ms=20, extra_body={**SMALL, "num_frames": 1}
+            )  # type: ignore[call-overload]
+        assert [video.prompt async for video in client.videos.list()] == ["a ship"]
+        assert video.expires_at - video.completed_at == 7200
+        assert [file.name for file in tmp_path.glob("*/*")] == [f"{video.id}.mp4"]
+
+    flags = ("--video-dir", str(tmp_path), "--max-stored-videos", "1", "--video-expires-after-s", "7200")
+    use(with_flags(app, *flags), main)
+
+
+def test_a_running_video_does_not_hold_the_body_of_its_request(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = []
+
+    def owner_of(request: Request) -> bytes:
+        requests.append(weakref.ref(request))
+        return NO_KEY
+
+    async def main(client: openai.AsyncOpenAI) -> None:
+        video = await client.videos.create(prompt="a boat", size="64x64", extra_body=LONG)  # type: ignore[arg-type]
+        gc.collect()
+        assert requests[0]() is None
+        assert (await client.videos.retrieve(video.id)).status in ("queued", "in_progress")
+        await client.videos.delete(video.id)
+
+    monkeypatch.setattr(videos, "owner_of", owner_of)
     use(app, main)
 
 
@@ -214,9 +284,11 @@ def test_a_video_starts_from_a_picture(tiny_diffusion: Callable[[str], Path]) ->
         other = (await client._client.post("/v1/videos", json=body)).json()
         files = [await downloaded(client, video_id) for video_id in (video.id, other["id"])]
         assert files[0] == files[1] and frames_of(files[0])[0] == 5
+        remixed = await client.videos.remix(video.id, prompt="a boat")  # From its first frame.
+        assert frames_of(await downloaded(client, remixed.id)) == frames_of(files[0])
 
         folder = app.state.omni_videos.store.get(video.id, NO_KEY).path.parent
-        assert len(list(folder.iterdir())) == 2
+        assert len(list(folder.iterdir())) == 3
         async with app.router.lifespan_context(app):  # The end of the server takes the files along.
             pass
         assert not folder.exists()
@@ -252,7 +324,7 @@ def test_frames_of_a_duration() -> None:
 
 
 def new_video(name: str) -> Video:
-    return Video(id=name, model="m", created_at=0, prompt="p")
+    return Video(id=name, model="m", created_at=0, prompt="p", seconds="1", size="1x1")
 
 
 def test_the_store_is_bounded_in_number_bytes_and_time(tmp_path: Path) -> None:
@@ -263,7 +335,7 @@ def test_the_store_is_bounded_in_number_bytes_and_time(tmp_path: Path) -> None:
         store = VideoStore(limits)
 
         def start(name: str, make: Callable[[VideoJob], Coroutine[Any, Any, None]]) -> VideoJob:
-            return store.start(new_video(name), NO_KEY, make)
+            return store.start(new_video(name), make, owner=NO_KEY, settings={}, has_picture=False)
 
         def names(*, newest_first: bool = False) -> list[str]:
             return [video.id for video in store.page(NO_KEY, None, 9, newest_first=newest_first)[0]]

@@ -17,12 +17,17 @@ ImageUrls = Annotated[list[str], BeforeValidator(as_urls)]
 """Addresses or data URIs of pictures; also one alone, and objects with an `image_url`."""
 
 
+Prompt = Annotated[
+    str, Field(min_length=1, max_length=32_000, description="What there is to be made.", examples=["A hen."])
+]
+
+
 class DiffusionSettings(BaseModel):
     """What images and videos have in common. What is not said is as the model's maker, or the operator, meant it."""
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt: str = Field(min_length=1, max_length=32_000, description="What there is to be made.", examples=["A hen."])
+    prompt: Prompt
     model: str | None = Field(None, description="A name that the model is served under; default: the first.")
     size: str | None = Field(
         None, pattern=_SIZE, description="WIDTHxHEIGHT in pixels, or auto: the model's own.", examples=["1024x1024"]
@@ -89,6 +94,7 @@ class ImageRequest(DiffusionSettings):
     )
     background: Literal["auto", "opaque"] | None = Field(None, description="No model makes transparent ones on demand.")
     quality: str | None = Field(None, description=f"{_NO_EFFECT} See num_inference_steps.")
+    complexity: str | None = Field(None, description=_NO_EFFECT)
     style: str | None = Field(None, description=_NO_EFFECT)
     moderation: str | None = Field(None, description=_NO_EFFECT)
 

@@ -6,9 +6,10 @@ Knows nothing of how the limits are kept (`middleware.py`, `media_connector.py`,
 
 import argparse
 import os
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from vllm.exceptions import VLLMValidationError
 
@@ -80,8 +81,7 @@ _HELP = {
 def add_limit_arguments(group: argparse._ActionsContainer) -> None:
     """Adds a flag for each limit; its default is that of `RequestLimits` or `ServerLimits`."""
     for field in (*fields(RequestLimits), *fields(ServerLimits)):
-        parse = {int: _positive_int, float: _positive_float}.get(field.type, _directory)
-        group.add_argument(flag(field.name), type=parse, default=field.default, help=_HELP[field.name])
+        group.add_argument(flag(field.name), type=_PARSERS[field.type], default=field.default, help=_HELP[field.name])
 
 
 def limits_from(args: argparse.Namespace, kind: type[Limits]) -> Limits:
@@ -154,3 +154,6 @@ def _directory(text: str) -> str:
     if not os.path.isdir(text) or not os.access(text, os.W_OK | os.X_OK):
         raise argparse.ArgumentTypeError(f"must be an existing directory that the server can write to, not {text!r}")
     return text
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {int: _positive_int, float: _positive_float, str | None: _directory}

@@ -7,8 +7,10 @@ Knows no endpoint. Encoding and base64 of large files take their time: call it i
 import base64
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import av
 import msgspec
 import numpy as np
 import torch
@@ -82,6 +84,20 @@ def as_video_file(video: Any, fps: float | None) -> bytes:
     if isinstance(video, list):
         video = np.stack([np.asarray(frame) for frame in video]).astype(np.float32) / 255
     return encode_mp4(torch.as_tensor(video), fps)
+
+
+def describe_video(file: bytes) -> tuple[str, str]:
+    """`WIDTHxHEIGHT`, and the length in seconds, of an MP4 that `as_video_file` gave."""
+    with av.open(io.BytesIO(file)) as container:
+        (stream,) = container.streams.video
+        seconds = (container.duration or 0) / av.time_base
+        return f"{stream.width}x{stream.height}", f"{seconds:g}"
+
+
+def read_first_frame(path: Path) -> Image.Image:
+    """The first frame of such a file."""
+    with av.open(str(path)) as container:
+        return next(container.decode(video=0)).to_image()
 
 
 def to_base64(data: bytes) -> str:

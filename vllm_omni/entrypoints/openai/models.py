@@ -9,6 +9,8 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelCard, ModelList, ModelPermission
 from vllm.lora.request import LoRARequest
 
+from vllm_omni.errors import StageConfigError
+
 
 class DiffusionModels:
     """Stands where vLLM's routes look for `OpenAIServingModels`."""
@@ -16,13 +18,13 @@ class DiffusionModels:
     def __init__(self, base_model_paths: list[BaseModelPath], lora_modules: Sequence[LoRAModulePath] = ()) -> None:
         """
         Raises:
-            ValueError: Two of the models and adapters have one name.
+            StageConfigError: Two of the models and adapters have one name.
         """
         self.base_model_paths = base_model_paths
         self.lora_requests: dict[str, LoRARequest] = {}
         for number, module in enumerate(lora_modules, start=1):
             if module.name in self._names:
-                raise ValueError(f"--lora-modules: the name {module.name!r} is taken; give each adapter its own")
+                raise StageConfigError(f"--lora-modules: the name {module.name!r} is taken; give each adapter its own")
             self.lora_requests[module.name] = LoRARequest(module.name, number, module.path)
 
     @property

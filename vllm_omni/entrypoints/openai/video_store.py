@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ class VideoJob:
     Attributes:
         video: What its client is told.
         owner: The hash of its client's API key.
+        settings: What it is made with besides its prompt.
+        has_picture: It starts from a picture.
         path: Where the file will be.
         num_bytes: Of the file; 0 until there is one.
         task: Makes it.
@@ -37,6 +39,8 @@ class VideoJob:
 
     video: Video
     owner: bytes
+    settings: Mapping[str, Any]
+    has_picture: bool
     path: Path
     num_bytes: int = 0
     task: asyncio.Task[None] | None = None
@@ -61,7 +65,15 @@ class VideoStore:
         self._jobs: dict[str, VideoJob] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-omni-videos-", dir=limits.video_dir)
 
-    def start(self, video: Video, owner: bytes, make: Callable[[VideoJob], Coroutine[Any, Any, None]]) -> VideoJob:
+    def start(
+        self,
+        video: Video,
+        make: Callable[[VideoJob], Coroutine[Any, Any, None]],
+        *,
+        owner: bytes,
+        settings: Mapping[str, Any],
+        has_picture: bool,
+    ) -> VideoJob:
         """Begins a job; `make` does the work, and is cancelled if the job is deleted.
 
         Raises:
@@ -72,7 +84,8 @@ class VideoStore:
             if ended is None:
                 raise PipelineFullError(f"{self._max_videos} videos are being made; try again later", _FULL_RETRY_S)
             self._remove(ended)
-        job = VideoJob(video=video, owner=owner, path=Path(self._folder.name, f"{video.id}.mp4"))
+        path = Path(self._folder.name, f"{video.id}.mp4")
+        job = VideoJob(video=video, owner=owner, settings=settings, has_picture=has_picture, path=path)
         self._jobs[video.id] = job
         job.task = asyncio.create_task(make(job), name=video.id)
         return job

@@ -3,6 +3,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -13,9 +14,10 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
 from fastapi.responses import StreamingResponse
+from PIL import Image
 from starlette.datastructures import State
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.diffusion.durations import nearest_num_frames, temporal_factor
@@ -24,10 +26,10 @@ from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_erro
 from vllm_omni.entrypoints.openai.images import RESPONSES
 from vllm_omni.entrypoints.openai.limits import ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.media_inputs import ImageFetcher, form_description, read_request
-from vllm_omni.entrypoints.openai.media_messages import as_video_file
+from vllm_omni.entrypoints.openai.media_messages import as_video_file, describe_video, read_first_frame
 from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, missing_media, new_id
 from vllm_omni.entrypoints.openai.middleware import owner_of
-from vllm_omni.entrypoints.openai.video_protocol import Video, VideoDeleted, VideoList, VideoRequest
+from vllm_omni.entrypoints.openai.video_protocol import RemixRequest, Video, VideoDeleted, VideoList, VideoRequest
 from vllm_omni.entrypoints.openai.video_store import VideoJob, VideoStore
 from vllm_omni.errors import OmniError
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
@@ -36,6 +38,7 @@ logger = logging.getLogger("vllm.omni.server")
 
 _CHUNK_BYTES = 1 << 18
 _MAX_PAGE = 100
+_NUM_SEEDS = 1 << 32
 _RETRY_S = 1.0
 
 VideoId = Annotated[str, Path(max_length=200, description="Of a video that this server makes, or has made.")]
@@ -64,8 +67,29 @@ class ServingVideos:
         settings = self._settings(request)
         self._maker.client.check_admission()
         images = await self._fetcher.fetch(request.input_reference or [], "input_reference")
+        video = self._describe(request.prompt, request.model or self._maker.model_name, settings)
+        return await self._start(video, settings, images, raw_request)
+
+    async def remix(self, video_id: str, prompt: str, raw_request: Request) -> Video:
+        """Begins a video with the settings and the seed of another one, and with its first frame if that was a picture
+        that it started from.
+
+        Raises:
+            VLLMNotFoundError: There is no such video.
+            OmniHTTPError: It is not complete, or never will be.
+            OmniError: The request is refused.
+        """
+        source = self._completed(video_id, owner_of(raw_request))
+        self._maker.client.check_admission()
+        images = [await asyncio.to_thread(read_first_frame, source.path)] if source.has_picture else []
+        video = self._describe(prompt, source.video.model, source.settings)
+        video.remixed_from_video_id = video_id
+        return await self._start(video, source.settings, images, raw_request)
+
+    async def _start(
+        self, video: Video, settings: Mapping[str, Any], images: list[Image.Image], raw_request: Request
+    ) -> Video:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        video = self._describe(request, settings)
         # Made here: the job must not hold the HTTP request, whose body may be large.
         events = self._maker.events(
             video.prompt,
@@ -86,7 +110,8 @@ class ServingVideos:
                 else:
                     _settle(accepted, error)
 
-        job = self.store.start(video, owner_of(raw_request), make)
+        owner = owner_of(raw_request)
+        job = self.store.start(video, make, owner=owner, settings=settings, has_picture=bool(images))
         assert job.task is not None
         job.task.add_done_callback(lambda _: _settle(accepted, _deleted(job)))
         try:
@@ -94,7 +119,7 @@ class ServingVideos:
         except BaseException:  # It was refused or deleted, or its client has left without knowing its id.
             await self.store.delete(job)
             raise
-        return job.video
+        return video
 
     async def _make(self, job: VideoJob, events: AsyncGenerator[OmniEvent, None]) -> None:
         async with aclosing(events):
@@ -105,6 +130,7 @@ class ServingVideos:
                 elif isinstance(event, CompletedEvent):
                     output = event.outputs[0]
                     file = await asyncio.to_thread(as_video_file, output.videos[0], output.fps)
+                    job.video.size, job.video.seconds = await asyncio.to_thread(describe_video, file)
                     await self.store.complete(job, file)
 
     def _fail(self, job: VideoJob, error: Exception) -> None:
@@ -120,21 +146,23 @@ class ServingVideos:
         settings = self._maker.with_adapter(request.settings(), request.model)
         if self._maker.stage.info is None:
             return {name: value for name, value in settings.items() if name != "output_format"}
+        if self._maker.stage.expected("seed", settings) is None:
+            settings["seed"] = secrets.randbelow(_NUM_SEEDS)  # Drawn here, so that a remix can have the same.
         if request.seconds is not None:
             settings["fps"] = self._maker.stage.expected_fps(settings)
             settings["num_frames"] = nearest_num_frames(request.seconds, settings["fps"], self._factor)
         return settings
 
-    def _describe(self, request: VideoRequest, settings: Mapping[str, Any]) -> Video:
+    def _describe(self, prompt: str, model: str, settings: Mapping[str, Any]) -> Video:
         num_frames = self._maker.stage.expected("num_frames", settings)
         seconds = num_frames and num_frames / self._maker.stage.expected_fps(settings)
         return Video(
             id=new_id("video"),
-            model=request.model or self._maker.model_name,
+            model=model,
             created_at=int(time.time()),
-            prompt=request.prompt,
-            seconds=f"{seconds:g}" if seconds else None,
-            size=self._maker.stage.expected_size(settings),
+            prompt=prompt,
+            seconds=f"{seconds:g}" if seconds else "auto",
+            size=self._maker.stage.expected_size(settings) or "auto",
         )
 
     async def open(self, video_id: str, owner: bytes) -> tuple[BinaryIO, int]:
@@ -144,6 +172,10 @@ class ServingVideos:
             VLLMNotFoundError: There is no such video.
             OmniHTTPError: It is not complete, or never will be.
         """
+        job = self._completed(video_id, owner)
+        return await asyncio.to_thread(job.path.open, "rb"), job.num_bytes
+
+    def _completed(self, video_id: str, owner: bytes) -> VideoJob:
         job = self.store.get(video_id, owner)
         video = job.video
         if video.error is not None:
@@ -151,7 +183,7 @@ class ServingVideos:
         if video.status != "completed":
             message = f"video {video_id} is not complete yet ({video.progress}%); ask again later"
             raise OmniHTTPError(message, HTTPStatus.CONFLICT, _RETRY_S)
-        return await asyncio.to_thread(job.path.open, "rb"), job.num_bytes
+        return job
 
 
 def _settle(future: "asyncio.Future[None]", error: Exception | None = None) -> None:
@@ -204,6 +236,14 @@ async def _video_request(raw_request: Request) -> VideoRequest:
 async def create_video(request: Annotated[VideoRequest, Depends(_video_request)], raw_request: Request) -> Video:
     """Begins a video that a prompt describes, and perhaps a picture. Ask after it until its status is completed."""
     return await _videos(raw_request).create(request, raw_request)
+
+
+@router.post("/v1/videos/{video_id}/remix", dependencies=[Depends(validate_json_request)], responses=RESPONSES)
+@with_cancellation
+@load_aware_call
+async def remix_video(video_id: VideoId, raw_request: Request, request: RemixRequest) -> Video:
+    """Begins a video with the settings and the seed of one that is completed, and another prompt."""
+    return await _videos(raw_request).remix(video_id, request.prompt, raw_request)
 
 
 @router.get("/v1/videos", responses=RESPONSES)

@@ -11,6 +11,7 @@
     python examples/demo.py [OUTPUT_DIR]
 """
 
+import base64
 import os
 import sys
 import tempfile
@@ -28,7 +29,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from vllm_omni import OmniLLM
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image
@@ -49,18 +49,20 @@ def write_wav(path: Path, samples: np.ndarray, rate: int) -> None:
         file.writeframes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
 
 
-def make_question(model: Path, output_dir: Path) -> dict:
-    image, voice = make_image(seed=7), make_audio(seed=7)
+def make_question(output_dir: Path) -> list[dict]:
+    image = make_image(seed=7)
     image.save(output_dir / "picture.png")
-    write_wav(output_dir / "voice.wav", voice, SAMPLE_RATE)
-    content = [{"type": "image"}, {"type": "audio"}, {"type": "text", "text": "What do you see, and what do you hear?"}]
-    prompt = AutoTokenizer.from_pretrained(model).apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
-    return {"prompt": prompt, "multi_modal_data": {"image": [image], "audio": [(voice, SAMPLE_RATE)]}}
+    write_wav(output_dir / "voice.wav", make_audio(seed=7), SAMPLE_RATE)
+    voice = base64.b64encode((output_dir / "voice.wav").read_bytes()).decode()
+    content = [
+        {"type": "image_pil", "image_pil": image},
+        {"type": "input_audio", "input_audio": {"data": voice, "format": "wav"}},
+        {"type": "text", "text": "What do you see, and what do you hear?"},
+    ]
+    return [{"role": "user", "content": content}]
 
 
-def ask(llm: OmniLLM, prompt: dict) -> "tuple[list[OmniRequestOutput], float]":
+def ask(llm: OmniLLM, messages: list[dict]) -> "tuple[list[OmniRequestOutput], float]":
     """Shows the text while it is written.
 
     Returns:
@@ -71,7 +73,7 @@ def ask(llm: OmniLLM, prompt: dict) -> "tuple[list[OmniRequestOutput], float]":
     sampling = [{"temperature": 0.0, "max_tokens": 32}, {"max_tokens": 64}, None]
     asked, heard = time.perf_counter(), 0.0
     print("\n  text:   ", end="")
-    for event in llm.generate(prompt, sampling, stream=True):
+    for event in llm.chat(messages, sampling, stream=True):
         if isinstance(event, ErrorEvent):
             raise event.error
         if isinstance(event, ARSegmentEvent) and event.final_output_type == "text":
@@ -98,11 +100,11 @@ def speak(folder: Path, output_dir: Path) -> None:
     print("[1/6] writing a tiny Qwen3-Omni checkpoint: the real architecture with RANDOM weights")
     model = write_tiny_checkpoint("qwen3_omni_moe", folder / "qwen3_omni_moe")
     print(f"[2/6] making a picture and a spoken clip: {output_dir}/picture.png, {output_dir}/voice.wav")
-    prompt = make_question(model, output_dir)
+    messages = make_question(output_dir)
     print("[3/6] starting the pipeline: thinker, talker and code2wav, each a vLLM engine in its own process")
     with OmniLLM(str(model), dtype="float32", max_model_len=1024, use_tqdm_on_load=False) as llm:
         print(f"[4/6] asking about both (ready after {time.perf_counter() - begin:.0f} s)")
-        (text, speech), heard = ask(llm, prompt)
+        (text, speech), heard = ask(llm, messages)
     audio = speech.multimodal_output["audio"].numpy()
     write_wav(output_dir / "answer.wav", audio, SPEECH_RATE)
     (output_dir / "answer.txt").write_text(text.outputs[0].text, encoding="utf-8")

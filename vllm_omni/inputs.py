@@ -9,6 +9,8 @@ from typing import Any, TypedDict
 import msgspec
 import torch
 from vllm.inputs import EngineInput
+from vllm.renderers import ChatParams
+from vllm.renderers.chat_utils import ChatCompletionMessageParam
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.diffusion.sampling_params import DiffusionRequest
@@ -22,6 +24,8 @@ class OmniPrompt(TypedDict, total=False):
     parameters instead. `multi_modal_data` is for the first stage; a diffusion stage takes images of it, one or a list:
     `{"image": PIL.Image.open("cat.png")}`.
     `modalities` names the outputs wanted (default: all that the pipeline has).
+    `messages` is a conversation as in OpenAI's API, instead of a prompt: it is rendered with the chat template of the
+    first stage's model, as `chat_params` set.
     `engine_input` is what vLLM's renderer has made of the first stage's prompt, and replaces the keys that say it raw.
     `additional_information` holds tensors for the first stage's model, and plain values that every stage
     input processor can read as `StageRequest.options` (e.g. `{"speaker": "ethan"}`).
@@ -30,6 +34,8 @@ class OmniPrompt(TypedDict, total=False):
     prompt: str
     prompt_token_ids: list[int]
     prompt_embeds: torch.Tensor
+    messages: list[ChatCompletionMessageParam]
+    chat_params: ChatParams
     engine_input: EngineInput
     multi_modal_data: dict[str, Any]
     mm_processor_kwargs: dict[str, Any]

@@ -41,7 +41,7 @@ def make_requests(count: int, params: list[dict[str, Any] | None]) -> dict[str, 
     bodies = [_chat_body(seed) for seed in range(count)]
     chat = {"stream": True, "modalities": ["text", "audio"], "sampling_params_list": params}
     text = {"stream": True, "modalities": ["text"], "sampling_params_list": params}
-    speech = {"response_format": "pcm", "stream": True, "sampling_params_list": [None, *params[1:]]}
+    speech = {"response_format": "pcm", "sampling_params_list": [None, *params[1:]]}
     return {
         "chat": [post(ENDPOINTS["chat"], {**body, **chat}) for body in bodies],
         "text": [post(ENDPOINTS["text"], {**body, **text}) for body in bodies],

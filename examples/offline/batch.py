@@ -15,17 +15,13 @@ from vllm_omni import OmniLLM
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     questions = args.questions.read_text(encoding="utf-8").splitlines()
-    prompts = [
-        # The chat template of Qwen's models. Who wants text only runs only the stage that writes it.
-        {"prompt": f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", "modalities": ["text"]}
-        for question in questions
-    ]
+    conversations = [[{"role": "user", "content": question}] for question in questions]
     # One entry for each stage, in the order of the stage configuration; None: its defaults.
     sampling = [{"temperature": 0.0, "max_tokens": args.max_tokens}, None, None]
     with OmniLLM(args.model) as llm:
-        outputs = llm.generate(prompts, sampling)
+        outputs = llm.chat(conversations, sampling, modalities=["text"])  # Runs only the stage that writes text.
     with args.output.open("w", encoding="utf-8") as file:
-        for question, output in zip(questions, outputs, strict=True):  # In the order of the prompts.
+        for question, output in zip(questions, outputs, strict=True):  # In the order of the questions.
             file.write(json.dumps({"question": question, "answer": output.outputs[0].text}, ensure_ascii=False) + "\n")
     print(f"{len(outputs)} answers: {args.output}")
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
-from transformers import AutoTokenizer
 
 from vllm_omni import OmniLLM
 
@@ -19,16 +18,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     content: list[dict] = [{"type": "text", "text": args.prompt}]
     if args.image:
-        content.insert(0, {"type": "image"})
-    text = AutoTokenizer.from_pretrained(args.model).apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
-    prompt: dict = {"prompt": text, "modalities": ["text", "audio"]}
-    if args.image:
-        prompt["multi_modal_data"] = {"image": Image.open(args.image)}
+        content.insert(0, {"type": "image_pil", "image_pil": Image.open(args.image)})
 
     with OmniLLM(args.model) as llm:
-        for output in llm.generate(prompt):
+        for output in llm.chat([{"role": "user", "content": content}]):
             if output.final_output_type == "text":
                 print(f"text:   {output.outputs[0].text}")
             else:

@@ -14,9 +14,8 @@ from vllm_omni import ARSegmentEvent, AsyncOmniLLM, CompletedEvent, ErrorEvent
 
 async def answer(llm: AsyncOmniLLM, number: int, question: str) -> None:
     """Leaving the loop, or cancelling the task, would abort the request."""
-    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"  # The chat template of Qwen's models.
     asked, num_samples = time.perf_counter(), 0
-    async for event in llm.generate({"prompt": prompt}):
+    async for event in llm.generate({"messages": [{"role": "user", "content": question}]}):
         if isinstance(event, ErrorEvent):
             raise event.error
         if isinstance(event, ARSegmentEvent) and event.final_output_type == "text":

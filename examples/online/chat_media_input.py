@@ -34,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     answer = client.chat.completions.create(
         model=args.model or client.models.list().data[0].id,
         messages=[{"role": "user", "content": content}],
-        modalities=["text"],
         max_completion_tokens=args.max_tokens,
     )
     print(answer.choices[0].message.content)

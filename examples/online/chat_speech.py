@@ -24,12 +24,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         audio={"format": args.output.suffix.removeprefix("."), "voice": args.voice},
         extra_body={"sampling_params_list": args.sampling_params_list},
     )
-    for choice in answer.choices:  # One for the text, and one for the speech.
-        if choice.message.audio:
-            args.output.write_bytes(base64.b64decode(choice.message.audio.data))
-            print(f"speech: {args.output}")
-        else:
-            print(f"text:   {choice.message.content}")
+    message = answer.choices[0].message
+    print(f"text:   {message.content}")
+    args.output.write_bytes(base64.b64decode(message.audio.data))
+    print(f"speech: {args.output}")
     print(f"tokens: {answer.usage.completion_tokens}, of speech {answer.usage.completion_tokens_details.audio_tokens}")
 
 

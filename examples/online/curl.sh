@@ -27,7 +27,7 @@ PICTURE="'prompt': 'A lighthouse.', 'size': '$SIZE', 'num_inference_steps': $STE
 case "${1:-help}" in
   models | voices) ask "/v1/${1/voices/audio/voices}" ;;
   health | metrics) ask "/$1" ;;
-  chat) post /v1/chat/completions "{$QUESTION, 'modalities': ['text'], 'max_tokens': 64}" ;;
+  chat) post /v1/chat/completions "{$QUESTION, 'max_tokens': 64}" ;;
   chat-speech)
     post /v1/chat/completions "{$QUESTION, 'modalities': ['audio'], 'audio': {'format': 'wav'}}" |
       field data | base64 -d > "$OUT/answer.wav" ;;
@@ -35,11 +35,10 @@ case "${1:-help}" in
     post /v1/chat/completions "{$QUESTION, 'modalities': ['text', 'audio'], 'stream': true}" ;;
   chat-image)
     url="data:image/png;base64,$(base64 -w 0 "$2")"
-    post /v1/chat/completions "{'modalities': ['text'], 'max_tokens': 64, 'messages': [{'role': 'user', 'content': [
+    post /v1/chat/completions "{'max_tokens': 64, 'messages': [{'role': 'user', 'content': [
       {'type': 'text', 'text': 'What is this?'}, {'type': 'image_url', 'image_url': {'url': '$url'}}]}]}" ;;
   speech) # The file comes while it is made: into a player, with "| ffplay -".
-    post /v1/audio/speech "{'input': 'Good morning.', 'response_format': 'mp3', 'stream_format': 'audio'}" \
-      > "$OUT/speech.mp3" ;;
+    post /v1/audio/speech "{'input': 'Good morning.', 'voice': 'alloy'}" > "$OUT/speech.mp3" ;;
   image) post /v1/images/generations "{$PICTURE}" | field b64_json | base64 -d > "$OUT/image.png" ;;
   image-stream) post /v1/images/generations "{$PICTURE, 'stream': true, 'partial_images': 2}" ;;
   image-edit)

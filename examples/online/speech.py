@@ -25,7 +25,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         voice=args.voice,
         response_format=args.output.suffix.removeprefix("."),
         speed=args.speed,
-        stream_format="audio",  # Send the file while it is made.
         extra_body={"sampling_params_list": args.sampling_params_list},
     ) as response:
         response.stream_to_file(args.output)
@@ -36,7 +35,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", nargs="?", default="Good morning.")
     parser.add_argument("--output", type=Path, default=Path("speech.mp3"), help=".mp3, .wav, .flac, .opus, .aac, .pcm")
-    parser.add_argument("--voice", default="default", help="one of --list-voices")
+    parser.add_argument("--voice", default="default", help="one of --list-voices, or of OpenAI's: alloy, ash, ...")
     parser.add_argument("--list-voices", action="store_true", help="print the voices that the model has, and stop")
     parser.add_argument("--speed", type=float, default=1.0, help="0.25 to 4")
     parser.add_argument("--sampling-params-list", type=json.loads, help='JSON: [null, {"temperature": 0.7}, null]')

@@ -185,8 +185,8 @@ class Campaign:
 
 
 def _spoken(answer: dict[str, Any]) -> str:
-    text, speech = (choice["message"] for choice in answer["choices"])
-    return f"{text['content']!r} {_digest(base64.b64decode(speech['audio']['data']))}"
+    message = answer["choices"][0]["message"]
+    return f"{message['content']!r} {_digest(base64.b64decode(message['audio']['data']))}"
 
 
 def _painted(answer: dict[str, Any]) -> str:

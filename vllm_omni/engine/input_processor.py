@@ -17,11 +17,13 @@ from vllm.inputs import EngineInput, PromptType
 from vllm.lora.request import LoRARequest
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.pooling_params import PoolingParams
-from vllm.renderers import BaseRenderer
+from vllm.renderers import BaseRenderer, ChatParams
+from vllm.renderers.chat_utils import ChatCompletionMessageParam
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.utils import length_from_prompt_token_ids_or_embeds
+from vllm.utils.mistral import is_mistral_tokenizer
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_hints import KvHintsEnvelope
@@ -112,6 +114,23 @@ class OmniInputProcessor(InputProcessor):
             return self._finish(request, information)
         except (ValueError, TypeError, VLLMClientError) as error:
             raise InvalidRequestError(str(error), request_id) from error
+
+    def render_chat(self, messages: list[ChatCompletionMessageParam], params: ChatParams) -> EngineInput:
+        """A conversation as the model's chat template writes it, tokenized, its media fetched and preprocessed.
+
+        Raises:
+            ValueError, TypeError, VLLMClientError: The messages are wrong, or the model has no chat template.
+        """
+        tokenize = is_mistral_tokenizer(self.renderer.tokenizer) or self.model_config.enable_prompt_embeds
+        _, (engine_input,) = self.renderer.render_chat(
+            [messages],
+            params.with_defaults({"add_generation_prompt": True, "tokenize": tokenize}),
+            # The chat template writes the special tokens.
+            self.renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False),
+            prompt_extras={"mm_processor_kwargs": params.mm_processor_kwargs} if params.mm_processor_kwargs else None,
+            skip_mm_cache=True,  # See `_render`.
+        )
+        return engine_input
 
     def _render(self, prompt: Any, tokenization_kwargs: dict[str, Any] | None) -> EngineInput:
         """Tokenizes and preprocesses a raw prompt; a rendered one is returned as it is."""

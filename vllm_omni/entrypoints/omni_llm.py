@@ -15,6 +15,7 @@ from vllm_omni.entrypoints.face import PipelineFace
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm.lora.request import LoRARequest
+    from vllm.renderers.chat_utils import ChatCompletionMessageParam
 
     from vllm_omni.entrypoints.pipeline import Pipeline
     from vllm_omni.entrypoints.request_builder import StageSamplingParams
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm_omni.outputs import OmniRequestOutput
 
     Prompts = str | OmniPrompt | Sequence[str | OmniPrompt]
+    Conversations = list[ChatCompletionMessageParam] | Sequence[list[ChatCompletionMessageParam]]
+    SamplingParamsList = Sequence[StageSamplingParams] | StageSamplingParams
 
 
 class OmniLLM(PipelineFace):
@@ -44,7 +47,7 @@ class OmniLLM(PipelineFace):
     def generate(
         self,
         prompts: Prompts,
-        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams = None,
+        sampling_params_list: SamplingParamsList = None,
         use_tqdm: bool | None = None,
         *,
         stream: Literal[False] = False,
@@ -55,7 +58,7 @@ class OmniLLM(PipelineFace):
     def generate(
         self,
         prompts: Prompts,
-        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams = None,
+        sampling_params_list: SamplingParamsList = None,
         use_tqdm: bool | None = None,
         *,
         stream: Literal[True],
@@ -65,7 +68,7 @@ class OmniLLM(PipelineFace):
     def generate(
         self,
         prompts: Prompts,
-        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams = None,
+        sampling_params_list: SamplingParamsList = None,
         use_tqdm: bool | None = None,
         *,
         stream: bool = False,
@@ -101,6 +104,86 @@ class OmniLLM(PipelineFace):
         events = batch.events(use_tqdm=not stream if use_tqdm is None else use_tqdm)
         return events if stream else _collect(events)
 
+    @overload
+    def chat(
+        self,
+        messages: Conversations,
+        sampling_params_list: SamplingParamsList = ...,
+        use_tqdm: bool | None = ...,
+        *,
+        stream: Literal[False] = ...,
+        **options: Any,
+    ) -> list[OmniRequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversations,
+        sampling_params_list: SamplingParamsList = ...,
+        use_tqdm: bool | None = ...,
+        *,
+        stream: Literal[True],
+        **options: Any,
+    ) -> Iterator[OmniEvent]: ...
+
+    def chat(  # type: ignore[misc]  # The overloads leave out what does not change the type.
+        self,
+        messages: Conversations,
+        sampling_params_list: SamplingParamsList = None,
+        use_tqdm: bool | None = None,
+        *,
+        stream: bool = False,
+        modalities: list[str] | None = None,
+        additional_information: dict[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[OmniRequestOutput] | Iterator[OmniEvent]:
+        """Runs conversations through the pipeline, many at a time: `LLM.chat` of vLLM for a pipeline of stages.
+
+        Args:
+            messages: A conversation or several; each a list of messages as in OpenAI's API, with vLLM's parts for media
+                (`image_url`, `audio_url`, `input_audio`, `video_url`, `image_pil`).
+            modalities: The outputs, e.g. `["text", "audio"]`; default: all that the pipeline has.
+            additional_information: As in `OmniPrompt`, e.g. `{"speaker": "ethan"}`.
+            chat_template: A Jinja template instead of the model's own.
+            chat_template_content_format: How the template takes a message's content.
+            add_generation_prompt: End with the beginning of the answer.
+            continue_final_message: Continue the last message; needs `add_generation_prompt=False`.
+            tools: Tools that the template describes to the model.
+            chat_template_kwargs: Further variables of the template.
+            mm_processor_kwargs: Arguments of the model's processor, e.g. `{"use_audio_in_video": True}`.
+
+        All other arguments, the return value and the exceptions are those of `generate`.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise ValueError("continue_final_message needs add_generation_prompt=False")
+        from vllm.renderers import ChatParams
+
+        template_kwargs = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        params = ChatParams(
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            chat_template_kwargs=template_kwargs | (chat_template_kwargs or {}),
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        options = {"modalities": modalities, "additional_information": additional_information}
+        given = {name: value for name, value in options.items() if value is not None}
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        prompts = [{"messages": conversation, "chat_params": params, **given} for conversation in conversations]
+        return self.generate(  # type: ignore[call-overload]
+            prompts, sampling_params_list, use_tqdm, stream=stream, lora_request=lora_request
+        )
+
 
 class _Batch:
     """The prompts of one call. A thread of its own builds and submits them, and waits where the pipeline is full."""
@@ -109,7 +192,7 @@ class _Batch:
         self,
         owner: OmniLLM,
         prompts: list[tuple[str | OmniPrompt, LoRARequest | None]],
-        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams,
+        sampling_params_list: SamplingParamsList,
         streams: bool,
     ) -> None:
         self._owner = owner  # Keeps it from being closed as long as somebody reads its events.

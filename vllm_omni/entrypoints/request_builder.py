@@ -17,6 +17,7 @@ import msgspec
 import torch
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
+from vllm.renderers import ChatParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from vllm_omni.config.nearest import nearest
@@ -33,6 +34,8 @@ from vllm_omni.stage.input_processor import StageInputProcessor, load_stage_inpu
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
+
+_RAW_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "multi_modal_data", "mm_processor_kwargs")
 
 StageSamplingParams = SamplingParams | DiffusionSamplingParams | Mapping[str, Any] | None
 
@@ -56,7 +59,7 @@ class RequestBuilder:
         }
         self._encoded_for = _encoded_for(config)
         self._adapter_stages = config.adapter_stages
-        self._processors = _load_processors(config, model)
+        self._processors = load_processors(config, model)
         self._mm_metadata_keys = {key for processor in self._processors.values() for key in processor.mm_metadata_keys}
         self._default_params = {
             stage.stage_id: self._make_default_params(stage) for stage in config.stage_args if stage.runs_vllm
@@ -96,7 +99,7 @@ class RequestBuilder:
         internal_id = external_id if request_id is None else f"{request_id}-{number}"
         try:
             with self._lock:
-                prompt = _as_prompt(prompt)
+                prompt = self._with_rendered_chat(_as_prompt(prompt))
                 stages, final_stages = self._build(
                     internal_id, prompt, sampling_params_list, lora_request, request_fields or {}
                 )
@@ -122,7 +125,14 @@ class RequestBuilder:
     @property
     def voices(self) -> list[str]:
         """The voices of all stages, the default one first."""
-        return list(dict.fromkeys(voice for processor in self._processors.values() for voice in processor.voices))
+        return list_voices(self._processors)
+
+    @property
+    def prompt_stage(self) -> OmniStageConfig | None:
+        """The vLLM stage that a chat is rendered for: of those that read prompts the one that `is_comprehension`, else
+        the first; None if no vLLM stage reads prompts."""
+        reading = [stage for stage in self._config.stage_args if stage.stage_id in self._input_processors]
+        return next((stage for stage in reading if stage.is_comprehension), reading[0] if reading else None)
 
     def default_values(self, stage: OmniStageConfig) -> Mapping[str, Any]:
         """The sampling parameters of a vLLM stage where a request does not say: its own, else the checkpoint's."""
@@ -180,6 +190,23 @@ class RequestBuilder:
             if stage_id in self._processors:
                 self._processors[stage_id].validate(stages[stage_id])
         return stages, self._config.final_stages(modalities)
+
+    def _with_rendered_chat(self, prompt: OmniPrompt) -> OmniPrompt:
+        """The prompt with its `messages`, if it has any, rendered as `engine_input`."""
+        if "messages" not in prompt:
+            return prompt
+        beside = [key for key in _RAW_PROMPT_KEYS if key in prompt]
+        if beside:
+            raise ValueError(f"a prompt has messages, or {beside[0]}; not both")
+        if self.prompt_stage is None:
+            raise ValueError("no stage of this pipeline has a chat template; give a prompt instead of messages")
+        processor = self._input_processors[self.prompt_stage.stage_id]
+        try:
+            engine_input = processor.render_chat(prompt["messages"], prompt.get("chat_params") or ChatParams())
+        except (NotImplementedError, OSError) as error:  # Of media that vLLM cannot load.
+            raise ValueError(f"messages: {error}") from error
+        rendered = {key: value for key, value in prompt.items() if key not in ("messages", "chat_params")}
+        return cast(OmniPrompt, {**rendered, "prompt": engine_input.get("prompt"), "engine_input": engine_input})
 
     def _check_modalities(self, modalities: list[str] | None) -> list[str]:
         known = self._config.output_types
@@ -293,11 +320,17 @@ def _encoded_for(config: PipelineConfig) -> dict[int, int]:
     return found
 
 
-def _load_processors(config: PipelineConfig, model: str) -> dict[int, StageInputProcessor]:
+def load_processors(config: PipelineConfig, model: str) -> dict[int, StageInputProcessor]:
+    """The stage input processors of a checkpoint's pipeline, by stage id."""
     processors = {
         stage.stage_id: load_stage_input_processor(stage, stage.checkpoint(model)) for stage in config.stage_args
     }
     return {stage_id: processor for stage_id, processor in processors.items() if processor is not None}
+
+
+def list_voices(processors: Mapping[int, StageInputProcessor]) -> list[str]:
+    """The voices of all stages, the default one first."""
+    return list(dict.fromkeys(voice for processor in processors.values() for voice in processor.voices))
 
 
 def _mm_metadata(request: OmniEngineCoreRequest, keys: set[str]) -> dict[str, torch.Tensor]:

@@ -257,3 +257,38 @@ def test_the_document_names_real_flags(parser: FlexibleArgumentParser) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - {"--help", "--json", "--stage", "--omni"}
     assert len(named) > 20
     assert named <= {flag for action in parser._actions for flag in action.option_strings}
+
+
+@pytest.mark.parametrize(
+    "given", [["--voice-map", '{"alloy": "Chelsie"}'], ["--voice-map.alloy", "Chelsie"], ["--voice-map.alloy=Chelsie"]]
+)
+def test_voices_by_further_names(run, server: Server, tiny_qwen3_omni_moe: Path, given: list[str]) -> None:
+    assert run("serve", tiny_qwen3_omni_moe, *given).code == 0
+    assert server.args.voice_map == {"alloy": "Chelsie"}
+    assert "voice_map" not in server.llm_args
+
+
+def test_voices_by_further_names_in_a_file(run, server: Server, tiny_qwen3_omni_moe: Path, tmp_path: Path) -> None:
+    config = tmp_path / "flags.yaml"
+    config.write_text("voice-map: {alloy: chelsie, narrator: aiden}\n")
+    assert run("serve", tiny_qwen3_omni_moe, f"--config={config}").code == 0
+    assert server.args.voice_map == {"alloy": "chelsie", "narrator": "aiden"}
+
+
+@pytest.mark.parametrize(
+    ("voice_map", "words"),
+    [
+        ('{"alloy": "nobody"}', "'alloy' is mapped to an unknown voice 'nobody'; the model has ethan, aiden, chelsie"),
+        ('{"Ethan": "aiden"}', "'ethan' is a voice of the model"),
+        ('{"default": "aiden"}', "'default' is a voice of the model"),
+        ('{"alloy": 1}', 'is not of the form {"NAME": "VOICE"}'),
+        ('["alloy"]', 'is not of the form {"NAME": "VOICE"}'),
+        ("alloy=ethan", "is not JSON"),
+    ],
+)
+def test_a_wrong_voice_map_is_refused_before_anything_starts(
+    run, server: Server, tiny_qwen3_omni_moe: Path, voice_map: str, words: str
+) -> None:
+    said = run("serve", tiny_qwen3_omni_moe, "--voice-map", voice_map)
+    assert said.code == 2 and "--voice-map" in said.err and words in said.err
+    assert not hasattr(server, "args")

@@ -3,19 +3,21 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import socket
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.entrypoints.faces import ask
 from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
@@ -32,7 +34,7 @@ class FakeServer:
     """The application, with an endpoint `/v1/ask` through which a request can say what the fake stages do."""
 
     def __init__(self, llm: AsyncOmniLLM, *flags: str, shutdown_timeout: float = 0) -> None:
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "fake", *flags])
+        args = OmniServeCommand().parse(["fake", *flags]).args
         self.client = OmniEngineClient(llm, shutdown_timeout=shutdown_timeout)
         self.app: FastAPI = asyncio.run(build_omni_app(self.client, args))
 
@@ -53,6 +55,18 @@ class FakeServer:
                     yield event.text
                 elif isinstance(event, CompletedEvent) and not question.stream:
                     yield event.outputs[-1].outputs[0].text
+
+
+@contextmanager
+def over_http(app: FastAPI) -> Iterator[str]:
+    """Serves an application in a thread; its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical"))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
 
 
 async def _all(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

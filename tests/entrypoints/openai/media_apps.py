@@ -14,14 +14,12 @@ import openai
 import pytest
 from fastapi import FastAPI
 from PIL import Image
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.entrypoints.faces import quick_servers
 from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.limits import add_limit_arguments
 from vllm_omni.entrypoints.openai.media_connector import CONNECTOR_NAME, install
 
 Result = TypeVar("Result")
@@ -41,11 +39,7 @@ def serving(model: Path, **arguments: Any) -> Iterator[FastAPI]:
 
 
 def server_args(model: Path | str, *flags: str) -> Namespace:
-    parser = make_arg_parser(FlexibleArgumentParser())
-    add_limit_arguments(parser)
-    args = parser.parse_args(["--served-model-name", MODEL, *flags])
-    args.model = str(model)
-    return args
+    return OmniServeCommand().parse([str(model), "--served-model-name", MODEL, *flags]).args
 
 
 def with_flags(app: FastAPI, *flags: str) -> FastAPI:

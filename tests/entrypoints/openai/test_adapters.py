@@ -46,7 +46,7 @@ def chat(app: FastAPI, **fields: Any) -> np.ndarray:
     messages = [{"role": "user", "content": "a hen"}]
     answer = ask(app, "POST", "/v1/chat/completions", json={"messages": messages, **SMALL, **fields})
     assert answer.status_code == 200, answer.text
-    (part,) = answer.json()["choices"][0]["message"]["content"]
+    (part,) = answer.json()["choices"][0]["message"]["images"]
     return pixels(part["image_url"]["url"].partition(",")[2])
 
 

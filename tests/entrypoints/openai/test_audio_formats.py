@@ -13,6 +13,8 @@ from vllm_omni.entrypoints.openai.audio_formats import (
     AUDIO_FORMATS,
     WAV_UNKNOWN_SIZE,
     AudioEncoder,
+    BrokenAudioError,
+    count_channels,
     encode_audio,
     to_pcm16,
 )
@@ -27,17 +29,20 @@ def tone(num_samples: int, rate: int = RATE, hertz: float = 440.0) -> np.ndarray
 
 
 def decode(data: bytes) -> tuple[np.ndarray, int]:
-    """Samples in [-1, 1], and their rate."""
+    """Samples in [-1, 1], and their rate: `[n]`, or `[channels, n]` where there are several channels."""
     with av.open(io.BytesIO(data)) as container:
-        frames = [frame.to_ndarray()[0] for frame in container.decode(audio=0)]
-        rate = container.streams.audio[0].rate
-    samples = np.concatenate(frames or [np.zeros(0, np.int16)])
-    return (samples / 32768 if samples.dtype == np.int16 else samples), rate
+        stream = container.streams.audio[0]
+        frames = [frame.to_ndarray() for frame in container.decode(stream)]
+        rate, num_channels, is_planar = stream.rate, stream.channels, stream.format.is_planar
+    samples = np.concatenate(frames or [np.zeros((1, 0), np.int16)], axis=1)
+    samples = samples if is_planar else samples.reshape(-1, num_channels).T
+    samples = samples / 32768 if samples.dtype == np.int16 else samples
+    return (samples[0] if num_channels == 1 else samples), rate
 
 
 def encode_in_pieces(samples: np.ndarray, format: str, rate: int = RATE, speed: float = 1.0, step: int = 1000) -> list:
-    encoder = AudioEncoder(format, rate, speed)
-    pieces = [encoder.encode(samples[start : start + step]) for start in range(0, len(samples), step)]
+    encoder = AudioEncoder(format, rate, speed, num_channels=count_channels(samples))
+    pieces = [encoder.encode(samples[..., start : start + step]) for start in range(0, samples.shape[-1], step)]
     return [*pieces, encoder.finish()]
 
 
@@ -142,3 +147,48 @@ def test_an_unknown_format_is_refused_with_the_known_ones(format):
 def test_a_speed_out_of_bounds_is_refused(speed):
     with pytest.raises(ValueError, match=r"speed must be between 0\.25 and 4\.0"):
         AudioEncoder("wav", RATE, speed)
+
+
+def stereo(num_samples: int, rate: int = RATE) -> np.ndarray:
+    """float32 `[2, n]`; no sample of one channel is that of the other but the first."""
+    return np.stack([tone(num_samples, rate, 440.0), -tone(num_samples, rate, 660.0)])
+
+
+@pytest.mark.parametrize("format", ["wav", "flac"])
+def test_stereo_in_a_lossless_file_has_the_same_samples(format):
+    samples = stereo(12345)
+    for data in (encode_audio(samples, format, RATE), b"".join(encode_in_pieces(samples, format))):
+        decoded, rate = decode(data)
+        assert rate == RATE and decoded.shape == samples.shape
+        assert np.abs(decoded - samples).max() <= 1 / 32768
+
+
+def test_stereo_in_pcm_is_interleaved():
+    samples = stereo(5000)
+    whole = encode_audio(samples, "pcm", RATE)
+    assert whole == b"".join(encode_in_pieces(samples, "pcm"))
+    assert np.abs(np.frombuffer(whole, "<i2").reshape(-1, 2).T / 32768 - samples).max() <= 1 / 32768
+
+
+@pytest.mark.parametrize("format", FILES)
+@pytest.mark.parametrize(("rate", "speed"), [(48000, 1.0), (11111, 1.0), (24000, 2.0)])
+def test_stereo_stays_stereo(format, rate, speed):
+    samples = stereo(2 * rate, rate)
+    for data in (encode_audio(samples, format, rate, speed), b"".join(encode_in_pieces(samples, format, rate, speed))):
+        decoded, decoded_rate = decode(data)
+        assert len(decoded) == 2
+        assert decoded.shape[1] / decoded_rate == pytest.approx(2 / speed, abs=0.2)
+        left, right = (loudest_hertz(channel, decoded_rate) for channel in decoded)
+        assert (left, right) == (pytest.approx(440, rel=0.02), pytest.approx(660, rel=0.02))
+
+
+def test_an_encoder_says_what_its_file_has():
+    encoder = AudioEncoder("opus", 44100, num_channels=2)
+    assert (encoder.sample_rate, encoder.num_channels) == (48000, 2)
+
+
+def test_other_numbers_of_channels_are_refused():
+    with pytest.raises(BrokenAudioError, match="6 channels"):
+        encode_audio(np.zeros((6, 10), np.float32), "wav", RATE)
+    with pytest.raises(BrokenAudioError, match="2 channels after 1"):
+        AudioEncoder("wav", RATE).encode(stereo(10))

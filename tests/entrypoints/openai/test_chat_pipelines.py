@@ -4,7 +4,7 @@
 import asyncio
 import base64
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.errors import StageConfigError
 
+BOTH = ["text", "image"]
 SIZE = {"height": 32, "width": 48, "num_inference_steps": 2}
 
 
@@ -56,8 +58,9 @@ def folder(tiny_qwen3: Path, tiny_diffusion: Callable[[str], Path], tmp_path_fac
 def open_llm(folder: Path, shows_text: bool) -> AsyncOmniLLM:
     path = folder / f"shows_text_{shows_text}.yaml"
     path.write_text(yaml.safe_dump(configuration(shows_text)))
+    options: dict[str, Any] = {"dtype": "float32", "stage_overrides": {"writer": {"max_num_seqs": 4}}}
     with quick_servers():
-        return AsyncOmniLLM(str(folder), str(path), dtype="float32", stage_overrides={"writer": {"max_num_seqs": 4}})
+        return AsyncOmniLLM(str(folder), str(path), log_stats=True, **options)
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +75,13 @@ def silent(folder: Path) -> Iterator[AsyncOmniLLM]:
         yield llm
 
 
-def chat(llm: AsyncOmniLLM, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
+def chat(
+    llm: AsyncOmniLLM, path: str = "/v1/chat/completions", flags: Sequence[str] = (), **body: Any
+) -> httpx.Response:
     """One request to an application made for it."""
 
     async def main() -> httpx.Response:
-        args = OmniServeCommand().parse(["model"]).args
+        args = OmniServeCommand().parse(["model", *flags]).args
         app: FastAPI = await build_omni_app(OmniEngineClient(llm), args)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", timeout=60) as http:
             return await http.post(path, json={"messages": [{"role": "user", "content": "a hen"}], **body})
@@ -85,16 +90,34 @@ def chat(llm: AsyncOmniLLM, path: str = "/v1/chat/completions", **body: Any) -> 
 
 
 def picture(choice: dict[str, Any], part: str = "message") -> np.ndarray:
-    (content,) = choice[part]["content"]
-    data = content["image_url"]["url"].removeprefix("data:image/png;base64,")
+    (image,) = choice[part]["images"]
+    data = image["image_url"]["url"].removeprefix("data:image/png;base64,")
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
 
 
-def test_the_text_and_the_picture_are_choices_of_one_answer(showing: AsyncOmniLLM) -> None:
-    text, image = chat(showing).json()["choices"]
-    assert text["message"]["content"]
-    assert picture(image).shape == (32, 48, 3)
-    assert [text["index"], image["index"]] == [0, 1]
+def test_the_text_and_the_picture_are_one_message(showing: AsyncOmniLLM) -> None:
+    (choice,) = chat(showing, modalities=BOTH).json()["choices"]
+    assert choice["message"]["content"]
+    assert picture(choice).shape == (32, 48, 3)
+
+
+def test_without_modalities_the_answer_is_text_and_no_other_stage_works(showing: AsyncOmniLLM) -> None:
+    def num_paintings() -> int:
+        return showing.stats()[1].num_enqueued
+
+    before = num_paintings()
+    (choice,) = chat(showing).json()["choices"]
+    assert choice["message"]["content"] and "images" not in choice["message"]
+    assert num_paintings() == before
+    chat(showing, modalities=["image"])
+    assert num_paintings() == before + 1
+
+
+def test_an_operator_chooses_the_default(showing: AsyncOmniLLM) -> None:
+    (choice,) = chat(showing, flags=["--default-modalities", *BOTH]).json()["choices"]
+    assert choice["message"]["content"] and picture(choice).shape == (32, 48, 3)
+    with pytest.raises(StageConfigError, match="audio: this model cannot output it; it outputs text, image"):
+        chat(showing, flags=["--default-modalities", "audio"])
 
 
 def test_settings_of_the_painter_come_in_extra_body_or_in_its_entry(showing: AsyncOmniLLM) -> None:
@@ -106,13 +129,13 @@ def test_settings_of_the_painter_come_in_extra_body_or_in_its_entry(showing: Asy
 
 
 def test_a_stream_ends_with_the_picture(showing: AsyncOmniLLM) -> None:
-    whole = picture(chat(showing).json()["choices"][1])
-    lines = chat(showing, stream=True).text.split("\n\n")
+    whole = picture(chat(showing, modalities=BOTH).json()["choices"][0])
+    lines = chat(showing, stream=True, modalities=BOTH).text.split("\n\n")
     chunks = [httpx.Response(200, text=line[6:]).json() for line in lines if line.startswith("data: {")]
-    texts = [chunk for chunk in chunks if chunk["modality"] == "text"]
-    (painted,) = [chunk for chunk in chunks if chunk["modality"] == "image"]
-    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in texts)
-    np.testing.assert_array_equal(picture(painted["choices"][0], "delta"), whole)
+    *texts, painted, end = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["delta"].get("content") or "" for choice in texts)
+    np.testing.assert_array_equal(picture(painted, "delta"), whole)
+    assert (end["delta"], end["finish_reason"]) == ({}, "length")
     assert lines[-2] == "data: [DONE]"
 
 
@@ -120,7 +143,8 @@ def test_a_pipeline_that_hides_its_text_answers_with_the_picture_alone(
     silent: AsyncOmniLLM, showing: AsyncOmniLLM
 ) -> None:
     (choice,) = chat(silent).json()["choices"]
-    np.testing.assert_array_equal(picture(choice), picture(chat(showing).json()["choices"][1]))
+    assert choice["message"]["content"] is None
+    np.testing.assert_array_equal(picture(choice), picture(chat(showing, modalities=["image"]).json()["choices"][0]))
 
 
 def test_text_of_a_pipeline_that_shows_none_is_refused(silent: AsyncOmniLLM) -> None:

@@ -28,6 +28,7 @@ from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.models import DiffusionModels
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.outputs import StageOutput, make_omni_request_output
 
@@ -58,8 +59,9 @@ def test_an_answer_is_a_list_of_pictures(app: FastAPI) -> None:
 
     (choice,) = answer["choices"]
     assert (answer["object"], answer["model"], choice["finish_reason"]) == ("chat.completion", MODEL, "stop")
-    assert choice["message"]["role"] == "assistant" and choice["message"]["audio"] is None
-    first, second = map(pixels, choice["message"]["content"])
+    message = choice["message"]
+    assert (message["role"], message["content"], message["audio"]) == ("assistant", None, None)
+    first, second = map(pixels, message["images"])
     assert first.shape == (32, 32, 3) and np.abs(first - second).max() > 0
     assert answer["usage"]["total_tokens"] == 0
 
@@ -70,28 +72,28 @@ def test_n_gives_as_many_choices_and_settings_may_stand_at_the_top(app: FastAPI)
         return await client.chat.completions.create(model=MODEL, messages=messages, n=2, extra_body=SMALL)
 
     answer = use(app, main)
-    both = chat(app, extra_body={**SMALL, "num_outputs_per_prompt": 2}).json()["choices"][0]["message"]["content"]
+    both = chat(app, extra_body={**SMALL, "num_outputs_per_prompt": 2}).json()["choices"][0]["message"]["images"]
 
     assert [choice.index for choice in answer.choices] == [0, 1]
     for choice, part in zip(answer.choices, both, strict=True):
-        np.testing.assert_array_equal(pixels(choice.message.content[0]), pixels(part))
+        np.testing.assert_array_equal(pixels(choice.message.images[0]), pixels(part))
 
 
 def test_the_last_message_says_it_all(app: FastAPI) -> None:
     parts = [{"type": "text", "text": "a hen"}, {"type": "image_url", "image_url": {"url": URI}}]
     earlier = [{"role": "user", "content": "a boat"}, {"role": "assistant", "content": "..."}]
 
-    alone = chat(app, parts).json()["choices"][0]["message"]["content"]
+    alone = chat(app, parts).json()["choices"][0]["message"]["images"]
     later = chat(app, messages=[*earlier, {"role": "user", "content": parts}])
-    without_picture = chat(app).json()["choices"][0]["message"]["content"]
+    without_picture = chat(app).json()["choices"][0]["message"]["images"]
 
-    np.testing.assert_array_equal(pixels(alone[0]), pixels(later.json()["choices"][0]["message"]["content"][0]))
+    np.testing.assert_array_equal(pixels(alone[0]), pixels(later.json()["choices"][0]["message"]["images"][0]))
     assert np.abs(pixels(alone[0]) - pixels(without_picture[0])).max() > 0
 
 
 def test_sampling_params_list_names_the_same_settings(app: FastAPI) -> None:
-    one = chat(app, extra_body=None, sampling_params_list=[SMALL]).json()["choices"][0]["message"]["content"]
-    other = chat(app).json()["choices"][0]["message"]["content"]
+    one = chat(app, extra_body=None, sampling_params_list=[SMALL]).json()["choices"][0]["message"]["images"]
+    other = chat(app).json()["choices"][0]["message"]["images"]
     np.testing.assert_array_equal(pixels(one[0]), pixels(other[0]))
 
 
@@ -103,9 +105,9 @@ def test_a_stream_tells_of_steps_and_ends_with_the_picture(app: FastAPI) -> None
     assert lines[:2] == [": output 0, step 1 of 2", ": output 0, step 2 of 2"]
     assert lines[-1] == "data: [DONE]"
     picture, end, usage = (json.loads(line.removeprefix("data: ")) for line in lines[2:-1])
-    whole = chat(app).json()["choices"][0]["message"]["content"]
-    assert picture["modality"] == "image" and picture["choices"][0]["delta"]["role"] == "assistant"
-    np.testing.assert_array_equal(pixels(picture["choices"][0]["delta"]["content"][0]), pixels(whole[0]))
+    whole = chat(app).json()["choices"][0]["message"]["images"]
+    assert picture["choices"][0]["delta"]["role"] == "assistant"
+    np.testing.assert_array_equal(pixels(picture["choices"][0]["delta"]["images"][0]), pixels(whole[0]))
     assert end["choices"][0]["finish_reason"] == "stop" and usage["choices"] == [] and usage["usage"]
 
 
@@ -117,7 +119,7 @@ def test_the_client_reads_the_stream(app: FastAPI) -> None:
 
     chunks = use(app, main)
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "stop"]
-    assert pixels(chunks[0].choices[0].delta.content[0]).shape == (32, 32, 3)
+    assert pixels(chunks[0].choices[0].delta.images[0]).shape == (32, 32, 3)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +166,7 @@ class Musician:
     def __init__(self, model: str) -> None:
         stage = {"stage_id": 0, "engine_type": "DiT", "final_output": True, "final_output_type": "audio"}
         self.config = parse_pipeline_config({"stage_args": [stage]}, model)
+        self.voices = Voices([], {})
 
     def check_admission(self) -> None:
         pass
@@ -171,7 +174,7 @@ class Musician:
     async def run(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncGenerator[OmniEvent, None]:
         assert prompt == {"prompt": "rain", "modalities": ["audio"]}
         assert params == [{"num_outputs_per_prompt": 2, "seed": 1}]
-        clips = [torch.full((2, 4800), level) for level in (0.25, 0.5)]
+        clips = [torch.tensor([level, -level])[:, None].repeat(1, 4800) for level in (0.25, 0.5)]
         tensors, data = encode_outputs("audio", clips, DiffusionSamplingParams(), 48000)
         output = StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data)
         outputs = [make_omni_request_output("r", output, "audio", [])]
@@ -196,8 +199,9 @@ def test_sound_is_a_file_for_each_choice(musician: DiffusionChat) -> None:
     for choice, level in zip(answer.choices, (0.25, 0.5), strict=True):
         assert choice.message.content is None and choice.message.audio.transcript == ""
         with wave.open(io.BytesIO(base64.b64decode(choice.message.audio.data))) as file:
-            assert (file.getframerate(), file.getnframes()) == (48000, 4800)
-            np.testing.assert_allclose(np.frombuffer(file.readframes(4800), "<i2") / 32768, level, atol=1e-4)
+            assert (file.getframerate(), file.getnchannels(), file.getnframes()) == (48000, 2, 4800)
+            frames = np.frombuffer(file.readframes(4800), "<i2").reshape(-1, 2) / 32768
+            np.testing.assert_allclose(frames, [[level, -level]] * 4800, atol=1e-4)
 
 
 def test_sound_is_streamed_in_the_format_asked_for(musician: DiffusionChat) -> None:
@@ -211,6 +215,9 @@ def test_sound_is_streamed_in_the_format_asked_for(musician: DiffusionChat) -> N
     assert sounds[0]["id"] != sounds[1]["id"]
 
 
-def test_a_voice_is_for_models_that_speak(musician: DiffusionChat) -> None:
-    with pytest.raises(VLLMValidationError, match="no voices"):
+def test_a_model_without_voices_takes_openais(musician: DiffusionChat) -> None:
+    """OpenAI's client must name a voice."""
+    for voice in ("alloy", {"id": "coral"}):
+        asyncio.run(musician.create_chat_completion(sound(audio={"format": "wav", "voice": voice})))
+    with pytest.raises(VLLMValidationError, match="unknown voice 'ethan'; there are default, alloy"):
         asyncio.run(musician.create_chat_completion(sound(audio={"voice": "ethan"})))

@@ -36,12 +36,16 @@ QUESTION = "Why is the sea blue?"
 
 
 class Answer:
-    """A chat answer, whole or of its chunks: `texts` and `audio` (bytes of a file) by the index of their choice."""
+    """A chat answer, whole or of its chunks: `texts` and `audio` (bytes of a file) by the index of their choice.
+
+    Nothing follows the finish reason of a choice.
+    """
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}
         self.audio: dict[int, bytes] = {}
         self.transcript = ""
+        self.audio_id = ""
         self.finish_reasons: dict[int, str | None] = {}
         self.usage: Any = None
 
@@ -55,17 +59,19 @@ class Answer:
         return sound
 
     def add(self, index: int, message: Any, finish_reason: str | None) -> None:
+        assert index not in self.finish_reasons
         if message.content:
             self.texts[index] = self.texts.get(index, "") + message.content
         if audio := message.audio:
             self.audio[index] = self.audio.get(index, b"") + base64.b64decode(audio.data or "")
             self.transcript += audio.transcript or ""
+            self.audio_id += audio.id or ""
         if finish_reason:
             self.finish_reasons[index] = finish_reason
 
 
 def chat(server: RunningServer, content: Any = QUESTION, *, stream: bool = False, **fields: Any) -> Answer:
-    """One request; `extra` are fields that the client has no name for."""
+    """One request for text and speech; `extra` are fields that the client has no name for."""
     return read(server.openai().chat.completions.create(**_request(server, content, stream, fields)))
 
 
@@ -76,6 +82,7 @@ def _request(server: RunningServer, content: Any, stream: bool, fields: dict[str
     return {
         "model": name_of(server.url),
         "messages": [{"role": "user", "content": content}],
+        "modalities": ["text", "audio"],
         "extra_body": extra,
         **fields,
     }
@@ -173,9 +180,9 @@ def test_a_stream_is_the_whole_for_every_kind_of_input(omni_server: RunningServe
     content = [TEXT] if kind == "text" else [PARTS[kind](), TEXT]
     whole = chat(omni_server, content)
     streamed = chat(omni_server, content, stream=True)
-    assert streamed.texts == whole.texts and len(whole.texts) == 1
+    assert streamed.texts == whole.texts == {0: whole.transcript} and streamed.transcript == whole.transcript
     assert np.array_equal(np.frombuffer(streamed.sound, "<i2"), samples_of(whole.sound))
-    assert streamed.finish_reasons == whole.finish_reasons == {0: "length", 1: "length"}
+    assert streamed.finish_reasons == whole.finish_reasons == {0: "length"}
     assert streamed.usage.model_dump(exclude_none=True) == whole.usage.model_dump(exclude_none=True)
 
     usage = whole.usage
@@ -204,15 +211,34 @@ def test_it_is_what_the_pipeline_says_without_a_server(omni_server: RunningServe
     prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     written, spoken = talking_llm.generate(prompt, GREEDY, use_tqdm=False)
     answer = chat(omni_server)
-    assert answer.text == written.outputs[0].text
+    assert answer.text == answer.transcript == written.outputs[0].text
     exact = spoken.multimodal_output["audio"].numpy()
     assert np.abs(samples_of(answer.sound) / 32768 - exact).max() < 2 / 32768
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_without_modalities_the_answer_is_text(omni_server: RunningServer, stream: bool) -> None:
+    answer = chat(omni_server, stream=stream, modalities=openai.omit)
+    assert (list(answer.texts), answer.audio, answer.transcript) == ([0], {}, "")
+    assert answer.usage.completion_tokens == NUM_TOKENS
+
+
+def test_why_an_answer_ended(omni_server: RunningServer) -> None:
+    """Speech that is cut is told of, though its text is complete."""
+    text = {"temperature": 0.0, "stop": chat(omni_server, modalities=["text"]).text[-1], "max_tokens": NUM_TOKENS}
+    for stream in (False, True):
+        cut = chat(omni_server, stream=stream, extra={"sampling_params_list": [text, {"max_tokens": 3}, None]})
+        assert cut.finish_reasons == {0: "length"}
+        written = chat(
+            omni_server, stream=stream, modalities=["text"], extra={"sampling_params_list": [text, None, None]}
+        )
+        assert written.finish_reasons == {0: "stop"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_modalities_choose_the_outputs(omni_server: RunningServer, stream: bool) -> None:
     both = chat(omni_server, stream=stream, modalities=["text", "audio"])
-    assert (list(both.texts), list(both.audio)) == ([0], [1])
+    assert (list(both.texts), list(both.audio)) == ([0], [0])
     written = chat(omni_server, stream=stream, modalities=["text"])
     assert (written.texts, written.audio) == (both.texts, {})
     assert written.usage.completion_tokens == NUM_TOKENS
@@ -247,6 +273,8 @@ def test_voices(omni_server: RunningServer) -> None:
     assert default.sound == answers[names[0]].sound
     by_id = chat(omni_server, modalities=["audio"], audio={"format": "pcm16", "voice": {"id": names[1].title()}})
     assert by_id.sound == answers[names[1]].sound
+    of_openai = chat(omni_server, modalities=["audio"], audio={"format": "pcm16", "voice": "ash"})
+    assert of_openai.sound == answers[names[1]].sound
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -255,9 +283,9 @@ def test_several_answers_are_choices(omni_server: RunningServer, stream: bool) -
     fields: dict[str, Any] = {"n": 3, "seed": 5, "temperature": 1.0, "extra": {"sampling_params_list": sampling}}
     answer = chat(omni_server, stream=stream, **fields)
     assert sorted(answer.texts) == [0, 1, 2]
-    assert list(answer.audio) == [3]
+    assert list(answer.audio) == [0] and answer.transcript == answer.texts[0]
     assert len(set(answer.texts.values())) == 3
-    assert answer.finish_reasons == dict.fromkeys(range(4), "length")
+    assert answer.finish_reasons == dict.fromkeys(range(3), "length")
     assert answer.texts == chat(omni_server, stream=not stream, **fields).texts
 
 
@@ -334,6 +362,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"modalities": []}, "modalities", "name some of text, audio"),
     ({"audio": {"format": "wav", "voice": "nobody"}}, "audio.voice", "ethan"),
     ({"audio": {"format": "midi"}}, "audio.format", "mp3"),
+    ({"modalities": ["text"], "audio": {"format": "wav"}}, "audio", "add 'audio' to modalities"),
     ({"temperature": -1}, "temperature", "temperature"),
     ({"logprobs": True, "top_logprobs": -2}, "top_logprobs", "top_logprobs"),
     ({"extra": {"sampling_params_list": [{}]}}, "sampling_params_list", "thinker, talker, code2wav"),
@@ -393,3 +422,18 @@ def test_sixteen_at_once_get_their_own_answers(omni_server: RunningServer) -> No
         both = [np.frombuffer(answer.sound, "<i2").astype(int) for answer in (together[i], alone)]
         assert len(both[0]) == len(both[1])
         assert np.abs(both[0] - both[1]).max() <= 2  # A sum of a batch is rounded otherwise.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_later_turn_names_the_speech_of_an_earlier_one(omni_server: RunningServer, stream: bool) -> None:
+    def follow(message: dict[str, Any]) -> str:
+        turns = [{"role": "user", "content": QUESTION}, message, {"role": "user", "content": "Why do you say so?"}]
+        return chat(omni_server, messages=turns, modalities=["text"]).text
+
+    spoken = chat(omni_server, stream=stream)
+    named = follow({"role": "assistant", "audio": {"id": spoken.audio_id}})
+    assert named == follow({"role": "assistant", "content": spoken.transcript})
+    assert named != follow({"role": "assistant", "content": "No."})
+    with pytest.raises(openai.BadRequestError, match=r"no audio 'audio-1'.*transcript as content") as refused:
+        follow({"role": "assistant", "audio": {"id": "audio-1"}})
+    assert refused.value.param == "messages[1].audio.id"

@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import httpx2
 import numpy as np
+import openai
 import pytest
 
 from tests.entrypoints.faces import STAGES, is_idle, running
-from tests.entrypoints.openai.fake_server import FakeServer, Visit
+from tests.entrypoints.openai.fake_server import FakeServer, Visit, over_http
 from tests.entrypoints.openai.singing import NUM_SAMPLES, RATE, SINGER, piece
 from tests.entrypoints.openai.small_apps import ask
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, encode_audio, to_pcm16
+from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, to_pcm16
+from vllm_omni.entrypoints.openai.voices import OPENAI_VOICES
 
 PATH = "/v1/audio/speech"
 FORMATS = [name for name in AUDIO_FORMATS if name != "pcm16"]
@@ -54,51 +57,44 @@ def check_error(response: httpx.Response, status: int, *words: str, param: str |
         assert error["param"] == param
 
 
+def check_sound(response: httpx.Response, format: str, expected: np.ndarray) -> None:
+    """`expected`: `[n]` or `[channels, n]`. The response's headers describe the file."""
+    rate = int(response.headers["x-sample-rate"])
+    assert rate == RATE
+    assert int(response.headers["x-channels"]) == (1 if expected.ndim == 1 else len(expected))
+    if format == "pcm":
+        assert response.content == to_pcm16(expected).tobytes()
+        return
+    samples, decoded_rate = decode(response.content)
+    assert samples.shape[:-1] == expected.shape[:-1]
+    assert 0 <= samples.shape[-1] / decoded_rate - expected.shape[-1] / RATE <= 0.15
+    if format in ("wav", "flac"):
+        np.testing.assert_allclose(samples, expected, atol=1 / 32768)
+
+
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_whole_file(server: FakeServer, format: str) -> None:
-    response = speak(server, "3 pieces", response_format=format)
+@pytest.mark.parametrize("how", [{}, {"stream_format": "audio"}])
+def test_a_stream_of_bytes(server: FakeServer, format: str, how: dict[str, Any]) -> None:
+    response = speak(server, "3 pieces", response_format=format, **how)
     assert response.status_code == 200
     assert response.headers["content-type"] == AUDIO_FORMATS[format]
-    assert int(response.headers["content-length"]) == len(response.content)
-    expected = encode_audio(wave(3), format, RATE)
-    if format == "opus":  # Its files have a random number each.
-        assert np.array_equal(decode(response.content)[0], decode(expected)[0])
-    else:
-        assert response.content == expected
+    assert "content-length" not in response.headers
+    check_sound(response, format, wave(3))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_several_channels_become_one(server: FakeServer, stream: bool) -> None:
-    response = speak(server, "stereo", response_format="pcm", stream=stream)
-    assert response.content == to_pcm16((piece(0) + piece(1)).numpy() / 2).tobytes()
+@pytest.mark.parametrize("format", FORMATS)
+def test_stereo_stays_stereo(server: FakeServer, format: str) -> None:
+    check_sound(speak(server, "stereo", response_format=format), format, np.stack([piece(0), piece(1)]))
 
 
 def test_the_default_is_mp3(server: FakeServer) -> None:
     assert speak(server, "1 pieces").headers["content-type"] == "audio/mpeg"
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("how", [{"stream": True}, {"stream_format": "audio"}])
-def test_a_stream_of_bytes(server: FakeServer, format: str, how: dict[str, Any]) -> None:
-    response = speak(server, "3 pieces", response_format=format, **how)
-    assert response.status_code == 200
-    assert response.headers["content-type"] == AUDIO_FORMATS[format]
-    assert "content-length" not in response.headers
-    if format == "pcm":
-        assert response.content == to_pcm16(wave(3)).tobytes()
-    else:
-        samples, rate = decode(response.content)
-        assert 0 <= len(samples) / rate - 3 * NUM_SAMPLES / RATE <= 0.15
-
-
-def test_stream_false_is_a_whole_file_whatever_the_stream_format(server: FakeServer) -> None:
-    response = speak(server, "2 pieces", response_format="wav", stream=False, stream_format="audio")
-    assert response.content == encode_audio(wave(2), "wav", RATE)
-
-
 def test_a_stream_of_events(server: FakeServer) -> None:
     response = speak(server, "3 pieces", response_format="pcm", stream_format="sse")
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert (response.headers["x-sample-rate"], response.headers["x-channels"]) == (str(RATE), "1")
     *deltas, done = sse(response)
     assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
     assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == to_pcm16(wave(3)).tobytes()
@@ -109,9 +105,14 @@ def test_a_stream_of_events(server: FakeServer) -> None:
     }
 
 
-def test_bytes_come_while_more_is_being_made(server: FakeServer, llm: AsyncOmniLLM) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("stream_format", ["audio", "sse"])
+def test_sound_comes_while_more_is_being_made(
+    server: FakeServer, llm: AsyncOmniLLM, format: str, stream_format: str
+) -> None:
     async def main() -> None:
-        visit = Visit(server.app, PATH, {"input": "endless", "stream": True, "response_format": "opus"})
+        body = {"input": "endless", "response_format": format, "stream_format": stream_format}
+        visit = Visit(server.app, PATH, body)
         await visit.first_chunk()
         assert visit.status == 200 and not is_idle(llm)
         await visit.leave()
@@ -120,7 +121,7 @@ def test_bytes_come_while_more_is_being_made(server: FakeServer, llm: AsyncOmniL
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("fields", [{}, {"stream_format": "sse"}, {"stream": True, "speed": 4.0}])
+@pytest.mark.parametrize("fields", [{}, {"stream_format": "sse"}, {"speed": 4.0}])
 def test_who_leaves_leaves_nothing_behind(server: FakeServer, llm: AsyncOmniLLM, fields: dict[str, Any]) -> None:
     async def main() -> None:
         visit = Visit(server.app, PATH, {"input": "endless", **fields})
@@ -134,17 +135,13 @@ def test_who_leaves_leaves_nothing_behind(server: FakeServer, llm: AsyncOmniLLM,
 
 
 @pytest.mark.parametrize("speed", [0.5, 2.0])
-@pytest.mark.parametrize("stream", [False, True])
-def test_speed(server: FakeServer, speed: float, stream: bool) -> None:
-    response = speak(server, "4 pieces", response_format="wav", speed=speed, stream=stream)
+def test_speed(server: FakeServer, speed: float) -> None:
+    response = speak(server, "4 pieces", response_format="wav", speed=speed)
     samples, rate = decode(response.content)
     assert len(samples) / rate == pytest.approx(4 * NUM_SAMPLES / RATE / speed, rel=0.05)
 
 
-STREAMS = [{}, {"stream": True}, {"stream_format": "sse"}]
-
-
-@pytest.mark.parametrize("fields", STREAMS)
+@pytest.mark.parametrize("fields", [{}, {"stream_format": "sse"}])
 @pytest.mark.parametrize(
     ("text", "says"), [("silence", "no sound"), ("noise", "broken audio"), ("a failure", "failed in stage 0")]
 )
@@ -154,15 +151,19 @@ def test_what_fails_before_there_is_any_sound_has_a_status(
     check_error(speak(server, text, **fields), 500, says)
 
 
-def test_a_stream_of_bytes_that_fails_is_cut_off(server: FakeServer) -> None:
-    """A web server then closes the connection, and no client can take what it got for the whole."""
-
-    async def main() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://server") as client:
-            await client.post(PATH, json={"input": "a late failure", "stream": True})
-
-    with pytest.raises(Exception, match=r"response already started|failed"):
-        asyncio.run(main())
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_stream_of_bytes_that_fails_is_cut_off(server: FakeServer, format: str) -> None:
+    """No client can take what it got for the whole."""
+    with over_http(server.app) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        request: dict[str, Any] = {"model": "fake", "voice": "alloy", "input": "a late failure"}
+        request["response_format"] = format
+        with pytest.raises(openai.APIConnectionError):
+            client.audio.speech.create(**request)
+        with client.audio.speech.with_streaming_response.create(**request) as response:
+            assert response.status_code == 200
+            with pytest.raises(httpx2.RemoteProtocolError, match="incomplete chunked read"):
+                response.read()
 
 
 def test_a_stream_of_events_that_fails_says_so(server: FakeServer) -> None:
@@ -182,11 +183,10 @@ def test_a_stream_of_events_that_fails_says_so(server: FakeServer) -> None:
         ({"speed": 4.5}, "body.speed"),
         ({"response_format": "ogg"}, "body.response_format"),
         ({"stream_format": "mp3"}, "body.stream_format"),
-        ({"stream": False, "stream_format": "sse"}, "stream"),
-        ({"voice": "alloy"}, "voice"),
-        ({"voice": {"id": "alloy"}}, "voice"),
+        ({"stream": True}, "body.stream"),
+        ({"voice": "nobody"}, "voice"),
+        ({"voice": {"id": "nobody"}}, "voice"),
         ({"voice": {"name": "alloy"}}, "body.voice"),
-        ({"instructions": "kindly"}, "instructions"),
         ({"colour": "red"}, "body.colour"),
         ({"sampling_params_list": [None, None]}, "sampling_params_list"),
         ({"sampling_params_list": [{"temperature": 1.0}]}, "sampling_params_list[0]"),
@@ -196,11 +196,20 @@ def test_a_wrong_field_is_named(server: FakeServer, fields: dict[str, Any], para
     check_error(speak(server, "1 pieces", **fields), 400, param=param)
 
 
-@pytest.mark.parametrize("voice", ["default", {"id": "Default"}, None])
+@pytest.mark.parametrize("voice", ["default", {"id": "Default"}, None, "alloy"])
 def test_a_model_without_voices_has_a_default_one(server: FakeServer, voice: Any) -> None:
     """OpenAI's client must say some voice."""
     assert speak(server, "1 pieces", voice=voice).status_code == 200
-    assert ask(server.app, "GET", "/v1/audio/voices").json() == {"voices": []}
+    expected = {"voices": [], "voice_map": dict.fromkeys(OPENAI_VOICES, "default")}
+    assert ask(server.app, "GET", "/v1/audio/voices").json() == expected
+
+
+def test_a_model_that_follows_no_instructions_takes_them(server: FakeServer) -> None:
+    """OpenAI's examples send them to any model."""
+    sounds = [
+        speak(server, "2 pieces", response_format="pcm", **how).content for how in ({}, {"instructions": "Sing."})
+    ]
+    assert sounds[0] == sounds[1] == to_pcm16(wave(2)).tobytes()
 
 
 def test_models_by_name(server: FakeServer) -> None:

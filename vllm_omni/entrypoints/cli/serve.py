@@ -25,6 +25,9 @@ from vllm_omni.entrypoints.cli import no_effect
 from vllm_omni.entrypoints.cli.arguments import add_diffusion_flags, add_pipeline_flags, face_options
 from vllm_omni.entrypoints.cli.parser import ParsedCommand, UsageError, parse_command
 from vllm_omni.entrypoints.openai.limits import add_limit_arguments, check_limits
+from vllm_omni.entrypoints.openai.protocol import add_chat_flags
+from vllm_omni.entrypoints.openai.voices import Voices, add_voice_argument
+from vllm_omni.entrypoints.request_builder import list_voices, load_processors
 from vllm_omni.entrypoints.resolve import has_vllm_stages
 from vllm_omni.stage.fork_server import ForkServer
 
@@ -60,7 +63,10 @@ class OmniServeCommand(ServeSubcommand):
         parser.usage = "vllm serve MODEL --omni [options]"
         parser.description = DESCRIPTION
         taken = {action.dest for action in parser._actions}
-        add_pipeline_flags(parser.add_argument_group("Omni", "The pipeline: its stages, times, limits and traces."))
+        pipeline = parser.add_argument_group("Omni", "The pipeline: its stages, times, limits, traces and voices.")
+        add_pipeline_flags(pipeline)
+        add_voice_argument(pipeline)
+        add_chat_flags(parser.add_argument_group("OmniChat", "Chat: what a request gets that leaves it open."))
         limits = parser.add_argument_group("OmniLimits", "What requests may send, and what the server keeps.")
         add_limit_arguments(limits)
         diffusion = parser.add_argument_group(
@@ -104,6 +110,8 @@ class OmniServeCommand(ServeSubcommand):
         """
         parsed = self.parse(arguments)
         set_up_logging(parsed)
+        if parsed.args.voice_map:
+            _check_voice_map(parsed)
         from vllm_omni.entrypoints.openai.api_server import run
 
         run(parsed.args, make_llm_args(parsed), fork_server)
@@ -129,6 +137,17 @@ def _check(parsed: ParsedCommand) -> None:
         if name in parsed.explicit
     }
     args.structured_outputs_config = dataclasses.replace(args.structured_outputs_config, **said)
+
+
+def _check_voice_map(parsed: ParsedCommand) -> None:
+    """Before the stages start, which can take minutes."""
+    from vllm_omni.entrypoints.cli.config import resolve_command  # which imports this module
+
+    config = resolve_command(parsed)[0].config
+    try:
+        Voices(list_voices(load_processors(config, parsed.args.model)), parsed.args.voice_map)
+    except ValueError as error:
+        raise UsageError(f"--voice-map: {error}") from error
 
 
 def make_llm_args(parsed: ParsedCommand) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | Non
     # Before the stages start: an address that is taken shall be known at once.
     address, listener = setup_server(args, reuse_port=False)
     with listener, AsyncOmniLLM(**llm_args, fork_server=fork_server) as llm:
-        client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout)
+        client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout, voice_map=args.voice_map)
         uvloop.run(_serve(client, address, listener, args))
 
 

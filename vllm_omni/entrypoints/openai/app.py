@@ -17,12 +17,14 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.openai import chat, health, images, middleware, speech, videos
+from vllm_omni.entrypoints.openai.chat_options import default_modalities
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
 from vllm_omni.entrypoints.openai.models import DiffusionModels
 from vllm_omni.entrypoints.openai.serving_chat import OmniServingChat
 from vllm_omni.entrypoints.openai.serving_completion import OmniServingCompletion
+from vllm_omni.entrypoints.openai.transcripts import Transcripts
 from vllm_omni.errors import StageConfigError
 
 # The others of vLLM's are for engines with what a pipeline does not have: other tasks, profilers, caches to reset.
@@ -69,9 +71,13 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
 
 
 async def _init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
+    modalities = default_modalities(args.default_modalities, client.config)
     if client.has_renderer:
         await init_app_state(client, state, args, await client.get_supported_tasks())
-        state.openai_serving_chat = OmniServingChat.from_vllm(state.openai_serving_chat)
+        chat_handler = OmniServingChat.from_vllm(state.openai_serving_chat)
+        chat_handler.default_modalities = modalities
+        chat_handler.transcripts = Transcripts()
+        state.openai_serving_chat = chat_handler
         state.openai_serving_completion = OmniServingCompletion.from_vllm(state.openai_serving_completion)
     else:
         _init_diffusion_state(state, client, args)

@@ -30,7 +30,7 @@ AUDIO_FORMATS: dict[str, str] = {
     "pcm": "audio/pcm",
     "pcm16": "audio/pcm",
 }
-"""Media types by name. `pcm` and `pcm16`: 16-bit little-endian samples without a header."""
+"""Media types by name. `pcm` and `pcm16`: 16-bit little-endian samples without a header, channels interleaved."""
 
 MIN_SPEED, MAX_SPEED = 0.25, 4.0
 
@@ -41,7 +41,8 @@ WAV_UNKNOWN_SIZE = 0xFFFFFFFF
 """What a WAV header says of a length that is not known yet; players read on to the end of the stream."""
 
 _MIN_CODED_S = 0.1  # Decoders take much shorter files of lossy codecs for damaged ones, and empty ones do not exist.
-_BIT_RATE = 64_000
+_BIT_RATE = 64_000  # of each channel
+_LAYOUTS = {1: "mono", 2: "stereo"}  # What all formats can hold.
 
 
 class BrokenAudioError(VLLMServerError, ValueError):
@@ -49,47 +50,63 @@ class BrokenAudioError(VLLMServerError, ValueError):
 
 
 class AudioEncoder:
-    """Encodes one sound while it is being made. One caller at a time; `finish` is its last call."""
+    """Encodes one sound while it is being made. One caller at a time; `finish` is its last call.
 
-    def __init__(self, format: str, sample_rate: int, speed: float = 1.0, *, is_whole: bool = False) -> None:
+    Attributes:
+        sample_rate: Of the file, in Hz. A codec that does not have the rate of the samples encodes the next higher one.
+        num_channels: Of the samples and of the file.
+    """
+
+    def __init__(
+        self, format: str, sample_rate: int, speed: float = 1.0, *, num_channels: int = 1, is_whole: bool = False
+    ) -> None:
         """
         Args:
             format: One of `AUDIO_FORMATS`.
-            sample_rate: Of the samples, in Hz. A codec that does not know it encodes the next higher one.
+            sample_rate: Of the samples, in Hz.
             speed: How many times as fast it is spoken, at the same pitch.
+            num_channels: 1 or 2.
             is_whole: Give all of the file at its end, with headers that say how long it is.
 
         Raises:
             ValueError: Unknown format, or a speed out of bounds.
+            BrokenAudioError: Too many channels.
         """
         if format not in AUDIO_FORMATS:
             raise ValueError(f"unknown audio format {format!r}; there are {', '.join(AUDIO_FORMATS)}")
         if not MIN_SPEED <= speed <= MAX_SPEED:
             raise ValueError(f"speed must be between {MIN_SPEED} and {MAX_SPEED}, not {speed}")
+        if num_channels not in _LAYOUTS:
+            raise BrokenAudioError(f"the model made audio of {num_channels} channels; a file has 1 or 2")
         codec = _CODECS.get(format)
         rate = sample_rate if codec is None else _codec_rate(codec.name, sample_rate)
-        self._filter = _Filter(sample_rate, rate, speed) if speed != 1.0 or rate != sample_rate else None
+        self.sample_rate, self.num_channels = rate, num_channels
+        self._filter = None
+        if speed != 1.0 or rate != sample_rate:
+            self._filter = _Filter(sample_rate, rate, speed, num_channels)
         self._is_quick = codec is None and self._filter is None and not is_whole
         self._coder: _Coder
         if codec is not None:
-            self._coder = _FileCoder(codec, rate, _WholeFile() if is_whole else _Pipe())
+            self._coder = _FileCoder(codec, rate, num_channels, _WholeFile() if is_whole else _Pipe())
         elif format == "wav":
-            self._coder = _WholeWavCoder(rate) if is_whole else _PcmCoder(wav_header(rate))
+            self._coder = _WholeWavCoder(rate, num_channels) if is_whole else _PcmCoder(wav_header(rate, num_channels))
         else:
             self._coder = _PcmCoder()
 
     def encode(self, samples: np.ndarray) -> bytes:
         """
         Args:
-            samples: float32 `[n]` in [-1, 1]; what is louder is clipped.
+            samples: float32 `[n]` or `[num_channels, n]` in [-1, 1]; what is louder is clipped.
 
         Returns:
             What is ready of the file; may be nothing yet.
 
         Raises:
-            BrokenAudioError: A sample is not a number.
+            BrokenAudioError: A sample is not a number, or there is another number of channels.
         """
-        samples = np.asarray(samples, dtype=np.float32).reshape(-1)
+        samples = np.atleast_2d(np.asarray(samples, dtype=np.float32))
+        if len(samples) != self.num_channels:
+            raise BrokenAudioError(f"the model made audio of {len(samples)} channels after {self.num_channels}")
         if not np.isfinite(samples).all():
             raise BrokenAudioError("the model made audio with samples that are not numbers (NaN or infinite)")
         if self._filter is not None:
@@ -111,27 +128,54 @@ class AudioEncoder:
 
 
 def encode_audio(samples: np.ndarray, format: str, sample_rate: int, speed: float = 1.0) -> bytes:
-    """A whole file, whose headers say how long it is. Arguments and errors: as of `AudioEncoder`."""
-    encoder = AudioEncoder(format, sample_rate, speed, is_whole=True)
+    """A whole file, whose headers say how long it is.
+
+    Args:
+        samples: float32 `[n]` or `[channels, n]`. The others, and errors: as of `AudioEncoder`.
+    """
+    encoder = AudioEncoder(format, sample_rate, speed, num_channels=count_channels(samples), is_whole=True)
     return encoder.encode(samples) + encoder.finish()
 
 
-def wav_header(sample_rate: int, num_bytes: int | None = None) -> bytes:
-    """The 44 bytes before 16-bit mono samples; `num_bytes` of them, if it is known."""
+def count_channels(samples: np.ndarray) -> int:
+    """Of `[n]` or `[channels, n]`."""
+    return 1 if samples.ndim == 1 else len(samples)
+
+
+def wav_header(sample_rate: int, num_channels: int, num_bytes: int | None = None) -> bytes:
+    """The 44 bytes before 16-bit samples; `num_bytes` of them, if it is known."""
+    frame_size = 2 * num_channels
     sizes = (WAV_UNKNOWN_SIZE,) * 2 if num_bytes is None else (36 + num_bytes, num_bytes)
     riff = struct.pack("<4sI4s", b"RIFF", sizes[0], b"WAVE")
-    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16)
+    form = struct.pack(
+        "<4sIHHIIHH", b"fmt ", 16, 1, num_channels, sample_rate, frame_size * sample_rate, frame_size, 16
+    )
     return riff + form + struct.pack("<4sI", b"data", sizes[1])
 
 
-def as_mono(audio: torch.Tensor) -> np.ndarray:
-    """`[samples]`, or of a diffusion stage `[n, channels, samples]`, here the first of the n -> float32 `[samples]`."""
-    return (audio if audio.ndim == 1 else audio[0].mean(0)).float().numpy()
+def first_clip(audio: torch.Tensor) -> np.ndarray:
+    """A stage's `audio` as samples to encode.
+
+    Args:
+        audio: `[samples]`, or of a diffusion stage `[n, channels, samples]`.
+
+    Returns:
+        float32 `[samples]`, or `[channels, samples]` of the first of the n.
+    """
+    return (audio if audio.ndim == 1 else audio[0]).float().numpy()
 
 
 def to_pcm16(samples: np.ndarray) -> np.ndarray:
-    """float32 `[n]` in [-1, 1] -> int16 `[n]`, little-endian; 1.0 becomes the largest value."""
-    return np.clip(np.rint(samples * 32768.0), -32768, 32767).astype("<i2")
+    """float32 `[n]` or `[channels, n]` in [-1, 1] -> int16 `[n * channels]`, little-endian, channels interleaved.
+
+    1.0 becomes the largest value.
+    """
+    return np.clip(np.rint(_interleave(samples) * 32768.0), -32768, 32767).astype("<i2")
+
+
+def _interleave(samples: np.ndarray) -> np.ndarray:
+    """`[n]` or `[channels, n]` -> `[n * channels]`"""
+    return samples.T.reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -185,8 +229,8 @@ class _PcmCoder:
 class _WholeWavCoder:
     """A header that knows how many samples come after it."""
 
-    def __init__(self, sample_rate: int) -> None:
-        self._sample_rate = sample_rate
+    def __init__(self, sample_rate: int, num_channels: int) -> None:
+        self._sample_rate, self._num_channels = sample_rate, num_channels
         self._parts: list[bytes] = []
 
     def encode(self, samples: np.ndarray) -> bytes:
@@ -195,7 +239,7 @@ class _WholeWavCoder:
 
     def finish(self) -> bytes:
         pcm = b"".join(self._parts)
-        return wav_header(self._sample_rate, len(pcm)) + pcm
+        return wav_header(self._sample_rate, self._num_channels, len(pcm)) + pcm
 
 
 class _Sink(Protocol):
@@ -231,27 +275,28 @@ class _WholeFile(io.BytesIO):
 class _FileCoder:
     """A codec in a container."""
 
-    def __init__(self, codec: _Codec, sample_rate: int, sink: _Sink) -> None:
+    def __init__(self, codec: _Codec, sample_rate: int, num_channels: int, sink: _Sink) -> None:
         self._sink = sink
+        self._num_channels = num_channels
         self._num_missing = int(_MIN_CODED_S * sample_rate) if codec.is_lossy else 0
         self._container: OutputContainer = av.open(
             sink, "w", format=codec.container, options={"flush_packets": "1", **codec.options}
         )
         self._stream = cast(AudioStream, self._container.add_stream(codec.name, rate=sample_rate))
         context = self._stream.codec_context
-        context.layout, context.format = "mono", codec.sample_format
+        context.layout, context.format = _LAYOUTS[num_channels], codec.sample_format
         if codec.is_lossy:
-            context.bit_rate = _BIT_RATE
+            context.bit_rate = _BIT_RATE * num_channels
         self._container.start_encoding()
 
     def encode(self, samples: np.ndarray) -> bytes:
         if samples.size:
-            self._num_missing -= samples.size
-            self._mux(_as_frame(to_pcm16(samples), "s16", self._stream.codec_context.sample_rate))
+            self._num_missing -= samples.shape[1]
+            self._mux(_as_frame(to_pcm16(samples), "s16", self._num_channels, self._stream.codec_context.sample_rate))
         return self._sink.take(False)
 
     def finish(self) -> bytes:
-        rest = self.encode(np.zeros(max(0, self._num_missing), np.float32))
+        rest = self.encode(np.zeros((self._num_channels, max(0, self._num_missing)), np.float32))
         self._mux(None)
         self._container.close()
         return rest + self._sink.take(True)
@@ -263,12 +308,13 @@ class _FileCoder:
 class _Filter:
     """Another speed at the same pitch, and another sample rate."""
 
-    def __init__(self, sample_rate: int, to_rate: int, speed: float) -> None:
-        self._sample_rate = sample_rate
+    def __init__(self, sample_rate: int, to_rate: int, speed: float, num_channels: int) -> None:
+        self._sample_rate, self._num_channels = sample_rate, num_channels
         self._is_used = False
         self._graph = graph = av.filter.Graph()
         graph.threads = 1
-        nodes = [graph.add_abuffer(sample_rate=sample_rate, format="flt", layout="mono", time_base=None)]
+        layout = _LAYOUTS[num_channels]
+        nodes = [graph.add_abuffer(sample_rate=sample_rate, format="flt", layout=layout, time_base=None)]
         nodes += [graph.add("atempo", repr(factor)) for factor in _tempo_factors(speed)]
         if to_rate != sample_rate:
             nodes.append(graph.add("aresample", str(to_rate)))
@@ -276,27 +322,30 @@ class _Filter:
         graph.link_nodes(*nodes).configure()
 
     def run(self, samples: np.ndarray) -> np.ndarray:
-        """float32 `[n]` -> float32 `[m]`, what is ready."""
+        """float32 `[channels, n]` -> float32 `[channels, m]`, what is ready."""
         if not samples.size:
             return samples
         self._is_used = True
-        self._graph.push(_as_frame(samples, "flt", self._sample_rate))
+        self._graph.push(_as_frame(_interleave(samples), "flt", self._num_channels, self._sample_rate))
         return self._pull()
 
     def finish(self) -> np.ndarray:
-        """float32 `[m]`, the rest."""
+        """float32 `[channels, m]`, the rest."""
         if not self._is_used:
-            return np.zeros(0, np.float32)
+            return self._nothing()
         self._graph.push(None)
         return self._pull()
 
     def _pull(self) -> np.ndarray:
-        return np.concatenate([np.zeros(0, np.float32), *self._pulled()])
+        return np.concatenate([self._nothing(), *self._pulled()], axis=1)
+
+    def _nothing(self) -> np.ndarray:
+        return np.zeros((self._num_channels, 0), np.float32)
 
     def _pulled(self) -> Iterator[np.ndarray]:
         with suppress(BlockingIOError, EOFError):  # Nothing more is ready; nothing more will be.
             while True:
-                yield self._graph.pull().to_ndarray()[0]
+                yield self._graph.pull().to_ndarray().reshape(-1, self._num_channels).T
 
 
 def _tempo_factors(speed: float) -> list[float]:
@@ -306,7 +355,7 @@ def _tempo_factors(speed: float) -> list[float]:
     return [speed] if 0.5 <= speed <= 2.0 else [speed**0.5] * 2
 
 
-def _as_frame(samples: np.ndarray, format: str, sample_rate: int) -> av.AudioFrame:
-    frame = av.AudioFrame.from_ndarray(samples[None], format=format, layout="mono")
+def _as_frame(interleaved: np.ndarray, format: str, num_channels: int, sample_rate: int) -> av.AudioFrame:
+    frame = av.AudioFrame.from_ndarray(interleaved[None], format=format, layout=_LAYOUTS[num_channels])
     frame.sample_rate = sample_rate
     return frame

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a chat request asks of a pipeline besides the text: its outputs, the voice, and each stage's parameters."""
+"""What a chat request sets besides vLLM's fields: its outputs, the voice, and each stage's parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient, RequestOptions
 from vllm_omni.entrypoints.openai.media_messages import diffusion_settings
-from vllm_omni.entrypoints.openai.protocol import AudioVoice, OmniChatCompletionRequest
-from vllm_omni.entrypoints.openai.speech_protocol import read_voice
+from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params, said_by
+from vllm_omni.errors import StageConfigError
 
 # They change what is understood and not how much work it is, so that anybody may say them.
 HARMLESS_MM_KWARGS = {"use_audio_in_video"}
@@ -36,12 +36,17 @@ class ChatOptions:
     trusts_mm_kwargs: bool
 
 
-def read_chat_options(request: OmniChatCompletionRequest, client: OmniEngineClient) -> ChatOptions:
+def read_chat_options(
+    request: OmniChatCompletionRequest, client: OmniEngineClient, default_modalities: Sequence[str]
+) -> ChatOptions:
     """
+    Args:
+        default_modalities: The outputs of a request without `modalities`.
+
     Raises:
         VLLMValidationError: The request asks for what the model cannot do; says what it can.
     """
-    wanted = read_modalities(request.modalities, client.config)
+    wanted = read_modalities(request.modalities, client.config, default_modalities)
     media = [modality for modality in wanted if modality != "text"]
     if media and request.use_beam_search:
         raise VLLMValidationError(
@@ -55,7 +60,7 @@ def read_chat_options(request: OmniChatCompletionRequest, client: OmniEngineClie
             modalities=tuple(needed),
             stage_params=_stage_params(request, client.config),
             said=said_by(request),
-            prompt=_voice(request, client),
+            prompt=_voice(request, client, wanted),
         ),
         shows_text="text" in wanted,
         audio_format=_audio_format(request),
@@ -63,15 +68,33 @@ def read_chat_options(request: OmniChatCompletionRequest, client: OmniEngineClie
     )
 
 
-def read_modalities(modalities: list[Any] | None, config: PipelineConfig) -> list[str]:
-    """The outputs that are asked for; all that the pipeline has, where nothing is said.
+def default_modalities(given: Sequence[str] | None, config: PipelineConfig) -> list[str]:
+    """The outputs of a request without `modalities`: text, as in OpenAI's API, or all if the pipeline has no text.
+
+    Args:
+        given: `--default-modalities`, which replaces this.
+
+    Raises:
+        StageConfigError: The pipeline does not have one of them.
+    """
+    known = config.output_types
+    for modality in given or ():
+        if modality not in known:
+            raise StageConfigError(
+                f"--default-modalities {modality}: this model cannot output it; it outputs {', '.join(known)}"
+            )
+    return list(given or (["text"] if "text" in known else known))
+
+
+def read_modalities(modalities: list[Any] | None, config: PipelineConfig, default: Sequence[str]) -> list[str]:
+    """The outputs of a request.
 
     Raises:
         VLLMValidationError: There is none, or one that the pipeline does not have.
     """
     known = config.output_types
     if modalities is None:
-        return known
+        return list(default)
     for modality in modalities:
         if modality not in known:
             raise VLLMValidationError(
@@ -96,16 +119,20 @@ def _stage_params(request: OmniChatCompletionRequest, config: PipelineConfig) ->
     return params
 
 
-def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient) -> dict[str, Any]:
+def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient, modalities: Sequence[str]) -> dict[str, Any]:
     if request.audio is None:
         return {}
     if "audio" not in client.config.output_types:
         raise VLLMValidationError(
             f"this model cannot speak; it outputs {', '.join(client.config.output_types)}", parameter="audio"
         )
-    voice = request.audio.voice
-    name = voice.id if isinstance(voice, AudioVoice) else voice
-    return read_voice(name, client.llm.voices, "audio.voice")
+    if "audio" not in modalities:
+        raise VLLMValidationError(
+            f"audio sets how an answer is spoken, and this one is not (modalities: {', '.join(modalities)}); "
+            "add 'audio' to modalities, or leave audio out",
+            parameter="audio",
+        )
+    return client.voices.read(request.audio.voice_name, "audio.voice")
 
 
 def _audio_format(request: OmniChatCompletionRequest) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A streamed chat answer of several modalities: vLLM's lines of text, and between them ours of everything else."""
+"""A streamed chat answer of several modalities: vLLM's lines of text, and between them ours with everything else."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from vllm.outputs import RequestOutput
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, AudioEncoder
+from vllm_omni.entrypoints.openai.chat_media import add_media_usage, encode_speech, joint_finish_reason, picture_fields
 from vllm_omni.entrypoints.openai.chat_options import ChatOptions
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
-from vllm_omni.entrypoints.openai.media_choices import add_media_usage, content_of, finish_reason_of
+from vllm_omni.entrypoints.openai.transcripts import Transcripts, new_audio_id
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
+from vllm_omni.outputs import OmniRequestOutput
 
 Line: TypeAlias = str | bytes
 
 
 class MediaStream:
-    """One answer. Its text goes through vLLM's handler, everything else directly into the answer's lines."""
+    """One answer. Its text goes through vLLM's handler, everything else directly into the lines of choice 0.
+
+    vLLM ends choice 0 with its text. Here it ends with the last of its outputs, so that the finish reason is held back
+    until then.
+    """
 
     def __init__(
         self,
@@ -32,8 +38,8 @@ class MediaStream:
         config: PipelineConfig,
         request_id: str,
         model_name: str,
-        num_text_choices: int,
         mm_token_counts: dict[str, int] | None,
+        transcripts: Transcripts,
     ) -> None:
         self._outputs = outputs
         self._options = options
@@ -44,22 +50,24 @@ class MediaStream:
             "created": int(time.time()),
             "model": model_name,
         }
-        self._audio_id = f"audio-{request_id}"
-        media = config.final_stages([m for m in options.for_engine.modalities if m != "text"])
-        first = num_text_choices if options.shows_text else 0
-        self._indexes = {stage_id: first + i for i, stage_id in enumerate(media)}
+        self._audio_id = new_audio_id()
+        self._transcript: list[str] = []
+        self._transcripts = transcripts
+        self._speaks = "audio" in options.for_engine.modalities
         self._mm_token_counts = mm_token_counts
         self._lines: asyncio.Queue[Line | None] = asyncio.Queue()
         self._encoders: dict[int, AudioEncoder] = {}
-        self._begun: set[int] = set()
+        # Clients join deltas, so role and id are sent once. vLLM's first line has the role.
+        self._has_role = options.shows_text
+        self._has_audio_id = False
+        self._end: dict[str, Any] = {"finish_reason": None}
         self._completed: CompletedEvent | None = None
 
     async def text(self) -> AsyncGenerator[RequestOutput, None]:
         """What vLLM's handler reads; ends when all outputs are complete."""
         async for output in self._outputs:
             if isinstance(output, RequestOutput):
-                if not self._options.shows_text:
-                    self._put_transcript(output)
+                self._put_transcript(output)
                 yield output
             else:
                 await self._put_event(output)
@@ -86,23 +94,30 @@ class MediaStream:
             self._lines.put_nowait(None)
 
     def _rewrite(self, line: str) -> Line | None:
-        """A line of vLLM's: usage gets the other outputs' tokens, text is left out where it was not asked for."""
-        if line.startswith("data: [DONE]") or line.startswith('data: {"error"'):
+        """vLLM's line, without the end of choice 0, and with the tokens of the other outputs in the usage.
+
+        None: the line has text that the request does not include.
+        """
+        if line.startswith(("data: [DONE]", 'data: {"error"')):
             return line
-        if '"choices":[]' in line and self._completed is not None:
-            chunk = msgspec.json.decode(line.removeprefix("data: "))
-            add_media_usage(chunk["usage"], self._completed, self._config, self._mm_token_counts)
+        if '"choices":[]' in line:
+            chunk = _read(line)
+            if self._completed is not None:
+                add_media_usage(chunk["usage"], self._completed, self._config, self._mm_token_counts)
             return _line(chunk)
-        if not self._options.shows_text:
-            return None
-        return line.replace("data: {", 'data: {"modality":"text",', 1)
+        if '"finish_reason":null' not in line:
+            chunk = _read(line)
+            (choice,) = chunk["choices"]
+            if choice["index"] == 0:
+                self._end = {name: choice.pop(name) for name in ("finish_reason", "stop_reason") if name in choice}
+                line = _line({**chunk, "choices": [{**choice, "finish_reason": None}]}).decode()
+        return line if self._options.shows_text else None
 
     def _put_transcript(self, output: RequestOutput) -> None:
         completion = output.outputs[0]
-        if completion.index == 0 and completion.text:
-            for stage_id in self._indexes:
-                if self._config.stages[stage_id].final_output_type == "audio":
-                    self._put(stage_id, {"audio": {"transcript": completion.text}})
+        if self._speaks and completion.index == 0 and completion.text:
+            self._transcript.append(completion.text)
+            self._put_audio(transcript=completion.text)
 
     async def _put_event(self, event: OmniEvent) -> None:
         if isinstance(event, CompletedEvent):
@@ -110,41 +125,52 @@ class MediaStream:
         elif isinstance(event, ARSegmentEvent) and event.final_output_type == "audio":
             samples = event.multimodal_output.get("audio")
             if samples is not None and samples.ndim == 1 and len(samples):
-                await self._put_audio(event.stage_id, await self._encoder(event.stage_id).encode_async(samples.numpy()))
+                self._put_data(await self._encoder(event.stage_id).encode_async(samples.numpy()))
 
     async def _finish(self, event: CompletedEvent) -> None:
         self._completed = event
-        for output in event.outputs:
-            if output.final_output_type == "text":
-                continue
-            encoder = self._encoders.get(output.stage_id)
-            if encoder is not None:
-                await self._put_audio(output.stage_id, await encoder.finish_async())
-                delta: dict[str, Any] = {"audio": {"expires_at": self._chunk["created"]}}
+        media = [output for output in event.outputs if output.final_output_type != "text"]
+        for output in media:
+            if output.final_output_type == "audio":
+                await self._finish_audio(output)
             else:
-                delta = await content_of(output, self._options.audio_format, self._audio_id)
-            self._put(output.stage_id, delta, finish_reason_of(output))
+                self._put(await asyncio.to_thread(picture_fields, output))
+        self._put({}, **self._end | {"finish_reason": joint_finish_reason(self._end["finish_reason"], media)})
 
-    async def _put_audio(self, stage_id: int, data: bytes) -> None:
+    async def _finish_audio(self, output: OmniRequestOutput) -> None:
+        encoder = self._encoders.get(output.stage_id)
+        if encoder is not None:
+            self._put_data(await encoder.finish_async())
+        else:
+            self._put_audio(data=await asyncio.to_thread(encode_speech, output, self._options.audio_format))
+        self._put_audio(expires_at=self._transcripts.keep(self._audio_id, "".join(self._transcript)))
+
+    def _put_data(self, data: bytes) -> None:
         if data:
-            self._put(stage_id, {"audio": {"data": data}})
+            self._put_audio(data=data)
 
-    def _put(self, stage_id: int, delta: dict[str, Any], finish_reason: str | None = None) -> None:
-        modality = self._config.stages[stage_id].final_output_type
-        index = self._indexes[stage_id]
-        if index not in self._begun:  # Clients join deltas, so that role and id are said once.
-            self._begun.add(index)
+    def _put_audio(self, **fields: Any) -> None:
+        if not self._has_audio_id:
+            self._has_audio_id = True
+            fields = {"id": self._audio_id, **fields}
+        self._put({"audio": fields})
+
+    def _put(self, delta: dict[str, Any], **end: Any) -> None:
+        if not self._has_role:
+            self._has_role = True
             delta = {"role": "assistant", **delta}
-            if modality == "audio":
-                delta["audio"] = {"id": self._audio_id, **delta["audio"]}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        self._lines.put_nowait(_line({"modality": modality, **self._chunk, "choices": [choice]}))
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **end}
+        self._lines.put_nowait(_line({**self._chunk, "choices": [choice]}))
 
     def _encoder(self, stage_id: int) -> AudioEncoder:
         if stage_id not in self._encoders:
             sample_rate = self._config.stages[stage_id].sample_rate or DEFAULT_SAMPLE_RATE
             self._encoders[stage_id] = AudioEncoder(self._options.audio_format, sample_rate)
         return self._encoders[stage_id]
+
+
+def _read(line: str) -> dict[str, Any]:
+    return msgspec.json.decode(line.removeprefix("data: "))
 
 
 def _line(chunk: dict[str, Any]) -> bytes:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
-from openai.types.chat.chat_completion_audio import ChatCompletionAudio
 from PIL import Image
 from starlette.datastructures import State
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
@@ -26,20 +25,22 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponseChoice,
     ChatCompletionResponseStreamChoice,
     ChatCompletionStreamResponse,
+    ChatMessage,
 )
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
+from vllm_omni.entrypoints.openai.chat_media import picture_fields
 from vllm_omni.entrypoints.openai.chat_options import read_modalities
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.images import usage_of
 from vllm_omni.entrypoints.openai.media_inputs import ImageFetcher, as_urls
-from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, image_content, to_base64, video_content
+from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, to_base64
 from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, begun, completed, new_id
-from vllm_omni.entrypoints.openai.protocol import MediaMessage, OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params
 from vllm_omni.errors import OmniError, StageConfigError
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
@@ -48,13 +49,6 @@ from vllm_omni.outputs import OmniRequestOutput
 _FILES = {"image": "png", "video": "mp4"}
 _FOR_TEXT = ("tools", "response_format", "structured_outputs", "logprobs", "prompt_logprobs")
 """Fields whose effect a client would miss."""
-
-
-class MediaDelta(DeltaMessage):
-    """What a stream gives of a message: all of it, at once."""
-
-    content: str | list[dict[str, Any]] | None = None  # type: ignore[assignment]
-    audio: ChatCompletionAudio | None = None
 
 
 @dataclass(frozen=True)
@@ -142,13 +136,15 @@ class DiffusionChat:
 
     def _check_outputs(self, request: OmniChatCompletionRequest) -> None:
         makes = self._maker.stage.makes
-        wanted = read_modalities(request.modalities, self._maker.client.config)
-        if request.modalities is not None and wanted != [makes]:
-            raise VLLMValidationError(f"this model answers with {makes}s alone, not {wanted}", parameter="modalities")
+        modalities = read_modalities(request.modalities, self._maker.client.config, [makes])
+        if modalities != [makes]:
+            raise VLLMValidationError(
+                f"chat with this model returns {makes} only, not {modalities}", parameter="modalities"
+            )
         if request.audio is not None and makes != "audio":
             raise VLLMValidationError(f"this model makes no sound; it makes {makes}s", parameter="audio")
-        if request.audio is not None and request.audio.voice is not None:
-            raise VLLMValidationError("this model has no voices; leave voice out", parameter="audio.voice")
+        if request.audio is not None:
+            self._maker.client.voices.read(request.audio.voice_name, "audio.voice")
 
     def _settings(self, request: OmniChatCompletionRequest) -> dict[str, Any]:
         stage = self._maker.stage
@@ -170,7 +166,6 @@ class _Answer:
         self._created = int(time.time())
         self._question = question
         self._model_name = request.model or maker.model_name
-        self._modality = maker.stage.makes
         self._tells_usage = bool(request.stream_options and request.stream_options.include_usage)
 
     def whole(self, output: OmniRequestOutput) -> ChatCompletionResponse:
@@ -180,7 +175,7 @@ class _Answer:
             created=self._created,
             model=self._model_name,
             choices=[
-                ChatCompletionResponseChoice(index=i, message=MediaMessage(role="assistant", **fields))
+                ChatCompletionResponseChoice(index=i, message=ChatMessage(role="assistant", **fields))
                 for i, fields in enumerate(self._messages(output))
             ],
             usage=_usage(output),
@@ -203,7 +198,7 @@ class _Answer:
     def _chunks(self, output: OmniRequestOutput) -> list[str]:
         chunks = []
         for i, fields in enumerate(self._messages(output)):
-            delta = MediaDelta(role="assistant", **fields)
+            delta = DeltaMessage(role="assistant", **fields)
             chunks.append(self._chunk([ChatCompletionResponseStreamChoice(index=i, delta=delta)]))
             end = ChatCompletionResponseStreamChoice(index=i, delta=DeltaMessage(), finish_reason="stop")
             chunks.append(self._chunk([end]))
@@ -216,7 +211,6 @@ class _Answer:
             id=self.id,
             created=self._created,
             model=self._model_name,
-            modality=self._modality,  # type: ignore[call-arg]
             choices=choices,
             **more,
         )
@@ -226,20 +220,20 @@ class _Answer:
         """Fields of the messages, one for each choice."""
         if output.final_output_type == "audio":
             return [{"audio": audio} for audio in self._sounds(output)]
-        parts = image_content(output) if output.final_output_type == "image" else video_content(output)
+        ((name, parts),) = picture_fields(output).items()
         size = len(parts) // self._question.num_choices
-        return [{"content": parts[i * size : (i + 1) * size]} for i in range(self._question.num_choices)]
+        return [{name: parts[i * size : (i + 1) * size]} for i in range(self._question.num_choices)]
 
-    def _sounds(self, output: OmniRequestOutput) -> list[ChatCompletionAudio]:
-        """One for each clip; `[clips, channels, samples]`, whose channels are mixed."""
+    def _sounds(self, output: OmniRequestOutput) -> list[dict[str, Any]]:
+        """One for each clip; `[clips, channels, samples]`."""
         assert output.sample_rate is not None
         return [
-            ChatCompletionAudio(
-                id=f"audio-{self.id}-{i}",
-                data=to_base64(encode_audio(clip.mean(0).numpy(), self._question.audio_format, output.sample_rate)),
-                expires_at=int(time.time()),  # Nothing is kept that a later turn could name.
-                transcript="",
-            )
+            {
+                "id": f"audio-{self.id}-{i}",
+                "data": to_base64(encode_audio(clip.numpy(), self._question.audio_format, output.sample_rate)),
+                "expires_at": int(time.time()),  # The server keeps nothing that a later turn could name.
+                "transcript": "",
+            }
             for i, clip in enumerate(output.multimodal_output["audio"])
         ]
 

@@ -22,12 +22,12 @@ from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
 
-from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.gate import Gate
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.unserved import UnservedEngineClient
+from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import StageSamplingParams, make_sampling_params
 from vllm_omni.errors import OmniError, PipelineClosedError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
@@ -70,23 +70,28 @@ class OmniEngineClient(UnservedEngineClient):
     Attributes:
         llm: The pipeline.
         config: Its stages.
+        voices: The names that requests can give for its voices.
         vllm_config, model_config, renderer, input_processor: Those of the stage that reads and samples prompts; only
             where the pipeline `has_renderer`.
         default_sampling_params: What that stage samples with where a request does not say; there too.
     """
 
-    def __init__(self, llm: AsyncOmniLLM, *, shutdown_timeout: float = 0) -> None:
+    def __init__(
+        self, llm: AsyncOmniLLM, *, shutdown_timeout: float = 0, voice_map: Mapping[str, str] | None = None
+    ) -> None:
         """
         Args:
             shutdown_timeout: Seconds that running requests may take to end after `shutdown`.
+            voice_map: Further names of voices, see `Voices`, whose errors it raises.
         """
         self.llm = llm
         self.config = llm.config
+        self.voices = Voices(llm.voices, voice_map or {})
         self._gate = Gate()
         self._options = RequestOptions()
         self._started: list[_Peekable] = []
         self._shutdown_timeout = shutdown_timeout
-        self.stage = _sampled_stage(self.config.stage_args, llm.builder.input_processors)
+        self.stage = llm.builder.prompt_stage
         if self.stage is not None:
             self.input_processor: OmniInputProcessor = llm.builder.input_processors[self.stage.stage_id]
             self.vllm_config: VllmConfig = self.input_processor.vllm_config
@@ -320,14 +325,6 @@ async def _with_http_errors(events: AsyncGenerator[OmniEvent, None]) -> AsyncGen
                 yield event
     except OmniError as error:
         raise to_http_error(error) from error
-
-
-def _sampled_stage(
-    stages: Sequence[OmniStageConfig], processors: Mapping[int, OmniInputProcessor]
-) -> OmniStageConfig | None:
-    """The stage that vLLM's handlers sample: of those that read prompts the one that is marked, else the first."""
-    reading = [stage for stage in stages if stage.stage_id in processors]
-    return next((stage for stage in reading if stage.is_comprehension), reading[0] if reading else None)
 
 
 def _with_added(params: SamplingParams, added: Mapping[str, Any]) -> SamplingParams:

@@ -38,7 +38,7 @@ ADAPTER_SETTINGS = ("lora", "lora_scale")
 """Where a request may also name one of the server's LoRA adapters, and say how strongly it counts."""
 
 
-def image_content(output: OmniRequestOutput) -> list[dict[str, Any]]:
+def image_parts(output: OmniRequestOutput) -> list[dict[str, Any]]:
     """The images of a diffusion stage's output as parts of a message; empty if it has none. PNG unless they are files.
 
     Each is `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
@@ -48,7 +48,7 @@ def image_content(output: OmniRequestOutput) -> list[dict[str, Any]]:
     return [_part("image_url", f"image/{file_format}", file) for file in files]
 
 
-def video_content(output: OmniRequestOutput) -> list[dict[str, Any]]:
+def video_parts(output: OmniRequestOutput) -> list[dict[str, Any]]:
     """The videos of a diffusion stage's output as parts of a message, MP4; empty if it has none.
 
     Each is `{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}`.

@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a chat request and its answer have besides what vLLM's have."""
+"""What a chat request has besides vLLM's fields."""
 
-from typing import Any, Literal
+import argparse
+from typing import Any, Literal, get_args
 
-from openai.types.chat.chat_completion_audio import ChatCompletionAudio
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 from typing_extensions import Self
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatMessage
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 
 Modality = Literal["text", "audio", "image", "video"]
 AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16", "pcm"]
+
+
+def add_chat_flags(group: argparse._ActionsContainer) -> None:
+    """What the server assumes where a chat request does not say."""
+    group.add_argument(
+        "--default-modalities",
+        nargs="+",
+        choices=get_args(Modality),
+        metavar="MODALITY",
+        help="Outputs of a chat request without `modalities`, such as `text audio`. Default: text, as in OpenAI's API; "
+        "all outputs of a model that writes no text.",
+    )
 
 
 class AudioVoice(OpenAIBaseModel):
@@ -22,15 +34,22 @@ class ChatAudio(OpenAIBaseModel):
 
     format: AudioFormat | None = Field(None, description="Default: wav, and pcm16 in a stream.")
     voice: str | AudioVoice | None = Field(
-        None, description="One of GET /v1/audio/voices; default: the first of them.", examples=["ethan"]
+        None, description="One of GET /v1/audio/voices; default: the first of them.", examples=["alloy"]
     )
+
+    @property
+    def voice_name(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, AudioVoice) else self.voice
 
 
 class OmniChatCompletionRequest(ChatCompletionRequest):
     """OpenAI's and vLLM's fields, and those of a pipeline of stages."""
 
     modalities: list[Modality] | None = Field(
-        None, description="The outputs wanted; default: all that the model has.", examples=[["text", "audio"]]
+        None,
+        description="The outputs of the answer. Default: those of --default-modalities, else text, and of a model that "
+        "writes no text all that it makes.",
+        examples=[["text", "audio"]],
     )
     audio: ChatAudio | None = Field(None, description="How the speech shall be.")
     sampling_params_list: list[dict[str, Any] | None] | None = Field(
@@ -55,10 +74,3 @@ class OmniChatCompletionRequest(ChatCompletionRequest):
             raise ValueError(f"the field {error} is missing") from error
         except (AttributeError, IndexError, TypeError) as error:
             raise ValueError(f"a field is not what it should be: {error}") from error
-
-
-class MediaMessage(ChatMessage):
-    """A message of sound, or of images or videos as a list of content parts."""
-
-    content: str | list[dict[str, Any]] | None = None  # type: ignore[assignment]
-    audio: ChatCompletionAudio | None = None

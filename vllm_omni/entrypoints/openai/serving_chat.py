@@ -14,12 +14,13 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import RequestOutput
 
+from vllm_omni.entrypoints.openai.chat_media import add_media
 from vllm_omni.entrypoints.openai.chat_options import ChatOptions, read_chat_options
 from vllm_omni.entrypoints.openai.chat_stream import Line, MediaStream
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
-from vllm_omni.entrypoints.openai.media_choices import add_media_choices
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.serving import OmniServing
+from vllm_omni.entrypoints.openai.transcripts import Transcripts
 from vllm_omni.events import CompletedEvent
 
 
@@ -27,11 +28,14 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
     """One instance answers all requests; each is handled by a copy that has its own `options` and engine client."""
 
     options: ChatOptions
+    default_modalities: list[str]
+    transcripts: Transcripts
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
     ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
         assert isinstance(request, OmniChatCompletionRequest)
+        request.messages = self.transcripts.fill_in(request.messages)
         handler = self._for_request(request)
         answer = await OpenAIServingChat.create_chat_completion(handler, request, raw_request)
         if isinstance(answer, AsyncGenerator):
@@ -40,7 +44,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
 
     def _for_request(self, request: OmniChatCompletionRequest) -> Self:
         handler = copy.copy(self)
-        handler.options = options = read_chat_options(request, self.client)
+        handler.options = options = read_chat_options(request, self.client, self.default_modalities)
         handler.engine_client = self.client.with_options(options.for_engine)
         if options.trusts_mm_kwargs:
             handler.online_renderer = copy.copy(self.online_renderer)
@@ -66,12 +70,13 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
 
         answer = await super().chat_completion_full_generator(request, text_only(), request_id, *args, **kwargs)
         if isinstance(answer, ChatCompletionResponse) and completed:
-            await add_media_choices(
+            await add_media(
                 answer,
                 completed[0],
                 self.options.audio_format,
                 self.client.config,
                 kwargs.get("mm_token_counts"),
+                self.transcripts,
                 shows_text=self.options.shows_text,
             )
         return answer
@@ -91,8 +96,8 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
             self.client.config,
             request_id,
             model_name,
-            num_text_choices=request.n or 1,
-            mm_token_counts=kwargs.get("mm_token_counts"),
+            kwargs.get("mm_token_counts"),
+            self.transcripts,
         )
         text = super().chat_completion_stream_generator(request, media.text(), request_id, model_name, *args, **kwargs)
         return media.lines(text) if self.options.for_engine.wants_media else text

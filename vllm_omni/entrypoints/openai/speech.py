@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/audio/speech and GET /v1/audio/voices, as OpenAI has the former, for any pipeline that gives sound.
 
-A model that speaks what it writes is dictated the text (`dictation.py`); any other gets it as its prompt.
+A model that speaks what it writes is dictated the text (`dictation.py`); any other gets it as its prompt. The answer is
+always a stream: of the file's bytes, or of server-sent events.
 """
 
 from __future__ import annotations
@@ -27,11 +28,18 @@ from vllm.exceptions import VLLMValidationError
 from vllm.tracing import extract_trace_headers
 
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, DEFAULT_SAMPLE_RATE, AudioEncoder, as_mono
+from vllm_omni.entrypoints.openai.audio_formats import (
+    AUDIO_FORMATS,
+    DEFAULT_SAMPLE_RATE,
+    AudioEncoder,
+    BrokenAudioError,
+    count_channels,
+    first_clip,
+)
+from vllm_omni.entrypoints.openai.chat_media import finish_reason_of
 from vllm_omni.entrypoints.openai.dictation import Dictation
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
-from vllm_omni.entrypoints.openai.media_choices import finish_reason_of
 from vllm_omni.entrypoints.openai.media_messages import to_base64
 from vllm_omni.entrypoints.openai.media_stage import begun, check_model, new_id, served_names
 from vllm_omni.entrypoints.openai.speech_protocol import (
@@ -41,7 +49,6 @@ from vllm_omni.entrypoints.openai.speech_protocol import (
     SpeechUsage,
     VoiceId,
     VoiceList,
-    read_voice,
 )
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params
 from vllm_omni.entrypoints.request_builder import StageSamplingParams
@@ -53,8 +60,8 @@ logger = logging.getLogger("vllm.omni.server")
 
 router = APIRouter()
 
-FINISH_REASON_HEADER = "X-Finish-Reason"
-"""Of a whole file: `length` where the model may speak no longer, so that the end of the text is missing."""
+SAMPLE_RATE_HEADER, CHANNELS_HEADER = "X-Sample-Rate", "X-Channels"
+"""Of the file: samples per second of each channel, and channels; pcm says neither itself."""
 
 _ERRORS = (
     HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -63,8 +70,11 @@ _ERRORS = (
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     HTTPStatus.OK.value: {
-        "description": "The file, or a stream of it. X-Finish-Reason of a whole file: `stop`, or `length` where the "
-        "model may speak no longer and the end of the text is missing.",
+        "description": "The file, while it is made, as bytes or as server-sent events.",
+        "headers": {
+            SAMPLE_RATE_HEADER: {"schema": {"type": "integer"}, "description": "Samples per second of each channel."},
+            CHANNELS_HEADER: {"schema": {"type": "integer"}, "description": "1, or 2 of a model that makes stereo."},
+        },
         "content": {**dict.fromkeys(AUDIO_FORMATS.values(), _BINARY), "text/event-stream": {}},
     },
     **{status.value: {"model": ErrorResponse} for status in _ERRORS},
@@ -115,32 +125,27 @@ class ServingSpeech:
         """
         check_model(request.model, self._model_names)
         prompt, params = await self._read(request)
+        file = _SoundFile(self._stage, request)
         events = self._client.run(
             prompt,
             params,
             new_id("speech", raw_request),
-            # A diffusion stage shows nothing that could be heard before its end.
-            stream=request.is_streamed and self._stage.kind != "DiT",
+            stream=file.is_streamed,
             trace_headers=extract_trace_headers(raw_request.headers),
         )
-        sound = self._encode(events, request)
-        media_type = AUDIO_FORMATS[request.response_format]
-        if not request.is_streamed:
-            return await _whole(sound, media_type)
-        sound = await begun(sound)
+        parts = await begun(file.parts(events))
         if request.stream_format == "sse":
-            return _ClosingResponse(with_sse_keep_alive(self._tell(sound), self._keep_alive_s), "text/event-stream")
-        return _ClosingResponse(_only_bytes(sound), media_type)
+            lines = with_sse_keep_alive(self._sse_lines(parts), self._keep_alive_s)
+            return _ClosingResponse(lines, "text/event-stream", file.headers)
+        return _ClosingResponse(_only_bytes(parts), AUDIO_FORMATS[request.response_format], file.headers)
 
     async def _read(self, request: SpeechRequest) -> tuple[OmniPrompt, list[StageSamplingParams]]:
         """What the pipeline is told."""
         voice = request.voice.id if isinstance(request.voice, VoiceId) else request.voice
-        said = read_voice(voice, self._client.llm.voices, "voice")
+        speaker = self._client.voices.read(voice, "voice")
         params: list[StageSamplingParams] = [*read_stage_params(request.sampling_params_list, self._client.config)]
-        prompt = OmniPrompt(modalities=["audio"], **said)  # type: ignore[typeddict-item]
+        prompt = OmniPrompt(modalities=["audio"], **speaker)  # type: ignore[typeddict-item]
         if self._dictation is None:
-            if request.instructions:
-                raise VLLMValidationError("this model takes no instructions; leave it out", parameter="instructions")
             prompt["prompt"] = request.input
             return prompt, params
         assert self._client.stage is not None
@@ -155,36 +160,11 @@ class ServingSpeech:
         params[writer] = dictated.params
         return prompt, params
 
-    async def _encode(
-        self, events: AsyncGenerator[OmniEvent, None], request: SpeechRequest
-    ) -> AsyncGenerator[bytes | CompletedEvent, None]:
-        """The file, as it comes, and at last the event that says that it is complete.
-
-        Raises:
-            OmniError, OmniHTTPError: It failed.
-        """
-        encoder: AudioEncoder | None = None
-        async with aclosing(events):
-            async for event in events:
-                samples, rate = _samples(event, self._stage, is_first=encoder is None)
-                if len(samples):
-                    encoder = encoder or self._make_encoder(request, rate)
-                    if data := await _checked(encoder, samples):
-                        yield data
-                if isinstance(event, CompletedEvent):
-                    if encoder is None:
-                        raise OmniHTTPError("the model made no sound of this input", HTTPStatus.INTERNAL_SERVER_ERROR)
-                    yield await encoder.finish_async()
-                    yield event
-
-    def _make_encoder(self, request: SpeechRequest, rate: int) -> AudioEncoder:
-        return AudioEncoder(request.response_format, rate, request.speed, is_whole=not request.is_streamed)
-
-    async def _tell(self, sound: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[str, None]:
+    async def _sse_lines(self, parts: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[str, None]:
         """Server-sent events; an error is the last of them."""
         try:
-            async with aclosing(sound):
-                async for part in sound:
+            async with aclosing(parts):
+                async for part in parts:
                     if isinstance(part, CompletedEvent):
                         done = SpeechDone(usage=self._usage(part), finish_reason=finish_reason_of(part.outputs[0]))
                         yield _line(done.model_dump_json())
@@ -205,11 +185,81 @@ class ServingSpeech:
         return SpeechUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
 
 
+class _SoundFile:
+    """The file of one request, encoded while its sound is made.
+
+    Attributes:
+        is_streamed: The sound comes in pieces. That of a diffusion stage is there at once and as a whole.
+    """
+
+    def __init__(self, stage: OmniStageConfig, request: SpeechRequest) -> None:
+        """
+        Args:
+            stage: The final stage that makes the sound.
+        """
+        self.is_streamed = stage.kind != "DiT"
+        self._stage = stage
+        self._request = request
+        self._encoder: AudioEncoder | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the response says of the file; known when its first bytes are."""
+        assert self._encoder is not None
+        return {
+            SAMPLE_RATE_HEADER: str(self._encoder.sample_rate),
+            CHANNELS_HEADER: str(self._encoder.num_channels),
+        }
+
+    async def parts(self, events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[bytes | CompletedEvent, None]:
+        """The file's bytes as they are made, and at last the event that says that it is complete.
+
+        Raises:
+            OmniError, OmniHTTPError: It failed.
+        """
+        async with aclosing(events):
+            async for event in events:
+                samples, rate = self._samples(event)
+                if samples.size and (data := await self._encode(samples, rate)):
+                    yield data
+                if isinstance(event, CompletedEvent):
+                    if self._encoder is None:
+                        raise OmniHTTPError("the model made no sound of this input", HTTPStatus.INTERNAL_SERVER_ERROR)
+                    yield await self._encoder.finish_async()
+                    yield event
+
+    def _samples(self, event: OmniEvent) -> tuple[np.ndarray, int]:
+        """What an event adds to the sound, float32 `[n]` or `[channels, n]`, and its sample rate."""
+        tensors: Mapping[str, torch.Tensor] = {}
+        rate = self._stage.sample_rate
+        if isinstance(event, ARSegmentEvent) and event.stage_id == self._stage.stage_id:
+            tensors = event.multimodal_output
+        elif isinstance(event, CompletedEvent) and self._encoder is None:  # No piece came before: it has all of it.
+            (output,) = event.outputs
+            tensors, rate = output.multimodal_output, output.sample_rate
+        return first_clip(tensors.get("audio", torch.empty(0))), rate or DEFAULT_SAMPLE_RATE
+
+    async def _encode(self, samples: np.ndarray, rate: int) -> bytes:
+        try:
+            if self._encoder is None:
+                self._encoder = AudioEncoder(
+                    self._request.response_format,
+                    rate,
+                    self._request.speed,
+                    num_channels=count_channels(samples),
+                    is_whole=not self.is_streamed,
+                )
+            return await self._encoder.encode_async(samples)
+        except BrokenAudioError as error:
+            logger.error("a stage made broken audio: %s", error)
+            raise OmniHTTPError("the model made broken audio", HTTPStatus.INTERNAL_SERVER_ERROR) from error
+
+
 class _ClosingResponse(StreamingResponse):
     """Ends what it streams when it ends itself, for whatever reason: the request is aborted at once."""
 
-    def __init__(self, parts: AsyncGenerator[Any, None], media_type: str) -> None:
-        super().__init__(parts, media_type=media_type)
+    def __init__(self, parts: AsyncGenerator[Any, None], media_type: str, headers: Mapping[str, str]) -> None:
+        super().__init__(parts, headers=headers, media_type=media_type)
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -217,46 +267,11 @@ class _ClosingResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _whole(sound: AsyncGenerator[bytes | CompletedEvent, None], media_type: str) -> Response:
-    data, headers = [], {}
-    async with aclosing(sound):
-        async for part in sound:
-            if isinstance(part, CompletedEvent):
-                headers[FINISH_REASON_HEADER] = finish_reason_of(part.outputs[0])
-            else:
-                data.append(part)
-    return Response(b"".join(data), headers=headers, media_type=media_type)
-
-
-async def _only_bytes(sound: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(sound):
-        async for part in sound:
+async def _only_bytes(parts: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(parts):
+        async for part in parts:
             if isinstance(part, bytes) and part:
                 yield part
-
-
-def _samples(event: OmniEvent, stage: OmniStageConfig, *, is_first: bool) -> tuple[np.ndarray, int]:
-    """What an event adds to the sound, float32 `[n]`, and its sample rate.
-
-    Args:
-        is_first: No event has added anything so far, so that the last one has all of it.
-    """
-    tensors: Mapping[str, torch.Tensor] = {}
-    rate = stage.sample_rate
-    if isinstance(event, ARSegmentEvent) and event.stage_id == stage.stage_id:
-        tensors = event.multimodal_output
-    elif isinstance(event, CompletedEvent) and is_first:
-        (output,) = event.outputs
-        tensors, rate = output.multimodal_output, output.sample_rate
-    return as_mono(tensors.get("audio", torch.empty(0))), rate or DEFAULT_SAMPLE_RATE
-
-
-async def _checked(encoder: AudioEncoder, samples: np.ndarray) -> bytes:
-    try:
-        return await encoder.encode_async(samples)
-    except ValueError as error:
-        logger.error("a stage made broken audio: %s", error)
-        raise OmniHTTPError("the model made broken audio", HTTPStatus.INTERNAL_SERVER_ERROR) from error
 
 
 def _line(data: str) -> str:
@@ -267,7 +282,7 @@ def _line(data: str) -> str:
 @with_cancellation
 @load_aware_call
 async def create_speech(request: SpeechRequest, raw_request: Request) -> Response:
-    """The speech of a text: a file, or a stream of it while it is made."""
+    """The speech of a text, while it is made."""
     state = raw_request.app.state
     if state.omni_speech is None:
         outputs = ", ".join(state.engine_client.config.output_types)
@@ -277,8 +292,9 @@ async def create_speech(request: SpeechRequest, raw_request: Request) -> Respons
 
 @router.get("/v1/audio/voices")
 async def list_voices(raw_request: Request) -> VoiceList:
-    """The voices that a request can choose."""
-    return VoiceList(voices=raw_request.app.state.engine_client.llm.voices)
+    """The voices that a request can choose, and further names for them."""
+    voices = raw_request.app.state.engine_client.voices
+    return VoiceList(voices=voices.names, voice_map=voices.map)
 
 
 def attach_router(app: FastAPI) -> None:

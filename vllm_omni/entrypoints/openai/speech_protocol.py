@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from vllm.exceptions import VLLMValidationError
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from vllm_omni.entrypoints.openai.audio_formats import MAX_SPEED, MIN_SPEED
 
 MAX_INPUT_CHARS = 4096
-DEFAULT_VOICE = "default"
 
 SpeechFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 
@@ -36,25 +33,24 @@ class SpeechRequest(BaseModel):
     )
     model: str | None = Field(None, description="A name of GET /v1/models; default: the model that is served.")
     voice: str | VoiceId | None = Field(
-        None, description="One of GET /v1/audio/voices; default, or 'default': the first of them.", examples=["ethan"]
+        None, description="One of GET /v1/audio/voices; default, or 'default': the first of them.", examples=["alloy"]
     )
     instructions: str | None = Field(
         None,
         max_length=MAX_INPUT_CHARS,
-        description="How to speak it, for models that speak what they write: their system message.",
+        description="How to speak it: the system message of models that write what they speak. Other models do not "
+        "use it.",
         examples=["Speak slowly and kindly."],
     )
     response_format: SpeechFormat = Field(
-        "mp3", description="The file's format. pcm: 16-bit little-endian samples, mono, without a header."
+        "mp3",
+        description="The file's format. pcm: 16-bit little-endian samples without a header, channels interleaved.",
     )
     speed: float = Field(
         1.0, ge=MIN_SPEED, le=MAX_SPEED, description="How many times as fast it is spoken, at the same pitch."
     )
-    stream_format: Literal["audio", "sse"] | None = Field(
-        None, description="Send the speech while it is made: as the bytes of the file, or as server-sent events."
-    )
-    stream: bool | None = Field(
-        None, description="Send the speech while it is made; default: where stream_format is given."
+    stream_format: Literal["audio", "sse"] = Field(
+        "audio", description="How the speech is sent while it is made: the bytes of the file, or server-sent events."
     )
     sampling_params_list: list[dict[str, Any] | None] | None = Field(
         None,
@@ -69,16 +65,6 @@ class SpeechRequest(BaseModel):
         if not value.strip():
             raise ValueError("there is nothing to speak in it")
         return value
-
-    @model_validator(mode="after")
-    def _is_consistent(self) -> SpeechRequest:
-        if self.stream is False and self.stream_format == "sse":
-            raise VLLMValidationError("stream_format 'sse' is a stream; leave stream out", parameter="stream")
-        return self
-
-    @property
-    def is_streamed(self) -> bool:
-        return self.stream_format is not None if self.stream is None else self.stream
 
 
 class SpeechUsage(BaseModel):
@@ -113,23 +99,7 @@ class SpeechDone(BaseModel):
 
 
 class VoiceList(BaseModel):
-    voices: list[str] = Field(description="Names to choose from, the default one first; none of a model with none.")
-
-
-def read_voice(voice: str | None, known: Sequence[str], parameter: str) -> dict[str, Any]:
-    """The keys of a prompt (`OmniPrompt`) that say who shall speak; none for the default voice.
-
-    Args:
-        voice: A name in any case; None, or `default`: the default.
-        known: `AsyncOmniLLM.voices`.
-        parameter: The request's field, for the error.
-
-    Raises:
-        VLLMValidationError: There is no such voice; names those that there are.
-    """
-    if voice is None or voice.lower() == DEFAULT_VOICE:
-        return {}
-    if voice.lower() not in known:
-        has = f"there are {', '.join(known)}" if known else f"this model has none to choose; say {DEFAULT_VOICE!r}"
-        raise VLLMValidationError(f"unknown voice {voice!r}; {has}", parameter=parameter)
-    return {"additional_information": {"speaker": voice.lower()}}
+    voices: list[str] = Field(
+        description="The model's voices, the default one first; empty where there is none to choose."
+    )
+    voice_map: dict[str, str] = Field(description="Further names, each with the voice that it means.")

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names that a request can give for a voice: the model's own, and others that are mapped to these.
+
+OpenAI's are mapped for every model. Knows neither models nor requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+OPENAI_VOICES = (
+    "alloy", "ash", "ballad", "coral", "echo", "fable", "nova", "onyx", "sage", "shimmer", "verse", "marin", "cedar",
+)  # fmt: skip
+DEFAULT_VOICE = "default"
+"""The name of the model's first voice, and of the only one of a model with none to choose."""
+
+
+class Voices:
+    """The voices of one model. Names are compared without case.
+
+    Attributes:
+        names: The model's own, the default one first; empty where there is none to choose.
+        map: Every other name, and the voice that it means.
+    """
+
+    def __init__(self, names: Sequence[str], voice_map: Mapping[str, str]) -> None:
+        """
+        Args:
+            names: The model's voices, in lower case (`AsyncOmniLLM.voices`).
+            voice_map: Voices by further names, see `--voice-map`. OpenAI's names that are not in it are spread over
+                the model's voices in turn.
+
+        Raises:
+            ValueError: A name in `voice_map` is the model's own, or means a voice that the model does not have.
+        """
+        self.names = list(names)
+        given = {name.lower(): voice.lower() for name, voice in voice_map.items()}
+        own = [*names, DEFAULT_VOICE]
+        for name, voice in given.items():
+            if name in own:
+                raise ValueError(f"{name!r} is a voice of the model and cannot be mapped to another")
+            if voice not in own:
+                raise ValueError(f"{name!r} is mapped to an unknown voice {voice!r}; the model has {', '.join(own)}")
+        targets = self.names or [DEFAULT_VOICE]
+        spread = {name: targets[i % len(targets)] for i, name in enumerate(OPENAI_VOICES) if name not in own}
+        self.map = spread | given
+
+    def read(self, voice: str | None, parameter: str) -> dict[str, Any]:
+        """The keys of a prompt (`OmniPrompt`) for a request's voice; none for the default voice.
+
+        Args:
+            voice: A name; None: the default.
+            parameter: The request's field, for the error.
+
+        Raises:
+            VLLMValidationError: There is no such voice; lists those that there are.
+        """
+        name = DEFAULT_VOICE if voice is None else voice.lower()
+        name = self.map.get(name, name)
+        if name == DEFAULT_VOICE:
+            return {}
+        if name not in self.names:
+            known = ", ".join([*(self.names or [DEFAULT_VOICE]), *self.map])
+            raise VLLMValidationError(f"unknown voice {voice!r}; there are {known}", parameter=parameter)
+        return {"additional_information": {"speaker": name}}
+
+
+def add_voice_argument(group: argparse._ActionsContainer) -> None:
+    """Adds `--voice-map`."""
+    group.add_argument(
+        "--voice-map",
+        type=_as_voice_map,
+        default={},
+        metavar="JSON",
+        help="Further names of voices in requests for speech, each with the model's voice that it means: --voice-map "
+        '\'{"alloy": "ethan"}\', or --voice-map.alloy ethan. The names of OpenAI\'s voices that are not given are '
+        "mapped to the model's voices in turn; GET /v1/audio/voices shows the mapping.",
+    )
+
+
+def _as_voice_map(text: str) -> dict[str, str]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict) or not all(isinstance(voice, str) for voice in value.values()):
+        raise argparse.ArgumentTypeError(f'{text!r} is not of the form {{"NAME": "VOICE"}}')
+    return value

@@ -45,7 +45,7 @@ class Talker:
         self._config = get_config(str(model), trust_remote_code=False)
         stages = load_pipeline_config(stage_configs_dir() / f"{self._config.model_type}.yaml").stage_args
         stage = next(stage for stage in stages if stage.kind == "AR" and stage.engine_input_source)
-        self._processor = load_stage_input_processor(stage.custom_process_input_func, str(model), False)
+        self._processor = load_stage_input_processor(stage, str(model))
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         engine_args = create_engine_args(str(model), **(stage.engine_args | ENGINE_ARGS))
         self.engine = OmniLLMEngine.from_omni_engine_args(engine_args)

@@ -29,6 +29,7 @@ EVERYTHING: dict[str, Any] = {
     "compile": True,
     "quantization": {"quant_backend": "torchao"},
     "max_loras": 2,
+    "lora_modules": {"ink": "adapters/ink"},
     "max_batch_size": 1,
     "batch_wait_ms": 0,
     "max_pixels": 4096,

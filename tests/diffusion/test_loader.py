@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
+from tests.hub_cache import NAME, HubCache
 from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
 from vllm_omni.diffusion.loader import load_pipeline, weight_bytes
 from vllm_omni.errors import StageConfigError
@@ -348,3 +349,16 @@ def test_weights_are_counted_without_reading_them(z_image: Path, tmp_path: Path,
 def test_offloaded_weights_are_not_counted(z_image: Path) -> None:
     with pytest.raises(StageConfigError, match="are not computed"):
         weight_bytes(str(z_image), parse_dit_config({"offload": "group"}, "dit"), CPU)
+
+
+@pytest.mark.parametrize("part", ["pipeline", "encoder", "denoiser"])
+def test_a_revision_is_loaded_and_nothing_of_another(
+    z_image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    cache = HubCache(tmp_path, monkeypatch)
+    (cache.add(z_image, "main") / "model_index.json").write_text("{}")  # Whoever reads this fails.
+    cache.add(z_image, "v2")
+
+    pipe = load(Path(NAME), revision="v2", part=part)
+
+    assert type(pipe).__name__ == "ZImagePipeline"

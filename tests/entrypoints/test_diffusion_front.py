@@ -18,6 +18,7 @@ from tests.entrypoints.conftest import other_face
 from tests.entrypoints.faces import quick_servers
 from vllm_omni import AsyncOmniLLM, CompletedEvent, OmniLLM
 from vllm_omni.config.loader import parse_pipeline_config
+from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.errors import InvalidRequestError, StageConfigError
@@ -200,7 +201,8 @@ def text_builder(tiny_qwen3: Path) -> RequestBuilder:
 
 
 def test_a_stage_input_processor_knows_the_diffusers_checkpoint(painter: str) -> None:
-    processor = load_stage_input_processor(PROCESSOR, painter, False)
+    config = OmniStageConfig(stage_id=1, engine_type="DiT", custom_process_input_func=PROCESSOR)
+    processor = load_stage_input_processor(config, painter)
 
     assert processor is not None and isinstance(processor.hf_config, PretrainedConfig)
     assert processor.hf_config._class_name == "FluxPipeline"

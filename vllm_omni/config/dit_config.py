@@ -51,6 +51,7 @@ class DiTConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         compile: Compile the denoiser with torch.compile.
         quantization: Arguments of diffusers' `PipelineQuantizationConfig`.
         max_loras: LoRA adapters that are kept loaded.
+        lora_modules: Adapters, name to file, that are checked when the stage starts (`vllm serve --lora-modules`).
         max_batch_size: Outputs that it works on at once (`runtime.max_batch_size`); None: 4, or 1 with a cache, or
             where whole components are offloaded.
         batch_wait_ms: How long an idle stage waits for company when a request arrives.
@@ -78,6 +79,7 @@ class DiTConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     compile: bool = False
     quantization: dict[str, Any] | None = None
     max_loras: int = 8
+    lora_modules: dict[str, str] = {}
     max_batch_size: int | None = None
     batch_wait_ms: float = 2.0
     max_pixels: int = 2048 * 2048

@@ -276,6 +276,15 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         }
 
     @property
+    def adapter_stages(self) -> set[int]:
+        """The diffusion stages that a request's LoRA adapter is for."""
+        stages = [stage for stage in self.stage_args if stage.kind == "DiT"]
+        first = [stage for stage in stages if not stage.engine_input_source]
+        if any(stage.encodes_prompts for stage in first):
+            return {stage.stage_id for stage in stages if stage.engine_args.get("part") == "denoiser"}
+        return {stage.stage_id for stage in first}
+
+    @property
     def processes(self) -> list[list[OmniStageConfig]]:
         """The stages of each process, in stage order; a process stands where its first stage does."""
         groups: dict[int | str, list[OmniStageConfig]] = {}

@@ -70,13 +70,22 @@ class AdapterManager:
         self._pipe.set_adapters([adapter], [scale])
         self._pipe.enable_lora()
 
-    def _load(self, name: str, path: str) -> None:
+    def check(self, name: str, path: str) -> str:
+        """Where an adapter lies on this machine, which is downloaded now unless it was before.
+
+        Raises:
+            ValueError: It is no adapter for this pipeline, as far as its file shows it.
+        """
         if self._max_loras < 1:
             raise ValueError(f"LoRA adapter {name!r}: this stage takes none (max_loras is {self._max_loras})")
         place = _place(path)
         problem = _problem(self._pipe, place)
         if problem is not None:
             raise ValueError(f"LoRA adapter {name!r} ({path}): {problem}")
+        return place
+
+    def _load(self, name: str, path: str) -> None:
+        place = self.check(name, path)
         adapter = f"adapter_{next(self._numbers)}"
         try:
             self._pipe.load_lora_weights(place, adapter_name=adapter, use_safetensors=True, local_files_only=True)

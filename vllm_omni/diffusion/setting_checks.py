@@ -23,11 +23,11 @@ from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
 _LARGEST_SEED = 2**63 - 1
 _AT_LEAST = {
     "height": 1, "width": 1, "num_inference_steps": 1, "guidance_scale": 0, "true_cfg_scale": 0,
-    "num_outputs_per_prompt": 1, "num_frames": 1, "output_quality": 1, "preview_every": 0,
+    "num_outputs_per_prompt": 1, "num_frames": 1, "output_quality": 1, "preview_every": 0, "lora_scale": -100,
 }  # fmt: skip
 _ABOVE_ZERO = ("strength", "fps")
-# Guidance: far above what anybody uses, and far below what overflows in half precision.
-_AT_MOST = {"strength": 1, "output_quality": 100, "guidance_scale": 1000, "true_cfg_scale": 1000}
+# Guidance and adapters: far above what anybody uses, and far below what overflows in half precision.
+_AT_MOST = {"strength": 1, "output_quality": 100, "guidance_scale": 1000, "true_cfg_scale": 1000, "lora_scale": 100}
 
 
 def read_settings(

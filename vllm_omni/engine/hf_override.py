@@ -1,17 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes one part of a checkpoint's configuration the configuration of a stage's model."""
+"""A checkpoint's configuration as a stage reads it, and one part of it as the configuration of the stage's model."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
+from vllm.transformers_utils.config import get_config
 
 HfOverrides = dict[str, Any] | Callable[[PretrainedConfig], PretrainedConfig]
 
 # vLLM asks every configuration for these; a model without tokens or attention has no use for them.
 _ONE_STEP_DEFAULTS = {"vocab_size": 1, "hidden_size": 1, "num_attention_heads": 1, "num_hidden_layers": 1}
+
+_READING_ARGS = ("revision", "code_revision", "config_format")
+
+
+def load_hf_config(model: str, engine_args: Mapping[str, Any]) -> PretrainedConfig:
+    """The whole configuration that vLLM reads for an engine with these arguments, before any `hf_overrides`.
+
+    Raises:
+        OSError, ValueError: There is none that can be read.
+    """
+    given = {name: engine_args[name] for name in _READING_ARGS if engine_args.get(name) is not None}
+    return get_config(
+        engine_args.get("hf_config_path") or model,
+        trust_remote_code=engine_args.get("trust_remote_code", False),
+        token=engine_args.get("hf_token"),
+        **given,
+    )
 
 
 @dataclass(frozen=True)
@@ -40,6 +58,10 @@ class StageConfigOverride:
         if self.one_step:
             _fill_missing(part)
         return self._apply_user_overrides(part)
+
+    def change_part(self, config: PretrainedConfig) -> None:
+        """Applies the caller's overrides to the stage's part, inside of the whole configuration."""
+        self._apply_user_overrides(config if self.hf_config_name is None else _descend(config, self.hf_config_name))
 
     def _select(self, config: PretrainedConfig) -> PretrainedConfig:
         if self.hf_config_name is None:

@@ -58,7 +58,7 @@ class RequestBuilder:
             if stage.kind == "DiT"
         }
         self._encoded_for = _encoded_for(config)
-        self._adapter_stages = _adapter_stages(config)
+        self._adapter_stages = config.adapter_stages
         self._processors = load_processors(config, model)
         self._mm_metadata_keys = {key for processor in self._processors.values() for key in processor.mm_metadata_keys}
         self._default_params = {
@@ -322,22 +322,10 @@ def _encoded_for(config: PipelineConfig) -> dict[int, int]:
     return found
 
 
-def _adapter_stages(config: PipelineConfig) -> set[int]:
-    """The diffusion stages that a request's adapter is for."""
-    stages = [stage for stage in config.stage_args if stage.kind == "DiT"]
-    first = [stage for stage in stages if not stage.engine_input_source]
-    if any(stage.encodes_prompts for stage in first):
-        return {stage.stage_id for stage in stages if stage.engine_args.get("part") == "denoiser"}
-    return {stage.stage_id for stage in first}
-
-
 def load_processors(config: PipelineConfig, model: str) -> dict[int, StageInputProcessor]:
     """The stage input processors of a checkpoint's pipeline, by stage id."""
     processors = {
-        stage.stage_id: load_stage_input_processor(
-            stage.custom_process_input_func, stage.checkpoint(model), stage.engine_args.get("trust_remote_code", False)
-        )
-        for stage in config.stage_args
+        stage.stage_id: load_stage_input_processor(stage, stage.checkpoint(model)) for stage in config.stage_args
     }
     return {stage_id: processor for stage_id, processor in processors.items() if processor is not None}
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm.transformers_utils.config import get_config
-
 from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
 from vllm_omni.config.loader import load_pipeline_config
 from vllm_omni.config.paths import find_stage_configs, stage_configs_dir
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model
+from vllm_omni.engine.hf_override import load_hf_config
 from vllm_omni.entrypoints.stage_arguments import apply_arguments, resolve_checkpoints
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.budgets import apply_budgets
@@ -103,12 +102,10 @@ def _source(model: str, stage_configs_path: str | None, engine_args: Mapping[str
 def _find_file(model: str, engine_args: Mapping[str, Any]) -> Path | None:
     """The stage configuration that ships for a checkpoint; None for a diffusers pipeline."""
     _check_is_checkpoint(model)
-    revision = engine_args.get("revision")
-    if is_diffusers_model(model, revision):
+    if is_diffusers_model(model, engine_args.get("revision")):
         return None
     try:
-        trusts = engine_args.get("trust_remote_code", False)
-        hf_config = get_config(model, trust_remote_code=trusts, revision=revision)
+        hf_config = load_hf_config(model, engine_args)
     except (OSError, ValueError) as error:
         problem = str(error).strip().split("\n")[0]
         raise StageConfigError(f"{model}: is no checkpoint that can be read: {problem}") from error

@@ -51,6 +51,8 @@ def apply_arguments(
     stages = []
     for stage in config.stage_args:
         of_its_kind = _known_arguments(stage)
+        if stage.stage_id not in config.adapter_stages:
+            of_its_kind.discard("lora_modules")
         shared = {name: value for name, value in engine_args.items() if name in of_its_kind}
         added = (_FOR_VLLM_STAGES if stage.runs_vllm else {}) | shared
         stage = msgspec.structs.replace(stage, engine_args=stage.engine_args | added)

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import torch
 from transformers import PretrainedConfig
-from vllm.transformers_utils.config import get_config
 
 from vllm_omni.config.loader import resolve_dotted_path
-from vllm_omni.config.stage_config import WindowConfig
+from vllm_omni.config.stage_config import OmniStageConfig, WindowConfig
 from vllm_omni.diffusion.pipeline_info import is_diffusers_model, load_model_index
+from vllm_omni.engine.hf_override import StageConfigOverride, load_hf_config
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import StageOutput
 
@@ -41,7 +41,9 @@ class StageInputProcessor(ABC):
     def __init__(self, hf_config: PretrainedConfig) -> None:
         """
         Args:
-            hf_config: The checkpoint's full configuration; of a diffusers pipeline, what `model_index.json` holds.
+            hf_config: The checkpoint's full configuration, with the stage's `hf_overrides`; of a diffusers pipeline,
+                what `model_index.json` holds. `name_or_path` and `omni_revision` are the stage's checkpoint and its
+                revision, for what lies beside its weights.
         """
         self.hf_config = hf_config
 
@@ -81,10 +83,20 @@ class StageInputProcessor(ABC):
         return {}
 
 
-def load_stage_input_processor(path: str | None, model: str, trust_remote_code: bool) -> StageInputProcessor | None:
-    """The processor at a dotted path, for the checkpoint `model`; None where a stage has none."""
-    if path is None:
+def load_stage_input_processor(stage: OmniStageConfig, model: str) -> StageInputProcessor | None:
+    """A stage's processor, which reads the same configuration as the stage's engine; None where a stage has none.
+
+    Args:
+        model: The stage's checkpoint.
+    """
+    if stage.custom_process_input_func is None:
         return None
-    is_diffusers = is_diffusers_model(model)
-    hf_config = PretrainedConfig(**load_model_index(model)) if is_diffusers else get_config(model, trust_remote_code)
-    return resolve_dotted_path(path, "custom_process_input_func")(hf_config)
+    args = stage.engine_args
+    revision = args.get("revision")
+    if is_diffusers_model(model, revision):
+        hf_config = PretrainedConfig(**load_model_index(model, revision))
+    else:
+        hf_config = load_hf_config(model, args)
+        StageConfigOverride(args.get("hf_config_name"), user_overrides=args.get("hf_overrides")).change_part(hf_config)
+    hf_config.update({"name_or_path": model, "omni_revision": revision})
+    return resolve_dotted_path(stage.custom_process_input_func, "custom_process_input_func")(hf_config)

@@ -57,9 +57,7 @@ class HostedStage:
         self.engine.recorder = self._recorder
         if limit_s := stage.runtime.step_timeout_s:
             self.engine.step_timer = self._watchdog.watch(self.label, limit_s, self.engine.always_compiles)
-        trust_remote_code = stage.engine_args.get("trust_remote_code", False)
-        processor = load_stage_input_processor(stage.custom_process_input_func, self.spec.model, trust_remote_code)
-        self._shell.attach(self.engine, processor)
+        self._shell.attach(self.engine, load_stage_input_processor(stage, self.spec.model))
 
     def start(self) -> None:
         """Starts the engine; the stage takes requests from now on."""

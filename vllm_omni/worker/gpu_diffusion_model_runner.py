@@ -40,12 +40,18 @@ class DiffusionModelRunner:
     """
 
     def __init__(self, pipe: DiffusionPipeline, config: DiTConfig, device: torch.device) -> None:
+        """
+        Raises:
+            ValueError: One of the configuration's adapters is none for this pipeline.
+        """
         self.running: list[RunningJob] = []
         self._config = config
         self._pipe = pipe
         self._device = device
         self._pipes: dict[type, DiffusionPipeline] = {}
         self._adapters = AdapterManager(pipe, config.max_loras)
+        for name, path in config.lora_modules.items():
+            self._adapters.check(name, path)
         tell_dtypes(pipe)
         vae = pipe.components.get("vae")
         self.sample_rate: int | None = None if vae is None else vae.config.get("sampling_rate")

@@ -106,7 +106,7 @@ def test_single_stages(run, server: Server, tiny_qwen3_omni_moe: Path, tmp_path:
 
 def test_a_pipeline_of_diffusion_stages_only(run, server: Server, tiny_diffusion) -> None:
     model = tiny_diffusion("z_image")
-    names = ["--served-model-name", "painter", "--allowed-local-media-path", "/tmp"]
+    names = ["--served-model-name", "painter", "--allowed-local-media-path", "/tmp", "--lora-modules", "ink=a/b"]
     given = ["--vae-tiling", "--cache-config", "{threshold: 0.1}", "--max-pixels", "4096", "--dtype", "float32"]
 
     assert run("serve", model, *names, *given).code == 0
@@ -120,7 +120,15 @@ def test_a_pipeline_of_diffusion_stages_only(run, server: Server, tiny_diffusion
         "cache_config": {"threshold": 0.1},
         "max_pixels": 4096,
         "dtype": "float32",
+        "lora_modules": {"ink": "a/b"},
     }
+
+
+def test_adapters_of_a_vllm_stage_are_the_servers(run, server: Server, tiny_qwen3: Path) -> None:
+    assert run("serve", tiny_qwen3, "--enable-lora", "--lora-modules", "ink=a/b").code == 0
+
+    assert [module.name for module in server.args.lora_modules] == ["ink"]
+    assert "lora_modules" not in server.llm_args
 
 
 @pytest.mark.parametrize(
@@ -143,6 +151,8 @@ def test_a_pipeline_of_diffusion_stages_only(run, server: Server, tiny_diffusion
         (["--stage.talker.seed"], "--stage.talker.seed needs a value"),
         (["--stage", "{"], "is not JSON"),
         (["--chat-template", "/nowhere.jinja"], "chat template"),
+        (["--max-request-bytes", "9999999999"], "--max-total-request-bytes 2147483648 is less than"),
+        (["--video-dir", "/nowhere"], "must be an existing directory"),
     ],
 )
 def test_a_wrong_or_useless_flag_is_one_message(run, server: Server, given: list[str], words: str) -> None:
@@ -225,6 +235,9 @@ def test_help_has_our_groups(run) -> None:
     for group in ("Omni ", "OmniLimits", "OmniDiffusion", "Frontend", "vllm serve MODEL --omni"):
         assert group in said.out
     ours = run("serve", "--help=omni").out
+    limits = run("serve", "--help=omnilimits").out
+    for flag in ("--max-total-request-bytes", "--video-dir", "--max-stored-videos", "--max-stored-video-bytes"):
+        assert flag in limits
     for flag in ("--stage-configs-path", "--init-timeout", "--stage JSON", "(default: 600.0)"):
         assert flag in ours
 

@@ -38,8 +38,14 @@ def serving(model: Path, **arguments: Any) -> Iterator[FastAPI]:
         yield asyncio.run(build_omni_app(OmniEngineClient(llm), args))
 
 
-def server_args(model: Path) -> Namespace:
-    return OmniServeCommand().parse([str(model), "--served-model-name", MODEL]).args
+def server_args(model: Path | str, *flags: str) -> Namespace:
+    return OmniServeCommand().parse([str(model), "--served-model-name", MODEL, *flags]).args
+
+
+def with_flags(app: FastAPI, *flags: str) -> FastAPI:
+    """Another application for the same pipeline."""
+    client = app.state.engine_client
+    return asyncio.run(build_omni_app(client, server_args(app.state.args.model, *flags)))
 
 
 def use(app: FastAPI, main: Callable[[openai.AsyncOpenAI], Awaitable[Result]]) -> Result:

@@ -2,34 +2,61 @@
 """How much one request may make the server read."""
 
 import argparse
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+import httpx
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
 
 from tests.entrypoints.openai.small_apps import ask, make_app, pieces
-from vllm_omni.entrypoints.openai.limits import RequestLimits, add_limit_arguments, limits_from
+from vllm_omni.entrypoints.openai.limits import (
+    RequestLimits,
+    ServerLimits,
+    add_limit_arguments,
+    check_limits,
+    limits_from,
+)
 
 JSON = {"content-type": "application/json"}
 
 
-def parse(*flags: str) -> RequestLimits:
+def parse(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_limit_arguments(parser.add_argument_group("limits"))
-    return limits_from(parser.parse_args(flags))
+    return parser.parse_args(flags)
 
 
-def test_every_limit_has_a_flag() -> None:
-    assert parse() == RequestLimits()
-    assert parse("--max-request-bytes", "10", "--max-video-seconds", "0.5") == RequestLimits(
-        max_request_bytes=10, max_video_seconds=0.5
-    )
+def test_every_limit_has_a_flag(tmp_path: Path) -> None:
+    assert limits_from(parse(), RequestLimits) == RequestLimits()
+    assert limits_from(parse(), ServerLimits) == ServerLimits()
+    flags = parse("--max-request-bytes", "10", "--max-video-seconds", "0.5", "--video-dir", str(tmp_path))
+    assert limits_from(flags, RequestLimits) == RequestLimits(max_request_bytes=10, max_video_seconds=0.5)
+    assert limits_from(flags, ServerLimits) == ServerLimits(video_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    "flags", [("--max-request-bytes", "0"), ("--max-video-seconds", "inf"), ("--max-media-parts", "x")]
+    "flags",
+    [
+        ("--max-request-bytes", "0"),
+        ("--max-video-seconds", "inf"),
+        ("--max-media-parts", "x"),
+        ("--max-stored-videos", "0"),
+        ("--video-expires-after-s", "-1"),
+        ("--video-dir", "/no/such/directory"),
+        ("--video-dir", __file__),
+    ],
 )
 def test_a_limit_that_lets_nothing_or_everything_through_is_refused(flags: tuple[str, str]) -> None:
     with pytest.raises(SystemExit):
         parse(*flags)
+
+
+def test_limits_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="--max-request-bytes 10"):
+        check_limits(parse("--max-request-bytes", "10", "--max-total-request-bytes", "9"))
 
 
 def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
@@ -76,3 +103,78 @@ def test_a_body_as_large_as_it_may_be_comes_through_whole() -> None:
 def test_a_file_within_the_limit_comes_through_whole() -> None:
     response = ask(make_app(), "POST", "/v1/form", files={"file": b"x" * 3_000_000}, data={"text": "a"})
     assert response.json() == {"bytes": 3_000_000}
+
+
+class Room:
+    """An application whose answers to `/v1/hold` end when `let` is set, and a client of it."""
+
+    def __init__(self, app: FastAPI, client: httpx.AsyncClient) -> None:
+        self.client = client
+        self.let = asyncio.Event()
+        self.arrived = asyncio.Event()
+
+        @app.post("/v1/hold")
+        async def hold(request: Request) -> StreamingResponse:
+            assert await request.body()
+            return StreamingResponse(self._answer())
+
+    async def _answer(self):
+        yield b"a"
+        self.arrived.set()
+        await self.let.wait()
+        yield b"b"
+
+    async def hold(self, body: bytes) -> "asyncio.Task[httpx.Response]":
+        """A request that is being answered."""
+        task = asyncio.create_task(self.client.post("/v1/hold", content=body))
+        await self.arrived.wait()
+        return task
+
+
+def in_room(main: Callable[[Room], Awaitable[None]], **limits: int) -> None:
+    async def run() -> None:
+        app = make_app(**limits)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            await main(Room(app, client))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("length_is_known", [True, False])
+@pytest.mark.parametrize(
+    ("path", "content_type"),
+    [
+        ("/v1/echo", "application/json"),
+        ("/v1/form", "multipart/form-data; boundary=x"),
+        ("/v1/form", "application/x-www-form-urlencoded"),
+    ],
+)
+def test_bodies_have_a_bound_together(path: str, content_type: str, length_is_known: bool) -> None:
+    async def main(room: Room) -> None:
+        first = await room.hold(b"x" * 80)
+        body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+        refused = await room.client.post(
+            path, content=body if length_is_known else pieces(body), headers={"content-type": content_type}
+        )
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert "--max-total-request-bytes" in refused.json()["error"]["message"]
+        small = await room.client.post("/v1/echo", content=b'{"text": "a"}', headers=JSON)
+        assert small.status_code == 200
+
+        room.let.set()
+        assert (await first).content == b"ab"
+        again = await room.client.post("/v1/echo", content=b'{"text": "' + b"x" * 60 + b'"}', headers=JSON)
+        assert again.status_code == 200
+
+    in_room(main, max_request_bytes=100, max_total_request_bytes=100)
+
+
+def test_refused_and_broken_bodies_give_their_room_back() -> None:
+    async def main(room: Room) -> None:
+        for content, status in ((b"{" * 90, 400), (pieces(b"{" * 60, b"{" * 60), 413), (b'{"text": 1}', 400)):
+            answer = await room.client.post("/v1/echo", content=content, headers=JSON)
+            assert answer.status_code == status
+        whole = await room.client.post("/v1/echo", content=b'{"text": "' + b"x" * 88 + b'"}', headers=JSON)
+        assert whole.status_code == 200
+
+    in_room(main, max_request_bytes=100, max_total_request_bytes=100)

@@ -3,27 +3,35 @@
 
 import asyncio
 import base64
+import functools
+import gc
 import io
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import av
 import openai
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from tests.entrypoints.faces import is_idle
-from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use
+from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use, with_flags
 from vllm_omni.diffusion.durations import nearest_num_frames
+from vllm_omni.entrypoints.openai import videos
+from vllm_omni.entrypoints.openai.limits import ServerLimits
 from vllm_omni.entrypoints.openai.video_protocol import Video
 from vllm_omni.entrypoints.openai.video_store import VideoJob, VideoStore
 from vllm_omni.errors import PipelineFullError
+from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
 
 SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1}
 LONG: dict[str, Any] = {"num_inference_steps": 200, "num_frames": 33}
+
+NO_KEY = b""
 
 URI = "data:image/png;base64," + base64.b64encode(png()).decode()
 
@@ -100,6 +108,115 @@ def test_a_running_video_is_aborted_when_it_is_deleted(app: FastAPI) -> None:
     use(app, main)
 
 
+def test_a_video_exists_for_the_key_that_requested_it_only(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        one, other = (client.with_options(api_key=key) for key in ("one", "other"))
+        fields = {"size": "32x32", "poll_interval_ms": 20, "extra_body": {**SMALL, "num_frames": 1}}
+        video = await one.videos.create_and_poll(prompt="one's boat", **fields)
+        await other.videos.create_and_poll(prompt="other's boat", **fields)
+
+        assert [video.prompt async for video in one.videos.list()] == ["one's boat"]
+        assert [video.prompt async for video in other.videos.list()] == ["other's boat"]
+        remix = functools.partial(other.videos.remix, prompt="a ship")
+        for call in (other.videos.retrieve, other.videos.download_content, other.videos.delete, remix):
+            with pytest.raises(openai.NotFoundError) as hidden:
+                await call(video.id)
+            with pytest.raises(openai.NotFoundError) as missing:
+                await call("video-none")
+            assert str(hidden.value).replace(video.id, "video-none") == str(missing.value)
+        with pytest.raises(openai.BadRequestError, match="that others come after"):
+            await other.videos.list(after=video.id)
+        with pytest.raises(openai.AuthenticationError):
+            await client.videos.list()
+        assert frames_of(await downloaded(one, video.id))[0] == 1
+
+    use(with_flags(app, "--api-key", "one", "other"), main)
+
+
+def test_a_video_that_is_deleted_before_it_is_accepted_does_not_keep_its_client_waiting(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        builder = app.state.engine_client.llm._pipeline.builder
+        with builder._lock:  # Another prompt is being preprocessed.
+            creation = asyncio.create_task(client.videos.create(prompt="a boat", size="32x32", extra_body=SMALL))  # type: ignore[arg-type]
+            while not (listed := [video async for video in client.videos.list()]):
+                await asyncio.sleep(0)
+            await client.videos.delete(listed[0].id)
+            with pytest.raises(openai.APIStatusError, match="was deleted before it was started") as error:
+                await asyncio.wait_for(creation, 60)
+            assert error.value.status_code == 410  # Clients do not send the request again.
+        assert [video async for video in client.videos.list()] == []
+        assert is_idle(app.state.engine_client.llm)
+
+    use(app, main)
+
+
+def test_a_remix_has_everything_of_the_other_video_but_its_prompt(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        video = await client.videos.create(
+            prompt="a boat",
+            size="32x64",  # type: ignore[arg-type]
+            extra_body={"num_inference_steps": 2, "num_frames": 5, "fps": 8},
+        )
+        file = await downloaded(client, video.id)
+        same, other = [await client.videos.remix(video.id, prompt=prompt) for prompt in ("a boat", "a ship")]
+
+        assert (other.remixed_from_video_id, other.prompt, other.model) == (video.id, "a ship", video.model)
+        assert (other.size, other.seconds) == ("32x64", "0.625")
+        assert await downloaded(client, same.id) == file
+        remixed = await downloaded(client, other.id)
+        assert remixed != file and frames_of(remixed) == frames_of(file)
+        for made in (video, same, other):
+            await client.videos.delete(made.id)
+
+    use(app, main)
+
+
+def test_only_a_complete_video_is_remixed(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        video = await client.videos.create(prompt="a boat", size="64x64", extra_body=LONG)  # type: ignore[arg-type]
+        with pytest.raises(openai.ConflictError, match="not complete yet"):
+            await client.videos.remix(video.id, prompt="a ship")
+        with pytest.raises(openai.BadRequestError, match="prompt"):
+            await client.videos.remix(video.id, prompt="")
+        await client.videos.delete(video.id)
+
+    use(app, main)
+
+
+def test_the_store_is_as_the_flags_say(app: FastAPI, tmp_path: Path) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        for prompt in ("a boat", "a ship"):
+            video = await client.videos.create_and_poll(
+                prompt=prompt, size="32x32", poll_interval_ms=20, extra_body={**SMALL, "num_frames": 1}
+            )  # type: ignore[call-overload]
+        assert [video.prompt async for video in client.videos.list()] == ["a ship"]
+        assert video.expires_at - video.completed_at == 7200
+        assert [file.name for file in tmp_path.glob("*/*")] == [f"{video.id}.mp4"]
+
+    flags = ("--video-dir", str(tmp_path), "--max-stored-videos", "1", "--video-expires-after-s", "7200")
+    use(with_flags(app, *flags), main)
+
+
+def test_a_running_video_does_not_hold_the_body_of_its_request(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = []
+
+    def owner_of(request: Request) -> bytes:
+        requests.append(weakref.ref(request))
+        return NO_KEY
+
+    async def main(client: openai.AsyncOpenAI) -> None:
+        video = await client.videos.create(prompt="a boat", size="64x64", extra_body=LONG)  # type: ignore[arg-type]
+        for _ in range(10):  # What waits for a disconnect is cancelled, and ends in its next turn.
+            await asyncio.sleep(0)
+        gc.collect()
+        assert requests[0]() is None
+        assert (await client.videos.retrieve(video.id)).status in ("queued", "in_progress")
+        await client.videos.delete(video.id)
+
+    monkeypatch.setattr(videos, "owner_of", owner_of)
+    use(app, main)
+
+
 def test_what_the_stage_refuses_is_told_to_who_asks(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         video = await client.videos.create_and_poll(
@@ -169,9 +286,11 @@ def test_a_video_starts_from_a_picture(tiny_diffusion: Callable[[str], Path]) ->
         other = (await client._client.post("/v1/videos", json=body)).json()
         files = [await downloaded(client, video_id) for video_id in (video.id, other["id"])]
         assert files[0] == files[1] and frames_of(files[0])[0] == 5
+        remixed = await client.videos.remix(video.id, prompt="a boat")  # From its first frame.
+        assert frames_of(await downloaded(client, remixed.id)) == frames_of(files[0])
 
-        folder = app.state.omni_videos.store.get(video.id).path.parent
-        assert len(list(folder.iterdir())) == 2
+        folder = app.state.omni_videos.store.get(video.id, NO_KEY).path.parent
+        assert len(list(folder.iterdir())) == 3
         async with app.router.lifespan_context(app):  # The end of the server takes the files along.
             pass
         assert not folder.exists()
@@ -180,18 +299,48 @@ def test_a_video_starts_from_a_picture(tiny_diffusion: Callable[[str], Path]) ->
         use(app, main)
 
 
+def test_a_video_is_made_with_an_adapter(app: FastAPI, tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
+    ink = write_tiny_diffusion_lora(tiny_diffusion("wan"), tmp_path)
+
+    async def main(client: openai.AsyncOpenAI) -> list[bytes]:
+        files = []
+        for model in (MODEL, "ink"):
+            video = await client.videos.create(
+                model=model,
+                prompt="a boat",
+                size="32x32",  # type: ignore[arg-type]
+                extra_body={**SMALL, "num_frames": 5},
+            )
+            assert video.model == model
+            files.append(await downloaded(client, video.id))
+            await client.videos.delete(video.id)
+        return files
+
+    plain, inked = use(with_flags(app, "--lora-modules", f"ink={ink}"), main)
+    assert frames_of(plain) == frames_of(inked) and plain != inked
+
+
 def test_frames_of_a_duration() -> None:
     assert [nearest_num_frames(seconds, 16, 4) for seconds in (0.01, 1, 4, 5)] == [1, 17, 65, 81]
     assert nearest_num_frames(2, 25, 8) == 49 and nearest_num_frames(2, 25, 1) == 50
 
 
 def new_video(name: str) -> Video:
-    return Video(id=name, model="m", created_at=0, prompt="p")
+    return Video(id=name, model="m", created_at=0, prompt="p", seconds="1", size="1x1")
 
 
-def test_the_store_is_bounded_in_number_bytes_and_time() -> None:
+def test_the_store_is_bounded_in_number_bytes_and_time(tmp_path: Path) -> None:
     async def main() -> None:
-        store = VideoStore(max_videos=3, max_bytes=10, keep_s=0.05)
+        limits = ServerLimits(
+            video_dir=str(tmp_path), max_stored_videos=3, max_stored_video_bytes=10, video_expires_after_s=0.05
+        )
+        store = VideoStore(limits)
+
+        def start(name: str, make: Callable[[VideoJob], Coroutine[Any, Any, None]]) -> VideoJob:
+            return store.start(new_video(name), make, owner=NO_KEY, settings={}, has_picture=False)
+
+        def names(*, newest_first: bool = False) -> list[str]:
+            return [video.id for video in store.page(NO_KEY, None, 9, newest_first=newest_first)[0]]
 
         async def work(job: VideoJob) -> None:
             await store.complete(job, b"1234")
@@ -202,26 +351,27 @@ def test_the_store_is_bounded_in_number_bytes_and_time() -> None:
         async def never(job: VideoJob) -> None:
             await asyncio.Event().wait()
 
-        jobs = [store.start(new_video("a"), work), store.start(new_video("b"), work), store.start(new_video("c"), work)]
+        jobs = [start(name, work) for name in "abc"]
         await asyncio.gather(*(job.task for job in jobs if job.task))
-        assert [video.id for video in store.page(None, 9, newest_first=False)[0]] == ["b", "c"]  # bytes
+        assert names() == ["b", "c"]  # bytes
+        assert jobs[1].path.is_relative_to(tmp_path)
         assert not jobs[0].path.exists() and jobs[1].path.read_bytes() == b"1234"
 
-        large = store.start(new_video("large"), work_too_much)
+        large = start("large", work_too_much)
         assert large.task is not None
         await large.task
         assert large.video.error is not None and large.video.error.code == "too_large"
 
-        runs = [store.start(new_video(f"n{i}"), never) for i in range(3)]  # number: those that have ended go
-        assert [video.id for video in store.page(None, 9, newest_first=True)[0]] == ["n2", "n1", "n0"]
+        runs = [start(f"n{i}", never) for i in range(3)]  # number: those that have ended go
+        assert names(newest_first=True) == ["n2", "n1", "n0"]
         with pytest.raises(PipelineFullError):
-            store.start(new_video("n3"), never)
+            start("n3", never)
         with pytest.raises(VLLMValidationError, match="that others come after"):
-            store.page("b", 9, newest_first=True)
+            store.page(NO_KEY, "b", 9, newest_first=True)
 
-        await store.delete("n0")
+        await store.delete(runs[0])
         assert runs[0].task is not None and runs[0].task.cancelled()
-        last = store.start(new_video("last"), work)
+        last = start("last", work)
         assert last.task is not None
         await last.task
         assert last.path.exists()
@@ -229,7 +379,7 @@ def test_the_store_is_bounded_in_number_bytes_and_time() -> None:
         asyncio.get_running_loop().call_later(0.1, expired.set)
         await expired.wait()
         with pytest.raises(VLLMNotFoundError, match="expired"):  # time
-            store.get("last")
+            store.get("last", NO_KEY)
         assert not last.path.exists()
         await store.close()
         assert not last.path.parent.exists() and all(job.task and job.task.cancelled() for job in runs)

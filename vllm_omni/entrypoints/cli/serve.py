@@ -24,7 +24,7 @@ from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.entrypoints.cli import no_effect
 from vllm_omni.entrypoints.cli.arguments import add_diffusion_flags, add_pipeline_flags, face_options
 from vllm_omni.entrypoints.cli.parser import ParsedCommand, UsageError, parse_command
-from vllm_omni.entrypoints.openai.limits import add_limit_arguments
+from vllm_omni.entrypoints.openai.limits import add_limit_arguments, check_limits
 from vllm_omni.entrypoints.openai.protocol import add_chat_flags
 from vllm_omni.entrypoints.openai.voices import Voices, add_voice_argument
 from vllm_omni.entrypoints.request_builder import list_voices, load_processors
@@ -36,13 +36,14 @@ OpenAI-compatible server. All flags of `vllm serve` that mean something to a pip
 flags that are given reach every stage that has such an argument, and win over the stage configuration;
 those that are not given are as the stage configuration says.
 
-Search by using: `--help=omni` for the pipeline, `--help=omnilimits` for what a request may send,
+Search by using: `--help=omni` for the pipeline, `--help=omnilimits` for what requests may send and the server keeps,
 `--help=omnidiffusion` for image, video and sound stages, `--help=Frontend` for vLLM's server.
   Use `--help=all` to show all available flags at once.
 """
 
-# Engine arguments in vLLM that are the server's here, or the whole pipeline's.
+# Engine arguments that are the server's here, or the whole pipeline's.
 _NOT_FOR_STAGES = {
+    "lora_modules",
     "model",
     "enable_log_requests",
     "disable_log_stats",
@@ -66,7 +67,7 @@ class OmniServeCommand(ServeSubcommand):
         add_pipeline_flags(pipeline)
         add_voice_argument(pipeline)
         add_chat_flags(parser.add_argument_group("OmniChat", "Chat: what a request gets that leaves it open."))
-        limits = parser.add_argument_group("OmniLimits", "What a single request may send, and how large it may be.")
+        limits = parser.add_argument_group("OmniLimits", "What requests may send, and what the server keeps.")
         add_limit_arguments(limits)
         diffusion = parser.add_argument_group(
             "OmniDiffusion", "Diffusion stages: how they are loaded and run, and what a request may ask."
@@ -94,6 +95,7 @@ class OmniServeCommand(ServeSubcommand):
         if args.reasoning_parser_plugin:
             ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
         validate_api_server_args(args)
+        check_limits(args)
 
     def serve(self, arguments: list[str], fork_server: ForkServer | None) -> None:
         """Serves until a signal ends it.
@@ -158,8 +160,11 @@ def make_llm_args(parsed: ParsedCommand) -> dict[str, Any]:
     options = {name: explicit[name] for name in face_options() if name in explicit}
     engine_args = engine_arguments(parsed.plain)
     given = {name for name in _ALSO_THE_SERVERS if name in engine_args}
-    if given and not has_vllm_stages(parsed.args.model, parsed.args.stage_configs_path, engine_args):
+    adapters = {module.name: module.path for module in parsed.args.lora_modules or ()}
+    if (given or adapters) and not has_vllm_stages(parsed.args.model, parsed.args.stage_configs_path, engine_args):
         engine_args = {name: value for name, value in engine_args.items() if name not in given}
+        if adapters:  # vLLM's handlers load those of a vLLM stage.
+            engine_args["lora_modules"] = adapters
     return {
         "model": parsed.args.model,
         "log_stats": not parsed.args.disable_log_stats,

@@ -25,6 +25,7 @@ from vllm_omni.entrypoints.openai.models import DiffusionModels
 from vllm_omni.entrypoints.openai.serving_chat import OmniServingChat
 from vllm_omni.entrypoints.openai.serving_completion import OmniServingCompletion
 from vllm_omni.entrypoints.openai.transcripts import Transcripts
+from vllm_omni.errors import StageConfigError
 
 # The others of vLLM's are for engines with what a pipeline does not have: other tasks, profilers, caches to reset.
 VLLM_PATHS = frozenset(
@@ -90,8 +91,12 @@ def _init_diffusion_state(state: State, client: OmniEngineClient, args: Namespac
     state.log_stats = not args.disable_log_stats
     state.enable_server_load_tracking = args.enable_server_load_tracking
     state.server_load_metrics = 0
+    if args.lora_modules and not client.config.adapter_stages:
+        raise StageConfigError("--lora-modules: no stage of this pipeline takes a request's adapter")
     names = args.served_model_name or [args.model]
-    state.openai_serving_models = DiffusionModels([BaseModelPath(name, args.model) for name in names])
+    state.openai_serving_models = DiffusionModels(
+        [BaseModelPath(name, args.model) for name in names], args.lora_modules or ()
+    )
     state.openai_serving_chat = DiffusionChat(client, state, args)
 
 

@@ -39,7 +39,7 @@ from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.images import usage_of
 from vllm_omni.entrypoints.openai.media_inputs import ImageFetcher, as_urls
 from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, to_base64
-from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, begun, completed, new_id, served_names
+from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, begun, completed, new_id
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params
 from vllm_omni.errors import OmniError, StageConfigError
@@ -86,7 +86,7 @@ class DiffusionChat:
             raise StageConfigError("no stage of the pipeline has final_output: true, so that there is no answer")
         stage = MediaStage.find(client.config, client.config.output_types[0], args.model)
         assert stage is not None
-        self._maker = MediaMaker(client, served_names(state), stage)
+        self._maker = MediaMaker(client, state.openai_serving_models, stage)
         self._fetcher = ImageFetcher(args)
 
     async def create_chat_completion(
@@ -150,10 +150,10 @@ class DiffusionChat:
         stage = self._maker.stage
         entries = read_stage_params(request.sampling_params_list, stage.config)
         own = dict(entries[stage.config.stage_args.index(stage.stage)] or {})
-        own |= diffusion_settings({name: getattr(request, name) for name in request.model_fields_set})
+        own |= diffusion_settings({name: getattr(request, name) for name in request.model_fields_set}, adapters=True)
         if stage.info is not None and stage.makes in _FILES and "output_format" not in own:
             own["output_format"] = _FILES[stage.makes]
-        return own
+        return self._maker.with_adapter(own, request.model)
 
 
 class _Answer:

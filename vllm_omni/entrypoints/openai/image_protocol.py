@@ -17,12 +17,17 @@ ImageUrls = Annotated[list[str], BeforeValidator(as_urls)]
 """Addresses or data URIs of pictures; also one alone, and objects with an `image_url`."""
 
 
+Prompt = Annotated[
+    str, Field(min_length=1, max_length=32_000, description="What there is to be made.", examples=["A hen."])
+]
+
+
 class DiffusionSettings(BaseModel):
     """What images and videos have in common. What is not said is as the model's maker, or the operator, meant it."""
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt: str = Field(min_length=1, max_length=32_000, description="What there is to be made.", examples=["A hen."])
+    prompt: Prompt
     model: str | None = Field(None, description="A name that the model is served under; default: the first.")
     size: str | None = Field(
         None, pattern=_SIZE, description="WIDTHxHEIGHT in pixels, or auto: the model's own.", examples=["1024x1024"]
@@ -42,6 +47,10 @@ class DiffusionSettings(BaseModel):
         None,
         description="Of the first output, the next have seed + 1, ...; or one for each. 0 or more. Default: fresh.",
     )
+    lora: str | None = Field(None, description="One of the server's LoRA adapters, see GET /v1/models.")
+    lora_scale: float | None = Field(
+        None, allow_inf_nan=False, description="How strongly the adapter counts. Default: 1, as it was trained."
+    )
     extra_body: dict[str, Any] | None = Field(
         None, description=f"More settings, or the same ones, as some clients send them: {', '.join(SETTINGS)}."
     )
@@ -49,12 +58,12 @@ class DiffusionSettings(BaseModel):
     safety_identifier: str | None = Field(None, description=_NO_EFFECT)
 
     def settings(self) -> dict[str, Any]:
-        """Fields of `DiffusionSamplingParams`.
+        """Fields of `DiffusionSamplingParams`, and `lora`.
 
         Raises:
             VLLMValidationError: Something is said twice, and differently.
         """
-        given = diffusion_settings(self.model_dump(exclude_none=True))
+        given = diffusion_settings(self.model_dump(exclude_none=True), adapters=True)
         for name, value, field in self._openai_settings():
             if given.setdefault(name, value) != value:
                 raise VLLMValidationError(f"{field} and {name} say different things; keep one of them", parameter=name)
@@ -85,6 +94,7 @@ class ImageRequest(DiffusionSettings):
     )
     background: Literal["auto", "opaque"] | None = Field(None, description="No model makes transparent ones on demand.")
     quality: str | None = Field(None, description=f"{_NO_EFFECT} See num_inference_steps.")
+    complexity: str | None = Field(None, description=_NO_EFFECT)
     style: str | None = Field(None, description=_NO_EFFECT)
     moderation: str | None = Field(None, description=_NO_EFFECT)
 

@@ -43,7 +43,6 @@ from vllm_omni.entrypoints.openai.media_stage import (
     completed,
     missing_media,
     new_id,
-    served_names,
 )
 from vllm_omni.errors import OmniError
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
@@ -126,7 +125,7 @@ class ServingImages:
 
     def _settings(self, request: ImageRequest) -> tuple[dict[str, Any], str]:
         """What the stage is told, and the format of the files."""
-        settings = request.settings()
+        settings = self._maker.with_adapter(request.settings(), request.model)
         file_format = self._maker.stage.expected("output_format", settings)
         if "output_format" not in settings and file_format not in IMAGE_FORMATS:
             file_format = "png"
@@ -257,5 +256,5 @@ def attach_router(app: FastAPI) -> None:
 def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
     stage = MediaStage.find(client.config, "image", args.model)
     state.omni_images = stage and ServingImages(
-        MediaMaker(client, served_names(state), stage), ImageFetcher(args), float(args.sse_keep_alive_interval)
+        MediaMaker(client, state.openai_serving_models, stage), ImageFetcher(args), float(args.sse_keep_alive_interval)
     )

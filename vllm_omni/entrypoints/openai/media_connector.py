@@ -27,7 +27,7 @@ CONNECTOR_NAME = "omni"
 def install(args: argparse.Namespace) -> None:
     """Makes vLLM's chat take its media through ours. For a program's start; a connector that the user chose stays."""
     connection = GuardedHTTPConnection(AddressGuard(args.allowed_media_domains or ()))
-    make = partial(OmniMediaConnector, connection=connection, limits=limits_from(args))
+    make = partial(OmniMediaConnector, connection=connection, limits=limits_from(args, RequestLimits))
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR_NAME)(make)
     chosen = os.environ.setdefault("VLLM_MEDIA_CONNECTOR", CONNECTOR_NAME)
     if chosen != CONNECTOR_NAME:

@@ -6,9 +6,11 @@ Knows no endpoint. Encoding and base64 of large files take their time: call it i
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import av
 import msgspec
 import numpy as np
 import torch
@@ -30,7 +32,10 @@ _NOT_IN_REQUESTS = ("preview_every", "extra_args", "lora_scale")
 
 SETTINGS = tuple(name for name in DiffusionSamplingParams.__struct_fields__ if name not in _NOT_IN_REQUESTS)
 """What a request may set. Previews are asked for by the endpoints that can show them. Further arguments of the pipeline
-have no bounds that anybody could check, and adapters are the operator's: `default_sampling_params` of the stage."""
+have no bounds that anybody could check: `default_sampling_params` of the stage."""
+
+ADAPTER_SETTINGS = ("lora", "lora_scale")
+"""Where a request may also name one of the server's LoRA adapters, and say how strongly it counts."""
 
 
 def image_parts(output: OmniRequestOutput) -> list[dict[str, Any]]:
@@ -81,14 +86,29 @@ def as_video_file(video: Any, fps: float | None) -> bytes:
     return encode_mp4(torch.as_tensor(video), fps)
 
 
+def describe_video(file: bytes) -> tuple[str, str]:
+    """`WIDTHxHEIGHT`, and the length in seconds, of an MP4 that `as_video_file` gave."""
+    with av.open(io.BytesIO(file)) as container:
+        (stream,) = container.streams.video
+        seconds = (container.duration or 0) / av.time_base
+        return f"{stream.width}x{stream.height}", f"{seconds:g}"
+
+
+def read_first_frame(path: Path) -> Image.Image:
+    """The first frame of such a file."""
+    with av.open(str(path)) as container:
+        return next(container.decode(video=0)).to_image()
+
+
 def to_base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def diffusion_settings(request_extra: Mapping[str, Any]) -> dict[str, Any]:
+def diffusion_settings(request_extra: Mapping[str, Any], *, adapters: bool = False) -> dict[str, Any]:
     """What a request asks of a diffusion model, as fields of `DiffusionSamplingParams`; without what is null.
 
     Args:
+        adapters: The request may name an adapter, too: with `ADAPTER_SETTINGS`, see `MediaMaker.with_adapter`.
         request_extra: Fields of the request. Settings stand in the one named `extra_body`, where nothing else may, or
             at the top level beside what is none.
 
@@ -100,10 +120,11 @@ def diffusion_settings(request_extra: Mapping[str, Any]) -> dict[str, Any]:
         body = {}
     if not isinstance(body, Mapping):
         raise VLLMValidationError("extra_body must be an object of settings", parameter="extra_body")
-    settings = {name: request_extra[name] for name in SETTINGS if request_extra.get(name) is not None}
+    known = SETTINGS + ADAPTER_SETTINGS if adapters else SETTINGS
+    settings = {name: request_extra[name] for name in known if request_extra.get(name) is not None}
     for name, value in body.items():
-        if name not in SETTINGS:
-            raise VLLMValidationError(_unknown(name), parameter=f"extra_body.{name}")
+        if name not in known:
+            raise VLLMValidationError(_unknown(name, known), parameter=f"extra_body.{name}")
         if name in settings and value is not None and settings[name] != value:
             raise VLLMValidationError(f"{name} is in extra_body and, another one, beside it; keep one", parameter=name)
         if value is not None:
@@ -112,6 +133,10 @@ def diffusion_settings(request_extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any) -> Any:
+    if name == "lora":
+        if not isinstance(value, str):
+            raise VLLMValidationError("lora must be the name of an adapter", parameter=name)
+        return value
     try:
         params = convert({name: value}, DiffusionSamplingParams)
         check_values(params)
@@ -126,10 +151,10 @@ def _checked(name: str, value: Any) -> Any:
     return getattr(params, name)
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, known: Sequence[str]) -> str:
     if name in DiffusionSamplingParams.__struct_fields__:
         return f"{name} cannot be set by a request; the server's operator can, in the stage's default_sampling_params"
-    return f"extra_body has no {name!r}{nearest(name, SETTINGS)} (known: {', '.join(SETTINGS)})"
+    return f"extra_body has no {name!r}{nearest(name, known)} (known: {', '.join(known)})"
 
 
 def _part(kind: str, media_type: str, file: bytes) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from vllm.tracing import extract_trace_headers
 from vllm.utils import random_uuid
 
 from vllm_omni.config.dit_config import parse_dit_config
+from vllm_omni.config.nearest import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.diffusion.call_arguments import default_fps
 from vllm_omni.diffusion.encoding import DEFAULT_FPS
@@ -29,7 +30,10 @@ from vllm_omni.inputs import OmniPrompt
 from vllm_omni.outputs import OmniRequestOutput
 
 if TYPE_CHECKING:
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
     from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+    from vllm_omni.entrypoints.openai.models import DiffusionModels
 
 Part = TypeVar("Part")
 
@@ -111,22 +115,51 @@ def missing_media(config: PipelineConfig, output_type: str) -> VLLMValidationErr
 class MediaMaker:
     """Asks the pipeline for what one of its stages makes."""
 
-    def __init__(self, client: OmniEngineClient, model_names: Sequence[str], stage: MediaStage) -> None:
+    def __init__(
+        self, client: OmniEngineClient, models: OpenAIServingModels | DiffusionModels, stage: MediaStage
+    ) -> None:
         """
         Args:
-            model_names: Those that the pipeline is served under.
+            models: The names that the pipeline and its adapters are served under.
         """
         self.client = client
         self.stage = stage
-        self.model_name = model_names[0]
-        self._model_names = model_names
+        self.model_name = models.base_model_paths[0].name
+        self._models = models
 
     def check_model(self, name: str | None) -> None:
         """
         Raises:
             VLLMNotFoundError: Another model is asked for than is served.
         """
-        check_model(name, self._model_names)
+        check_model(name, [*(path.name for path in self._models.base_model_paths), *self._models.lora_requests])
+
+    def with_adapter(self, settings: Mapping[str, Any], model: str | None) -> dict[str, Any]:
+        """The settings with the name of the request's LoRA adapter as `lora`, if it has one.
+
+        Args:
+            settings: May have a `lora`.
+            model: As the request has it; may be the name of an adapter, too.
+
+        Raises:
+            VLLMValidationError: There is no such adapter, the request names two, or what it says of it means nothing.
+        """
+        known = self._models.lora_requests
+        named = {**({"lora": model} if model in known else {}), **settings}
+        adapter = named.get("lora")
+        if adapter is not None and adapter not in known:
+            names = ", ".join(known) or "none"
+            raise VLLMValidationError(
+                f"there is no adapter {adapter!r}{nearest(adapter, known)} (this server has {names})", parameter="lora"
+            )
+        if model in known and adapter != model:
+            raise VLLMValidationError(f"lora and model name two adapters, {adapter} and {model}", parameter="lora")
+        if "lora_scale" in named and (adapter is None or not self.stage.config.adapter_stages):
+            raise VLLMValidationError(
+                "lora_scale is for an adapter of the diffusion model, and the request names none",
+                parameter="lora_scale",
+            )
+        return named
 
     def events(
         self,
@@ -142,18 +175,20 @@ class MediaMaker:
         """The events of one request, see `OmniEngineClient.run`.
 
         Args:
-            settings: Fields of `DiffusionSamplingParams`.
+            settings: Fields of `DiffusionSamplingParams`, and the adapter's name as `lora`, if there is one.
             images: What the model is to look at.
             options: Further arguments of `OmniEngineClient.run`.
         """
         omni_prompt = OmniPrompt(prompt=prompt, modalities=[self.stage.makes])
         if images:
             omni_prompt["multi_modal_data"] = {"image": list(images)}
+        adapter = settings.get("lora")
         return self.client.run(
             omni_prompt,
-            self.stage.params_list(settings),
+            self.stage.params_list({name: value for name, value in settings.items() if name != "lora"}),
             request_id,
             stream=stream,
+            lora_request=None if adapter is None else self._models.lora_requests[adapter],
             trace_headers=None if raw_request is None else extract_trace_headers(raw_request.headers),
             **options,
         )

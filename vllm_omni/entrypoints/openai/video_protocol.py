@@ -3,10 +3,10 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.entrypoints.openai.image_protocol import DiffusionSettings, ImageUrls
+from vllm_omni.entrypoints.openai.image_protocol import DiffusionSettings, ImageUrls, Prompt
 
 
 class VideoRequest(DiffusionSettings):
@@ -40,6 +40,14 @@ class VideoRequest(DiffusionSettings):
         return {**given, "output_format": "mp4"}
 
 
+class RemixRequest(BaseModel):
+    """A request for a video like another one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: Prompt
+
+
 class VideoError(BaseModel):
     code: str
     message: str
@@ -57,8 +65,9 @@ class Video(BaseModel):
     completed_at: int | None = None
     expires_at: int | None = Field(default=None, description="When the server forgets it.")
     prompt: str
-    seconds: str | None = Field(default=None, description="Length, as far as it is known.")
-    size: str | None = Field(default=None, description="WIDTHxHEIGHT, as far as it is known.")
+    remixed_from_video_id: str | None = None
+    seconds: str = Field(description="Length; auto until it is known.")
+    size: str = Field(description="WIDTHxHEIGHT; auto until it is known.")
     error: VideoError | None = None
 
 

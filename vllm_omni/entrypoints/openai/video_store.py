@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos that were asked for: how far each has come, and the files of those that are complete.
+"""Videos that were requested: how far each has come, and the files of those that are complete.
 
-Bounded in number, in bytes and in time. Does not know how videos are made. For use from one event loop.
+Bounded in number, in bytes and in time. A video belongs to the API key that requested it; for other keys it does not
+exist. Does not know how videos are made. For use from one event loop.
 """
 
 import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
+from vllm_omni.entrypoints.openai.limits import ServerLimits
 from vllm_omni.entrypoints.openai.video_protocol import Video, VideoError
 from vllm_omni.errors import PipelineFullError
 
-_GIB = 1 << 30
 _FULL_RETRY_S = 10.0
 
 
@@ -27,6 +28,9 @@ class VideoJob:
     """
     Attributes:
         video: What its client is told.
+        owner: The hash of its client's API key.
+        settings: What it is made with besides its prompt.
+        has_picture: It starts from a picture.
         path: Where the file will be.
         num_bytes: Of the file; 0 until there is one.
         task: Makes it.
@@ -34,6 +38,9 @@ class VideoJob:
     """
 
     video: Video
+    owner: bytes
+    settings: Mapping[str, Any]
+    has_picture: bool
     path: Path
     num_bytes: int = 0
     task: asyncio.Task[None] | None = None
@@ -47,20 +54,26 @@ class VideoJob:
 class VideoStore:
     """All jobs, oldest first, and a folder of their files that nobody else may read."""
 
-    def __init__(self, *, max_videos: int = 1000, max_bytes: int = 8 * _GIB, keep_s: float = 3600.0) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         """
-        Args:
-            max_videos: Jobs that are kept. For a new one the oldest that has ended goes.
-            max_bytes: Of all files. For a new one the oldest go.
-            keep_s: Seconds that a job which has ended is kept.
+        Raises:
+            OSError: No folder can be made in the directory for videos.
         """
-        self._max_videos = max_videos
-        self._max_bytes = max_bytes
-        self._keep_s = keep_s
+        self._max_videos = limits.max_stored_videos
+        self._max_bytes = limits.max_stored_video_bytes
+        self._keep_s = limits.video_expires_after_s
         self._jobs: dict[str, VideoJob] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm-omni-videos-")
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-omni-videos-", dir=limits.video_dir)
 
-    def start(self, video: Video, make: Callable[[VideoJob], Coroutine[Any, Any, None]]) -> VideoJob:
+    def start(
+        self,
+        video: Video,
+        make: Callable[[VideoJob], Coroutine[Any, Any, None]],
+        *,
+        owner: bytes,
+        settings: Mapping[str, Any],
+        has_picture: bool,
+    ) -> VideoJob:
         """Begins a job; `make` does the work, and is cancelled if the job is deleted.
 
         Raises:
@@ -71,28 +84,29 @@ class VideoStore:
             if ended is None:
                 raise PipelineFullError(f"{self._max_videos} videos are being made; try again later", _FULL_RETRY_S)
             self._remove(ended)
-        job = VideoJob(video=video, path=Path(self._folder.name, f"{video.id}.mp4"))
+        path = Path(self._folder.name, f"{video.id}.mp4")
+        job = VideoJob(video=video, owner=owner, settings=settings, has_picture=has_picture, path=path)
         self._jobs[video.id] = job
         job.task = asyncio.create_task(make(job), name=video.id)
         return job
 
-    def get(self, video_id: str) -> VideoJob:
+    def get(self, video_id: str, owner: bytes) -> VideoJob:
         """
         Raises:
-            VLLMNotFoundError: There is none, or no longer.
+            VLLMNotFoundError: This owner has none of this id, or no longer.
         """
         job = self._jobs.get(video_id)
-        if job is None:
+        if job is None or job.owner != owner:
             raise VLLMNotFoundError(f"there is no video {video_id!r}; it may have expired")
         return job
 
-    def page(self, after: str | None, limit: int, *, newest_first: bool) -> tuple[list[Video], bool]:
-        """Up to `limit` videos that come after another one, and whether there are more.
+    def page(self, owner: bytes, after: str | None, limit: int, *, newest_first: bool) -> tuple[list[Video], bool]:
+        """Up to `limit` videos of an owner that come after another one, and whether there are more.
 
         Raises:
-            VLLMValidationError: There is no such other one.
+            VLLMValidationError: The owner has no such other one.
         """
-        videos = [job.video for job in self._jobs.values()]
+        videos = [job.video for job in self._jobs.values() if job.owner == owner]
         if newest_first:
             videos.reverse()
         start = 0
@@ -126,13 +140,8 @@ class VideoStore:
         self._end(job)
         job.video.status, job.video.error = "failed", VideoError(code=code, message=message)
 
-    async def delete(self, video_id: str) -> None:
-        """Aborts a job that has not ended, and removes its file.
-
-        Raises:
-            VLLMNotFoundError: There is none, or no longer.
-        """
-        job = self.get(video_id)
+    async def delete(self, job: VideoJob) -> None:
+        """Aborts a job if it has not ended, and removes its file. Does nothing if it was removed before."""
         self._remove(job)
         await _ended(job)
 

@@ -29,7 +29,8 @@ def speaker_names(hf_config: PretrainedConfig) -> list[str]:
     """The voices of the checkpoint whose configuration this is, in lower case, the default one first."""
     if not hf_config.name_or_path:
         raise ValueError("a configuration that does not say where it was read from leads to no voices")
-    return sorted(load_speakers(hf_config.name_or_path), key=lambda name: name != DEFAULT_SPEAKER)
+    revision = getattr(hf_config, "omni_revision", None)
+    return sorted(load_speakers(hf_config.name_or_path, revision), key=lambda name: name != DEFAULT_SPEAKER)
 
 
 def find_speaker(request: StageRequest, speakers: list[str]) -> str:

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint of which another revision than the hub's `main` is asked for: nothing is read from `main`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hub_cache import NAME, HubCache
+from vllm_omni.entrypoints.request_builder import RequestBuilder
+from vllm_omni.entrypoints.resolve import resolve_pipeline
+from vllm_omni.stage.input_processor import load_stage_input_processor
+
+
+def test_a_revision_brings_its_own_voices(
+    tiny_qwen2_5_omni: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = HubCache(tmp_path, monkeypatch)
+    cache.add(tiny_qwen2_5_omni, "main")
+    file = cache.add(tiny_qwen2_5_omni, "v2") / "spk_dict.pt"
+    (voice, *_) = torch.load(file, weights_only=True).values()
+    torch.save({"Ada": voice}, file)
+    engine_args = {"revision": "v2", "max_model_len": 2048, "dtype": "float32"}
+
+    resolved = resolve_pipeline(NAME, None, stage_overrides={}, runtime_overrides={}, engine_args=engine_args)
+
+    assert RequestBuilder(resolved.config, NAME).voices == ["ada"]
+    for stage in resolved.config.stage_args[1:]:
+        processor = load_stage_input_processor(stage, NAME)  # As the stage's process does.
+        assert processor is not None and processor.voices in (("ada",), ())

@@ -232,7 +232,7 @@ def test_a_bug_keeps_its_traceback(run, monkeypatch, tiny_qwen3: Path) -> None:
 def test_help_has_our_groups(run) -> None:
     said = run("serve", "--help")
     assert said.code == 0
-    for group in ("Omni ", "OmniLimits", "OmniDiffusion", "Frontend", "vllm serve MODEL --omni"):
+    for group in ("Omni ", "OmniAPI", "OmniLimits", "OmniDiffusion", "Frontend", "vllm serve MODEL --omni"):
         assert group in said.out
     ours = run("serve", "--help=omni").out
     limits = run("serve", "--help=omnilimits").out

@@ -63,10 +63,10 @@ class OmniServeCommand(ServeSubcommand):
         parser.usage = "vllm serve MODEL --omni [options]"
         parser.description = DESCRIPTION
         taken = {action.dest for action in parser._actions}
-        pipeline = parser.add_argument_group("Omni", "The pipeline: its stages, times, limits, traces and voices.")
-        add_pipeline_flags(pipeline)
-        add_voice_argument(pipeline)
-        add_chat_flags(parser.add_argument_group("OmniChat", "Chat: what a request gets that leaves it open."))
+        add_pipeline_flags(parser.add_argument_group("Omni", "The pipeline: its stages, times, limits and traces."))
+        api = parser.add_argument_group("OmniAPI", "OpenAI's API: default outputs of chat, and names of voices.")
+        add_chat_flags(api)
+        add_voice_argument(api)
         limits = parser.add_argument_group("OmniLimits", "What requests may send, and what the server keeps.")
         add_limit_arguments(limits)
         diffusion = parser.add_argument_group(

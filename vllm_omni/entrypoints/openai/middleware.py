@@ -18,6 +18,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 
 from vllm_omni.entrypoints.openai.http_errors import error_response
 from vllm_omni.entrypoints.openai.limits import MIB, MediaCount, RequestLimits, flag, limits_from, media_count
+from vllm_omni.entrypoints.openai.memory import GarbageMiddleware
 
 # Whoever keeps the server running must be able to ask how it is; the answer tells nothing of users or models.
 # /metrics is not among them: it names models and shows the traffic, and Prometheus can send a key.
@@ -26,6 +27,7 @@ OPEN_PATHS = ("/health", "/ping")
 
 def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     """Adds ours outside of vLLM's own: the key is checked first, then the body."""
+    app.add_middleware(GarbageMiddleware)
     app.add_middleware(BodyMiddleware, limits=limits_from(args))
     if tokens := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
         app.add_middleware(ApiKeyMiddleware, tokens=tokens)

@@ -2,6 +2,10 @@
 """What a server holds of finished requests."""
 
 import gc
+import os
+import platform
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -56,3 +60,30 @@ def test_small_requests_do_not_run_the_collector(in_memory: weakref.WeakSet[Cycl
     app = make_cyclic_app(in_memory)
     for count in range(1, 50):
         assert ask(app, "POST", "/v1/cycle", json={}).json() == count
+
+
+# After a block of 30 MiB has been freed, frees blocks of 8 MiB that were allocated before one that is kept.
+DECODER = """
+import psutil
+{before}
+block = b"x" * (30 << 20)
+del block
+blocks = [b"x" * (8 << 20) for _ in range(9)]
+held = psutil.Process().memory_info().rss
+del blocks[:-1]
+print(held - psutil.Process().memory_info().rss)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
+def test_freed_blocks_go_back_to_the_system() -> None:
+    call = "from vllm_omni.entrypoints.openai.memory import return_large_blocks; return_large_blocks()"
+    environment = {name: value for name, value in os.environ.items() if name not in memory._TUNABLES}
+
+    def returned(before: str = "", **variables: str) -> int:
+        command = [sys.executable, "-c", DECODER.format(before=before)]
+        return int(subprocess.check_output(command, env={**environment, **variables}, text=True).split()[-1])
+
+    assert returned() < 16 << 20, "what the C library does by itself"
+    assert returned(call) > 48 << 20
+    assert returned(call, MALLOC_MMAP_THRESHOLD_=str(32 << 20)) < 16 << 20, "the operator has chosen"

@@ -2,6 +2,7 @@
 """`AsyncOmniLLM` on an event loop: many callers, each of whom may leave at any moment."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing, closing
@@ -24,6 +25,7 @@ from vllm_omni.errors import (
     StageExecutionError,
 )
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
+from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.testing.media import example_prompts
 
 
@@ -51,6 +53,24 @@ def test_eight_tasks_at_once_each_read_their_own_story(llm: AsyncOmniLLM) -> Non
 def test_without_stream_only_the_end_is_told(llm: AsyncOmniLLM) -> None:
     (end,) = asyncio.run(read(llm.generate(ask(fake_tokens=5), stream=False)))
     assert isinstance(end, CompletedEvent) and end.outputs[0].outputs[0].text == "0 1 2 3 4 "
+
+
+def test_a_request_that_has_ended_is_freed_without_the_garbage_collector(llm: AsyncOmniLLM) -> None:
+    def count() -> int:
+        return sum(isinstance(thing, PipelineRequest) for thing in gc.get_objects())
+
+    async def main() -> None:
+        for _ in range(5):
+            await read(llm.generate(ask(fake_tokens=1, fake_only="writer")))
+
+    gc.collect()
+    before = count()
+    gc.disable()
+    try:
+        asyncio.run(main())
+        assert count() <= before + 1, "the orchestrator's thread may still hold the last one"
+    finally:
+        gc.enable()
 
 
 def test_a_failure_is_the_last_event(llm: AsyncOmniLLM) -> None:

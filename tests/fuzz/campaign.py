@@ -20,6 +20,7 @@ from tests.fuzz.shots import Outcome, Shot, fire
 
 CONCURRENCY = 4
 GOOD_EVERY = 25
+HELD_EVERY = 1000
 IDLE_LIMIT_S = 120.0
 _GREEDY = {"temperature": 0, "max_tokens": 6, "min_tokens": 6}
 _CODES = {"temperature": 0, "max_tokens": 6, "min_tokens": 6, "detokenize": False}
@@ -41,10 +42,24 @@ GOOD: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Held:
-    """What a server and its stages hold: bytes of memory that are its own, and open files."""
+    """What a server and its stages hold.
 
-    memory: int
+    Attributes:
+        server: Bytes of memory of the API process that are its own.
+        stages: Those of its children.
+        files: Open files of all.
+    """
+
+    server: int
+    stages: int
     files: int
+
+    @property
+    def memory(self) -> int:
+        return self.server + self.stages
+
+    def __str__(self) -> str:
+        return f"server {self.server >> 20} MiB, stages {self.stages >> 20} MiB, {self.files} open files"
 
 
 @dataclass
@@ -61,8 +76,8 @@ class Summary:
     faults: list[str] = field(default_factory=list)
     accepted: Counter[str] = field(default_factory=Counter)
     num_good: int = 0
-    before: Held = field(default_factory=lambda: Held(0, 0))
-    after: Held = field(default_factory=lambda: Held(0, 0))
+    before: Held = field(default_factory=lambda: Held(0, 0, 0))
+    after: Held = field(default_factory=lambda: Held(0, 0, 0))
 
     def take(self, outcome: Outcome) -> None:
         self.counts[_template(outcome.shot), outcome.status] += 1
@@ -73,8 +88,8 @@ class Summary:
 
     def __str__(self) -> str:
         lines = [f"{count:6} {status!s:>9}  {endpoint}" for (endpoint, status), count in _by_text(self.counts)]
-        held = f"memory {self.before.memory >> 20} -> {self.after.memory >> 20} MiB, open files {self.before.files} -> "
-        lines.append(f"{sum(self.counts.values())} bad requests, {self.num_good} good ones; {held}{self.after.files}")
+        lines.append(f"{sum(self.counts.values())} bad requests, {self.num_good} good ones")
+        lines.append(f"before: {self.before}; after: {self.after}")
         return "\n".join([*lines, *(f"FAULT {fault}" for fault in self.faults)])
 
 
@@ -110,6 +125,10 @@ class Campaign:
             summary.num_good += 1
             if (answer := self._ask_well()) != expected:
                 summary.faults.append(f"a good request was answered with {answer[:300]!r}, not {expected[:300]!r}")
+            done = min(start + GOOD_EVERY, len(shots))
+            if done % HELD_EVERY == 0:
+                self._wait_until_idle()
+                print(f"{done:6} bad requests: {self._held()}", flush=True)
             if start < warm_up <= start + GOOD_EVERY:
                 self._wait_until_idle()
                 summary.before = self._held()
@@ -180,8 +199,8 @@ class Campaign:
 
     def _held(self) -> Held:
         processes = [self._process, *self._process.children(recursive=True)]
-        memory = sum(process.memory_full_info().uss for process in processes)
-        return Held(memory, sum(process.num_fds() for process in processes))
+        server, *stages = (process.memory_full_info().uss for process in processes)
+        return Held(server, sum(stages), sum(process.num_fds() for process in processes))
 
 
 def _spoken(answer: dict[str, Any]) -> str:

@@ -78,7 +78,7 @@ class AsyncOmniLLM(PipelineFace):
             try:
                 loop.call_soon_threadsafe(events.put_nowait, event)
             except RuntimeError:  # The loop was closed without a word to this generator: nobody waits any more.
-                orchestrator.give_up([request.request_id])
+                orchestrator.give_up([internal_id])
 
         def build() -> PipelineRequest:
             if not self.is_open:  # The prompt may have waited for its turn.
@@ -96,6 +96,7 @@ class AsyncOmniLLM(PipelineFace):
             )
 
         request = await self._preprocess(build)
+        internal_id = request.request_id  # `request` holds `on_event`, which must not hold it: it has all media.
         orchestrator.submit(request, wait=False)
         try:
             if on_accepted is not None:

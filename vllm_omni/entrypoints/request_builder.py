@@ -374,6 +374,10 @@ def _as_sampling_params(
     params = value.clone() if isinstance(value, SamplingParams) else make_sampling_params(value)
     if params.n > 1 and not (stage.final_output and stage.final_output_type == "text"):
         raise ValueError(f"n={params.n} for stage {stage.name!r}: only a stage that writes text for the caller takes n")
+    for name in params.__struct_fields__:
+        number = getattr(params, name)
+        if isinstance(number, int) and not -(1 << 63) <= number < 1 << 63:
+            raise ValueError(f"{name} must be an integer of 64 bits")
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
 

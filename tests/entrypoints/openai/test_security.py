@@ -190,6 +190,13 @@ def test_other_addresses_than_http_data_and_file_are_the_clients_error(fetch: Fe
         fetch("image", url)
 
 
+def test_a_refusal_is_not_its_own_cause(fetch: Fetch) -> None:
+    """Else it would hold the frames it was raised in, and so the media, until Python's garbage collector runs."""
+    with pytest.raises(VLLMValidationError) as raised:
+        fetch("image", data_url(b"no picture"))
+    assert raised.value.__cause__ is not raised.value
+
+
 def test_a_local_file_is_read_only_where_it_is_allowed(fetch: Fetch, tmp_path: Path) -> None:
     inside, outside = tmp_path / "open", tmp_path / "secret"
     for folder in (inside, outside):
@@ -319,6 +326,13 @@ def test_videos_have_bounds(fetch: Fetch) -> None:
     with pytest.raises(VLLMValidationError, match="--max-video-seconds"):
         fetch("video", data_url(mp4()), max_video_seconds=0.9)
     assert fetch("video", data_url(mp4()), max_video_pixels=96 * 64, max_video_seconds=1.1)
+
+
+def test_a_video_without_a_frame_that_can_be_decoded_is_refused(fetch: Fetch) -> None:
+    start = mp4().index(b"mdat") + 4
+    size = struct.unpack_from(">I", mp4(), start - 8)[0] - 8
+    with pytest.raises(VLLMValidationError, match="none of its frames can be decoded"):
+        fetch("video", data_url(mp4()[:start] + bytes(size) + mp4()[start + size :]))
 
 
 def test_audio_has_bounds(fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:

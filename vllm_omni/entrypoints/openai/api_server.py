@@ -16,6 +16,7 @@ from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import media_connector
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.memory import return_large_blocks
 from vllm_omni.stage.fork_server import ForkServer
 
 logger = logging.getLogger("vllm.omni.server")
@@ -37,6 +38,7 @@ def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | Non
         OSError: The address cannot be listened on.
     """
     signal.signal(signal.SIGTERM, _interrupt)
+    return_large_blocks()
     media_connector.install(args)
     # Before the stages start: an address that is taken shall be known at once.
     address, listener = setup_server(args, reuse_port=False)

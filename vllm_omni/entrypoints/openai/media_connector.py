@@ -5,8 +5,10 @@ vLLM's own rules stay: `--allowed-media-domains`, `--allowed-local-media-path`, 
 """
 
 import argparse
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -46,17 +48,13 @@ class OmniMediaConnector(MediaConnector):
 
     def load_from_url(self, url: str, media_io: MediaIO[Any], *, fetch_timeout: int | None = None) -> Any:
         guarded, label = self._guard(url, media_io)
-        try:
+        with _client_errors(label, kind_of(media_io)):
             return super().load_from_url(url, guarded, fetch_timeout=fetch_timeout)
-        except _FAILURES as error:
-            raise _as_client_error(error, label, kind_of(media_io)) from error
 
     async def load_from_url_async(self, url: str, media_io: MediaIO[Any], *, fetch_timeout: int | None = None) -> Any:
         guarded, label = self._guard(url, media_io)
-        try:
+        with _client_errors(label, kind_of(media_io)):
             return await super().load_from_url_async(url, guarded, fetch_timeout=fetch_timeout)
-        except _FAILURES as error:
-            raise _as_client_error(error, label, kind_of(media_io)) from error
 
     def _guard(self, url: str, media_io: MediaIO[Any]) -> tuple[GuardedMediaIO, str]:
         count = media_count.get(None)  # There is none outside of an HTTP request.
@@ -65,18 +63,19 @@ class OmniMediaConnector(MediaConnector):
         return GuardedMediaIO(media_io, self._limits, label), label
 
 
-# RuntimeError: vLLM's, for a local file where there may be none. NotImplementedError is one: data that is not base64.
-_FAILURES = (VLLMClientError, ValueError, RuntimeError, OSError, ClientError, TimeoutError)
-
-
-def _as_client_error(error: Exception, label: str, kind: str) -> VLLMClientError:
+@contextlib.contextmanager
+def _client_errors(label: str, kind: str) -> Iterator[None]:
     """What a client is told of a part that could not be had."""
-    if isinstance(error, VLLMUnprocessableEntityError):
+    try:
+        yield
+    except VLLMUnprocessableEntityError as error:
         # vLLM's: the host has answered that there is nothing.
-        return VLLMUnprocessableEntityError(f"{label}: {error.args[0]}", parameter=f"{kind}_url")
-    if isinstance(error, VLLMClientError):
-        return error
-    if isinstance(error, (OSError, ClientError, TimeoutError)):
+        raise VLLMUnprocessableEntityError(f"{label}: {error.args[0]}", parameter=f"{kind}_url") from error
+    except VLLMClientError:
+        raise
+    except (OSError, ClientError, TimeoutError) as error:
         reason = str(error) or "it took too long"
-        return VLLMUnprocessableEntityError(f"{label} cannot be fetched: {reason}", parameter=f"{kind}_url")
-    return VLLMValidationError(f"{label}: {error}", parameter=f"{kind}_url")
+        raise VLLMUnprocessableEntityError(f"{label} cannot be fetched: {reason}", parameter=f"{kind}_url") from error
+    except (ValueError, RuntimeError) as error:
+        # RuntimeError: vLLM's, for a local file where there may be none. NotImplementedError: data that is not base64.
+        raise VLLMValidationError(f"{label}: {error}", parameter=f"{kind}_url") from error

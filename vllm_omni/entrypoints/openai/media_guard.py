@@ -87,7 +87,10 @@ class GuardedMediaIO(MediaIO[Any]):
 
         def load() -> Any:
             self._check(data)
-            return self._media_io.load_bytes(data)
+            media = self._media_io.load_bytes(data)
+            if isinstance(self._media_io, VideoMediaIO) and not len(media.media[0]):
+                raise ValueError("none of its frames can be decoded")
+            return media
 
         return self._reported(load)
 

@@ -28,6 +28,7 @@ from vllm_omni.entrypoints.openai.limits import (
     limits_from,
     media_count,
 )
+from vllm_omni.entrypoints.openai.memory import GarbageMiddleware
 
 # Whoever keeps the server running must be able to ask how it is; the answer tells nothing of users or models.
 # /metrics is not among them: it names models and shows the traffic, and Prometheus can send a key.
@@ -39,6 +40,7 @@ _BODY_RETRY_S = 1
 def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     """Adds ours outside of vLLM's own: the key is checked first, then the body."""
     total = limits_from(args, ServerLimits).max_total_request_bytes
+    app.add_middleware(GarbageMiddleware)
     app.add_middleware(BodyMiddleware, limits=limits_from(args, RequestLimits), max_total_bytes=total)
     if tokens := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
         app.add_middleware(ApiKeyMiddleware, tokens=tokens)

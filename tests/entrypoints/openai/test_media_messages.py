@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.diffusion.encoding import encode_outputs
 from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
-from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, image_content, video_content
+from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, image_parts, video_parts
 from vllm_omni.outputs import OmniRequestOutput, StageOutput, make_omni_request_output
 
 
@@ -34,26 +34,26 @@ def opened(url: str, media_type: str) -> io.BytesIO:
 
 @pytest.mark.parametrize("output_format", ["pil", "np", "png", "jpeg", "webp"])
 def test_images_in_any_form_are_data_uris_of_files(output_format: str) -> None:
-    parts = image_content(made("image", output_format, 8, 8))
+    parts = image_parts(made("image", output_format, 8, 8))
 
     file_format = output_format if output_format in ("jpeg", "webp") else "png"
     pictures = [Image.open(opened(part["image_url"]["url"], f"image/{file_format}")) for part in parts]
     assert [part["type"] for part in parts] == ["image_url"] * 2
     assert [picture.format for picture in pictures] == [file_format.upper()] * 2
     assert [round(float(np.asarray(picture).mean())) for picture in pictures] == [0, 255]
-    assert video_content(made("image", output_format, 8, 8)) == []
+    assert video_parts(made("image", output_format, 8, 8)) == []
 
 
 @pytest.mark.parametrize("output_format", ["pil", "np", "mp4"])
 def test_videos_in_any_form_are_data_uris_of_mp4s(output_format: str) -> None:
-    parts = video_content(made("video", output_format, 4, 16, 16, fps=8.0))
+    parts = video_parts(made("video", output_format, 4, 16, 16, fps=8.0))
 
     for part, brightness in zip(parts, (0, 255), strict=True):
         with av.open(opened(part["video_url"]["url"], "video/mp4")) as container:
             assert container.streams.video[0].average_rate == 8
             frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         assert len(frames) == 4 and all(abs(float(frame.mean()) - brightness) < 4 for frame in frames)
-    assert image_content(made("video", output_format, 4, 16, 16, fps=8.0)) == []
+    assert image_parts(made("video", output_format, 4, 16, 16, fps=8.0)) == []
 
 
 def test_settings_are_read_from_both_places() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 
 from vllm_omni.engine import engine_args
 from vllm_omni.engine.engine_args import create_config_for_inputs, create_engine_args
@@ -130,6 +130,7 @@ class TestModelRunner:
 
     @pytest.fixture(autouse=True)
     def gpu(self, monkeypatch):
+        envs.disable_envs_cache()  # vLLM caches the environment from an engine's start on; earlier tests start some.
         monkeypatch.setattr(engine_args, "current_platform", SimpleNamespace(is_cpu=lambda: False))
         monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
         monkeypatch.setenv(self.VARIABLE, "")  # Restored afterwards.

@@ -69,8 +69,8 @@ def omni_server(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFact
 def painting_server(
     tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A server for a model that paints, also after a picture; small pictures where a request does not say."""
-    yield from _serve(tiny_diffusion("z_image"), tmp_path_factory, *_by_default(height=64, width=64, steps=3))
+    """A server for a model that paints, also after a picture; in few steps where a request does not say."""
+    yield from _serve(tiny_diffusion("z_image"), tmp_path_factory, f"{_DEFAULTS}.num_inference_steps=3")
 
 
 @pytest.fixture(scope="session")
@@ -78,16 +78,12 @@ def video_server(
     tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
     """A server for a model that makes videos; small and short ones where a request does not say."""
-    settings = _by_default(height=32, width=32, steps=2)
-    yield from _serve(tiny_diffusion("wan"), tmp_path_factory, *settings, f"{_DEFAULTS}.num_frames=5")
+    small = {"height": 32, "width": 32, "num_inference_steps": 2, "num_frames": 5}
+    flags = [f"{_DEFAULTS}.{name}={value}" for name, value in small.items()]
+    yield from _serve(tiny_diffusion("wan"), tmp_path_factory, *flags)
 
 
 _DEFAULTS = "--stage.diffusion.default_sampling_params"
-
-
-def _by_default(height: int, width: int, steps: int) -> list[str]:
-    settings = {"height": height, "width": width, "num_inference_steps": steps}
-    return [f"{_DEFAULTS}.{name}={value}" for name, value in settings.items()]
 
 
 def _serve(model: Path, tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[RunningServer]:

@@ -70,7 +70,7 @@ class TestImages:
             f.write(image_bytes)
 
         check_fields(result, ImagesResponse)
-        assert Image.open("otter.png").size == (64, 64)
+        assert Image.open("otter.png").size == (1024, 1024)
 
     def test_options(self, client: openai.OpenAI, model: str) -> None:
         img = client.images.generate(

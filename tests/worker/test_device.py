@@ -107,12 +107,18 @@ class Talker:
     _write_inputs = FeedbackARModelRunner._write_inputs
     _take_rows = FeedbackARModelRunner._take_rows
     _to_device = FeedbackARModelRunner._to_device
+    _unemitted = FeedbackARModelRunner._unemitted
 
     def __init__(self, ids: list[int]) -> None:
         self.device = DEVICE
         self.strategy = Strategy()
         self.slots = RequestSlots()
-        self.input_batch = SimpleNamespace(req_ids=["a", "b", "c"], num_reqs=3)
+        self.input_batch = SimpleNamespace(
+            req_ids=["a", "b", "c"],
+            num_reqs=3,
+            num_prompt_tokens=np.full(3, 2),
+            num_tokens_no_spec=np.full(3, 2),
+        )
         self.input_ids = SimpleNamespace(gpu=torch.tensor(ids, dtype=torch.int32, device=DEVICE))
         for req_id in self.input_batch.req_ids:
             self.slots.take(req_id)

@@ -9,12 +9,14 @@ from fastapi import FastAPI
 from vllm import envs
 
 from tests.entrypoints.openai.media_apps import serving
+from vllm_omni.entrypoints.openai.media_connector import CONNECTOR_NAME
 
 
 @pytest.fixture(autouse=True)
-def fresh_environment() -> None:
-    """vLLM remembers the environment from an engine's start on; tests before may have started one in this process."""
+def fresh_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a server, whatever tests before have left: vLLM caches the environment from an engine's start on."""
     envs.disable_envs_cache()
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR_NAME)
 
 
 @pytest.fixture(scope="session")

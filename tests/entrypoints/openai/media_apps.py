@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import httpx2
 import openai
-import pytest
 from fastapi import FastAPI
 from PIL import Image
 
@@ -20,7 +19,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_connector import CONNECTOR_NAME, install
+from vllm_omni.entrypoints.openai.media_connector import install
 
 Result = TypeVar("Result")
 MODEL = "tiny"
@@ -31,8 +30,7 @@ def serving(model: Path, **arguments: Any) -> Iterator[FastAPI]:
     """`arguments` are those of `AsyncOmniLLM`."""
     with quick_servers():
         llm = AsyncOmniLLM(str(model), **arguments)
-    with llm, pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR_NAME)
+    with llm:
         args = server_args(model)
         install(args)
         yield asyncio.run(build_omni_app(OmniEngineClient(llm), args))

@@ -90,8 +90,8 @@ def describe_video(file: bytes) -> tuple[str, str]:
     """`WIDTHxHEIGHT`, and the length in seconds, of an MP4 that `as_video_file` gave."""
     with av.open(io.BytesIO(file)) as container:
         (stream,) = container.streams.video
-        seconds = (container.duration or 0) / av.time_base
-        return f"{stream.width}x{stream.height}", f"{seconds:g}"
+        assert stream.duration is not None and stream.time_base is not None
+        return f"{stream.width}x{stream.height}", f"{float(stream.duration * stream.time_base):g}"
 
 
 def read_first_frame(path: Path) -> Image.Image:

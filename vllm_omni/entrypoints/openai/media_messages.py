@@ -90,8 +90,9 @@ def describe_video(file: bytes) -> tuple[str, str]:
     """`WIDTHxHEIGHT`, and the length in seconds, of an MP4 that `as_video_file` gave."""
     with av.open(io.BytesIO(file)) as container:
         (stream,) = container.streams.video
-        assert stream.duration is not None and stream.time_base is not None
-        return f"{stream.width}x{stream.height}", f"{float(stream.duration * stream.time_base):g}"
+        assert stream.guessed_rate is not None
+        # Not the duration of the file, which is in milliseconds.
+        return f"{stream.width}x{stream.height}", f"{float(stream.frames / stream.guessed_rate):g}"
 
 
 def read_first_frame(path: Path) -> Image.Image:

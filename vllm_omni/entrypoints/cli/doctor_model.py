@@ -31,11 +31,13 @@ def check_model(
     """
     try:
         parsed = OmniServeCommand().parse(arguments)
-        read = read_command(parsed)
+        read: ReadPipeline
         if devices is None:
-            config = resolve_command(parsed)[0].config
-            place_cores(config)
-            stage_devices(config)
+            read = resolved = resolve_command(parsed)[0]
+            place_cores(resolved.config)
+            stage_devices(resolved.config)
+        else:
+            read = read_command(parsed)
     except (StageConfigError, UsageError) as error:
         return None, [Finding("FAIL", "configuration", str(error))]
     names = ", ".join(f"{stage.name} ({stage.kind})" for stage in read.loaded.stage_args)

@@ -72,7 +72,7 @@ _ERRORS = (
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     HTTPStatus.OK.value: {
-        "description": "The file, while it is made, as bytes or as server-sent events.",
+        "description": "The file: its bytes or server-sent events while it is made, or whole with stream: false.",
         "headers": {
             SAMPLE_RATE_HEADER: {"schema": {"type": "integer"}, "description": "Samples per second of each channel."},
             CHANNELS_HEADER: {"schema": {"type": "integer"}, "description": "1, or 2 of a model that makes stereo."},
@@ -307,7 +307,7 @@ def _line(data: str) -> str:
 @with_cancellation
 @load_aware_call
 async def create_speech(request: SpeechRequest, raw_request: Request) -> Response:
-    """The speech of a text, while it is made."""
+    """The speech of a text: streamed while it is made, or as a whole file."""
     state = raw_request.app.state
     if state.omni_speech is None:
         outputs = ", ".join(state.engine_client.config.output_types)

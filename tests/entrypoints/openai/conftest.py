@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
-from vllm import envs
 
-from tests.entrypoints.openai.media_apps import serving
-from vllm_omni.entrypoints.openai.media_connector import CONNECTOR_NAME
+from tests.entrypoints.openai.media_apps import serving, use_server_environment
 
 
 @pytest.fixture(autouse=True)
-def fresh_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a server, whatever tests before have left: vLLM caches the environment from an engine's start on."""
-    envs.disable_envs_cache()
-    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR_NAME)
+def fresh_environment() -> None:
+    use_server_environment()
 
 
 @pytest.fixture(scope="session")

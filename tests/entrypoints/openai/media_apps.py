@@ -3,6 +3,7 @@
 
 import asyncio
 import io
+import os
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -13,21 +14,29 @@ import httpx2
 import openai
 from fastapi import FastAPI
 from PIL import Image
+from vllm import envs
 
 from tests.entrypoints.faces import quick_servers
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_connector import install
+from vllm_omni.entrypoints.openai.media_connector import CONNECTOR_NAME, install
 
 Result = TypeVar("Result")
 MODEL = "tiny"
 
 
+def use_server_environment() -> None:
+    """That of a server, whatever tests before have left: vLLM caches the environment from an engine's start on."""
+    envs.disable_envs_cache()
+    os.environ["VLLM_MEDIA_CONNECTOR"] = CONNECTOR_NAME
+
+
 @contextmanager
 def serving(model: Path, **arguments: Any) -> Iterator[FastAPI]:
     """`arguments` are those of `AsyncOmniLLM`."""
+    use_server_environment()
     with quick_servers():
         llm = AsyncOmniLLM(str(model), **arguments)
     with llm:

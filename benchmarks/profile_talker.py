@@ -26,8 +26,8 @@ from vllm_omni.config.paths import stage_configs_dir
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
 from vllm_omni.outputs import Completion, StageOutput
-from vllm_omni.stage.input_processor import load_stage_input_processor
 from vllm_omni.testing.media import make_prompt
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 

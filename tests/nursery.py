@@ -20,8 +20,8 @@ import traceback
 
 import setproctitle
 
-from vllm_omni.stage import fork_server
-from vllm_omni.stage.fork_server import ForkServer
+from vllm_omni.orchestrator import fork_server
+from vllm_omni.orchestrator.fork_server import ForkServer
 
 _COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import main; main()"
 _MAX_MESSAGE = 1 << 20

@@ -6,9 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-from vllm_omni.diffusion.encoding import encode_outputs
-from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
+from vllm_omni.media import encode_outputs
 from vllm_omni.outputs import OmniRequestOutput, StageOutput, make_omni_request_output, merge_stage_outputs
+from vllm_omni.sampling_params import DiffusionSamplingParams
 
 
 def received(output_type: str, outputs: list[torch.Tensor], output_format: str | None = None) -> OmniRequestOutput:

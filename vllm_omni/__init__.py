@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_omni.config import OmniStageConfig
-    from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
     from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
     from vllm_omni.entrypoints.omni_llm import OmniLLM
     from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent
     from vllm_omni.outputs import OmniRequestOutput
+    from vllm_omni.sampling_params import DiffusionSamplingParams
     from vllm_omni.stage.placement import set_stage_gpu_devices
 
     Omni = OmniLLM
@@ -42,7 +42,7 @@ _HOMES = {
     "AsyncOmni": ("vllm_omni.entrypoints.async_omni_llm", "AsyncOmniLLM"),
     "AsyncOmniLLM": ("vllm_omni.entrypoints.async_omni_llm", "AsyncOmniLLM"),
     "CompletedEvent": ("vllm_omni.events", "CompletedEvent"),
-    "DiffusionSamplingParams": ("vllm_omni.diffusion.sampling_params", "DiffusionSamplingParams"),
+    "DiffusionSamplingParams": ("vllm_omni.sampling_params", "DiffusionSamplingParams"),
     "ErrorEvent": ("vllm_omni.events", "ErrorEvent"),
     "ImageProgressEvent": ("vllm_omni.events", "ImageProgressEvent"),
     "Omni": ("vllm_omni.entrypoints.omni_llm", "OmniLLM"),

@@ -13,8 +13,8 @@ from vllm.renderers import ChatParams
 from vllm.renderers.chat_utils import ChatCompletionMessageParam
 from vllm.sampling_params import SamplingParams
 
-from vllm_omni.diffusion.sampling_params import DiffusionRequest
-from vllm_omni.engine.payloads import OmniEngineCoreRequest
+from vllm_omni.payloads import OmniEngineCoreRequest
+from vllm_omni.sampling_params import DiffusionRequest
 
 
 class OmniPrompt(TypedDict, total=False):

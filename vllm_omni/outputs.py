@@ -13,7 +13,8 @@ import torch
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_omni.diffusion.media import count_media, read_media
+from vllm_omni.media import count_media, read_media
+from vllm_omni.metrics.stats import StageMetrics
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -26,34 +27,6 @@ class Completion(msgspec.Struct, kw_only=True):
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-
-
-class StageMetrics(msgspec.Struct, kw_only=True):
-    """What one stage did for one request. Times are `time.monotonic()` seconds, comparable on one machine.
-
-    Attributes:
-        arrival: Enough input of the request had reached the stage to begin with it.
-        started: It was handed to the engine.
-        first_output: The first piece of output was there; None where the output came in one piece.
-        finished: The engine was done with the request.
-        num_input_tokens, num_output_tokens: Rows read and tokens written (0 where a stage has none).
-        num_chunks: Pieces in which the output left the engine.
-    """
-
-    stage_id: int
-    name: str
-    arrival: float = 0.0
-    started: float = 0.0
-    first_output: float | None = None
-    finished: float = 0.0
-    num_input_tokens: int = 0
-    num_output_tokens: int = 0
-    num_chunks: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from `arrival` to the end."""
-        return self.finished - self.arrival
 
 
 class StageOutput(msgspec.Struct, kw_only=True):
@@ -69,7 +42,7 @@ class StageOutput(msgspec.Struct, kw_only=True):
         num_cached_tokens: How many of them the engine found in its prefix cache; None where it does not say.
         completions: Generated sequences; empty for stages that generate none. In a stream: what is new of each.
         tensors: The model's outputs by name, on the CPU, e.g. `audio` float32 `[samples]`. In a stream: new rows.
-            Of a diffusion stage what `diffusion.encoding.encode_outputs` makes; while it works, a preview `image`.
+            Of a diffusion stage what `media.encode_outputs` makes; while it works, a preview `image`.
         data: Plain values: what function stages make, what a diffusion stage says of its tensors (`output_type`,
             `output_format`, `fps`, `sample_rate`), and, while that works, which of the outputs it shows (`index`).
         step, num_steps: How far a diffusion stage has come with what it shows here; None elsewhere.
@@ -221,7 +194,7 @@ class OmniRequestOutput:
         request_output: A list of one vLLM `RequestOutput`; its fields can be read here directly too.
         multimodal_output: Tensors by name on the CPU, as the stage made them. `audio` is float32 `[samples]` of a model
             that speaks, and `[n, channels, samples]` of a diffusion stage, for its n outputs. Its `image` and `video`
-            have the shapes that `diffusion.encoding.encode_outputs` says; `images` and `videos` are the same to hold.
+            have the shapes that `media.encode_outputs` says; `images` and `videos` are the same to hold.
         stage_metrics: What each stage that worked on the prompt did, in stage order.
         sample_rate: Samples per second of `audio`; None where there is none, or the pipeline's YAML does not say.
         fps: Frames of a video in a second; None elsewhere.

@@ -14,7 +14,7 @@ from vllm_omni.config.paths import stage_configs_dir
 from vllm_omni.config.stage_config import find_stage
 from vllm_omni.errors import StageConfigError
 
-PROCESSOR = "vllm_omni.stage.input_processor.StageInputProcessor"
+PROCESSOR = "vllm_omni.model_executor.stage_input_processor.StageInputProcessor"
 
 
 def valid() -> dict[str, Any]:

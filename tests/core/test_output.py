@@ -10,7 +10,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_omni.core.sched.output import InputChunk, OmniModelRunnerOutput, OmniNewRequestData, OmniSchedulerOutput
-from vllm_omni.engine.payloads import AdditionalInformationPayload
+from vllm_omni.payloads import AdditionalInformationPayload
 
 
 def filled(cls):

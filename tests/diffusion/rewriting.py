@@ -4,8 +4,8 @@
 from collections.abc import Mapping
 
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.input_processor import StageInputProcessor
 
 
 class RewrittenPrompt(StageInputProcessor):

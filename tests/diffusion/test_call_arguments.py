@@ -7,7 +7,7 @@ import diffusers
 import pytest
 
 from vllm_omni.diffusion.call_arguments import call_arguments, default_fps
-from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
+from vllm_omni.sampling_params import DiffusionSamplingParams
 
 
 def arguments(class_name: str, **settings: Any) -> dict[str, Any]:

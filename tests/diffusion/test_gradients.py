@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.diffusion.watched_engine import SHORT, WatchedEngine
-from vllm_omni.diffusion.sampling_params import DiffusionRequest, DiffusionSamplingParams
 from vllm_omni.inputs import StageRequest
+from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 from vllm_omni.stage.engines.base import NewRequest
 from vllm_omni.worker import gpu_diffusion_worker
 

@@ -14,8 +14,8 @@ from vllm.sampling_params import SamplingParams
 
 from tests.diffusion.indexes import make_processor
 from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
-from vllm_omni.diffusion.sampling_params import DiffusionRequest, DiffusionSamplingParams
 from vllm_omni.errors import StageConfigError
+from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 
 PICTURE = Image.new("RGB", (8, 4), "red")
 PAINTERS = {"text": "ZImagePipeline", "edit": "QwenImageEditPipeline", "klein": "Flux2KleinPipeline"}

@@ -13,7 +13,7 @@ from PIL import Image
 from tests.diffusion.tiny_calls import SMALLEST, images_for, make_image
 from tests.entrypoints.faces import quick_servers
 from vllm_omni import OmniLLM, OmniRequestOutput
-from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
+from vllm_omni.sampling_params import DiffusionSamplingParams
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 
 # How a pipeline is asked to follow its prompt more closely than by default, or less.

@@ -10,7 +10,7 @@ import yaml
 
 from tests.diffusion import rewriting
 from vllm_omni.config.loader import parse_pipeline_config
-from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
+from vllm_omni.sampling_params import DiffusionSamplingParams
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "diffusion.md").read_text()
 

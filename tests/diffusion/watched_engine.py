@@ -10,8 +10,8 @@ import torch
 
 from tests.stage.running_engine import StepCounter
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.diffusion.sampling_params import DiffusionRequest, DiffusionSamplingParams
 from vllm_omni.inputs import StageRequest
+from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 from vllm_omni.stage.engines.base import NewRequest, Outbox, OutboxItem, Result, Stream
 from vllm_omni.stage.engines.diffusion import DiffusionStageEngine
 

@@ -11,8 +11,8 @@ import torch
 
 from tests.small_file_system import small_file_system
 from vllm_omni.distributed.connectors import Connector, InlineConnector, SharedMemoryConnector, ThresholdConnector
+from vllm_omni.distributed.messages import PayloadRef
 from vllm_omni.distributed.payload_channel import PayloadChannel
-from vllm_omni.orchestrator.messages import PayloadRef
 from vllm_omni.outputs import Completion, StageOutput
 
 BUFFERS = [b"", b"x", bytes(range(256)) * 5, memoryview(b"abc")]

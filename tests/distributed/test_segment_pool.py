@@ -60,7 +60,7 @@ def test_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     code = f"""if True:
         import pathlib, time
         from vllm_omni.distributed.connectors import SharedMemoryConnector
-        from vllm_omni.orchestrator.messages import PayloadRef
+        from vllm_omni.distributed.messages import PayloadRef
         connector = SharedMemoryConnector(pathlib.Path({str(tmp_path)!r}), "reader")
         buffers = connector.get(PayloadRef(sizes={ref.sizes}, path={ref.path!r}), [])
         print("has it", flush=True)

@@ -6,8 +6,8 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.running import greedy, random_prompts, run, step_until_idle
-from vllm_omni.engine.payloads import PromptEmbedsPayload, TensorPayload
 from vllm_omni.errors import InvalidRequestError
+from vllm_omni.payloads import PromptEmbedsPayload, TensorPayload
 
 GOOD = [5, 6, 7]
 

@@ -17,7 +17,6 @@ from vllm_omni.engine.settings import OmniEngineSettings
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.engines.base import Outbox
 from vllm_omni.stage.engines.llm import LLMStageEngine
-from vllm_omni.worker import worker_class_path
 
 
 class TestRefused:
@@ -119,7 +118,7 @@ class TestDefaults:
     def test_workers_exist_on_both_platforms(self, engine_type):
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
-        gpu, cpu = (resolve_obj_by_qualname(worker_class_path(engine_type, is_cpu)) for is_cpu in (False, True))
+        gpu, cpu = (resolve_obj_by_qualname(engine_args._WORKERS[engine_type, is_cpu]) for is_cpu in (False, True))
         assert issubclass(cpu, gpu) and issubclass(cpu.omni_runner_cls, gpu.omni_runner_cls)
 
 

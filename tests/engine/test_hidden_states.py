@@ -6,7 +6,7 @@ import torch
 from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.running import greedy, random_prompts, run, step_until_idle
-from vllm_omni.engine.payloads import PromptEmbedsPayload
+from vllm_omni.payloads import PromptEmbedsPayload
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 

@@ -11,8 +11,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.engine.running import greedy, random_prompts, step_until_idle
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
-from vllm_omni.engine.payloads import OmniEngineCoreRequest
 from vllm_omni.errors import InvalidRequestError
+from vllm_omni.payloads import OmniEngineCoreRequest
 from vllm_omni.testing.media import make_prompt
 
 

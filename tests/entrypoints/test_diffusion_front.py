@@ -19,11 +19,11 @@ from tests.entrypoints.faces import quick_servers
 from vllm_omni import AsyncOmniLLM, CompletedEvent, OmniLLM
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.inputs import StageRequest
-from vllm_omni.stage.input_processor import load_stage_input_processor
+from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
+from vllm_omni.sampling_params import DiffusionSamplingParams
 
 SMALL = {"height": 32, "width": 32, "num_inference_steps": 2, "output_format": "np"}
 PICTURE = Image.new("RGB", (32, 32), "red")

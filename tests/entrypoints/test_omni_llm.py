@@ -16,7 +16,8 @@ from tests.nursery import nursery
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError, PipelineClosedError, StageConfigError
 from vllm_omni.events import ARSegmentEvent
-from vllm_omni.outputs import OmniRequestOutput, StageMetrics
+from vllm_omni.metrics.stats import StageMetrics
+from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import PROMPT_KINDS, example_prompts, make_prompt, mixed_prompts
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.distributed.test_run_dir import memory  # noqa: F401 (a fixture)
 from tests.entrypoints.faces import WRITER, make_face
 from tests.metrics.reading import scrape
 from tests.nursery import QuickForkServer, nursery
 from tests.orchestrator.pipelines import kept_server, make_config, open_orchestrator
-from tests.orchestrator.test_run_dir import memory  # noqa: F401 (a fixture)
 from vllm_omni import OmniLLM
+from vllm_omni.distributed import run_dir
 from vllm_omni.entrypoints import launch
 from vllm_omni.errors import PipelineStartError, StageStartError
-from vllm_omni.orchestrator import run_dir
 
 PATIENCE_S = 60.0
 

@@ -9,7 +9,7 @@ import torch
 from tests.hub_cache import NAME, HubCache
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.entrypoints.resolve import resolve_pipeline
-from vllm_omni.stage.input_processor import load_stage_input_processor
+from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
 
 
 def test_a_revision_brings_its_own_voices(

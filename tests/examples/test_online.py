@@ -16,8 +16,8 @@ from PIL import Image
 
 from tests.examples.running import EXAMPLES, decode_sound, decode_video, read_wav, run_example
 from tests.servers import RunningServer
-from vllm_omni.diffusion.encoding import encode_mp4
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
+from vllm_omni.media import encode_mp4
 from vllm_omni.testing.media import make_audio, make_image, make_video
 
 GREEDY = json.dumps([{"temperature": 0, "max_tokens": 24}, {"temperature": 0, "max_tokens": 32}, None])

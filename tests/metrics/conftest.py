@@ -5,7 +5,7 @@ import pytest
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.metrics.observer import RequestSummary
-from vllm_omni.outputs import StageMetrics
+from vllm_omni.metrics.stats import StageMetrics
 
 
 @pytest.fixture

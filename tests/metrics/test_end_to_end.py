@@ -19,7 +19,7 @@ from tests.metrics.reading import assert_nested, read_events, scrape, tracks
 from tests.nursery import QuickForkServer
 from tests.orchestrator.pipelines import TRIANGLE, Caller, make_config, open_orchestrator
 from vllm_omni import OmniLLM
-from vllm_omni.metrics.observer import make_observers
+from vllm_omni.entrypoints.pipeline import make_observers
 
 CONFIG = make_config(*TRIANGLE)
 STAGES = ("stage 0: a", "stage 1: b", "stage 2: c")

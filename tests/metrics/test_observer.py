@@ -5,8 +5,9 @@ import pytest
 
 from tests.metrics.reading import read_events, scrape
 from tests.orchestrator.pipelines import TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
-from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver, make_observers
-from vllm_omni.outputs import StageMetrics
+from vllm_omni.entrypoints.pipeline import make_observers
+from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
+from vllm_omni.metrics.stats import StageMetrics
 
 
 def test_times_of_a_request(summarize):

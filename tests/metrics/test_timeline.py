@@ -9,8 +9,8 @@ import pytest
 
 from tests.metrics.reading import assert_nested, read_events, tracks
 from vllm_omni.metrics import timeline as timeline_module
+from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.metrics.timeline import Timeline
-from vllm_omni.outputs import StageMetrics
 
 
 class Clock:

@@ -12,8 +12,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from vllm_omni.metrics.otel import RequestSpans
-from vllm_omni.metrics.tracing import StageTracer, make_stage_tracer
-from vllm_omni.outputs import StageMetrics
+from vllm_omni.metrics.stats import StageMetrics
+from vllm_omni.metrics.tracing import StageTracer
+from vllm_omni.stage.worker import make_stage_tracer
 
 ENDPOINT = "http://localhost:1"  # nobody listens; nothing is sent there
 

@@ -27,10 +27,10 @@ from tests.orchestrator.pipelines import (
     state_of,
     texts,
 )
+from vllm_omni.distributed.messages import PROTOCOL_VERSION, DataMessage, PayloadRef, send
 from vllm_omni.errors import StageDeadError, StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
 from vllm_omni.inputs import StageRequest
-from vllm_omni.orchestrator.messages import PROTOCOL_VERSION, DataMessage, PayloadRef, send
 from vllm_omni.outputs import StageOutput
 
 QUICKLY = {"backoff_s": 0.05, "max_restarts": 20}

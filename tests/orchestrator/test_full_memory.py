@@ -7,8 +7,8 @@ import pytest
 
 from tests.orchestrator.pipelines import Caller, fake_stage, make_config, open_orchestrator
 from tests.small_file_system import small_file_system
+from vllm_omni.distributed import run_dir
 from vllm_omni.events import CompletedEvent
-from vllm_omni.orchestrator import run_dir
 
 MB = 1 << 20
 CONFIG = make_config(fake_stage(0, "a", (), "text"), fake_stage(1, "b", (0,), "audio"), max_inflight=8)

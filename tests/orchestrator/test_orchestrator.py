@@ -14,15 +14,15 @@ import pytest
 from tests.nursery import QuickForkServer
 from tests.orchestrator.pipelines import TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
 from vllm_omni.config.loader import parse_pipeline_config
+from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.errors import (
     PipelineClosedError,
     RequestAbortedError,
     StageExecutionError,
     StageStartError,
 )
+from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.orchestrator.orchestrator import Orchestrator
-from vllm_omni.orchestrator.run_dir import RunDir
-from vllm_omni.stage.fork_server import ForkServer
 
 CONFIG = make_config(*TRIANGLE)
 

@@ -10,8 +10,9 @@ import torch
 from tests.orchestrator.pipelines import fake_stage, make_config
 from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import StageRequest
+from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
-from vllm_omni.outputs import Completion, OmniRequestOutput, StageMetrics, StageOutput
+from vllm_omni.outputs import Completion, OmniRequestOutput, StageOutput
 
 RATE = 1000
 CONFIG = make_config(

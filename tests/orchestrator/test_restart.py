@@ -20,9 +20,9 @@ from tests.orchestrator.pipelines import (
     texts,
 )
 from tests.orchestrator.test_failure import is_ready, kill, processes, wait_until
+from vllm_omni.distributed.messages import ReadyMessage, send
 from vllm_omni.errors import StageDeadError
-from vllm_omni.orchestrator.messages import ReadyMessage, send
-from vllm_omni.stage.fork_server import ForkServer, StageProcess
+from vllm_omni.orchestrator.fork_server import ForkServer, StageProcess
 from vllm_omni.stage.spec import StageSpec
 
 PAIR = (fake_stage(0, "a"), fake_stage(1, "b", (0,), "text"))

@@ -11,7 +11,7 @@ import torch
 import zmq
 
 from vllm_omni.config.stage_config import OmniStageConfig, WindowConfig
-from vllm_omni.orchestrator.messages import PayloadRef, SubmitMessage
+from vllm_omni.distributed.messages import PayloadRef, SubmitMessage
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.outlet import Outlet
 from vllm_omni.stage.spec import StageSpec, TargetSpec

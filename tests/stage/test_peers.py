@@ -9,8 +9,8 @@ import torch
 import zmq
 
 from vllm_omni.config.stage_config import WindowConfig
-from vllm_omni.orchestrator.messages import AbortMessage, recv_at_stage
-from vllm_omni.orchestrator.run_dir import stage_address
+from vllm_omni.distributed.messages import AbortMessage, recv_at_stage
+from vllm_omni.distributed.run_dir import stage_address
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.peers import Target
 from vllm_omni.stage.spec import TargetSpec

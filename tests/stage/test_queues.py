@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import pytest
 
 from vllm_omni.config.stage_config import SegmentConfig
+from vllm_omni.distributed.messages import PayloadRef, SubmitMessage
 from vllm_omni.inputs import StageRequest
-from vllm_omni.orchestrator.messages import PayloadRef, SubmitMessage
-from vllm_omni.outputs import Completion, StageMetrics, StageOutput
+from vllm_omni.metrics.stats import StageMetrics
+from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.queues import FlushTimes, WaitingQueue
 from vllm_omni.stage.request_state import InputStreams, OutputStream, RequestState
 from vllm_omni.stage.segments import CallerReader, Segmenter

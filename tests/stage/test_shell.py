@@ -11,11 +11,7 @@ import zmq
 
 from vllm_omni.config.stage_config import OmniStageConfig, WindowConfig
 from vllm_omni.distributed.connectors import ThresholdConnector
-from vllm_omni.distributed.payload_channel import PayloadChannel
-from vllm_omni.inputs import StageInput, StageRequest
-from vllm_omni.metrics.recorder import NullRecorder
-from vllm_omni.metrics.tracing import StageTracer
-from vllm_omni.orchestrator.messages import (
+from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     AbortMessage,
     DataMessage,
@@ -30,10 +26,14 @@ from vllm_omni.orchestrator.messages import (
     recv_at_orchestrator,
     send,
 )
-from vllm_omni.orchestrator.run_dir import orchestrator_address, stage_address
+from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.run_dir import orchestrator_address, stage_address
+from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.metrics.recorder import NullRecorder
+from vllm_omni.metrics.tracing import StageTracer
+from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Outbox, Result, StageEngine, Started, Stop
-from vllm_omni.stage.input_processor import StageInputProcessor
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import SourceSpec, StageSpec
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_omni.config.nearest import nearest
 from vllm_omni.diffusion.pipeline_info import call_parameters
-from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
+from vllm_omni.sampling_params import DiffusionSamplingParams
 
 # Settings that are arguments of diffusers' pipelines, under the same names.
 _ARGUMENTS = (

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vllm_omni.diffusion.encoding import to_uint8
+from vllm_omni.media import to_uint8
 
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 _CHANNELS = (1, 3, 4)

@@ -16,13 +16,13 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.call_arguments import call_arguments
-from vllm_omni.diffusion.encoding import check_output_format
 from vllm_omni.diffusion.input_images import read_images
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, takes_several_images
-from vllm_omni.diffusion.sampling_params import DiffusionRequest, DiffusionSamplingParams
 from vllm_omni.diffusion.setting_checks import check_limits, check_text, check_values, draw_seeds, read_settings
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import OmniPrompt
+from vllm_omni.media import check_output_format
+from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 
 _NOT_FOR_DIFFUSION = ("prompt_token_ids", "prompt_embeds", "mm_processor_kwargs")
 

@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline
 from diffusers.utils.torch_utils import get_module_execution_device
 from torch.nn import functional
 
-from vllm_omni.diffusion.encoding import to_uint8
+from vllm_omni.media import to_uint8
 
 UNPACK_ARGUMENTS = frozenset({"latents", "height", "width", "vae_scale_factor", "patch_size"})
 """What a pipeline's `_unpack_latents` may ask for; pixels. Others mean something else by the same names."""

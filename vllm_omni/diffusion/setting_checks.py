@@ -18,7 +18,7 @@ from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.nearest import nearest
 from vllm_omni.config.reading import convert, take_apart
 from vllm_omni.diffusion.pipeline_info import call_parameters
-from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
+from vllm_omni.sampling_params import DiffusionSamplingParams
 
 _LARGEST_SEED = 2**63 - 1
 _AT_LEAST = {

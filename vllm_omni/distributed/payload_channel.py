@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_omni.distributed.connectors import Connector
-from vllm_omni.orchestrator.messages import Frames, PayloadRef
+from vllm_omni.distributed.messages import Frames, PayloadRef
 
 T = TypeVar("T")
 

@@ -18,10 +18,15 @@ from vllm.platforms import current_platform
 from vllm_omni.engine.hf_override import StageConfigOverride
 from vllm_omni.engine.settings import EngineType, OmniEngineSettings
 from vllm_omni.errors import StageConfigError
-from vllm_omni.worker import worker_class_path
 
 logger = init_logger("vllm.omni.engine.engine_args")
 
+_WORKERS = {  # by engine type, and whether vLLM's platform is the CPU
+    ("ar", False): "vllm_omni.worker.gpu_ar_worker.GPUARWorker",
+    ("ar", True): "vllm_omni.worker.cpu_ar_worker.CPUARWorker",
+    ("generation", False): "vllm_omni.worker.gpu_generation_worker.GPUGenerationWorker",
+    ("generation", True): "vllm_omni.worker.cpu_generation_worker.CPUGenerationWorker",
+}
 _SCHEDULERS = {
     "ar": "vllm_omni.core.sched.omni_ar_scheduler.OmniARScheduler",
     "generation": "vllm_omni.core.sched.omni_generation_scheduler.OmniGenerationScheduler",
@@ -91,7 +96,7 @@ def _as_engine_type(name: str) -> EngineType:
 def _defaults(settings: OmniEngineSettings) -> dict[str, Any]:
     is_cpu = current_platform.is_cpu()
     defaults: dict[str, Any] = {
-        "worker_cls": worker_class_path(settings.engine_type, is_cpu),
+        "worker_cls": _WORKERS[settings.engine_type, is_cpu],
         "scheduler_cls": _SCHEDULERS[settings.engine_type],
         "async_scheduling": False,
         "disable_log_stats": True,

@@ -28,9 +28,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_hints import KvHintsEnvelope
 
-from vllm_omni.engine.payloads import AdditionalInformationPayload, OmniEngineCoreRequest, PromptEmbedsPayload
 from vllm_omni.engine.settings import OmniEngineSettings
 from vllm_omni.errors import InvalidRequestError
+from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreRequest, PromptEmbedsPayload
 
 
 class PreprocessedPrompt(TypedDict):

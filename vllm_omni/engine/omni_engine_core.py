@@ -13,7 +13,7 @@ from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
 from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationScheduler
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest
-from vllm_omni.engine.payloads import OmniEngineCoreRequest
+from vllm_omni.payloads import OmniEngineCoreRequest
 
 
 class OmniEngineCore(EngineCore):

@@ -26,9 +26,9 @@ from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPro
 from vllm_omni.engine.module_scan import opaque_module_hidden
 from vllm_omni.engine.omni_engine_core import OmniEngineCore
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
-from vllm_omni.engine.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
 from vllm_omni.engine.settings import OmniEngineSettings
 from vllm_omni.errors import InvalidRequestError
+from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
 
 
 class OmniLLMEngine(LLMEngine):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm_omni.config.stage_config import PipelineConfig
     from vllm_omni.entrypoints.request_builder import RequestBuilder
     from vllm_omni.metrics.stats import StageStats
+    from vllm_omni.orchestrator.fork_server import ForkServer
     from vllm_omni.orchestrator.supervisor import StageHealth
-    from vllm_omni.stage.fork_server import ForkServer
 
 
 class PipelineFace:

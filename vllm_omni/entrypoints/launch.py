@@ -4,7 +4,7 @@
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.errors import PipelineStartError
-from vllm_omni.stage.fork_server import ForkServer
+from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.vllm_requirement import require_vllm
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.entrypoints.resolve import resolve_pipeline
 from vllm_omni.errors import StageConfigError
-from vllm_omni.metrics.observer import make_observers
+from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.model_executor.registry import OMNI_MODELS
+from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.stage.cores import place_cores
-from vllm_omni.stage.fork_server import ForkServer
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,43 @@ def open_pipeline(
         orchestrator.close()
         raise
     return Pipeline(config, orchestrator, builder)
+
+
+def make_observers(
+    config: PipelineConfig,
+    *,
+    log_stats: bool = False,
+    trace_file: str | None = None,
+    otlp_traces_endpoint: str | None = None,
+) -> list[PipelineObserver]:
+    """The observers that are wanted.
+
+    Args:
+        config: The pipeline.
+        log_stats: Log a summary of each request, and offer all figures to Prometheus.
+        trace_file: Write a timeline of all requests to this file.
+        otlp_traces_endpoint: Send OpenTelemetry spans there.
+
+    Raises:
+        OSError: `trace_file` cannot be written.
+        VllmRequirementError: OpenTelemetry is wanted and not installed.
+    """
+    # Imported where wanted, because they bring OpenTelemetry or Prometheus along; first those that may raise.
+    observers: list[PipelineObserver] = []
+    if otlp_traces_endpoint is not None:
+        from vllm_omni.metrics.otel import RequestSpans
+
+        observers.append(RequestSpans(otlp_traces_endpoint))
+    if trace_file is not None:
+        from vllm_omni.metrics.timeline import Timeline
+
+        observers.append(Timeline(trace_file, config))
+    if log_stats:
+        from vllm_omni.metrics.prometheus import PrometheusObserver
+        from vllm_omni.metrics.summary_log import SummaryLog
+
+        observers += [SummaryLog(), PrometheusObserver(config)]
+    return observers
 
 
 def check_engine_args(config: PipelineConfig, model: str) -> list[EngineArgs]:

@@ -22,15 +22,15 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 
 from vllm_omni.config.nearest import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.diffusion.sampling_params import DiffusionRequest, DiffusionSamplingParams
 from vllm_omni.engine.engine_args import create_config_for_inputs, create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
-from vllm_omni.engine.payloads import OmniEngineCoreRequest
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import OmniPrompt, StageRequest
+from vllm_omni.model_executor.stage_input_processor import StageInputProcessor, load_stage_input_processor
 from vllm_omni.orchestrator.request import PipelineRequest
-from vllm_omni.stage.input_processor import StageInputProcessor, load_stage_input_processor
+from vllm_omni.payloads import OmniEngineCoreRequest
+from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.input_processor import DiffusionInputProcessor

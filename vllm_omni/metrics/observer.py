@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the orchestrator tells of its requests and stages, and who listens.
 
-`make_observers` makes those that are switched on. They run on the orchestrator's thread and must not block. Exporters
-run code of others, so what an observer raises is logged by the `CompositeObserver`, and goes no further.
+`entrypoints.pipeline.make_observers` makes those that are switched on. They run on the orchestrator's thread and must
+not block. Exporters run code of others, so what an observer raises is logged by the `CompositeObserver`, and goes no
+further.
 """
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.metrics.logs import get_logger
-from vllm_omni.metrics.stats import StageStats
-from vllm_omni.outputs import StageMetrics
+from vllm_omni.metrics.stats import StageMetrics, StageStats
 
 logger = get_logger(__name__)
 
@@ -159,40 +158,3 @@ class CompositeObserver(PipelineObserver):
                 self._failed.add((observer, method))
                 name = f"{type(observer).__name__}.{method}"
                 logger.exception("%s failed, requests go on; further failures of it are not logged", name)
-
-
-def make_observers(
-    config: PipelineConfig,
-    *,
-    log_stats: bool = False,
-    trace_file: str | None = None,
-    otlp_traces_endpoint: str | None = None,
-) -> list[PipelineObserver]:
-    """The observers that are wanted.
-
-    Args:
-        config: The pipeline.
-        log_stats: Log a summary of each request, and offer all figures to Prometheus.
-        trace_file: Write a timeline of all requests to this file.
-        otlp_traces_endpoint: Send OpenTelemetry spans there.
-
-    Raises:
-        OSError: `trace_file` cannot be written.
-        VllmRequirementError: OpenTelemetry is wanted and not installed.
-    """
-    # Imported where wanted, because they bring OpenTelemetry or Prometheus along; first those that may raise.
-    observers: list[PipelineObserver] = []
-    if otlp_traces_endpoint is not None:
-        from vllm_omni.metrics.otel import RequestSpans
-
-        observers.append(RequestSpans(otlp_traces_endpoint))
-    if trace_file is not None:
-        from vllm_omni.metrics.timeline import Timeline
-
-        observers.append(Timeline(trace_file, config))
-    if log_stats:
-        from vllm_omni.metrics.prometheus import PrometheusObserver
-        from vllm_omni.metrics.summary_log import SummaryLog
-
-        observers += [SummaryLog(), PrometheusObserver(config)]
-    return observers

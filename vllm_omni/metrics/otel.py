@@ -15,8 +15,8 @@ from vllm.tracing import SpanAttributes, extract_trace_context, init_tracer, is_
 
 from vllm_omni.errors import VllmRequirementError
 from vllm_omni.metrics.observer import COMPLETED, PipelineObserver, RequestSummary
+from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.metrics.tracing import StageTracer
-from vllm_omni.outputs import StageMetrics
 
 if not is_tracing_available():
     raise VllmRequirementError(

@@ -1,11 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of one stage, as it sends them to the orchestrator.
+"""The figures of one stage, as it sends them to the orchestrator, and of one request there.
 
-All counts and seconds are totals since the stage's process started; a rate is the difference of two snapshots. Knows
+Counts and seconds of a stage are totals since its process started; a rate is the difference of two snapshots. Knows
 neither how they are gathered (`recorder`) nor where they are shown (`table`, `prometheus`).
 """
 
 import msgspec
+
+
+class StageMetrics(msgspec.Struct, kw_only=True):
+    """What one stage did for one request. Times are `time.monotonic()` seconds, comparable on one machine.
+
+    Attributes:
+        arrival: Enough input of the request had reached the stage to begin with it.
+        started: It was handed to the engine.
+        first_output: The first piece of output was there; None where the output came in one piece.
+        finished: The engine was done with the request.
+        num_input_tokens, num_output_tokens: Rows read and tokens written (0 where a stage has none).
+        num_chunks: Pieces in which the output left the engine.
+    """
+
+    stage_id: int
+    name: str
+    arrival: float = 0.0
+    started: float = 0.0
+    first_output: float | None = None
+    finished: float = 0.0
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    num_chunks: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from `arrival` to the end."""
+        return self.finished - self.arrival
 
 
 class EdgeStats(msgspec.Struct, kw_only=True):

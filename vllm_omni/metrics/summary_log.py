@@ -3,7 +3,7 @@
 
 from vllm_omni.metrics.logs import about, get_logger
 from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
-from vllm_omni.outputs import StageMetrics
+from vllm_omni.metrics.stats import StageMetrics
 
 logger = get_logger(__name__)
 

@@ -24,7 +24,7 @@ import msgspec
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.metrics.logs import get_logger
 from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
-from vllm_omni.outputs import StageMetrics
+from vllm_omni.metrics.stats import StageMetrics
 
 logger = get_logger(__name__)
 

@@ -9,7 +9,7 @@ OpenTelemetry itself is imported, with `otel`, only where it is used.
 from collections.abc import Mapping
 
 from vllm_omni.metrics.observer import COMPLETED
-from vllm_omni.outputs import StageMetrics
+from vllm_omni.metrics.stats import StageMetrics
 
 
 class StageTracer:
@@ -28,16 +28,3 @@ class StageTracer:
 
     def close(self) -> None:
         """Sends what has not been sent. Waits two seconds at most."""
-
-
-def make_stage_tracer(otlp_traces_endpoint: str | None) -> StageTracer:
-    """The tracer of a stage; one that does nothing where there is no endpoint.
-
-    Raises:
-        VllmRequirementError: OpenTelemetry is not installed.
-    """
-    if otlp_traces_endpoint is None:
-        return StageTracer()
-    from vllm_omni.metrics.otel import OtelStageTracer
-
-    return OtelStageTracer(otlp_traces_endpoint)

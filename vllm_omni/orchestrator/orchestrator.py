@@ -19,12 +19,8 @@ import zmq
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.distributed.connectors import ThresholdConnector
-from vllm_omni.distributed.payload_channel import PayloadChannel
-from vllm_omni.errors import PipelineClosedError, PipelineStartError, StageStartError
-from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
-from vllm_omni.metrics.stats import StageStats
-from vllm_omni.orchestrator.admission import Admission
-from vllm_omni.orchestrator.messages import (
+from vllm_omni.distributed.credit import Credit
+from vllm_omni.distributed.messages import (
     ErrorMessage,
     FaultMessage,
     MessageError,
@@ -36,15 +32,19 @@ from vllm_omni.orchestrator.messages import (
     StatsMessage,
     recv_at_orchestrator,
 )
+from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.run_dir import RunDir
+from vllm_omni.errors import PipelineClosedError, PipelineStartError, StageStartError
+from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
+from vllm_omni.metrics.stats import StageStats
+from vllm_omni.orchestrator.admission import Admission
+from vllm_omni.orchestrator.fork_server import ForkServer
+from vllm_omni.orchestrator.omni_stage import OmniStage
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
-from vllm_omni.orchestrator.run_dir import RunDir
 from vllm_omni.orchestrator.spec_factory import SpecFactory
 from vllm_omni.orchestrator.stats_inquiry import StatsInquiry
 from vllm_omni.orchestrator.supervisor import StageHealth, Supervisor
-from vllm_omni.stage.credit import Credit
-from vllm_omni.stage.fork_server import ForkServer
-from vllm_omni.stage.omni_stage import OmniStage
 from vllm_omni.stage.spec import StagePlacement
 
 logger = logging.getLogger("vllm.omni.orchestrator")

@@ -8,6 +8,14 @@ import heapq
 from collections.abc import Callable, Mapping
 
 from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.distributed.messages import (
+    ErrorMessage,
+    OutputMessage,
+    PayloadRef,
+    PeerDownMessage,
+    PeerUpMessage,
+    ResultMessage,
+)
 from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.errors import (
     InvalidRequestError,
@@ -19,17 +27,9 @@ from vllm_omni.errors import (
 )
 from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.orchestrator.admission import Admission
-from vllm_omni.orchestrator.messages import (
-    ErrorMessage,
-    OutputMessage,
-    PayloadRef,
-    PeerDownMessage,
-    PeerUpMessage,
-    ResultMessage,
-)
+from vllm_omni.orchestrator.omni_stage import OmniStage, StageState
 from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
 from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.omni_stage import OmniStage, StageState
 
 
 class RequestRouter:

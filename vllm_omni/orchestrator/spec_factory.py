@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, WindowConfig
-from vllm_omni.orchestrator.run_dir import RunDir
-from vllm_omni.stage.input_processor import StageInputProcessor
-from vllm_omni.stage.omni_stage import OmniStage
+from vllm_omni.distributed.run_dir import RunDir
+from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
+from vllm_omni.orchestrator.omni_stage import OmniStage
 from vllm_omni.stage.spec import SourceSpec, StagePlacement, StageSpec, TargetSpec
 
 

@@ -4,9 +4,9 @@
 import threading
 from collections.abc import Iterable
 
+from vllm_omni.distributed.messages import StatsQuery
 from vllm_omni.metrics.stats import StageStats
-from vllm_omni.orchestrator.messages import StatsQuery
-from vllm_omni.stage.omni_stage import OmniStage
+from vllm_omni.orchestrator.omni_stage import OmniStage
 
 
 class StatsInquiry:

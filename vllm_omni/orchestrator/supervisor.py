@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import msgspec
 
 from vllm_omni.config.stage_config import RestartConfig
+from vllm_omni.distributed.messages import ShutdownMessage
 from vllm_omni.errors import PipelineClosedError, StageStartError
-from vllm_omni.orchestrator.messages import ShutdownMessage
-from vllm_omni.stage.fork_server import ForkServer, StageProcess, wait_for_all
-from vllm_omni.stage.omni_stage import OmniStage, StageState
+from vllm_omni.orchestrator.fork_server import ForkServer, StageProcess, wait_for_all
+from vllm_omni.orchestrator.omni_stage import OmniStage, StageState
 from vllm_omni.stage.spec import StageSpec
 
 logger = logging.getLogger("vllm.omni.orchestrator")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import zmq
 
-from vllm_omni.orchestrator.messages import ORCHESTRATOR, DataMessage, Message, RefundMessage, SubmitMessage
-from vllm_omni.stage.credit import Refund
+from vllm_omni.distributed.credit import Refund
+from vllm_omni.distributed.messages import ORCHESTRATOR, DataMessage, Message, RefundMessage, SubmitMessage
 from vllm_omni.stage.peers import Peer
 from vllm_omni.stage.spec import StageSpec
 

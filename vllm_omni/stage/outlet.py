@@ -15,8 +15,7 @@ import zmq
 
 from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.distributed.connectors import ThresholdConnector
-from vllm_omni.distributed.payload_channel import PayloadChannel
-from vllm_omni.orchestrator.messages import (
+from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     DataMessage,
     Frames,
@@ -28,7 +27,8 @@ from vllm_omni.orchestrator.messages import (
     SubmitMessage,
     send,
 )
-from vllm_omni.orchestrator.run_dir import orchestrator_address, payload_prefix
+from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.run_dir import orchestrator_address, payload_prefix
 from vllm_omni.outputs import StageOutput, reads_tensors
 from vllm_omni.stage.peers import Target, make_socket
 from vllm_omni.stage.request_state import OutputStream, RequestState

@@ -7,11 +7,11 @@ from pathlib import Path
 import zmq
 
 from vllm_omni.distributed.connectors import ThresholdConnector
+from vllm_omni.distributed.credit import Credit
+from vllm_omni.distributed.messages import Frames, Message, PayloadRef, send
 from vllm_omni.distributed.payload_channel import PayloadChannel
-from vllm_omni.orchestrator.messages import Frames, Message, PayloadRef, send
-from vllm_omni.orchestrator.run_dir import payload_prefix, remove_unread, stage_address
+from vllm_omni.distributed.run_dir import payload_prefix, remove_unread, stage_address
 from vllm_omni.outputs import StageOutput, select_fields
-from vllm_omni.stage.credit import Credit
 from vllm_omni.stage.spec import TargetSpec
 
 _LINGER_MS = 1000

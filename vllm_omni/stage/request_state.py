@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm_omni.config.stage_config import WindowConfig
+from vllm_omni.distributed.messages import SubmitMessage
 from vllm_omni.inputs import StageRequest
-from vllm_omni.orchestrator.messages import SubmitMessage
-from vllm_omni.outputs import StageMetrics, StageOutput, merge_stage_outputs
+from vllm_omni.metrics.stats import StageMetrics
+from vllm_omni.outputs import StageOutput, merge_stage_outputs
 from vllm_omni.stage.segments import Segmenter
 from vllm_omni.stage.window import WindowState
 

@@ -17,13 +17,7 @@ import msgspec
 import zmq
 
 from vllm_omni.distributed.connectors import ThresholdConnector
-from vllm_omni.distributed.payload_channel import PayloadChannel
-from vllm_omni.errors import InvalidRequestError
-from vllm_omni.inputs import StageInput, StageRequest
-from vllm_omni.metrics.logs import about, get_logger
-from vllm_omni.metrics.recorder import StageRecorder
-from vllm_omni.metrics.tracing import StageTracer
-from vllm_omni.orchestrator.messages import (
+from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     AbortMessage,
     DataMessage,
@@ -42,12 +36,19 @@ from vllm_omni.orchestrator.messages import (
     SubmitMessage,
     recv_at_stage,
 )
-from vllm_omni.orchestrator.run_dir import stage_address
-from vllm_omni.outputs import Completion, StageMetrics, StageOutput
+from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.run_dir import stage_address
+from vllm_omni.errors import InvalidRequestError
+from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.metrics.logs import about, get_logger
+from vllm_omni.metrics.recorder import StageRecorder
+from vllm_omni.metrics.stats import StageMetrics
+from vllm_omni.metrics.tracing import StageTracer
+from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
+from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.bookkeeper import Bookkeeper
 from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, Result, StageEngine, Started, Stream, StreamChunk
 from vllm_omni.stage.feeders import Feeders, cost_of
-from vllm_omni.stage.input_processor import StageInputProcessor
 from vllm_omni.stage.outlet import Outlet
 from vllm_omni.stage.peers import make_socket
 from vllm_omni.stage.queues import FlushTimes, WaitingQueue

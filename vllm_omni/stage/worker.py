@@ -18,13 +18,13 @@ from typing import NoReturn, TypeVar
 import msgspec
 from vllm.utils.system_utils import decorate_logs, set_process_title
 
+from vllm_omni.distributed.run_dir import hold
 from vllm_omni.metrics.recorder import NullRecorder, StageRecorder
-from vllm_omni.metrics.tracing import make_stage_tracer
-from vllm_omni.orchestrator.run_dir import hold
+from vllm_omni.metrics.tracing import StageTracer
+from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
 from vllm_omni.stage.cores import bind_cores
 from vllm_omni.stage.engines import make_stage_engine
 from vllm_omni.stage.engines.base import Outbox, StageEngine, Started
-from vllm_omni.stage.input_processor import load_stage_input_processor
 from vllm_omni.stage.placement import alone_on_devices, set_stage_gpu_devices
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import StageSpec
@@ -167,3 +167,16 @@ def _set_up_process(specs: list[StageSpec]) -> None:
         if spec.stage.runtime.devices is not None:
             set_stage_gpu_devices(spec.stage.runtime.devices, f"stage {spec.stage.stage_id} ({spec.stage.name})")
             break
+
+
+def make_stage_tracer(otlp_traces_endpoint: str | None) -> StageTracer:
+    """The tracer of a stage; one that does nothing where there is no endpoint.
+
+    Raises:
+        VllmRequirementError: OpenTelemetry is not installed.
+    """
+    if otlp_traces_endpoint is None:
+        return StageTracer()
+    from vllm_omni.metrics.otel import OtelStageTracer
+
+    return OtelStageTracer(otlp_traces_endpoint)

@@ -23,14 +23,14 @@ from vllm.exceptions import VLLMValidationError
 from tests.diffusion.indexes import write_index
 from tests.entrypoints.openai.media_apps import MODEL, ask, png, server_args, use
 from vllm_omni.config.loader import parse_pipeline_config
-from vllm_omni.diffusion.encoding import encode_outputs
-from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.models import DiffusionModels
 from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.events import CompletedEvent, OmniEvent
+from vllm_omni.media import encode_outputs
 from vllm_omni.outputs import StageOutput, make_omni_request_output
+from vllm_omni.sampling_params import DiffusionSamplingParams
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2, "seed": 1}
 URI = "data:image/png;base64," + base64.b64encode(png()).decode()

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.diffusion.encoding import encode_outputs
-from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
 from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, image_parts, video_parts
+from vllm_omni.media import encode_outputs
 from vllm_omni.outputs import OmniRequestOutput, StageOutput, make_omni_request_output
+from vllm_omni.sampling_params import DiffusionSamplingParams
 
 
 def made(output_type: str, output_format: Any, *shape: int, **settings: Any) -> OmniRequestOutput:

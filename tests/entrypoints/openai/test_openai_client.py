@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from tests.servers import RunningServer
-from vllm_omni.diffusion.encoding import encode_mp4
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
+from vllm_omni.media import encode_mp4
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image, make_video
 
 NUM_TOKENS, NUM_FRAMES = 12, 24

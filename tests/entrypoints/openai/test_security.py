@@ -28,12 +28,12 @@ from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMV
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
 from tests.entrypoints.openai.small_apps import ask, make_app
-from vllm_omni.diffusion.encoding import encode_mp4
 from vllm_omni.entrypoints.openai import media_connector
 from vllm_omni.entrypoints.openai.address_guard import is_public
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, encode_audio
 from vllm_omni.entrypoints.openai.limits import MediaCount, media_count
 from vllm_omni.entrypoints.openai.media_guard import GuardedMediaIO
+from vllm_omni.media import encode_mp4
 from vllm_omni.testing.media import make_audio, make_image, make_video
 
 Fetch = Callable[..., Any]

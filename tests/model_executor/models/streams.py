@@ -11,10 +11,10 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import NewRequest, Result, StreamChunk
 from vllm_omni.stage.engines.llm_request import ARRequest, Items, LLMRequest
-from vllm_omni.stage.input_processor import StageInputProcessor
 from vllm_omni.stage.window import WindowState
 
 Pieces = dict[str, list[StageOutput]]

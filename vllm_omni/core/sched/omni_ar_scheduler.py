@@ -7,7 +7,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest, OmniSchedulerOutput
-from vllm_omni.engine.payloads import AdditionalInformationPayload
+from vllm_omni.payloads import AdditionalInformationPayload
 
 
 class OmniARScheduler(OmniSchedulerMixin):

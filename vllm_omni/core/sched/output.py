@@ -8,7 +8,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_omni.engine.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
+from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
 
 
 @dataclass(frozen=True, slots=True)

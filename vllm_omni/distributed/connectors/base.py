@@ -6,7 +6,7 @@ A connector moves buffers. It knows neither what is in them nor who sends the co
 
 from abc import ABC, abstractmethod
 
-from vllm_omni.orchestrator.messages import Frames, PayloadRef
+from vllm_omni.distributed.messages import Frames, PayloadRef
 
 
 class Connector(ABC):

@@ -4,7 +4,7 @@
 import itertools
 
 from vllm_omni.distributed.connectors.base import Connector
-from vllm_omni.orchestrator.messages import Frames, PayloadRef
+from vllm_omni.distributed.messages import Frames, PayloadRef
 
 _ALIGNMENT = 16  # of tensors in a bytearray
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vllm_omni.distributed.connectors.base import Connector
 from vllm_omni.distributed.connectors.segment_pool import SegmentPool
-from vllm_omni.orchestrator.messages import Frames, PayloadRef
+from vllm_omni.distributed.messages import Frames, PayloadRef
 
 _ALIGNMENT = 64
 

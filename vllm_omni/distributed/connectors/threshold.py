@@ -7,8 +7,8 @@ from pathlib import Path
 from vllm_omni.distributed.connectors.base import Connector
 from vllm_omni.distributed.connectors.inline import InlineConnector
 from vllm_omni.distributed.connectors.shared_memory import SharedMemoryConnector
+from vllm_omni.distributed.messages import Frames, PayloadRef
 from vllm_omni.metrics.logs import get_logger
-from vllm_omni.orchestrator.messages import Frames, PayloadRef
 
 logger = get_logger(__name__)
 

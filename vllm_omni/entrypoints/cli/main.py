@@ -14,7 +14,7 @@ from collections.abc import Callable
 from vllm_omni import __version__
 from vllm_omni.entrypoints.launch import start_fork_server
 from vllm_omni.errors import OmniError
-from vllm_omni.stage.fork_server import ForkServer
+from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.vllm_requirement import find_vllm, require_vllm
 
 USAGE = """\

@@ -29,7 +29,7 @@ from vllm_omni.entrypoints.openai.protocol import add_chat_flags
 from vllm_omni.entrypoints.openai.voices import Voices, add_voice_argument
 from vllm_omni.entrypoints.request_builder import list_voices, load_processors
 from vllm_omni.entrypoints.resolve import has_vllm_stages
-from vllm_omni.stage.fork_server import ForkServer
+from vllm_omni.orchestrator.fork_server import ForkServer
 
 DESCRIPTION = """Serve a model as a pipeline of stages, each an engine in its own process, with vLLM's
 OpenAI-compatible server. All flags of `vllm serve` that mean something to a pipeline are taken. Engine

@@ -17,7 +17,7 @@ from vllm_omni.entrypoints.openai import media_connector
 from vllm_omni.entrypoints.openai.app import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.memory import return_large_blocks
-from vllm_omni.stage.fork_server import ForkServer
+from vllm_omni.orchestrator.fork_server import ForkServer
 
 logger = logging.getLogger("vllm.omni.server")
 

@@ -22,7 +22,6 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.diffusion.encoding import encode_image
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.image_protocol import (
@@ -46,6 +45,7 @@ from vllm_omni.entrypoints.openai.media_stage import (
 )
 from vllm_omni.errors import OmniError
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
+from vllm_omni.media import encode_image
 from vllm_omni.outputs import OmniRequestOutput
 
 router = APIRouter()

@@ -19,10 +19,10 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.nearest import nearest
 from vllm_omni.config.reading import convert, take_apart
-from vllm_omni.diffusion.encoding import encode_image, encode_mp4
-from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
 from vllm_omni.diffusion.setting_checks import check_values
+from vllm_omni.media import encode_image, encode_mp4
 from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.sampling_params import DiffusionSamplingParams
 
 IMAGE_FORMATS = ("png", "jpeg", "webp")
 FILE_FORMATS = (*IMAGE_FORMATS, "mp4")

@@ -20,13 +20,13 @@ import torch
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.call_arguments import call_arguments, default_fps
 from vllm_omni.diffusion.encoded_prompts import pack_encoded_prompts, unpack_encoded_prompts
-from vllm_omni.diffusion.encoding import encode_outputs, to_pil
 from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
-from vllm_omni.diffusion.sampling_params import DiffusionRequest
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.inputs import StageInput
+from vllm_omni.media import encode_outputs, to_pil
 from vllm_omni.outputs import StageOutput
+from vllm_omni.sampling_params import DiffusionRequest
 from vllm_omni.stage.engines.base import (
     AbortRequest,
     Error,

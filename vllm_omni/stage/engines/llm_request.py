@@ -18,9 +18,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_omni.core.sched.output import StreamWindow
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
-from vllm_omni.engine.payloads import OmniEngineCoreRequest
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
+from vllm_omni.payloads import OmniEngineCoreRequest
 from vllm_omni.stage.engines.base import NewRequest, Result, Stream, StreamChunk
 
 Items = list[Stream | Result]

@@ -18,8 +18,8 @@ from vllm_omni.model_executor.models.qwen2_5_omni.rope import MM_KEYS, RopeIndex
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import DEFAULT_SPEAKER, load_speakers
 from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import PROMPT_ROWS, REPLY_ROWS, SPEAKER
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT
+from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.input_processor import StageInputProcessor
 
 NUM_TAIL_ROWS = 2
 """Rows of the talker's prompt after the thinker's: the voice, and the first token of the reply."""

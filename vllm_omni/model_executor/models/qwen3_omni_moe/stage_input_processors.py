@@ -24,8 +24,8 @@ from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import (
     TALKER_INPUT,
     ThinkerRows,
 )
+from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.input_processor import StageInputProcessor
 
 DEFAULT_SPEAKER = "ethan"
 

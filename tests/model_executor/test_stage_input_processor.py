@@ -13,8 +13,8 @@ from tests.diffusion.indexes import write_index
 from tests.hub_cache import NAME, HubCache
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.model_executor.stage_input_processor import StageInputProcessor, load_stage_input_processor
 from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.input_processor import StageInputProcessor, load_stage_input_processor
 
 
 class Reader(StageInputProcessor):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from vllm_omni.orchestrator.messages import (
+from vllm_omni.distributed.messages import (
     PROTOCOL_VERSION,
     AbortMessage,
     MessageError,

@@ -22,8 +22,7 @@ from typing import cast
 import msgspec
 import zmq
 
-from vllm_omni.metrics.stats import StageStats
-from vllm_omni.outputs import StageMetrics
+from vllm_omni.metrics.stats import StageMetrics, StageStats
 
 PROTOCOL_VERSION = 2
 ORCHESTRATOR = -1
@@ -105,7 +104,7 @@ class DataMessage(Message):
 
 
 class RefundMessage(Message):
-    """So much of what this stage was sent does not wait in it any more. See `stage.credit`."""
+    """So much of what this stage was sent does not wait in it any more. See `distributed.credit`."""
 
     stage_id: int
     num_requests: int

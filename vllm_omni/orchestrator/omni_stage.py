@@ -8,11 +8,11 @@ import zmq
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.distributed.connectors import ThresholdConnector
+from vllm_omni.distributed.credit import Credit
+from vllm_omni.distributed.messages import ORCHESTRATOR, AbortMessage, Message, SubmitMessage, send
 from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.run_dir import RunDir, payload_prefix, remove_unread
 from vllm_omni.inputs import StageRequest
-from vllm_omni.orchestrator.messages import ORCHESTRATOR, AbortMessage, Message, SubmitMessage, send
-from vllm_omni.orchestrator.run_dir import RunDir, payload_prefix, remove_unread
-from vllm_omni.stage.credit import Credit
 
 
 class StageState(Enum):

@@ -9,12 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from vllm_omni.diffusion.encoding import DEFAULT_FPS, FORMATS, check_output_format, encode_outputs, to_uint8
-from vllm_omni.diffusion.media import count_media, read_media
-from vllm_omni.diffusion.sampling_params import DiffusionSamplingParams
 from vllm_omni.distributed.connectors import InlineConnector
 from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.media import DEFAULT_FPS, FORMATS, check_output_format, count_media, encode_outputs, read_media, to_uint8
 from vllm_omni.outputs import StageOutput
+from vllm_omni.sampling_params import DiffusionSamplingParams
 from vllm_omni.testing.media import make_image, make_video
 
 HEIGHT, WIDTH = 48, 64

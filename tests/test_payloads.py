@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_omni.engine.payloads import (
+from vllm_omni.payloads import (
     AdditionalInformationPayload,
     OmniEngineCoreRequest,
     PromptEmbedsPayload,

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.nursery import QuickForkServer
-from vllm_omni.stage.fork_server import ForkServer, wait_for_all
+from vllm_omni.orchestrator.fork_server import ForkServer, wait_for_all
 
 
 def test_it_ends_with_its_parent_and_without_a_word(capfd: pytest.CaptureFixture) -> None:

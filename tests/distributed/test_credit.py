@@ -3,7 +3,7 @@
 
 import random
 
-from vllm_omni.stage.credit import Credit, Refund
+from vllm_omni.distributed.credit import Credit, Refund
 
 
 def test_requests_and_bytes_are_limited() -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.containers.namespaces import UNSHARE, why_not
-from vllm_omni.orchestrator import run_dir as run_dirs
-from vllm_omni.orchestrator.run_dir import RunDir, hold, payload_prefix, remove_leftovers, remove_unread
+from vllm_omni.distributed import run_dir as run_dirs
+from vllm_omni.distributed.run_dir import RunDir, hold, payload_prefix, remove_leftovers, remove_unread
 
 NAMES = {
     "to it": f"{payload_prefix(7, 0, 1)}-0",
@@ -99,7 +99,7 @@ def test_a_live_pipeline_is_spared_by_one_that_cannot_see_its_processes(run_dir:
     """Two containers with one /dev/shm: process ids of one mean nothing in the other."""
     if reason := why_not():
         pytest.skip(reason)
-    clean = "import sys, pathlib; from vllm_omni.orchestrator.run_dir import remove_leftovers as r; "
+    clean = "import sys, pathlib; from vllm_omni.distributed.run_dir import remove_leftovers as r; "
     clean += "r(pathlib.Path(sys.argv[1]))"
     command = [*UNSHARE, sys.executable, "-c", clean, str(run_dir.path.parent)]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.containers.namespaces import enter_own_memory, fork_container
-from tests.nursery import ForkedProcess
+from tests.fork_server_cache import ForkedProcess
 from tests.orchestrator.pipelines import Caller, fake_stage, make_config, open_orchestrator, texts
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.orchestrator import fork_server

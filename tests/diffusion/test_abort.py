@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.diffusion.watched_engine import NUM_STEPS, SHORT, WatchedEngine, new_request
-from tests.entrypoints.faces import is_idle, quick_servers
+from tests.entrypoints.fake_pipelines import is_idle, quick_servers
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.errors import RequestTimeoutError
 from vllm_omni.events import CompletedEvent, ErrorEvent, ImageProgressEvent, OmniEvent

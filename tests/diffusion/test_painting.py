@@ -11,7 +11,7 @@ import torch
 from diffusers import DiffusionPipeline
 from vllm.lora.request import LoRARequest
 
-from tests.entrypoints.faces import quick_servers
+from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import CompletedEvent, ErrorEvent, ImageProgressEvent, OmniLLM
 from vllm_omni.diffusion.preview import estimate_clean, make_preview
 from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.diffusion.tiny_calls import SMALLEST, images_for, make_image
-from tests.entrypoints.faces import quick_servers
+from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM, OmniRequestOutput
 from vllm_omni.sampling_params import DiffusionSamplingParams
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle

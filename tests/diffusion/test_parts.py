@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from tests.entrypoints.faces import quick_servers
+from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.entrypoints.request_builder import RequestBuilder

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.diffusion.rewriting import RewrittenPrompt
-from tests.entrypoints.faces import quick_servers
+from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import CompletedEvent, ImageProgressEvent, OmniLLM
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 

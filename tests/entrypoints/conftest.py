@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from tests.entrypoints.faces import quick_servers
+from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import AsyncOmniLLM, OmniLLM
 
 
@@ -16,9 +16,9 @@ def start(model: Path, **arguments: object) -> OmniLLM:
         return OmniLLM(str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=64 << 20, **arguments)
 
 
-def other_face(llm: OmniLLM) -> AsyncOmniLLM:
+def as_async(llm: OmniLLM) -> AsyncOmniLLM:
     """The asynchronous face of the same pipeline."""
-    with mock.patch("vllm_omni.entrypoints.face.launch_pipeline", lambda *args, **kwargs: llm._pipeline):
+    with mock.patch("vllm_omni.entrypoints.omni_base.launch_pipeline", lambda *args, **kwargs: llm._pipeline):
         return AsyncOmniLLM("")
 
 
@@ -31,7 +31,7 @@ def talking_llm(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLM]:
 
 @pytest.fixture(scope="session")
 def talking_async_llm(talking_llm: OmniLLM) -> AsyncOmniLLM:
-    return other_face(talking_llm)
+    return as_async(talking_llm)
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,7 @@ def qwen2_5_llm(tiny_qwen2_5_omni: Path) -> Iterator[OmniLLM]:
 
 @pytest.fixture(scope="session")
 def qwen2_5_async_llm(qwen2_5_llm: OmniLLM) -> AsyncOmniLLM:
-    return other_face(qwen2_5_llm)
+    return as_async(qwen2_5_llm)
 
 
 @pytest.fixture(scope="session")

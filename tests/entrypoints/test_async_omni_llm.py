@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.entrypoints.faces import WINDOWS, WRITER, ask, check_story, is_idle, long, running, wait_until_free
+from tests.entrypoints.fake_pipelines import WINDOWS, WRITER, ask, check_story, is_idle, long, running, wait_until_free
 from tests.metrics.collector import Collector
 from tests.orchestrator.pipelines import function_stage
 from vllm_omni import AsyncOmniLLM

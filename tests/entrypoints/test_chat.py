@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.entrypoints.faces import running
+from tests.entrypoints.fake_pipelines import running
 from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.errors import InvalidRequestError

@@ -14,8 +14,8 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from tests.diffusion.indexes import write_index
-from tests.entrypoints.conftest import other_face
-from tests.entrypoints.faces import quick_servers
+from tests.entrypoints.conftest import as_async
+from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import AsyncOmniLLM, CompletedEvent, OmniLLM
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage_config import OmniStageConfig
@@ -79,7 +79,7 @@ def test_refusals_name_the_mistake_and_the_pipeline_goes_on(llm: OmniLLM) -> Non
 
 @pytest.fixture(scope="module")
 def async_llm(llm: OmniLLM) -> AsyncOmniLLM:
-    return other_face(llm)
+    return as_async(llm)
 
 
 def test_the_asynchronous_face_takes_the_same(llm: OmniLLM, async_llm: AsyncOmniLLM) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.entrypoints.faces import make_chat
+from tests.entrypoints.fake_pipelines import make_chat
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.outputs import OmniRequestOutput

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import yaml
 
-from tests.entrypoints.faces import STAGES
+from tests.entrypoints.fake_pipelines import STAGES
 
 ROOT = Path(__file__).parents[2]
 
 # Its iterator is closed when its module is taken apart: by then the thread that preprocesses prompts stands still.
 STREAM = """
 import sys, time
-from tests.entrypoints.faces import long
+from tests.entrypoints.fake_pipelines import long
 from vllm_omni import OmniLLM
 
 llm = OmniLLM("", sys.argv[1])
@@ -32,7 +32,7 @@ next(events)
 
 ASYNC = """
 import asyncio, sys
-from tests.entrypoints.faces import long
+from tests.entrypoints.fake_pipelines import long
 from vllm_omni import AsyncOmniLLM
 
 llm = AsyncOmniLLM("", sys.argv[1])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.entrypoints.faces import by_request, check_story, make_chat, quick_servers, wait_until_free
-from tests.nursery import nursery
+from tests.entrypoints.fake_pipelines import by_request, check_story, make_chat, quick_servers, wait_until_free
+from tests.fork_server_cache import fork_server_cache
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError, PipelineClosedError, StageConfigError
 from vllm_omni.events import ARSegmentEvent
@@ -223,7 +223,7 @@ def own_run_dirs() -> set[str]:
 
 def test_arguments_reach_stages_and_close_or_an_exception_leaves_nothing(tiny_qwen3: Path) -> None:
     """A plain text model, without a configuration of its own, is a pipeline of one stage."""
-    nursery()
+    fork_server_cache()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     run_dirs = own_run_dirs()
     with pytest.raises(ZeroDivisionError), quick_servers(), OmniLLM(

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests.distributed.test_run_dir import memory  # noqa: F401 (a fixture)
-from tests.entrypoints.faces import WRITER, make_face
+from tests.entrypoints.fake_pipelines import WRITER, make_pipeline
+from tests.fork_server_cache import QuickForkServer, fork_server_cache
 from tests.metrics.reading import scrape
-from tests.nursery import QuickForkServer, nursery
 from tests.orchestrator.pipelines import kept_server, make_config, open_orchestrator
 from vllm_omni import OmniLLM
 from vllm_omni.distributed import run_dir
@@ -41,7 +41,7 @@ def in_time(work: Callable[[], object]) -> object:
 
 
 def open_llm(tmp_path: Path) -> OmniLLM:
-    return make_face(OmniLLM, tmp_path / "stages.yaml", [WRITER], args={"log_stats": True})
+    return make_pipeline(OmniLLM, tmp_path / "stages.yaml", [WRITER], args={"log_stats": True})
 
 
 def open_files() -> int:
@@ -50,7 +50,7 @@ def open_files() -> int:
 
 @pytest.fixture
 def nothing_left(memory: Path) -> Iterator[None]:  # noqa: F811
-    nursery(), kept_server()
+    fork_server_cache(), kept_server()
     processes, files, threads = set(psutil.pids()), open_files(), threading.active_count()
     yield
     children = {process.pid for process in psutil.Process().children(recursive=True)}

@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from tests.entrypoints.faces import quick_servers
+from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM
 from vllm_omni.config.paths import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle

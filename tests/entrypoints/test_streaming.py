@@ -14,7 +14,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.entrypoints.faces import STAGES, WINDOWS, ask, by_request, check_story, is_idle, long, make_face, running
+from tests.entrypoints.fake_pipelines import (
+    STAGES,
+    WINDOWS,
+    ask,
+    by_request,
+    check_story,
+    is_idle,
+    long,
+    make_pipeline,
+    running,
+)
 from vllm_omni import OmniLLM
 from vllm_omni.errors import (
     InvalidRequestError,
@@ -185,7 +195,7 @@ def stage_processes() -> set[psutil.Process]:
 
 def test_a_pipeline_lives_as_long_as_its_events_are_read(tmp_path: Path) -> None:
     others = stage_processes()
-    llm = make_face(OmniLLM, tmp_path / "stages.yaml", args={}, **WINDOWS)
+    llm = make_pipeline(OmniLLM, tmp_path / "stages.yaml", args={}, **WINDOWS)
     gone = weakref.ref(llm)
     own = stage_processes() - others
     assert len(own) == 2

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.entrypoints.faces import quick_servers
+from tests.entrypoints.fake_pipelines import quick_servers
 from tests.examples.running import decode_video, read_wav, run_example
 from vllm_omni import OmniLLM
-from vllm_omni.entrypoints import face
+from vllm_omni.entrypoints import omni_base
 from vllm_omni.entrypoints.pipeline import Pipeline
 from vllm_omni.testing.media import make_image
 
@@ -31,14 +31,14 @@ def lent(model: Path, **arguments: object) -> Iterator[OmniLLM]:
     """A pipeline. Examples that open one for this model in this block get this one, and it stays open."""
     with quick_servers():
         llm = OmniLLM(str(model), dtype="float32", **arguments)
-    pipeline, launch = llm._pipeline, face.launch_pipeline
+    pipeline, launch = llm._pipeline, omni_base.launch_pipeline
 
     def lend(asked: str, *args: object, **kwargs: object) -> Pipeline:
         return pipeline if asked == str(model) else launch(asked, *args, **kwargs)
 
     with (
         llm,
-        mock.patch.object(face, "launch_pipeline", lend),
+        mock.patch.object(omni_base, "launch_pipeline", lend),
         mock.patch.object(pipeline.orchestrator, "close"),
     ):
         yield llm

@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tests.fork_server_cache import QuickForkServer
 from tests.metrics.collector import Collector
 from tests.metrics.reading import assert_nested, read_events, scrape, tracks
-from tests.nursery import QuickForkServer
 from tests.orchestrator.pipelines import TRIANGLE, Caller, make_config, open_orchestrator
 from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.pipeline import make_observers

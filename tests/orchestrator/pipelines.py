@@ -6,7 +6,7 @@ import queue
 from collections.abc import Mapping
 from typing import Any
 
-from tests.nursery import QuickForkServer
+from tests.fork_server_cache import QuickForkServer
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.events import CompletedEvent, ErrorEvent, OmniEvent

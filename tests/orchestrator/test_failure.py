@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 
-from tests.nursery import QuickForkServer
+from tests.fork_server_cache import QuickForkServer
 from tests.orchestrator.pipelines import (
     TRIANGLE,
     Caller,

@@ -7,7 +7,7 @@ import errno
 import psutil
 import pytest
 
-from tests.nursery import QuickForkServer
+from tests.fork_server_cache import QuickForkServer
 from vllm_omni.orchestrator.fork_server import ForkServer, wait_for_all
 
 

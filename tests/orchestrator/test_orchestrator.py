@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.nursery import QuickForkServer
+from tests.fork_server_cache import QuickForkServer
 from tests.orchestrator.pipelines import TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.distributed.run_dir import RunDir

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.nursery import QuickForkServer
+from tests.fork_server_cache import QuickForkServer
 from tests.orchestrator.pipelines import (
     Caller,
     error_of,

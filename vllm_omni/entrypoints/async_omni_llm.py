@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni.entrypoints.face import PipelineFace
+from vllm_omni.entrypoints.omni_base import OmniBase
 from vllm_omni.errors import PipelineClosedError
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm_omni.orchestrator.request import PipelineRequest
 
 
-class AsyncOmniLLM(PipelineFace):
+class AsyncOmniLLM(OmniBase):
     """A pipeline of stages, each an engine in its own process.
 
     Its constructor waits until the pipeline is ready, so make it before the event loop runs, or in a thread.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from tqdm import tqdm
 
-from vllm_omni.entrypoints.face import PipelineFace
+from vllm_omni.entrypoints.omni_base import OmniBase
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm.lora.request import LoRARequest
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     SamplingParamsList = Sequence[StageSamplingParams] | StageSamplingParams
 
 
-class OmniLLM(PipelineFace):
+class OmniLLM(OmniBase):
     """A pipeline of stages, each an engine in its own process.
 
     Use it as a context manager, or call `close()`: both end all processes and leave nothing behind.

@@ -11,7 +11,7 @@ import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni.entrypoints.cli import no_effect
-from vllm_omni.entrypoints.cli.arguments import face_options
+from vllm_omni.entrypoints.cli.arguments import base_options
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai import api_server
 from vllm_omni.errors import StageStartError
@@ -82,9 +82,9 @@ def test_a_flag_with_its_default_value_was_given_too(run, server: Server, tiny_q
 
 def test_every_option_of_the_faces_is_a_flag(run, server: Server, tiny_qwen3: Path) -> None:
     run("serve", tiny_qwen3)
-    assert set(face_options()) <= set(vars(server.args))
+    assert set(base_options()) <= set(vars(server.args))
     assert {"init_timeout", "stage_init_timeout", "max_queued", "shm_threshold_bytes", "trace_file"} <= set(
-        face_options()
+        base_options()
     )
 
 

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
-from tests.entrypoints.faces import ask
+from tests.entrypoints.fake_pipelines import ask
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.app import build_omni_app

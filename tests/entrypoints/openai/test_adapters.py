@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from PIL import Image
 
-from tests.entrypoints.faces import quick_servers
+from tests.entrypoints.fake_pipelines import quick_servers
 from tests.entrypoints.openai.media_apps import MODEL, ask, png, use, with_flags
 from vllm_omni import OmniLLM
 from vllm_omni.errors import StageConfigError, StageStartError

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from PIL import Image
 
 from tests.diffusion.rewriting import RewrittenPrompt
-from tests.entrypoints.faces import quick_servers, record_events
+from tests.entrypoints.fake_pipelines import quick_servers, record_events
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.app import build_omni_app

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.entrypoints.faces import WRITER, is_idle, running
+from tests.entrypoints.fake_pipelines import WRITER, is_idle, running
 from tests.entrypoints.openai.fake_server import FakeServer, Visit
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.errors import PipelineFullError

@@ -15,7 +15,7 @@ import openai
 import pytest
 import soundfile
 
-from tests.entrypoints.faces import STAGES, is_idle, record_events, running
+from tests.entrypoints.fake_pipelines import STAGES, is_idle, record_events, running
 from tests.entrypoints.openai.fake_server import FakeServer, Visit, over_http
 from tests.entrypoints.openai.singing import NUM_SAMPLES, RATE, SINGER, piece
 from tests.entrypoints.openai.small_apps import ask

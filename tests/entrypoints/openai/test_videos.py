@@ -19,7 +19,7 @@ import pytest
 from fastapi import FastAPI, Request
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
-from tests.entrypoints.faces import is_idle
+from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use, with_flags
 from vllm_omni.diffusion.durations import nearest_num_frames
 from vllm_omni.entrypoints.openai import videos

@@ -17,7 +17,7 @@ import yaml
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.entrypoints.cli.stage_flags import add_stage_flags
-from vllm_omni.entrypoints.face import PipelineFace
+from vllm_omni.entrypoints.omni_base import OmniBase
 
 # `log_stats` is the contrary of vLLM's --disable-log-stats, `model` is positional, overrides have flags of their own,
 # the fork server is the program's.
@@ -26,9 +26,9 @@ _NOT_FLAGS = {"self", "model", "log_stats", "stage_overrides", "fork_server", "e
 _NOT_FOR_ALL_STAGES = {"model", "model_stage", "engine_output_type", "part"}
 
 
-def face_options() -> dict[str, inspect.Parameter]:
+def base_options() -> dict[str, inspect.Parameter]:
     """The options of `AsyncOmniLLM` that have a flag of their own, by name."""
-    parameters = inspect.signature(PipelineFace.__init__).parameters
+    parameters = inspect.signature(OmniBase.__init__).parameters
     return {name: parameter for name, parameter in parameters.items() if name not in _NOT_FLAGS}
 
 
@@ -39,9 +39,9 @@ def add_pipeline_flags(group: argparse._ActionsContainer) -> None:
         action="store_true",
         help="Serve the model as a pipeline of stages; `vllm-omni serve` needs no --omni.",
     )
-    hints = typing.get_type_hints(PipelineFace.__init__, {"Mapping": Mapping, "Any": Any, "ForkServer": Any})
-    said = _descriptions(PipelineFace.__init__.__doc__ or "", r"\n {12}(\w+): ")
-    for name, parameter in face_options().items():
+    hints = typing.get_type_hints(OmniBase.__init__, {"Mapping": Mapping, "Any": Any, "ForkServer": Any})
+    said = _descriptions(OmniBase.__init__.__doc__ or "", r"\n {12}(\w+): ")
+    for name, parameter in base_options().items():
         _add_flag(group, name, hints[name], parameter.default, said.get(name, ""))
     add_stage_flags(group)
 

@@ -82,9 +82,9 @@ def _given(parsed: ParsedCommand) -> Given:
 
 
 def _not_for_engines() -> set[str]:
-    from vllm_omni.entrypoints.cli.arguments import face_options
+    from vllm_omni.entrypoints.cli.arguments import base_options
 
-    return {*face_options(), "model", "log_stats", "stage_overrides"}
+    return {*base_options(), "model", "log_stats", "stage_overrides"}
 
 
 def as_yaml(model: str, resolved: ResolvedPipeline, values: Iterable[ConfigValue]) -> str:

@@ -22,7 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.entrypoints.cli import no_effect
-from vllm_omni.entrypoints.cli.arguments import add_diffusion_flags, add_pipeline_flags, face_options
+from vllm_omni.entrypoints.cli.arguments import add_diffusion_flags, add_pipeline_flags, base_options
 from vllm_omni.entrypoints.cli.parser import ParsedCommand, UsageError, parse_command
 from vllm_omni.entrypoints.openai.limits import add_limit_arguments, check_limits
 from vllm_omni.entrypoints.openai.protocol import add_chat_flags
@@ -157,7 +157,7 @@ def make_llm_args(parsed: ParsedCommand) -> dict[str, Any]:
         StageConfigError: There is no such checkpoint, or its stage configuration is wrong.
     """
     explicit = parsed.explicit
-    options = {name: explicit[name] for name in face_options() if name in explicit}
+    options = {name: explicit[name] for name in base_options() if name in explicit}
     engine_args = engine_arguments(parsed.plain)
     given = {name for name in _ALSO_THE_SERVERS if name in engine_args}
     adapters = {module.name: module.path for module in parsed.args.lora_modules or ()}

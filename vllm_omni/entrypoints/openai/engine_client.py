@@ -26,7 +26,7 @@ from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.gate import Gate
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
-from vllm_omni.entrypoints.openai.unserved import UnservedEngineClient
+from vllm_omni.entrypoints.openai.unsupported import UnsupportedEngineClient
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import StageSamplingParams, make_sampling_params
 from vllm_omni.errors import OmniError, PipelineClosedError
@@ -64,7 +64,7 @@ class RequestOptions:
         return self.modalities != ("text",)
 
 
-class OmniEngineClient(UnservedEngineClient):
+class OmniEngineClient(UnsupportedEngineClient):
     """What vLLM's server calls instead of `AsyncLLM`.
 
     Attributes:

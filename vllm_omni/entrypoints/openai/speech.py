@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/audio/speech and GET /v1/audio/voices, as OpenAI has the former, for any pipeline that gives sound.
 
-A model that speaks what it writes is dictated the text (`dictation.py`); any other gets it as its prompt. The answer is
-a stream of the file's bytes or of server-sent events, or the whole file.
+A model that speaks what it writes is forced to write the text (`forced_text.py`); any other gets it as its prompt. The
+answer is a stream of the file's bytes or of server-sent events, or the whole file.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from vllm_omni.entrypoints.openai.audio_formats import (
     first_clip,
 )
 from vllm_omni.entrypoints.openai.chat_media import finish_reason_of
-from vllm_omni.entrypoints.openai.dictation import Dictation
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
 from vllm_omni.entrypoints.openai.media_messages import to_base64
 from vllm_omni.entrypoints.openai.media_stage import begun, check_model, new_id, served_names
@@ -91,7 +91,7 @@ class ServingSpeech:
         self,
         client: OmniEngineClient,
         stage: OmniStageConfig,
-        dictation: Dictation | None,
+        dictation: ForcedTextBuilder | None,
         model_names: Sequence[str],
         keep_alive_s: float,
     ) -> None:
@@ -118,7 +118,7 @@ class ServingSpeech:
         dictation = None
         if client.stage is not None and client.stage in stages and client.stage.final_output_type == "text":
             tokenizer = client.renderer.get_tokenizer()
-            dictation = Dictation(state.online_renderer, tokenizer, client.model_config.max_model_len)
+            dictation = ForcedTextBuilder(state.online_renderer, tokenizer, client.model_config.max_model_len)
         return cls(client, stage, dictation, served_names(state), float(args.sse_keep_alive_interval))
 
     async def create(self, request: SpeechRequest, raw_request: Request) -> Response:

@@ -35,7 +35,7 @@ class QuickForkServer(ForkServer):
     def _launch(self) -> None:
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
-            self._process = nursery().fork(server_end, self._modules)  # type: ignore[assignment]
+            self._process = fork_server_cache().fork(server_end, self._modules)  # type: ignore[assignment]
 
 
 class ForkedProcess:
@@ -56,7 +56,7 @@ class ForkedProcess:
             self._pidfd = None
 
 
-class Nursery:
+class ForkServerCache:
     """The process that is forked from. Ends with the interpreter."""
 
     def __init__(self) -> None:
@@ -74,8 +74,8 @@ class Nursery:
 
 
 @functools.cache
-def nursery() -> Nursery:
-    return Nursery()
+def fork_server_cache() -> ForkServerCache:
+    return ForkServerCache()
 
 
 def main() -> None:

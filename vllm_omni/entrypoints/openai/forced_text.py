@@ -27,7 +27,7 @@ REQUEST = "Read the text aloud, word for word."
 
 
 @dataclass(frozen=True)
-class Dictated:
+class ForcedText:
     """
     Attributes:
         engine_input: The prompt of the stage that writes.
@@ -40,7 +40,7 @@ class Dictated:
     num_tokens: int
 
 
-class Dictation:
+class ForcedTextBuilder:
     """For one pipeline. For use from the event loop."""
 
     def __init__(self, renderer: OnlineRenderer, tokenizer: TokenizerLike, max_model_len: int) -> None:
@@ -50,7 +50,7 @@ class Dictation:
         self._lock = threading.Lock()
         self._max_model_len = max_model_len
 
-    async def prepare(self, text: str, instructions: str | None = None) -> Dictated:
+    async def prepare(self, text: str, instructions: str | None = None) -> ForcedText:
         """
         Args:
             instructions: How to say it: the system message. None: the chat template's own, if it has one.
@@ -72,7 +72,7 @@ class Dictation:
             max_tokens=len(token_ids) + 1,  # and the end of the reply
             structured_outputs=StructuredOutputsParams(grammar=token_grammar(token_ids)),
         )
-        return Dictated(engine_input, params, len(token_ids))
+        return ForcedText(engine_input, params, len(token_ids))
 
     def _tokenize(self, text: str) -> list[int]:
         with self._lock:

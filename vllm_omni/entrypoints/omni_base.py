@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm_omni.orchestrator.supervisor import StageHealth
 
 
-class PipelineFace:
+class OmniBase:
     """A pipeline of stages, each an engine in its own process. Ends with the object, or with the interpreter."""
 
     def __init__(

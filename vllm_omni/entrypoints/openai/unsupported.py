@@ -9,7 +9,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput
 
 
-class UnservedEngineClient(EngineClient):
+class UnsupportedEngineClient(EngineClient):
     """The part of `EngineClient` that only other servers' endpoints use. All raise `NotImplementedError`."""
 
     def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:

@@ -10,15 +10,15 @@ import pytest
 import xgrammar
 from fastapi import FastAPI
 
-from tests.entrypoints.faces import is_idle
+from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.openai.fake_server import Visit
 from tests.entrypoints.openai.media_apps import server_args
 from tests.entrypoints.openai.small_apps import ask
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.app import build_omni_app
-from vllm_omni.entrypoints.openai.dictation import Dictated, Dictation, token_grammar
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.forced_text import ForcedText, ForcedTextBuilder, token_grammar
 from vllm_omni.events import CompletedEvent
 from vllm_omni.outputs import OmniRequestOutput
 
@@ -54,12 +54,14 @@ def app(request: pytest.FixtureRequest) -> FastAPI:
     return request.getfixturevalue(request.param)
 
 
-def dictation(app: FastAPI) -> Dictation:
+def dictation(app: FastAPI) -> ForcedTextBuilder:
     client: OmniEngineClient = app.state.engine_client
-    return Dictation(app.state.online_renderer, client.renderer.get_tokenizer(), client.model_config.max_model_len)
+    return ForcedTextBuilder(
+        app.state.online_renderer, client.renderer.get_tokenizer(), client.model_config.max_model_len
+    )
 
 
-async def write(app: FastAPI, dictated: Dictated) -> list[OmniRequestOutput]:
+async def write(app: FastAPI, dictated: ForcedText) -> list[OmniRequestOutput]:
     """The text and the speech."""
     events = app.state.engine_client.run(
         {"engine_input": dictated.engine_input, "modalities": ["text", "audio"]},

@@ -12,13 +12,13 @@ import pytest
 import torch
 import yaml
 
-from tests.nursery import QuickForkServer
+from tests.fork_server_cache import QuickForkServer
 from tests.orchestrator.pipelines import fake_stage
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.face import PipelineFace
+from vllm_omni.entrypoints.omni_base import OmniBase
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 
-Face = TypeVar("Face", bound=PipelineFace)
+Face = TypeVar("Face", bound=OmniBase)
 
 # The writer makes tokens and their rows; the speaker reads the rows three at a time and makes rows of them.
 WRITER = fake_stage(0, "writer", (), "text")
@@ -32,7 +32,7 @@ def quick_servers() -> AbstractContextManager:
     return mock.patch("vllm_omni.entrypoints.launch.ForkServer", QuickForkServer)
 
 
-def make_face(cls: type[Face], path: Path, stages: Iterable[dict] = STAGES, *, args: dict, **runtime: Any) -> Face:
+def make_pipeline(cls: type[Face], path: Path, stages: Iterable[dict] = STAGES, *, args: dict, **runtime: Any) -> Face:
     """Starts a pipeline; `args` are the face's, `runtime` is the configuration's."""
     path.write_text(yaml.safe_dump({"stage_args": list(stages), "runtime": runtime}))
     with quick_servers():
@@ -43,7 +43,7 @@ def make_face(cls: type[Face], path: Path, stages: Iterable[dict] = STAGES, *, a
 def running(
     cls: type[Face], folder: Path, stages: Iterable[dict] = STAGES, args: dict | None = None, **runtime: Any
 ) -> Iterator[Face]:
-    with make_face(cls, folder / "stages.yaml", stages, args=args or {}, **runtime) as face:
+    with make_pipeline(cls, folder / "stages.yaml", stages, args=args or {}, **runtime) as face:
         yield face
 
 
@@ -64,13 +64,13 @@ def make_chat(num_tokens: int) -> dict[str, Any]:
     return {"prompt": f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"}
 
 
-def is_idle(face: PipelineFace) -> bool:
+def is_idle(face: OmniBase) -> bool:
     """No stage works on anything. Asked after an abort, this sees its effect: a stage takes messages in order."""
     stats = face.stats()
     return len(stats) > 0 and all(s.num_running == s.queue_depth == 0 for s in stats)
 
 
-def wait_until_free(face: PipelineFace) -> None:
+def wait_until_free(face: OmniBase) -> None:
     """No stage works on anything, and the engines have given back their memory, which they do between two steps."""
     assert is_idle(face)
     deadline = time.monotonic() + 10

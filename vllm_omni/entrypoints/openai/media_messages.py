@@ -19,7 +19,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.nearest import nearest
 from vllm_omni.config.reading import convert, take_apart
-from vllm_omni.diffusion.setting_checks import check_values
+from vllm_omni.diffusion.request_settings import check_values
 from vllm_omni.media import encode_image, encode_mp4
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.sampling_params import DiffusionSamplingParams

@@ -207,7 +207,7 @@ def test_a_part_reads_no_weights_but_its_own(
     assert pipe._execution_device == CPU
 
 
-def test_what_a_part_leaves_out_says_so(z_image: Path) -> None:
+def test_a_component_without_weights_raises(z_image: Path) -> None:
     with pytest.raises(RuntimeError, match="text_encoder is not loaded: this stage has part: denoiser"):
         paint(load(z_image, part="denoiser"))
     with pytest.raises(RuntimeError, match="vae is not loaded: this stage has part: encoder"):
@@ -232,17 +232,17 @@ class TestFiles:
 
     def test_no_weights(self, copied: Path) -> None:
         (copied / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-        assert f"{copied / 'vae'}: holds no weights" in refusal(copied)
+        assert f"{copied / 'vae'}: has no weights" in refusal(copied)
 
     def test_a_component_that_is_missing(self, copied: Path) -> None:
         shutil.rmtree(copied / "tokenizer")
-        assert f"{copied / 'tokenizer'}: is missing, model_index.json names it" in refusal(copied)
+        assert f"{copied / 'tokenizer'}: is missing; model_index.json names it" in refusal(copied)
 
     def test_a_file_that_is_cut_off(self, copied: Path) -> None:
         file = copied / "transformer" / "diffusion_pytorch_model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
         message = refusal(copied)
-        assert message.startswith(f"{file}: is damaged") and "fetch it again" in message
+        assert message.startswith(f"{file}: is damaged") and "download it again" in message
 
     def test_a_shard_that_is_missing(self, copied: Path) -> None:
         index = copied / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
@@ -263,7 +263,7 @@ class TestFiles:
 
     def test_a_component_that_the_index_lacks(self, copied: Path) -> None:
         change_index(copied, vae=[None, None])
-        assert "ZImagePipeline needs a vae; model_index.json says [None, None]" in refusal(copied)
+        assert "ZImagePipeline needs a vae; model_index.json has [None, None]" in refusal(copied)
 
     def test_code_that_comes_with_the_checkpoint(self, copied: Path, tmp_path: Path) -> None:
         add_code(copied, tmp_path / "has_run")
@@ -347,7 +347,7 @@ def test_weights_are_counted_without_reading_them(z_image: Path, tmp_path: Path,
 
 
 def test_offloaded_weights_are_not_counted(z_image: Path) -> None:
-    with pytest.raises(StageConfigError, match="are not computed"):
+    with pytest.raises(StageConfigError, match="cannot be estimated"):
         weight_bytes(str(z_image), parse_dit_config({"offload": "group"}, "dit"), CPU)
 
 

@@ -59,7 +59,7 @@ def same(picture, expected):
     torch.testing.assert_close(picture, expected, atol=1e-6, rtol=0)
 
 
-def test_adapters_take_turns_and_leave_nothing_behind(pipe, adapters, pictures):
+def test_switching_adapters_restores_the_model(pipe, adapters, pictures):
     manager = AdapterManager(pipe, max_loras=8)
     for turn in [None, (0, 1.0), (1, 0.5), None, (0, 0.5), (0, 1.0), (1, 1.0), None]:
         index, scale = turn or (None, 1.0)
@@ -131,12 +131,12 @@ def with_a_norm(tensors):
     ("change", "problem"),
     [
         (wider, "features, the layer has"),
-        (renamed("layers.", "blocks."), "there is no such layer"),
+        (renamed("layers.", "blocks."), "no such layer"),
         (renamed("transformer.", "unet."), "has no weights for transformer"),
         (with_a_norm, "it would change the model for every request"),
-        (lambda tensors: dict(list(tensors.items())[1:]), "has one half of a pair"),
+        (lambda tensors: dict(list(tensors.items())[1:]), "has half of a pair"),
         (of_two_ranks, "are of different ranks"),
-        (lambda tensors: {key: tensor.flatten() for key, tensor in tensors.items()}, "is no matrix"),
+        (lambda tensors: {key: tensor.flatten() for key, tensor in tensors.items()}, "is not a matrix"),
     ],
     ids=["sizes", "layers", "component", "weights that are no LoRA", "half of a pair", "two ranks", "vectors"],
 )
@@ -160,7 +160,7 @@ def test_an_adapter_of_another_model_is_refused_and_changes_nothing(
     [(RuntimeError("odd file"), ValueError), (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError)],
     ids=["file", "memory"],
 )
-def test_a_load_that_fails_halfway_leaves_what_was_active(pipe, adapters, pictures, monkeypatch, failure, raised):
+def test_a_failed_load_keeps_the_active_adapter(pipe, adapters, pictures, monkeypatch, failure, raised):
     manager = AdapterManager(pipe, max_loras=8)
     manager.activate("good", adapters[1], 0.5)
     load_lora_weights = pipe.load_lora_weights
@@ -198,7 +198,9 @@ def test_paths_that_lead_to_no_adapter_are_refused(pipe, adapters, tmp_path):
 
 
 def test_a_name_that_the_hub_does_not_give_is_refused(pipe):
-    with pytest.raises(ValueError, match=r"LoRA adapter 'style' \(nobody/nothing\): .*could not be had from the hub"):
+    with pytest.raises(
+        ValueError, match=r"LoRA adapter 'style' \(nobody/nothing\): .*could not be downloaded from the hub"
+    ):
         AdapterManager(pipe, max_loras=8).activate("style", "nobody/nothing", 1.0)
 
 

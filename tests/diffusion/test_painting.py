@@ -121,7 +121,7 @@ def test_a_file_that_is_no_adapter_fails_its_request_alone(llm, adapters, painte
     assert_same(picture_of(good), painted_bare(PROMPTS[0], 0, 1.0))
     assert_same(picture_of(plain), painted_bare(PROMPTS[0], None, 1.0))
     assert isinstance(bad[-1], ErrorEvent)
-    assert "LoRA adapter 'whole'" in str(bad[-1].error) and "holds what is no LoRA" in str(bad[-1].error)
+    assert "LoRA adapter 'whole'" in str(bad[-1].error) and "has weights that are no LoRA" in str(bad[-1].error)
 
 
 def progress_of(events: list) -> list[ImageProgressEvent]:

@@ -64,7 +64,7 @@ def test_a_configuration_can_name_another_class(tmp_path: Path) -> None:
         ("AutoencoderKL", ["no pipeline 'AutoencoderKL'"]),
         ("DDPMPipeline", ["DDPMPipeline takes no prompt"]),
         (["painting", "MyPipeline"], ["MyPipeline", "painting.py", "trust_remote_code: true"]),
-        ("", ["names no pipeline class"]),
+        ("", ["has no _class_name"]),
     ],
 )
 def test_what_cannot_be_run_is_refused(tmp_path: Path, class_name: object, words: list[str]) -> None:
@@ -98,7 +98,7 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path, content: str | None, w
     if content is not None:
         (tmp_path / "model_index.json").write_text(content)
 
-    with pytest.raises(StageConfigError, match=words.replace("no class", "names no pipeline class")):
+    with pytest.raises(StageConfigError, match=words.replace("no class", "has no _class_name")):
         load_model_index(str(tmp_path))
 
 

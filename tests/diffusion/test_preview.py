@@ -117,7 +117,7 @@ def test_frames_before_channels_are_not_taken_for_channels():
         layers_per_block=1,
         norm_num_groups=4,
     )
-    assert_refused_beforehand(pipeline_like(vae=vae), "of no form known", torch.zeros(1, 16, 16, 8, 8))
+    assert_refused_beforehand(pipeline_like(vae=vae), "latents is not supported", torch.zeros(1, 16, 16, 8, 8))
 
 
 def test_a_pipeline_without_a_vae_is_refused():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core of a stage: vLLM's, which hands additional information on to the scheduler and can be recovered."""
+"""The engine core of a stage: vLLM's, which passes additional information to the scheduler and can be recovered."""
 
 import weakref
 from typing import ClassVar
@@ -17,14 +17,14 @@ from vllm_omni.payloads import OmniEngineCoreRequest
 
 
 class OmniEngineCore(EngineCore):
-    """In-process only. Holds no state of its own: vLLM builds its own class, and `adopt` turns it into this one."""
+    """In-process only. Has no attributes of its own: vLLM builds its own class, and `adopt` turns it into this one."""
 
-    # vLLM's distributed groups belong to the process, so the last engine of the process takes them down.
+    # vLLM's distributed groups belong to the process, so its last engine destroys them.
     _alive: ClassVar[weakref.WeakSet[EngineCore]] = weakref.WeakSet()
 
     @classmethod
     def adopt(cls, client: InprocClient) -> "OmniEngineCore":
-        """vLLM names its class inside `InprocClient`; this changes one instance instead of that module."""
+        """vLLM builds its class inside `InprocClient`; this changes one instance instead of that module."""
         core: EngineCore = client.engine_core
         core.__class__ = cls
         assert isinstance(core, cls)
@@ -63,16 +63,15 @@ class OmniEngineCore(EngineCore):
     @property
     def generation_scheduler(self) -> OmniGenerationScheduler:
         scheduler = self.scheduler
-        assert isinstance(scheduler, OmniGenerationScheduler), f"{type(scheduler).__name__} knows no streams"
+        assert isinstance(scheduler, OmniGenerationScheduler), f"{type(scheduler).__name__} has no windows"
         return scheduler
 
     def restart_requests(self) -> None:
-        """Has every request computed again, in whatever state an exception inside a step has left the engine.
+        """Computes every request again after an exception inside a step, whatever state it left.
 
-        Whatever the step was to compute is distrusted: cached blocks and encoder outputs may be marked as filled
-        without having been.
+        Results of the step are not used: cached blocks and encoder outputs can be marked as filled without being so.
         """
-        # The workers may have missed which requests were finished before: the next step says it once more.
+        # The workers may have missed which requests were finished before: the next step repeats them.
         known_to_workers: list[list[str]] = self.collective_rpc("discard_step")
         self.scheduler.reset_encoder_cache()
         self.model_executor.reset_encoder_cache()

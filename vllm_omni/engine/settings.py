@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage's engine was built for, readable wherever vLLM's configuration is."""
+"""The settings of a stage's engine, readable from vLLM's configuration."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
@@ -11,19 +11,19 @@ EngineType = Literal["ar", "generation"]
 _KEY = "omni"
 
 SHARES_PROCESS = "omni_shares_process"
-"""Key of `additional_config`: other engines run in the stage's process, so nothing may be limited for all of it."""
+"""Key of `additional_config`: other engines run in the stage's process, so no limit may apply to the process."""
 
 
 @dataclass(frozen=True)
 class OmniEngineSettings:
-    """Travels in vLLM's `additional_config`, which reaches every worker.
+    """Part of vLLM's `additional_config`, which reaches every worker.
 
     Attributes:
         engine_type: `ar` samples tokens; `generation` makes everything in one step, without KV cache.
-        engine_output_type: `text`: nothing but tokens leaves the engine, and nothing is captured. Any other word names
-            what the rows are that the model hands over besides, e.g. `latent`, `codes`, `audio`.
+        engine_output_type: `text`: only tokens leave the engine, and no rows are captured. Any other word names the
+            rows that the model emits besides, e.g. `latent`, `codes`, `audio`.
         model_stage: The stage's name, for messages.
-        uses_generation_config: The checkpoint's `generation_config.json` speaks of this stage's tokens.
+        uses_generation_config: The checkpoint's `generation_config.json` is about this stage's tokens.
     """
 
     engine_type: EngineType = "ar"
@@ -38,7 +38,7 @@ class OmniEngineSettings:
 
     @property
     def can_cache_prefixes(self) -> bool:
-        """There are no rows for tokens found in a cache."""
+        """Tokens found in a cache have no rows."""
         return self.engine_type == "ar" and not self.emits_rows
 
     def as_additional_config(self) -> dict[str, Any]:

@@ -192,9 +192,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         input_ids, inputs_embeds, *rest = prepared
         num_tokens = scheduler_output.total_num_scheduled_tokens
         replaced, self.preprocessed = self.hooks.preprocess.preprocess(
-            self.input_ids.gpu[:num_tokens],
-            None if inputs_embeds is None else inputs_embeds[:num_tokens],
-            self.spans,
+            self.input_ids.gpu[:num_tokens], None if inputs_embeds is None else inputs_embeds[:num_tokens], self.spans
         )
         if replaced is not None:
             input_ids, inputs_embeds = None, self._place_embeds(replaced, num_input_tokens)

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.models.qwen2_5_omni.stage_input_processors import TalkerToToken2Wav, ThinkerToTalker
-from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT
+from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import TALKER_INPUT
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS

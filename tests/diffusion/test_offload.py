@@ -15,7 +15,7 @@ from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import compute
 from vllm_omni.diffusion.job import DiffusionJob
 from vllm_omni.diffusion.loader import load_pipeline
-from vllm_omni.diffusion.offload import OneAtATime, place
+from vllm_omni.diffusion.offload import OneAtATime, place_modules
 from vllm_omni.errors import StageConfigError
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
@@ -76,7 +76,7 @@ def paint(runner: DiffusionModelRunner, pipe: DiffusionPipeline, seeds: list[int
 def test_pictures_of_weights_that_come_and_go(tiny_diffusion: Callable[[str], Path], offload: Any) -> None:
     config = DiTConfig(offload=offload)
     pipe = load_pipeline(str(tiny_diffusion("z_image")), DiTConfig(), CPU)
-    place(pipe, {name: pipe.components[name] for name in ("text_encoder", "transformer", "vae")}, config, CPU)
+    place_modules(pipe, {name: pipe.components[name] for name in ("text_encoder", "transformer", "vae")}, config, CPU)
     runner = DiffusionModelRunner(pipe, config, CPU)
     oracle = DiffusersOracle(tiny_diffusion("z_image"))
     for _ in range(2):  # what moves the weights outlives a picture
@@ -90,4 +90,4 @@ def test_weights_that_do_not_fit() -> None:
             raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 
     with pytest.raises(StageConfigError, match=r"does not fit on cpu: tried to allocate 20 GiB; set .*offload"):
-        place(DiffusionPipeline(), {"transformer": TooLarge()}, DiTConfig(), CPU)
+        place_modules(DiffusionPipeline(), {"transformer": TooLarge()}, DiTConfig(), CPU)

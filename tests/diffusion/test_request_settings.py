@@ -53,11 +53,11 @@ def test_a_video_has_the_speed_that_its_pipeline_makes_it_for(class_name: str, e
         ("WanPipeline", {"true_cfg_scale": 2.0}, ["does not take 'true_cfg_scale'", "num_frames"]),
         ("StableAudioPipeline", {"height": 64}, ["does not take 'height'", "audio_end_in_s"]),
         ("ZImagePipeline", {"extra_args": {"max_sequence_len": 9}}, ["did you mean 'max_sequence_length'"]),
-        ("ZImagePipeline", {"extra_args": {"height": 64}}, ["'height' is a setting of its own"]),
+        ("ZImagePipeline", {"extra_args": {"height": 64}}, ["'height' is a field of its own"]),
         ("LTXPipeline", {"extra_args": {"frame_rate": 8}}, ["'frame_rate'", "comes from fps"]),
         ("ZImagePipeline", {"extra_args": {"num_images_per_prompt": 2}}, ["comes from num_outputs_per_prompt"]),
         ("ZImagePipeline", {"extra_args": {"generator": 2}}, ["'generator'", "comes from seed"]),
-        ("ZImagePipeline", {"extra_args": {"return_dict": False}}, ["'return_dict' is given by the stage itself"]),
+        ("ZImagePipeline", {"extra_args": {"return_dict": False}}, ["'return_dict' is set by the stage"]),
         ("ZImagePipeline", {"extra_args": {"self": 1}}, ["does not take 'self'"]),
     ],
 )

@@ -40,9 +40,6 @@ class RunDir:
     def orchestrator_address(self) -> str:
         return orchestrator_address(self.path)
 
-    def stage_address(self, stage_id: int, epoch: int) -> str:
-        return stage_address(self.path, stage_id, epoch)
-
     def remove_payloads(self, stage_id: int) -> None:
         """Removes what nobody will ever read: what a stage's dead processes were sent, and what they sent themselves.
 

@@ -17,8 +17,7 @@ from concurrent.futures import Future
 
 import zmq
 
-from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.distributed.connectors import ThresholdConnector
+from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, PipelineConfig
 from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.messages import (
     ErrorMessage,
@@ -32,7 +31,7 @@ from vllm_omni.distributed.messages import (
     StatsMessage,
     recv_at_orchestrator,
 )
-from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.errors import PipelineClosedError, PipelineStartError, StageStartError
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
@@ -88,10 +87,10 @@ class Orchestrator:
         self._init_timeout = init_timeout
         self._server = server
         self._observer = CompositeObserver(observers)
-        self._specs = SpecFactory(
-            config, model, shm_threshold_bytes, placements or {}, records_stats, otlp_traces_endpoint
+        self._connector = ConnectorConfig(
+            name="SharedMemoryConnector", extra={"shm_threshold_bytes": shm_threshold_bytes}
         )
-        self._shm_threshold_bytes = shm_threshold_bytes
+        self._specs = SpecFactory(config, model, self._connector, placements or {}, records_stats, otlp_traces_endpoint)
         self._started: Future[None] = Future()
         self._closing = False
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -231,17 +230,14 @@ class Orchestrator:
         self._inbound = context.socket(zmq.PULL)
         self._inbound.setsockopt(zmq.RCVHWM, 0)
         self._inbound.bind(self._run_dir.orchestrator_address)
-        connector = ThresholdConnector(self._run_dir.path, "orchestrator", self._shm_threshold_bytes)
         self._stages = {
-            stage_id: OmniStage(stage, self._run_dir, context, self._shm_threshold_bytes, self._make_credit(stage))
+            stage_id: OmniStage(stage, self._run_dir, context, self._connector, self._make_credit(stage))
             for stage_id, stage in self._config.stages.items()
         }
-        self._router = RequestRouter(
-            self._config, self._stages, self._admission, PayloadChannel(connector), self._observer
-        )
+        self._router = RequestRouter(self._config, self._stages, self._admission, PayloadReceiver(), self._observer)
         self._supervisor = Supervisor(
             [[self._stages[stage.stage_id] for stage in group] for group in self._config.processes],
-            lambda stage: self._specs.make(stage, self._stages, self._run_dir),
+            lambda stage: self._specs.make(stage, self._run_dir),
             self._server,
             self._config.runtime.restart,
             self._config.runtime.stage_init_timeout,
@@ -328,7 +324,7 @@ class Orchestrator:
         stage = self._stages[message.stats.stage_id if isinstance(message, StatsMessage) else message.stage_id]
         match message:
             case ReadyMessage():
-                self._on_ready(stage, message.epoch)
+                self._on_ready(stage, message)
             case OutputMessage():
                 self._router.on_output(stage, message, frames)
             case ResultMessage():
@@ -350,14 +346,14 @@ class Orchestrator:
         else:
             self._supervisor.kill(stage, f"a message from it could not be understood: {error}")
 
-    def _on_ready(self, stage: OmniStage, epoch: int) -> None:
-        if epoch != stage.epoch:
-            return  # The last word of a process that is no more.
-        self._supervisor.on_ready(stage)
+    def _on_ready(self, stage: OmniStage, message: ReadyMessage) -> None:
+        if message.epoch != stage.epoch:
+            return  # Sent by a process that has died since.
+        self._supervisor.on_ready(stage, message.address)
         if stage.epoch > 0:
             logger.warning("%s: serves again", stage.label)
             self._run_dir.remove_payloads(stage.stage_id)
-            self._router.on_stage_up(stage)
+        self._router.on_stage_up(stage)
 
     def _on_stage_down(self, stage: OmniStage) -> None:
         self._router.on_stage_down(stage)

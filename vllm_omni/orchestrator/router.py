@@ -13,10 +13,9 @@ from vllm_omni.distributed.messages import (
     OutputMessage,
     PayloadRef,
     PeerDownMessage,
-    PeerUpMessage,
     ResultMessage,
 )
-from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.errors import (
     InvalidRequestError,
     RequestAbortedError,
@@ -40,13 +39,13 @@ class RequestRouter:
         config: PipelineConfig,
         stages: Mapping[int, OmniStage],
         admission: Admission,
-        channel: PayloadChannel,
+        payloads: PayloadReceiver,
         observer: PipelineObserver,
     ) -> None:
         self._config = config
         self._stages = stages
         self._admission = admission
-        self._channel = channel
+        self._payloads = payloads
         self._observer = observer
         self._number = 0
         self._records: dict[str, RequestRecord] = {}
@@ -158,10 +157,10 @@ class RequestRouter:
     ) -> None:
         record = self._records.get(request_id)
         if record is None:  # It has ended.
-            self._channel.discard(payload)
+            self._payloads.discard(payload)
             return
         try:
-            piece = self._channel.get(StageOutput, payload, frames)
+            piece = self._payloads.get(StageOutput, payload, frames)
             piece.is_last = is_last
             record.add_piece(stage.stage_id, piece)
         except Exception as error:
@@ -182,14 +181,19 @@ class RequestRouter:
                 record.unsubmitted.add(stage.stage_id)
             else:
                 finished.append(record.request.request_id)
-        self._tell_others(stage, PeerDownMessage(stage_id=stage.stage_id, finished=finished))
+        for neighbour in self._neighbours(stage):
+            neighbour.send(PeerDownMessage(stage_id=stage.stage_id, finished=finished))
 
     def on_stage_up(self, stage: OmniStage) -> None:
-        """The stage takes requests again: it is told of those that waited for it, in order, then its data may come."""
+        """A new process of the stage takes requests. It gets those that waited for it, in order, then their data."""
+        for neighbour in self._neighbours(stage):
+            if neighbour.is_ready:
+                stage.send(neighbour.peer_up)
         for record in sorted(self._records.values(), key=lambda record: record.number):
             if stage.stage_id in record.unsubmitted:
                 self._submit_to(stage, record)
-        self._tell_others(stage, PeerUpMessage(stage_id=stage.stage_id, epoch=stage.epoch))
+        for neighbour in self._neighbours(stage):
+            neighbour.send(stage.peer_up)
 
     def _is_lost(self, record: RequestRecord, stage: OmniStage) -> bool:
         """Whether the stage's process took something of the request with it that is not to be had again."""
@@ -208,11 +212,10 @@ class RequestRouter:
         sources = record.sources(stage.stage_id)
         return not sources or any(source not in record.pending for source in sources)
 
-    def _tell_others(self, stage: OmniStage, message: PeerDownMessage | PeerUpMessage) -> None:
-        """Also those that are still loading: the peers that they were told of at their start may be gone by now."""
-        for other in self._stages.values():
-            if other is not stage and other.state is not StageState.DEAD:
-                other.send(message)
+    def _neighbours(self, stage: OmniStage) -> list[OmniStage]:
+        """The stages that it sends data to, or gets data from."""
+        stage_ids = {*stage.config.engine_input_source, *self._config.targets[stage.stage_id]}
+        return [self._stages[stage_id] for stage_id in sorted(stage_ids)]
 
     # How requests end.
 

@@ -134,9 +134,9 @@ class Supervisor:
                 raise StageStartError(message, group.stages[0].stage_id) from error
             group.ready_due = time.monotonic() + self._stage_init_timeout
 
-    def on_ready(self, stage: OmniStage) -> None:
-        """The stage has said that it takes requests."""
-        stage.state = StageState.READY
+    def on_ready(self, stage: OmniStage, address: str) -> None:
+        """The stage has announced that it takes requests at this address."""
+        stage.on_ready(address)
         group = self._group_of(stage)
         if all(one.is_ready for one in group.stages):
             group.ready_due = None
@@ -187,9 +187,11 @@ class Supervisor:
             group.end_due = time.monotonic() + _END_GRACE_S
 
     def stop_all(self) -> None:
-        """Asks all stages to stop, waits for some time, and kills those that are left."""
+        """Tells all stages to stop, waits for some time, and kills those that are left, or are still loading."""
         running = {group.process: group for group in self.groups if group.process is not None}
-        for group in running.values():
+        for process, group in running.items():
+            if not all(stage.is_ready for stage in group.stages):
+                process.kill()
             for stage in group.stages:
                 stage.send(ShutdownMessage())
         left = wait_for_all(list(running), _SHUTDOWN_GRACE_S)

@@ -184,7 +184,7 @@ class StageShell:
             self._send_stats()
 
     def _on_fault(self, error: MessageError) -> None:
-        self._log.error("a message from stage %s cannot be understood: %s", error.sender, error)
+        self._log.error("a message from stage %s cannot be decoded: %s", error.sender, error)
         if error.sender is not None and error.sender != ORCHESTRATOR:
             self._tell(FaultMessage(stage_id=self._stage_id, peer=error.sender, error=str(error)))
 

@@ -182,5 +182,5 @@ def test_nothing_is_left_of_a_pool_that_is_not_used_any_more(tmp_path: Path) -> 
     gc.collect()
     assert names(tmp_path) == ["p-0"]  # on its way: the receiver will remove it
     assert len(os.listdir("/proc/self/fd")) == descriptors - 1
-    SharedMemoryConnector(tmp_path, "q", 0).get(ref, [])
+    SharedMemoryReceiver().get(ref, [])
     assert names(tmp_path) == []

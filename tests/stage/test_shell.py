@@ -29,8 +29,7 @@ from vllm_omni.distributed.messages import (
 from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.distributed.run_dir import orchestrator_address, stage_address
 from vllm_omni.inputs import StageInput, StageRequest
-from vllm_omni.metrics.recorder import NullRecorder
-from vllm_omni.metrics.tracing import StageTracer
+from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Outbox, Result, StageEngine, Started, Stop
@@ -77,7 +76,7 @@ class Peers:
         self.orchestrator = self._context.socket(zmq.PULL)
         self.orchestrator.setsockopt(zmq.RCVTIMEO, 10_000)
         self.orchestrator.bind(orchestrator_address(run_dir))
-        shell = StageShell(spec, lifeline, self.outbox, NullRecorder(2, "joiner"), StageTracer())
+        shell = StageShell(spec, lifeline, self.outbox, StageRecorder(2, "joiner"))
         shell.attach(self.engine, Joiner(None))
         self.thread = threading.Thread(target=shell.run)
         self.thread.start()

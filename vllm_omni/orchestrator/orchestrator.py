@@ -43,12 +43,12 @@ from vllm_omni.orchestrator.omni_stage import OmniStage
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
 from vllm_omni.orchestrator.spec_factory import SpecFactory
-from vllm_omni.orchestrator.stats_inquiry import StatsInquiry
 from vllm_omni.orchestrator.supervisor import StageHealth, Supervisor
 from vllm_omni.stage.spec import StagePlacement
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 
+_CLOSED = "the pipeline is closed; make a new one"
 _OPEN_FILES, _OPEN_FILES_PER_STAGE = 16, 8
 """More than a pipeline opens: ZMQ's context, and for each stage sockets, connections and what its start takes."""
 
@@ -66,7 +66,6 @@ class Orchestrator:
         server: ForkServer,
         placements: Mapping[int, StagePlacement] | None = None,
         observers: Sequence[PipelineObserver] = (),
-        records_stats: bool = False,
         otlp_traces_endpoint: str | None = None,
     ) -> None:
         """
@@ -78,7 +77,6 @@ class Orchestrator:
             server: Stages are forked from it. It is closed with the pipeline, and if this fails.
             placements: The cores of the stages, by stage id; those of other stages are left to the system.
             observers: Are told how requests go; closed as the server is.
-            records_stats: The stages keep count of what they do.
             otlp_traces_endpoint: Where spans go.
 
         Raises:
@@ -88,15 +86,13 @@ class Orchestrator:
         self._init_timeout = init_timeout
         self._server = server
         self._observer = CompositeObserver(observers)
-        self._specs = SpecFactory(
-            config, model, shm_threshold_bytes, placements or {}, records_stats, otlp_traces_endpoint
-        )
+        self._specs = SpecFactory(config, model, shm_threshold_bytes, placements or {}, otlp_traces_endpoint)
         self._shm_threshold_bytes = shm_threshold_bytes
         self._started: Future[None] = Future()
         self._closing = False
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._admission = Admission(config.runtime.max_inflight, config.runtime.max_queued)
-        self._inquiries: list[StatsInquiry] = []
+        self._stats: dict[int, StageStats] = {}  # replaced as a whole, so any thread may read it
         # May be taken twice by one thread: where the garbage collector closes a forgotten pipeline in its middle.
         self._lock = threading.RLock()
         # A daemon: at interpreter exit it must outlive the main thread until `close` has run.
@@ -166,15 +162,15 @@ class Orchestrator:
         """How many requests each stage has work with, by stage name, in stage order."""
         return self._router.activity()
 
-    def stats(self, timeout: float = 5.0) -> list[StageStats]:
-        """What the stages have done so far, in stage order; a stage that does not answer in time is left out.
+    def stats(self) -> list[StageStats]:
+        """The last snapshot of each stage, in stage order; a stage without a process is left out.
 
         Raises:
             PipelineClosedError: The pipeline is closed.
         """
-        inquiry = StatsInquiry()
-        self._command(lambda: self._ask_for_stats(inquiry))
-        return inquiry.wait(timeout)
+        if self._closing:
+            raise PipelineClosedError(_CLOSED)
+        return [stats for _, stats in sorted(self._stats.items())]
 
     def close(self) -> None:
         """Stops all stages and removes all that the pipeline left in the system. May be called twice."""
@@ -189,7 +185,7 @@ class Orchestrator:
         """Runs a function on the orchestrator's thread, soon."""
         with self._lock:
             if self._closing:
-                raise PipelineClosedError("the pipeline is closed; make a new one")
+                raise PipelineClosedError(_CLOSED)
             self._commands.append(command)
             self._wake()
 
@@ -308,8 +304,6 @@ class Orchestrator:
             self._closing = True
         self._run_commands()
         self._router.end_all()
-        for inquiry in self._inquiries:
-            inquiry.end()
 
     # Messages.
 
@@ -362,18 +356,11 @@ class Orchestrator:
     def _on_stage_down(self, stage: OmniStage) -> None:
         self._router.on_stage_down(stage)
         self._run_dir.remove_segments(stage.stage_id)
-        for inquiry in self._inquiries:
-            inquiry.give_up_on(stage.stage_id)
-
-    def _ask_for_stats(self, inquiry: StatsInquiry) -> None:
-        self._inquiries = [other for other in self._inquiries if not other.is_answered]
-        self._inquiries.append(inquiry)
-        inquiry.ask(self._stages.values())
+        self._stats = {stage_id: stats for stage_id, stats in self._stats.items() if stage_id != stage.stage_id}
 
     def _on_stats(self, stats: StageStats) -> None:
+        self._stats = {**self._stats, stats.stage_id: stats}
         self._observer.stage_stats(stats)
-        for inquiry in self._inquiries:
-            inquiry.answer(stats)
 
 
 def _check_open_files(count: int) -> None:

@@ -63,7 +63,6 @@ class StageSpec(msgspec.Struct, kw_only=True):
         max_queued, high_watermark_bytes: What may wait in it for its engine; then those who feed it wait.
         shm_threshold_bytes: From this size on, payloads to the orchestrator go through shared memory.
         placement: The cores that it may use.
-        records_stats: It keeps count of what it does.
         otlp_traces_endpoint: Where its spans go; None: it makes none.
     """
 
@@ -79,5 +78,4 @@ class StageSpec(msgspec.Struct, kw_only=True):
     high_watermark_bytes: int = 256 << 20
     shm_threshold_bytes: int = 65536
     placement: StagePlacement = StagePlacement()
-    records_stats: bool = False
     otlp_traces_endpoint: str | None = None

@@ -60,7 +60,6 @@ class StageSpec(msgspec.Struct, kw_only=True):
         max_queued, high_watermark_bytes: What may wait in it for its engine before its feeders wait.
         connector: How payloads travel to the orchestrator.
         placement: The cores that it may use.
-        records_stats: It keeps count of what it does.
         otlp_traces_endpoint: Where its spans go; None: it makes none.
     """
 
@@ -77,5 +76,4 @@ class StageSpec(msgspec.Struct, kw_only=True):
     high_watermark_bytes: int = 256 << 20
     connector: ConnectorConfig
     placement: StagePlacement = StagePlacement()
-    records_stats: bool = False
     otlp_traces_endpoint: str | None = None

@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from vllm_omni.config.nearest import nearest
-from vllm_omni.config.reading import convert, take_apart
+from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
 # Each must be at least this.
@@ -110,7 +109,7 @@ def parse_dit_config(engine_args: Mapping[str, Any], where: str) -> DiTConfig:
     try:
         config = convert(dict(engine_args), DiTConfig)
     except msgspec.ValidationError as error:
-        problem, key = take_apart(error)
+        problem, key = split_error(error)
         raise StageConfigError(f"{where}.{key or '?'}: {problem}{_choices(key)}") from error
     _check_ranges(config, where)
     _check_contradictions(config, where)

@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 import yaml
 
-from vllm_omni.config.nearest import nearest
-from vllm_omni.config.placement import check_placement
-from vllm_omni.config.reading import convert, take_apart
+from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
 _READABLE = ("prompt", "prompt_token_ids", "completions", "tensors", "data")
@@ -52,7 +51,7 @@ def parse_pipeline_config(raw: Any, source: str) -> PipelineConfig:
             _check_stage(stage)
             _check_input(config, stage)
         _check_runtime(config)
-        check_placement(config)
+        check_resources(config)
     except StageConfigError as error:
         raise StageConfigError(f"{source}: {error}") from error
     return config
@@ -80,7 +79,7 @@ def resolve_dotted_path(path: str, key: str) -> Any:
 
 def _explain(error: msgspec.ValidationError) -> str:
     """Turns msgspec's complaint into one that names key and remedy."""
-    problem, location = take_apart(error)
+    problem, location = split_error(error)
     unknown = re.search(r"unknown field `(.+?)`", problem)
     if unknown is None:
         return f"{location or 'top level'}: {problem}"

@@ -20,8 +20,8 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers import ChatParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-from vllm_omni.config.nearest import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.utils import nearest
 from vllm_omni.engine.engine_args import create_config_for_inputs, create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.errors import InvalidRequestError, StageConfigError

@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
 from vllm_omni.config.loader import load_pipeline_config
-from vllm_omni.config.paths import find_stage_configs, stage_configs_dir
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.utils import find_stage_configs, stage_configs_dir
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model
 from vllm_omni.engine.hf_override import load_hf_config
 from vllm_omni.entrypoints.stage_arguments import apply_arguments, resolve_checkpoints

@@ -11,10 +11,10 @@ import msgspec
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.config.nearest import nearest
 from vllm_omni.config.overrides import merge, override_stage
-from vllm_omni.config.placement import check_placement
+from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, find_stage
+from vllm_omni.config.utils import nearest
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.errors import StageConfigError
 
@@ -47,7 +47,7 @@ def apply_arguments(
             raise StageConfigError(f"no stage of this pipeline has an engine argument {name!r}{nearest(name, known)}")
     by_stage = _overrides_by_stage(config, overrides)
     placed = [override_stage(s, {"runtime": by_stage[s.stage_id].get("runtime", {})}) for s in config.stage_args]
-    check_placement(config.with_stage_args(placed))
+    check_resources(config.with_stage_args(placed))
     stages = []
     for stage in config.stage_args:
         of_its_kind = _known_arguments(stage)

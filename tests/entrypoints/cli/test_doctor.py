@@ -91,7 +91,7 @@ def test_what_fits_instead(run, quick, monkeypatch, tiny_qwen3_omni_moe: Path) -
         (["MODEL", "--gpus", "2"], "another machine is given as: vllm-omni doctor MODEL --gpus N --gpu-memory SIZE"),
         (["--gpus", "2", "--gpu-memory", "79GiB"], "another machine is given as"),
         (["MODEL", "--gpus", "0", "--gpu-memory", "79GiB"], "another machine is given as"),
-        (["MODEL", "--gpu-memory", "much"], "--gpu-memory 'much' is no amount of memory"),
+        (["MODEL", "--gpu-memory", "much"], "--gpu-memory 'much' is not an amount of memory"),
         (["MODEL", "--gpu-memory", "0.5"], "--gpu-memory 0.5: write bytes with a unit, e.g. 79GiB"),
     ],
 )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.stage.machines import pipeline
-from vllm_omni.config.paths import find_stage_configs, shipped_variants, stage_configs_dir
 from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.config.utils import find_stage_configs, shipped_variants, stage_configs_dir
 from vllm_omni.entrypoints.cli import doctor_memory
 from vllm_omni.entrypoints.cli.doctor_memory import Machine, MemoryPlan, MemoryPlanner, as_table
 from vllm_omni.errors import StageConfigError

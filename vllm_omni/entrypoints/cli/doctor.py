@@ -53,7 +53,7 @@ def run_doctor(arguments: list[str]) -> None:
 
 
 def _parse_bytes(memory: str) -> int:
-    from vllm_omni.config.placement import parse_memory  # imports packages that may be missing
+    from vllm_omni.config.resources import parse_memory  # imports packages that may be missing
 
     size = parse_memory(memory)
     if isinstance(size, float):

@@ -11,7 +11,7 @@ from typing import Literal
 
 from vllm.config import CacheConfig
 
-from vllm_omni.config.placement import parse_memory, process_devices
+from vllm_omni.config.resources import parse_memory, process_devices
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.memory_needs import CONTEXT_BYTES, StageNeeds, stage_needs

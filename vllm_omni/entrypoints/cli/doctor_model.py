@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import psutil
 
-from vllm_omni.config.paths import shipped_variants
 from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.config.utils import shipped_variants
 from vllm_omni.entrypoints.cli.config import read_command, resolve_command
 from vllm_omni.entrypoints.cli.doctor_checks import Finding, Platform
 from vllm_omni.entrypoints.cli.doctor_memory import MACHINES, Machine, MemoryPlan, MemoryPlanner, as_table

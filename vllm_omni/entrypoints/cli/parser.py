@@ -17,7 +17,7 @@ import yaml
 from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_omni.config.nearest import nearest
+from vllm_omni.config.utils import nearest
 from vllm_omni.entrypoints.cli.stage_flags import StageFlagError, fold_stage_flags
 
 

@@ -2,7 +2,7 @@
 """The engines that a stage can run, and the one place that chooses among them."""
 
 from vllm_omni.config.dit_config import parse_dit_config
-from vllm_omni.config.placement import parse_memory
+from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.stage.engines.base import Outbox, StageEngine
 

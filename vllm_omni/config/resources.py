@@ -32,8 +32,8 @@ def parse_devices(devices: str | int) -> list[str]:
     for entry in entries:
         if not (re.fullmatch("[0-9]+", entry) or _DEVICE_NAME.fullmatch(entry)):
             raise StageConfigError(
-                f"devices {devices!r}: {entry!r} is not a device; write a number (0), a comma list ('2,5'), or names as "
-                "the driver gives them ('GPU-...', 'MIG-...')"
+                f"devices {devices!r}: {entry!r} is not a device; write a number (0), a comma list ('2,5'), or names "
+                "as the driver gives them ('GPU-...', 'MIG-...')"
             )
     entries = [str(int(entry)) if entry.isdigit() else entry for entry in entries]
     if len(set(entries)) != len(entries):
@@ -80,8 +80,8 @@ def parse_cpus(cpus: str | int) -> list[int] | int:
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise StageConfigError(
-                f"cpus {cpus!r}: {part.strip()!r} is not a range of cores; write a list ('0-3,8'), or a number of cores "
-                "without quotes (4)"
+                f"cpus {cpus!r}: {part.strip()!r} is not a range of cores; write a list ('0-3,8'), or a number of "
+                "cores without quotes (4)"
             )
         cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return sorted(cores)

@@ -132,7 +132,7 @@ def test_a_vllm_stage_is_seen(
     collector: Collector, spans_here: InMemorySpanExporter, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     with (
-        mock.patch("vllm_omni.entrypoints.launch.ForkServer", QuickForkServer),
+        mock.patch("vllm_omni.entrypoints.omni_base.ForkServer", QuickForkServer),
         OmniLLM(
             str(tiny_qwen3),
             dtype="float32",

@@ -117,7 +117,7 @@ def _check_ids(config: PipelineConfig) -> None:
 
 
 def _check_stage(stage: OmniStageConfig) -> None:
-    where = f"stage {stage.stage_id} ({stage.name})"
+    where = stage.label
     by_type = {"llm": ("AR", "generation"), "diffusion": ("DiT",), "function": ("function",)}
     if stage.stage_type and stage.kind not in by_type[stage.stage_type]:
         raise StageConfigError(f"{where}: stage_type {stage.stage_type!r} contradicts engine_type; keep one of them")
@@ -146,8 +146,7 @@ def _check_input(config: PipelineConfig, stage: OmniStageConfig) -> None:
     takes_them_as_they_are = stage.kind == "DiT" and any(source.encodes_prompts for source in sources)
     if is_fed and not stage.custom_process_input_func and not takes_them_as_they_are:
         raise StageConfigError(
-            f"stage {stage.stage_id} ({stage.name}): custom_process_input_func is missing; it turns the sources' "
-            "outputs into input"
+            f"{stage.label}: custom_process_input_func is missing; it turns the sources' outputs into input"
         )
 
 
@@ -157,8 +156,7 @@ def _check_graph(config: PipelineConfig) -> None:
             if source not in config.stages:
                 known = ", ".join(map(str, config.stages))
                 raise StageConfigError(
-                    f"stage {stage.stage_id} ({stage.name}): engine_input_source names stage {source}, which is not "
-                    f"there; stages are {known}"
+                    f"{stage.label}: engine_input_source names stage {source}, which is not there; stages are {known}"
                 )
     done: set[int] = set()
     while len(done) < len(config.stages):
@@ -207,6 +205,6 @@ def _check_runtime(config: PipelineConfig) -> None:
         for name in (*stage.input_connectors.values(), *stage.output_connectors.values()):
             if name not in runtime.connectors:
                 raise StageConfigError(
-                    f"stage {stage.stage_id} ({stage.name}): connector {name!r} is not defined under "
+                    f"{stage.label}: connector {name!r} is not defined under "
                     f"runtime.connectors{nearest(name, runtime.connectors)}"
                 )

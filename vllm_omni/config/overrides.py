@@ -30,7 +30,7 @@ def override_stage(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniS
     Raises:
         StageConfigError: A section is no mapping, or `runtime` has an unknown key or a value of the wrong type.
     """
-    where = f"override for stage {stage.stage_id} ({stage.name})"
+    where = f"override for {stage.label}"
     sections = _sections(override, where)
     said = sections["runtime"]
     replaced = {same for key in said for same in _SAME_AS_RUNTIME.get(key, ())}

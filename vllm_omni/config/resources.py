@@ -98,7 +98,7 @@ def check_resources(config: PipelineConfig) -> None:
         try:
             _check_stage(stage)
         except StageConfigError as error:
-            raise StageConfigError(f"stage {stage.stage_id} ({stage.name}): runtime.{error}") from error
+            raise StageConfigError(f"{stage.label}: runtime.{error}") from error
     for process in config.processes:
         process_devices(process)
         process_cpus(process)

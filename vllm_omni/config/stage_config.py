@@ -98,6 +98,11 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.engine_args.get("model_stage") or f"stage{self.stage_id}"
 
     @property
+    def label(self) -> str:
+        """The stage in messages: `stage 0 (thinker)`."""
+        return f"stage {self.stage_id} ({self.name})"
+
+    @property
     def kind(self) -> EngineType:
         """What runs the stage, whichever of the two keys said so."""
         if self.engine_type is not None:

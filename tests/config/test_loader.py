@@ -10,8 +10,8 @@ import yaml
 
 from vllm_omni.config import load_pipeline_config
 from vllm_omni.config.loader import parse_pipeline_config
-from vllm_omni.config.paths import stage_configs_dir
 from vllm_omni.config.stage_config import find_stage
+from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.errors import StageConfigError
 
 PROCESSOR = "vllm_omni.model_executor.stage_input_processor.StageInputProcessor"

@@ -57,7 +57,7 @@ def test_devices_become_the_variable_of_the_platform(
         ("4,5", "0,4", ["names device 4", f"{VARIABLE} is '4,5'", "a number below 2, or make more visible"]),
         ("4,5", "0,0", ["names a device twice"]),
         ("4,GPU-a", "1,GPU-a", ["'1,GPU-a' means GPU-a,GPU-a: one device twice; name each once"]),
-        (None, "first", ["'first' is no device", "write a number"]),
+        (None, "first", ["'first' is not a device", "write a number"]),
     ],
 )
 def test_a_device_that_is_not_there_is_named_with_those_that_are(

@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 import yaml
 
-from vllm_omni.config.nearest import nearest
-from vllm_omni.config.placement import check_placement
-from vllm_omni.config.reading import convert, take_apart
+from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
 _READABLE = ("prompt", "prompt_token_ids", "completions", "tensors", "data")
@@ -52,7 +51,7 @@ def parse_pipeline_config(raw: Any, source: str) -> PipelineConfig:
             _check_stage(stage)
             _check_input(config, stage)
         _check_runtime(config)
-        check_placement(config)
+        check_resources(config)
     except StageConfigError as error:
         raise StageConfigError(f"{source}: {error}") from error
     return config
@@ -80,7 +79,7 @@ def resolve_dotted_path(path: str, key: str) -> Any:
 
 def _explain(error: msgspec.ValidationError) -> str:
     """Turns msgspec's complaint into one that names key and remedy."""
-    problem, location = take_apart(error)
+    problem, location = split_error(error)
     unknown = re.search(r"unknown field `(.+?)`", problem)
     if unknown is None:
         return f"{location or 'top level'}: {problem}"
@@ -118,7 +117,7 @@ def _check_ids(config: PipelineConfig) -> None:
 
 
 def _check_stage(stage: OmniStageConfig) -> None:
-    where = f"stage {stage.stage_id} ({stage.name})"
+    where = stage.label
     by_type = {"llm": ("AR", "generation"), "diffusion": ("DiT",), "function": ("function",)}
     if stage.stage_type and stage.kind not in by_type[stage.stage_type]:
         raise StageConfigError(f"{where}: stage_type {stage.stage_type!r} contradicts engine_type; keep one of them")
@@ -147,8 +146,7 @@ def _check_input(config: PipelineConfig, stage: OmniStageConfig) -> None:
     takes_them_as_they_are = stage.kind == "DiT" and any(source.encodes_prompts for source in sources)
     if is_fed and not stage.custom_process_input_func and not takes_them_as_they_are:
         raise StageConfigError(
-            f"stage {stage.stage_id} ({stage.name}): custom_process_input_func is missing; it turns the sources' "
-            "outputs into input"
+            f"{stage.label}: custom_process_input_func is missing; it turns the sources' outputs into input"
         )
 
 
@@ -158,8 +156,7 @@ def _check_graph(config: PipelineConfig) -> None:
             if source not in config.stages:
                 known = ", ".join(map(str, config.stages))
                 raise StageConfigError(
-                    f"stage {stage.stage_id} ({stage.name}): engine_input_source names stage {source}, which is not "
-                    f"there; stages are {known}"
+                    f"{stage.label}: engine_input_source names stage {source}, which is not there; stages are {known}"
                 )
     done: set[int] = set()
     while len(done) < len(config.stages):
@@ -208,6 +205,6 @@ def _check_runtime(config: PipelineConfig) -> None:
         for name in (*stage.input_connectors.values(), *stage.output_connectors.values()):
             if name not in runtime.connectors:
                 raise StageConfigError(
-                    f"stage {stage.stage_id} ({stage.name}): connector {name!r} is not defined under "
+                    f"{stage.label}: connector {name!r} is not defined under "
                     f"runtime.connectors{nearest(name, runtime.connectors)}"
                 )

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_omni.config.nearest import nearest
-from vllm_omni.config.reading import convert, take_apart
 from vllm_omni.config.stage_config import OmniStageConfig, StageRuntimeConfig
+from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
 SECTIONS = ("engine_args", "runtime", "default_sampling_params")
@@ -31,7 +30,7 @@ def override_stage(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniS
     Raises:
         StageConfigError: A section is no mapping, or `runtime` has an unknown key or a value of the wrong type.
     """
-    where = f"override for stage {stage.stage_id} ({stage.name})"
+    where = f"override for {stage.label}"
     sections = _sections(override, where)
     said = sections["runtime"]
     replaced = {same for key in said for same in _SAME_AS_RUNTIME.get(key, ())}
@@ -74,7 +73,7 @@ def _override_runtime(runtime: StageRuntimeConfig, said: Mapping[str, Any], wher
     try:
         return convert(msgspec.to_builtins(runtime) | dict(said), StageRuntimeConfig)
     except msgspec.ValidationError as error:
-        problem, key = take_apart(error)
+        problem, key = split_error(error)
         if unknown := re.search(r"unknown field `(.+?)`", problem):
             known = StageRuntimeConfig.__struct_fields__
             near = nearest(unknown.group(1), known)

@@ -99,7 +99,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def label(self) -> str:
-        """Names the stage in messages: `stage 1 (talker)`."""
+        """The stage in messages: `stage 0 (thinker)`."""
         return f"stage {self.stage_id} ({self.name})"
 
     @property

@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline
 from diffusers.models.cache_utils import CacheMixin
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.config.nearest import nearest
+from vllm_omni.config.utils import nearest
 from vllm_omni.errors import StageConfigError
 
 _TIMESTEP = "current_timestep_callback"

@@ -7,7 +7,7 @@ the pipeline to say.
 
 from typing import Any
 
-from vllm_omni.config.nearest import nearest
+from vllm_omni.config.utils import nearest
 from vllm_omni.diffusion.pipeline_info import call_parameters
 from vllm_omni.sampling_params import DiffusionSamplingParams
 

@@ -13,7 +13,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from diffusers.models.autoencoders.vae import AutoencoderMixin
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.config.nearest import nearest
+from vllm_omni.config.utils import nearest
 from vllm_omni.diffusion.caches import check_cache, enable_cache
 from vllm_omni.errors import StageConfigError
 

@@ -20,10 +20,11 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers import ChatParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-from vllm_omni.config.nearest import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.engine.engine_args import create_config_for_inputs, create_engine_args
+from vllm_omni.config.utils import nearest
+from vllm_omni.engine.engine_args import create_config_for_inputs
 from vllm_omni.engine.input_processor import OmniInputProcessor
+from vllm_omni.entrypoints.resolve import make_engine_args
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import OmniPrompt, StageRequest
@@ -290,8 +291,7 @@ class RequestBuilder:
 
 
 def _make_input_processor(stage: OmniStageConfig, model: str) -> OmniInputProcessor:
-    args = create_engine_args(stage.checkpoint(model), engine_type=stage.kind.lower(), **stage.vllm_engine_args)
-    return OmniInputProcessor(create_config_for_inputs(args))
+    return OmniInputProcessor(create_config_for_inputs(make_engine_args(stage, model)))
 
 
 def _make_diffusion_processor(stage: OmniStageConfig, model: str) -> "DiffusionInputProcessor":
@@ -310,7 +310,7 @@ def _encoded_for(config: PipelineConfig) -> dict[int, int]:
     found = {}
     for stage in config.stage_args:
         if stage.encodes_prompts:
-            where = f"stage {stage.stage_id} ({stage.name})"
+            where = stage.label
             readers = [i for i in config.targets[stage.stage_id] if config.stages[i].kind == "DiT"]
             if not readers:
                 raise StageConfigError(f"{where}: part: encoder, but no diffusion stage reads it")

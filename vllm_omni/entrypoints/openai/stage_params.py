@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import BaseModel
 from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.config.nearest import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.utils import nearest
 from vllm_omni.entrypoints.openai.media_messages import diffusion_settings
 
 # Not those that reach into the engine (`extra_args`, `output_kind`, ...), which are the server's to say.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which arguments reach which stage, and what is checked before any stage is started."""
+"""Which arguments reach which stage, and what is checked before a stage starts."""
 
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,20 @@ from tests.diffusion.indexes import write_index
 from vllm_omni import OmniLLM
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.stage_arguments import apply_arguments, resolve_checkpoints
+from vllm_omni.entrypoints.resolve import apply_arguments, resolve_checkpoints
 from vllm_omni.errors import StageConfigError
 
 PROCESSOR = "tests.diffusion.rewriting.RewrittenPrompt"
 
 
-def pipeline(writer: dict[str, Any] | None = None, painter: dict[str, Any] | None = None) -> PipelineConfig:
-    """A stage that writes and one that paints, with these engine arguments."""
+def pipeline(writer: dict[str, Any] | None = None, dit: dict[str, Any] | None = None) -> PipelineConfig:
+    """An AR stage and a diffusion stage, with these engine arguments."""
     stages = [
         {"stage_id": 0, "engine_type": "AR", "engine_args": {"model_stage": "writer", **(writer or {})}},
         {
             "stage_id": 1,
             "engine_type": "DiT",
-            "engine_args": {"model_stage": "painter", **(painter or {})},
+            "engine_args": {"model_stage": "dit", **(dit or {})},
             "engine_input_source": [0],
             "custom_process_input_func": PROCESSOR,
             "final_output": True,
@@ -33,76 +33,76 @@ def pipeline(writer: dict[str, Any] | None = None, painter: dict[str, Any] | Non
     return parse_pipeline_config({"stage_args": stages}, "this test")
 
 
-def test_an_argument_reaches_every_stage_of_a_kind_that_has_it() -> None:
+def test_an_engine_argument_reaches_every_stage_that_has_it() -> None:
     given = {"dtype": "float32", "max_model_len": 64, "vae_tiling": True}
 
-    writer, painter = apply_arguments(pipeline(painter={"dtype": "bfloat16"}), given, {}).stage_args
+    writer, dit = apply_arguments(pipeline(dit={"dtype": "bfloat16"}), given, {}).stage_args
 
     assert writer.vllm_engine_args["max_model_len"] == 64 and "vae_tiling" not in writer.engine_args
-    assert painter.engine_args == {"model_stage": "painter", "dtype": "float32", "vae_tiling": True}
+    assert dit.engine_args == {"model_stage": "dit", "dtype": "float32", "vae_tiling": True}
 
 
-def test_overrides_are_for_one_stage_and_win() -> None:
-    config = apply_arguments(pipeline(), {"dtype": "float32"}, {"painter": {"dtype": "float16"}, 0: {"seed": 4}})
+def test_an_override_is_for_one_stage_and_wins() -> None:
+    config = apply_arguments(pipeline(), {"dtype": "float32"}, {"dit": {"dtype": "float16"}, 0: {"seed": 4}})
 
-    writer, painter = config.stage_args
+    writer, dit = config.stage_args
     assert (writer.engine_args["dtype"], writer.engine_args["seed"]) == ("float32", 4)
-    assert painter.engine_args == {"model_stage": "painter", "dtype": "float16"}
+    assert dit.engine_args == {"model_stage": "dit", "dtype": "float16"}
 
 
-def test_overrides_reach_placement_and_sampling_defaults() -> None:
+def test_overrides_of_runtime_and_sampling_defaults() -> None:
     override = {"runtime": {"memory": 0.5}, "default_sampling_params": {"temperature": 0.0}, "seed": 4}
 
     config = apply_arguments(pipeline({"gpu_memory_utilization": 0.9}), {"dtype": "float32"}, {"writer": override})
 
-    writer, painter = config.stage_args
+    writer, dit = config.stage_args
     assert writer.runtime.memory == 0.5 and "gpu_memory_utilization" not in writer.engine_args
     assert writer.default_sampling_params == {"temperature": 0.0} and writer.engine_args["seed"] == 4
-    assert painter.runtime.memory is None
+    assert dit.runtime.memory is None
 
 
-def test_an_engine_argument_that_is_given_wins_over_the_files_memory() -> None:
+def test_gpu_memory_utilization_wins_over_the_memory_of_the_file() -> None:
     with_memory = apply_arguments(pipeline(), {}, {"writer": {"runtime": {"memory": 0.5}}})
     for arguments in (({"gpu_memory_utilization": 0.3}, {}), ({}, {"writer": {"gpu_memory_utilization": 0.3}})):
         assert apply_arguments(with_memory, *arguments).stage_args[0].engine_args["gpu_memory_utilization"] == 0.3
 
 
-def test_an_override_that_no_machine_could_follow_is_refused() -> None:
+def test_a_wrong_override_is_refused() -> None:
     with pytest.raises(StageConfigError, match=r"stage 0 \(writer\): runtime\.devices '0,0' names a device twice"):
         apply_arguments(pipeline(), {}, {"writer": {"runtime": {"devices": "0,0"}}})
-    with pytest.raises(StageConfigError, match="override for stage writer: 3 is no mapping"):
+    with pytest.raises(StageConfigError, match="override for stage writer: 3 is not a mapping"):
         apply_arguments(pipeline(), {}, {"writer": 3})  # type: ignore[dict-item]
 
 
 def test_an_argument_that_no_stage_has_is_refused() -> None:
     with pytest.raises(StageConfigError, match="engine argument 'vae_tilling'; did you mean 'vae_tiling'"):
         apply_arguments(pipeline(), {"vae_tilling": True}, {})
-    with pytest.raises(StageConfigError, match="no stage 'panter'"):
-        apply_arguments(pipeline(), {}, {"panter": {}})
+    with pytest.raises(StageConfigError, match="no stage 'dti'"):
+        apply_arguments(pipeline(), {}, {"dti": {}})
 
 
-def test_a_stages_own_checkpoint_is_looked_for_in_the_pipelines_first(
+def test_a_stages_own_checkpoint_is_searched_in_the_pipelines_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder in ("model/writer", "elsewhere/painter"):
+    for folder in ("model/writer", "elsewhere/dit"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     model = str(tmp_path / "model")
 
-    inside = resolve_checkpoints(pipeline({"model": "writer"}, {"model": "elsewhere/painter"}), model)
+    inside = resolve_checkpoints(pipeline({"model": "writer"}, {"model": "elsewhere/dit"}), model)
     assert [stage.checkpoint(model) for stage in inside.stage_args] == [
         str(tmp_path / "model/writer"),
-        str(tmp_path / "elsewhere/painter"),
+        str(tmp_path / "elsewhere/dit"),
     ]
     assert "model" not in inside.stages[0].vllm_engine_args
-    hub = resolve_checkpoints(pipeline(painter={"model": "somebody/painter"}), model)
-    assert [stage.checkpoint(model) for stage in hub.stage_args] == [model, "somebody/painter"]
+    hub = resolve_checkpoints(pipeline(dit={"model": "organization/dit"}), model)
+    assert [stage.checkpoint(model) for stage in hub.stage_args] == [model, "organization/dit"]
 
 
-@pytest.mark.parametrize("model", ["/no/where", "./painter", "a/b/c"])
-def test_a_stages_own_checkpoint_must_be_there(model: str) -> None:
-    with pytest.raises(StageConfigError, match=rf"stage 1 \(painter\): engine_args\.model: there is no '{model}'"):
-        resolve_checkpoints(pipeline(painter={"model": model}), "")
+@pytest.mark.parametrize("model", ["/no/where", "./dit", "a/b/c"])
+def test_a_stages_own_checkpoint_must_exist(model: str) -> None:
+    with pytest.raises(StageConfigError, match=rf"stage 1 \(dit\): engine_args\.model: there is no '{model}'"):
+        resolve_checkpoints(pipeline(dit={"model": model}), "")
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,7 @@ def test_a_stages_own_checkpoint_must_be_there(model: str) -> None:
         ({"pipeline_class": "ZImagPipeline"}, ["did you mean 'ZImagePipeline'"]),
     ],
 )
-def test_wrong_arguments_of_a_diffusers_model_start_nothing(
-    tmp_path: Path, arguments: dict[str, Any], words: list[str]
-) -> None:
+def test_wrong_arguments_of_a_diffusers_model(tmp_path: Path, arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(StageConfigError) as error:
         OmniLLM(write_index(tmp_path, "ZImagePipeline"), **arguments)
     assert [word for word in words if word not in str(error.value)] == []

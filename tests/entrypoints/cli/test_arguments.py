@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from vllm_omni.entrypoints.cli.stage_flags import StageFlagError, fold_stage_flags
+from vllm_omni.entrypoints.cli.arguments import StageFlagError, fold_stage_flags
 
 
 def overrides(*arguments: str) -> dict:

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from vllm_omni.config.provenance import locate_values
+from vllm_omni.entrypoints.cli.config_values import locate_values
 
 TEXT = """\
 # A comment.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How placement is written in a stage configuration: devices, memory and cores as text, turned into values.
+"""The resources of a stage: parses `devices`, `memory` and `cpus` of its `runtime`.
 
-It knows no machine: whether there is such a device or core is asked by `stage.placement` and `stage.budgets`.
+Independent of the machine: `stage.placement`, `stage.cores` and `stage.budgets` check that the resources exist.
 """
 
 import re
@@ -17,8 +17,8 @@ _UNITS = {"": 1, "B": 1} | {
     for unit, base in (("iB", 1024), ("B", 1000))
 }
 _UNITS_BY_CASE = {unit.casefold(): size for unit, size in _UNITS.items()}
-_LEAST_BYTES = 1 << 20
-# What CUDA and ROCm call a device, or a part of one, other than by its number.
+_MIN_BYTES = 1 << 20
+# The names that CUDA and ROCm give to a device, or to a part of one.
 _DEVICE_NAME = re.compile(r"(GPU|MIG)-[\w/-]+", re.ASCII)
 
 
@@ -26,14 +26,14 @@ def parse_devices(devices: str | int) -> list[str]:
     """The entries of `runtime.devices`: numbers as decimal strings, or names such as `GPU-8e26ba6f`.
 
     Raises:
-        StageConfigError: It is neither a number nor a comma list of them, or names a device twice.
+        StageConfigError: An entry is neither a number nor a name, or a device is listed twice.
     """
     entries = [entry.strip() for entry in str(devices).split(",")]
     for entry in entries:
         if not (re.fullmatch("[0-9]+", entry) or _DEVICE_NAME.fullmatch(entry)):
             raise StageConfigError(
-                f"devices {devices!r}: {entry!r} is no device; write a number (0), a comma list ('2,5'), or names as "
-                "the driver gives them ('GPU-...', 'MIG-...')"
+                f"devices {devices!r}: {entry!r} is not a device; write a number (0), a comma list ('2,5'), or names "
+                "as the driver gives them ('GPU-...', 'MIG-...')"
             )
     entries = [str(int(entry)) if entry.isdigit() else entry for entry in entries]
     if len(set(entries)) != len(entries):
@@ -45,16 +45,16 @@ def parse_memory(memory: str | float) -> float | int:
     """The value of `runtime.memory`: a fraction of the device (float, above 0, at most 1), or bytes (int).
 
     Raises:
-        StageConfigError: It is neither, or so few bytes that a unit was forgotten.
+        StageConfigError: The value is neither of these, or less than 1 MiB, which means that its unit is missing.
     """
     match = re.fullmatch(r"([0-9.]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)", str(memory).strip())
     try:
         number, unit = float(match[1]), _UNITS_BY_CASE[match[2].casefold()]  # type: ignore[index]
     except (TypeError, ValueError, KeyError):
-        raise _memory_error(memory, "is no amount of memory") from None
+        raise _memory_error(memory, "is not an amount of memory") from None
     if unit == 1 and 0 < number <= 1:
         return number
-    if number * unit < _LEAST_BYTES:
+    if number * unit < _MIN_BYTES:
         raise _memory_error(memory, f"would be {number * unit:.0f} bytes")
     return int(number * unit)
 
@@ -66,10 +66,10 @@ def _memory_error(memory: str | float, problem: str) -> StageConfigError:
 
 
 def parse_cpus(cpus: str | int) -> list[int] | int:
-    """The value of `runtime.cpus`: the cores of a list in Linux notation, sorted, or how many.
+    """The value of `runtime.cpus`: the cores of a list in Linux notation, sorted, or their number.
 
     Raises:
-        StageConfigError: It is neither.
+        StageConfigError: The value is neither of these.
     """
     if isinstance(cpus, int):
         if cpus < 1:
@@ -80,25 +80,25 @@ def parse_cpus(cpus: str | int) -> list[int] | int:
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise StageConfigError(
-                f"cpus {cpus!r}: {part.strip()!r} is no range of cores; write a list ('0-3,8'), or how many without "
-                "quotes (4)"
+                f"cpus {cpus!r}: {part.strip()!r} is not a range of cores; write a list ('0-3,8'), or a number of "
+                "cores without quotes (4)"
             )
         cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return sorted(cores)
 
 
-def check_placement(config: PipelineConfig) -> None:
-    """Refuses what no machine could mend.
+def check_resources(config: PipelineConfig) -> None:
+    """Checks what is wrong on every machine.
 
     Raises:
-        StageConfigError: A value cannot be read, a stage's memory is given twice, or stages of one process contradict
-            each other.
+        StageConfigError: A value cannot be parsed, a stage's memory is set twice, or stages of one process have
+            different devices or cores.
     """
     for stage in config.stage_args:
         try:
             _check_stage(stage)
         except StageConfigError as error:
-            raise StageConfigError(f"stage {stage.stage_id} ({stage.name}): runtime.{error}") from error
+            raise StageConfigError(f"{stage.label}: runtime.{error}") from error
     for process in config.processes:
         process_devices(process)
         process_cpus(process)
@@ -116,36 +116,36 @@ def _check_stage(stage: OmniStageConfig) -> None:
         return
     parse_memory(runtime.memory)
     if "gpu_memory_utilization" in stage.engine_args:
-        raise StageConfigError("memory and engine_args.gpu_memory_utilization say the same thing; keep one of them")
+        raise StageConfigError("memory and engine_args.gpu_memory_utilization set the same limit; keep one of them")
 
 
 def process_devices(process: list[OmniStageConfig]) -> list[str] | None:
-    """The devices of the stages of one process, as `parse_devices`; None: all that there are.
+    """The devices of the stages of one process, as `parse_devices` returns them; None: all devices.
 
     Raises:
-        StageConfigError: Two of them contradict each other.
+        StageConfigError: Two stages have different devices.
     """
-    said = {s.stage_id: parse_devices(s.runtime.devices) for s in process if s.runtime.devices is not None}
-    return _agreed("devices", said)
+    values = {s.stage_id: parse_devices(s.runtime.devices) for s in process if s.runtime.devices is not None}
+    return _common_value("devices", values)
 
 
 def process_cpus(process: list[OmniStageConfig]) -> list[int] | int | None:
-    """The cores of the stages of one process, as `parse_cpus`; None: they say nothing.
+    """The cores of the stages of one process, as `parse_cpus` returns them; None: not set.
 
     Raises:
-        StageConfigError: Two of them contradict each other.
+        StageConfigError: Two stages have different cores.
     """
-    said = {s.stage_id: parse_cpus(s.runtime.cpus) for s in process if s.runtime.cpus is not None}
-    return _agreed("cpus", said)
+    values = {s.stage_id: parse_cpus(s.runtime.cpus) for s in process if s.runtime.cpus is not None}
+    return _common_value("cpus", values)
 
 
-def _agreed(key: str, said: dict[int, _T]) -> _T | None:
-    """What all who say something say."""
-    (first, agreed), *others = said.items() or [(0, None)]
+def _common_value(key: str, values: dict[int, _T]) -> _T | None:
+    """The value that all stages with a value share."""
+    (first, common), *others = values.items() or [(0, None)]
     for stage_id, value in others:
-        if value != agreed:
+        if value != common:
             raise StageConfigError(
-                f"stages {first} and {stage_id} share one process (runtime.process) but not runtime.{key}; give them "
-                "the same, or say it once"
+                f"stages {first} and {stage_id} share one process (runtime.process) but not runtime.{key}; set the "
+                "same value for both, or set it for one of them"
             )
-    return agreed
+    return common

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices, memory and cores as users write them, and what no machine could mend."""
+"""`devices`, `memory` and `cpus` are parsed, or refused with a message that names the key."""
 
 from typing import Any
 
 import pytest
 
 from vllm_omni.config.loader import parse_pipeline_config
-from vllm_omni.config.placement import parse_cpus, parse_devices, parse_memory
+from vllm_omni.config.resources import parse_cpus, parse_devices, parse_memory
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.errors import StageConfigError
 
@@ -39,7 +39,7 @@ def test_devices(devices: str | int, entries: list[str]) -> None:
 @pytest.mark.parametrize(
     "devices", ["", "a", "0,", "0,,1", "0;1", -1, "-1", "0-1", "1.0", "cuda:0", "GPU-", "0,0", "0,00"]
 )
-def test_devices_that_are_none(devices: str | int) -> None:
+def test_invalid_devices(devices: str | int) -> None:
     with pytest.raises(StageConfigError, match=r"devices.*(write a number|name each once)"):
         parse_devices(devices)
 
@@ -68,7 +68,7 @@ def test_memory(memory: str | float, value: float | int) -> None:
 @pytest.mark.parametrize(
     "memory", ["", "much", "20G", "-0.3", -0.3, 0, "GiB", "1.2.3GiB", "inf", float("nan"), 20, "512"]
 )
-def test_memory_that_is_none(memory: str | float) -> None:
+def test_invalid_memory(memory: str | float) -> None:
     with pytest.raises(StageConfigError, match=r"memory.*a fraction of the device \(0.3\), or bytes with a unit"):
         parse_memory(memory)
 
@@ -81,12 +81,12 @@ def test_cpus(cpus: str | int, value: list[int] | int) -> None:
 
 
 @pytest.mark.parametrize("cpus", ["", "a", "3-1", "0-", "0,", "-1", 0, -2])
-def test_cpus_that_are_none(cpus: str | int) -> None:
+def test_invalid_cpus(cpus: str | int) -> None:
     with pytest.raises(StageConfigError, match=r"cpus.*(write a list|at least one)"):
         parse_cpus(cpus)
 
 
-def test_stages_of_one_process_stand_together() -> None:
+def test_stages_are_grouped_by_process() -> None:
     config = pipeline(
         {}, {"process": "x"}, {"process": False}, {"process": "x"}, {"process": True}, {"process": "shared"}
     )
@@ -94,7 +94,7 @@ def test_stages_of_one_process_stand_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("runtimes", "says"),
+    ("runtimes", "words"),
     [
         ([{"devices": "x"}], ["stage 0 (a): runtime.devices 'x'"]),
         ([{}, {"memory": "20G"}], ["stage 1 (b): runtime.memory '20G'"]),
@@ -102,7 +102,7 @@ def test_stages_of_one_process_stand_together() -> None:
         ([{"process": ""}], ["stage 0 (a): runtime.process: the name is empty"]),
         (
             [{"process": "x", "devices": 0}, {"process": "x"}, {"process": "x", "devices": "1"}],
-            ["stages 0 and 2 share one process (runtime.process) but not runtime.devices", "or say it once"],
+            ["stages 0 and 2 share one process (runtime.process) but not runtime.devices", "or set it for one of them"],
         ),
         (
             [{"process": False, "cpus": 2}, {"process": "shared", "cpus": "0-1"}],
@@ -110,20 +110,20 @@ def test_stages_of_one_process_stand_together() -> None:
         ),
     ],
 )
-def test_mistakes_are_named_with_their_remedy(runtimes: list[dict[str, Any]], says: list[str]) -> None:
+def test_errors_name_key_and_remedy(runtimes: list[dict[str, Any]], words: list[str]) -> None:
     with pytest.raises(StageConfigError) as error:
         pipeline(*runtimes)
     assert str(error.value).startswith("my.yaml: ")
-    for part in says:
-        assert part in str(error.value)
+    for word in words:
+        assert word in str(error.value)
 
 
-def test_one_process_may_say_the_same_in_two_forms() -> None:
+def test_equal_values_may_be_written_differently() -> None:
     config = pipeline({"process": "x", "devices": 0, "cpus": "0-1"}, {"process": "x", "devices": "0", "cpus": "0,1"})
     assert len(config.processes) == 1
 
 
-def test_a_budget_is_said_once() -> None:
+def test_memory_is_set_once() -> None:
     raw = {
         "stage_args": [
             {

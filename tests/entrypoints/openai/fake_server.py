@@ -18,7 +18,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancell
 from tests.entrypoints.fake_pipelines import ask
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
-from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
 

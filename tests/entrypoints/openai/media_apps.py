@@ -19,9 +19,9 @@ from vllm import envs
 from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
-from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_connector import CONNECTOR_NAME, install
+from vllm_omni.entrypoints.openai.media_input import CONNECTOR_NAME, install
 
 Result = TypeVar("Result")
 MODEL = "tiny"

@@ -19,7 +19,7 @@ from tests.diffusion.rewriting import RewrittenPrompt
 from tests.entrypoints.fake_pipelines import quick_servers, record_events
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
-from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.errors import StageConfigError
 from vllm_omni.events import CompletedEvent

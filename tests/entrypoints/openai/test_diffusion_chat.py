@@ -23,9 +23,9 @@ from vllm.exceptions import VLLMValidationError
 from tests.diffusion.indexes import write_index
 from tests.entrypoints.openai.media_apps import MODEL, ask, png, server_args, use
 from vllm_omni.config.loader import parse_pipeline_config
+from vllm_omni.entrypoints.openai.api_server import DiffusionModels
+from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
-from vllm_omni.entrypoints.openai.models import DiffusionModels
-from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.media import encode_outputs

@@ -16,7 +16,7 @@ from tests.entrypoints.openai.media_apps import server_args
 from tests.entrypoints.openai.small_apps import ask
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.forced_text import ForcedText, ForcedTextBuilder, token_grammar
 from vllm_omni.events import CompletedEvent

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from tests.entrypoints.openai.small_apps import ask, make_app, pieces
-from vllm_omni.entrypoints.openai.limits import (
+from vllm_omni.entrypoints.openai.server_args import (
     RequestLimits,
     ServerLimits,
     add_limit_arguments,

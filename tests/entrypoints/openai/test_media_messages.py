@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, image_parts, video_parts
+from vllm_omni.entrypoints.openai.media_output import image_parts, video_parts
+from vllm_omni.entrypoints.openai.stage_params import diffusion_settings
 from vllm_omni.media import encode_outputs
 from vllm_omni.outputs import OmniRequestOutput, StageOutput, make_omni_request_output
 from vllm_omni.sampling_params import DiffusionSamplingParams

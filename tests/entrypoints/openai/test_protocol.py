@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
 
 NAMED = {"type": "function", "function": {"name": "look"}}
 

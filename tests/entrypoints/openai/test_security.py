@@ -28,11 +28,10 @@ from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMV
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
 from tests.entrypoints.openai.small_apps import ask, make_app
-from vllm_omni.entrypoints.openai import media_connector
-from vllm_omni.entrypoints.openai.address_guard import is_public
+from vllm_omni.entrypoints.openai import media_input
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, encode_audio
-from vllm_omni.entrypoints.openai.limits import MediaCount, media_count
-from vllm_omni.entrypoints.openai.media_guard import GuardedMediaIO
+from vllm_omni.entrypoints.openai.media_input import GuardedMediaIO, is_public
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.media import encode_mp4
 from vllm_omni.testing.media import make_audio, make_image, make_video
 
@@ -61,7 +60,7 @@ def data_url(data: bytes, media_type: str = "image/png") -> str:
 @pytest.fixture
 def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
     """Gets one part of a request, as a server with these flags does."""
-    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", media_connector.CONNECTOR_NAME)
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", media_input.CONNECTOR_NAME)
     monkeypatch.setenv("VLLM_MEDIA_FETCH_MAX_RETRIES", "1")
 
     def get(
@@ -72,10 +71,10 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
         beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
         **limits: Any,
     ) -> Any:
-        media_connector.install(argparse.Namespace(allowed_media_domains=domains, **limits))
+        media_input.install(argparse.Namespace(allowed_media_domains=domains, **limits))
 
         async def main() -> Any:
-            media_count.set(MediaCount(limits.get("max_media_parts", 64)))
+            RequestContext.start()
             connector = MEDIA_CONNECTOR_REGISTRY.load(
                 envs.VLLM_MEDIA_CONNECTOR, allowed_local_media_path=str(folder), allowed_media_domains=domains
             )
@@ -359,7 +358,7 @@ def test_a_request_has_a_bound_of_parts(fetch: Fetch) -> None:
 
 def test_a_connector_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", "mine")
-    media_connector.install(argparse.Namespace(allowed_media_domains=None))
+    media_input.install(argparse.Namespace(allowed_media_domains=None))
     assert envs.VLLM_MEDIA_CONNECTOR == "mine"
 
 

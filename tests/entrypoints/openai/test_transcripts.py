@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.entrypoints.openai import transcripts
-from vllm_omni.entrypoints.openai.transcripts import LIFETIME_S, Transcripts
+from vllm_omni.entrypoints.openai import chat_media
+from vllm_omni.entrypoints.openai.chat_media import LIFETIME_S, Transcripts
 
 
 def naming(audio_id: object, **fields: object) -> list[dict]:
@@ -37,7 +37,7 @@ def test_transcripts_expire_and_their_number_is_bounded() -> None:
     kept.keep("audio-1", "a")
     with mock.patch("time.time", lambda: now + LIFETIME_S + 1), pytest.raises(VLLMValidationError, match="expired"):
         kept.fill_in(naming("audio-1"))
-    with mock.patch.object(transcripts, "MAX_TRANSCRIPTS", 2):
+    with mock.patch.object(chat_media, "MAX_TRANSCRIPTS", 2):
         kept.keep("audio-2", "b")
         kept.keep("audio-3", "c")
     kept.fill_in(naming("audio-3"))

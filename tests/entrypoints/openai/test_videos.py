@@ -23,9 +23,8 @@ from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use, with_flags
 from vllm_omni.diffusion.durations import nearest_num_frames
 from vllm_omni.entrypoints.openai import videos
-from vllm_omni.entrypoints.openai.limits import ServerLimits
-from vllm_omni.entrypoints.openai.video_protocol import Video
-from vllm_omni.entrypoints.openai.video_store import VideoJob, VideoStore
+from vllm_omni.entrypoints.openai.server_args import ServerLimits
+from vllm_omni.entrypoints.openai.video_store import Video, VideoJob, VideoStore
 from vllm_omni.errors import PipelineFullError
 from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
 
@@ -211,9 +210,9 @@ def test_the_store_is_as_the_flags_say(app: FastAPI, tmp_path: Path) -> None:
 def test_a_running_video_does_not_hold_the_body_of_its_request(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
 
-    def owner_of(request: Request) -> bytes:
+    def handler(request: Request) -> videos.ServingVideos:
         requests.append(weakref.ref(request))
-        return NO_KEY
+        return app.state.omni_videos
 
     async def main(client: openai.AsyncOpenAI) -> None:
         video = await client.videos.create(prompt="a boat", size="64x64", extra_body=LONG)  # type: ignore[arg-type]
@@ -224,7 +223,7 @@ def test_a_running_video_does_not_hold_the_body_of_its_request(app: FastAPI, mon
         assert (await client.videos.retrieve(video.id)).status in ("queued", "in_progress")
         await client.videos.delete(video.id)
 
-    monkeypatch.setattr(videos, "owner_of", owner_of)
+    monkeypatch.setattr(videos, "_handler", handler)
     use(app, main)
 
 
@@ -348,7 +347,7 @@ def test_the_store_is_bounded_in_number_bytes_and_time(tmp_path: Path) -> None:
         store = VideoStore(limits)
 
         def start(name: str, make: Callable[[VideoJob], Coroutine[Any, Any, None]]) -> VideoJob:
-            return store.start(new_video(name), make, owner=NO_KEY, settings={}, has_picture=False)
+            return store.start(new_video(name), make, owner=NO_KEY, settings={}, has_image=False)
 
         def names(*, newest_first: bool = False) -> list[str]:
             return [video.id for video in store.page(NO_KEY, None, 9, newest_first=newest_first)[0]]

@@ -217,7 +217,7 @@ def test_a_body_that_is_neither_json_nor_a_form(app: FastAPI) -> None:
 
 def test_videos_of_a_model_that_paints(app: FastAPI) -> None:
     answer = ask(app, "POST", "/v1/videos", json={"prompt": "a boat"})
-    assert answer.status_code == 400 and "makes no videos; it makes image" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "cannot output video; it outputs image" in answer.json()["error"]["message"]
 
 
 def test_the_description_tells_of_forms_and_json(app: FastAPI) -> None:

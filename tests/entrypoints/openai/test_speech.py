@@ -243,4 +243,4 @@ def test_models_by_name(server: FakeServer) -> None:
 
 def test_a_model_without_sound_says_what_it_outputs(tmp_path: Any) -> None:
     with running(AsyncOmniLLM, tmp_path, STAGES[:1]) as llm:
-        check_error(speak(FakeServer(llm), "hello"), 400, "cannot speak", "text", param="model")
+        check_error(speak(FakeServer(llm), "hello"), 400, "cannot output audio", "text", param="model")

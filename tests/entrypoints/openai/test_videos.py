@@ -212,7 +212,7 @@ def test_a_running_video_does_not_hold_the_body_of_its_request(app: FastAPI, mon
 
     def handler(request: Request) -> videos.ServingVideos:
         requests.append(weakref.ref(request))
-        return app.state.omni_videos
+        return app.state.omni_handlers["video"]
 
     async def main(client: openai.AsyncOpenAI) -> None:
         video = await client.videos.create(prompt="a boat", size="64x64", extra_body=LONG)  # type: ignore[arg-type]
@@ -299,7 +299,7 @@ def test_a_video_starts_from_a_picture(tiny_diffusion: Callable[[str], Path]) ->
         remixed = await client.videos.remix(video.id, prompt="a boat")  # From its first frame.
         assert frames_of(await downloaded(client, remixed.id)) == frames_of(files[0])
 
-        folder = app.state.omni_videos.store.get(video.id, NO_KEY).path.parent
+        folder = app.state.omni_handlers["video"].store.get(video.id, NO_KEY).path.parent
         assert len(list(folder.iterdir())) == 3
         async with app.router.lifespan_context(app):  # The end of the server takes the files along.
             pass

@@ -7,9 +7,9 @@ import logging
 import os
 import signal
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import uvloop
@@ -23,17 +23,18 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
-from vllm.entrypoints.serve import create_error_response
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelCard, ModelList, ModelPermission
+from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
+from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 
-from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import chat, images, media_input, speech, videos
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
+from vllm_omni.entrypoints.openai.media_stage import final_stage
 from vllm_omni.entrypoints.openai.middleware import add_middleware
 from vllm_omni.entrypoints.openai.server_args import MIB
 from vllm_omni.errors import StageConfigError
@@ -49,8 +50,17 @@ VLLM_PATHS = frozenset(
     }
 )  # fmt: skip
 TEXT_PATHS = ("/v1/completions", "/tokenize", "/detokenize")
-# Each has a `router` and `init_state(state, client, args)`.
-MEDIA_ENDPOINTS: tuple[ModuleType, ...] = (speech, images, videos)
+# The handlers of the media endpoints, by the type of their outputs; each is made if the pipeline has a stage for it.
+MEDIA_HANDLERS: dict[str, Callable[[State, OmniEngineClient, OmniStageConfig, Namespace], Any]] = {
+    "audio": speech.ServingSpeech,
+    "image": images.ServingImages,
+    "video": videos.ServingVideos,
+}
+
+_UVICORN_OPTIONS = (
+    "host", "port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers",
+    "h11_max_incomplete_event_size", "h11_max_header_count",
+)  # fmt: skip
 
 # After all requests have ended: how long clients may take to receive their answers.
 _FLUSH_S = 5
@@ -100,25 +110,17 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     app = await build_omni_app(client, args)
     logger.info("Serving %s on %s", ", ".join(client.config.output_types), address)
     log_config = get_uvicorn_log_config(args)
-    uvicorn_options: dict[str, Any] = {} if log_config is None else {"log_config": log_config}
+    options = {name: getattr(args, name) for name in _UVICORN_OPTIONS}
+    options |= {} if log_config is None else {"log_config": log_config}
     shutdown = await serve_http(
         app,
         sock=listener,
         enable_ssl_refresh=args.enable_ssl_refresh,
-        host=args.host,
-        port=args.port,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        ssl_ca_certs=args.ssl_ca_certs,
-        ssl_cert_reqs=args.ssl_cert_reqs,
-        ssl_ciphers=args.ssl_ciphers,
-        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
-        h11_max_header_count=args.h11_max_header_count,
         timeout_graceful_shutdown=_FLUSH_S,
-        **uvicorn_options,
+        **options,
     )
     await shutdown
 
@@ -151,7 +153,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     app.title = "vLLM-Omni"
     if not client.has_renderer:
         _refuse_text(app, client.config)
-    for endpoint_router in (chat.router, router, *(module.router for module in MEDIA_ENDPOINTS)):
+    for endpoint_router in (chat.router, router, speech.router, images.router, videos.router):
         app.include_router(endpoint_router)
     app.middleware_stack = None  # vLLM has built it; it is built again with ours, at the first request.
     register_error_handlers(app)
@@ -161,8 +163,11 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         await _init_text_state(app.state, client, args, modalities)
     else:
         _init_diffusion_state(app.state, client, args)
-    for module in MEDIA_ENDPOINTS:
-        module.init_state(app.state, client, args)
+    app.state.omni_handlers = {
+        output_type: make(app.state, client, stage, args)
+        for output_type, make in MEDIA_HANDLERS.items()
+        if (stage := final_stage(client.config, output_type))
+    }
     return app
 
 
@@ -204,50 +209,29 @@ def _refuse_text(app: FastAPI, config: PipelineConfig) -> None:
         )
 
 
-class DiffusionModels:
-    """In place of vLLM's `OpenAIServingModels`, which reads a context length that a diffusion model does not have."""
+class DiffusionModels(OpenAIModelRegistry):
+    """The names of a diffusion model and its adapters, in place of vLLM's `OpenAIServingModels`."""
 
     def __init__(self, base_model_paths: list[BaseModelPath], lora_modules: Sequence[LoRAModulePath] = ()) -> None:
         """
         Raises:
             StageConfigError: Two of the models and adapters have one name.
         """
-        self.base_model_paths = base_model_paths
-        self.lora_requests: dict[str, LoRARequest] = {}
+        no_context_length: Any = SimpleNamespace(max_model_len=None)
+        super().__init__(no_context_length, base_model_paths)
         for number, module in enumerate(lora_modules, start=1):
-            if module.name in self._names:
+            if self.is_base_model(module.name) or module.name in self.lora_requests:
                 raise StageConfigError(f"--lora-modules: the name {module.name!r} is taken; give each adapter its own")
             self.lora_requests[module.name] = LoRARequest(module.name, number, module.path)
 
-    @property
-    def _names(self) -> list[str]:
-        return [*(path.name for path in self.base_model_paths), *self.lora_requests]
-
-    def model_name(self) -> str:
-        """The model's name in answers."""
-        return self.base_model_paths[0].name
-
-    async def check_model(self, model_name: str | None) -> ErrorResponse | None:
-        """The answer to a request for a model that is not served."""
-        if not model_name or model_name in self._names:
-            return None
-        return create_error_response(
-            message=f"The model `{model_name}` does not exist.",
-            err_type="NotFoundError",
-            status_code=HTTPStatus.NOT_FOUND,
-            param="model",
-        )
-
     async def show_available_models(self) -> ModelList:
         """The answer of `/v1/models`."""
-        paths = {path.name: (path.model_path, None) for path in self.base_model_paths}
-        adapters = {name: (adapter.path, self.model_name()) for name, adapter in self.lora_requests.items()}
-        return ModelList(
-            data=[
-                ModelCard(id=name, root=root, parent=parent, permission=[ModelPermission()])
-                for name, (root, parent) in {**paths, **adapters}.items()
-            ]
-        )
+        models = await super().show_available_models()
+        models.data += [
+            ModelCard(id=name, root=adapter.path, parent=self.model_name(), permission=[ModelPermission()])
+            for name, adapter in self.lora_requests.items()
+        ]
+        return models
 
 
 class StageStatus(BaseModel):

@@ -36,7 +36,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.media_output import message_fields, to_base64, usage_of
 from vllm_omni.entrypoints.openai.media_request import ImageFetcher, as_urls
-from vllm_omni.entrypoints.openai.media_stage import MediaStage, completed, new_id
+from vllm_omni.entrypoints.openai.media_stage import MediaStage, completed, final_stage, new_id
 from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, read_stage_params
 from vllm_omni.errors import OmniError, StageConfigError
@@ -62,9 +62,9 @@ class DiffusionChat:
         """
         if not client.config.output_types:
             raise StageConfigError("no stage of the pipeline has final_output: true, so that there is no answer")
-        stage = MediaStage.find(client, state, client.config.output_types[0], args.model)
+        stage = final_stage(client.config, client.config.output_types[0])
         assert stage is not None
-        self._stage = stage
+        self._stage = MediaStage(state, client, stage, args.model)
         self._fetcher = ImageFetcher(args)
 
     async def create_chat_completion(

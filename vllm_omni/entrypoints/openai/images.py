@@ -24,6 +24,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.exceptions import VLLMValidationError
 
+from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import describe_errors, to_http_error
 from vllm_omni.entrypoints.openai.media_output import IMAGE_FORMATS, as_image_file, to_base64, usage_of
@@ -36,7 +37,7 @@ from vllm_omni.entrypoints.openai.media_request import (
     describe_form,
     read_request,
 )
-from vllm_omni.entrypoints.openai.media_stage import MediaStage, completed, missing_media, new_id
+from vllm_omni.entrypoints.openai.media_stage import MediaStage, completed, get_handler, new_id
 from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.errors import OmniError
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
@@ -127,8 +128,8 @@ class ImageEditRequest(ImageRequest):
 class ServingImages:
     """The handler of both endpoints."""
 
-    def __init__(self, stage: MediaStage, args: Namespace) -> None:
-        self._stage = stage
+    def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
+        self._stage = MediaStage(state, client, stage, args.model)
         self._fetcher = ImageFetcher(args)
         self._keep_alive_s = float(args.sse_keep_alive_interval)
 
@@ -268,13 +269,6 @@ def _size_of(file: bytes) -> str:
         return f"{image.width}x{image.height}"
 
 
-def _handler(raw_request: Request) -> ServingImages:
-    handler: ServingImages | None = raw_request.app.state.omni_images
-    if handler is None:
-        raise missing_media(raw_request.app.state.engine_client.config, "image")
-    return handler
-
-
 async def _edit_request(raw_request: Request) -> ImageEditRequest:
     return await read_request(raw_request, ImageEditRequest, "image")
 
@@ -287,7 +281,7 @@ router = APIRouter()
 @load_aware_call
 async def create_image(request: ImageRequest, raw_request: Request) -> Response:
     """Images that a prompt describes."""
-    return await _handler(raw_request).generate(request, raw_request)
+    return await get_handler(raw_request, "image").generate(request, raw_request)
 
 
 @router.post(
@@ -299,9 +293,4 @@ async def create_image(request: ImageRequest, raw_request: Request) -> Response:
 @load_aware_call
 async def edit_image(request: Annotated[ImageEditRequest, Depends(_edit_request)], raw_request: Request) -> Response:
     """Images that are made of others, as a prompt says."""
-    return await _handler(raw_request).edit(request, raw_request)
-
-
-def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
-    stage = MediaStage.find(client, state, "image", args.model)
-    state.omni_images = None if stage is None else ServingImages(stage, args)
+    return await get_handler(raw_request, "image").edit(request, raw_request)

@@ -35,7 +35,7 @@ class MediaStage:
         info: The diffusers pipeline that it runs; None for another engine, which has no settings.
     """
 
-    def __init__(self, client: OmniEngineClient, state: State, stage: OmniStageConfig, model: str) -> None:
+    def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, model: str) -> None:
         """
         Args:
             state: Of the application; has the names that the pipeline and its adapters are served under.
@@ -48,12 +48,6 @@ class MediaStage:
             dit_config = parse_dit_config(stage.dit_engine_args, stage.name)
             self.info = PipelineInfo.load(stage.checkpoint(model), dit_config)
         self._models = state.openai_serving_models
-
-    @classmethod
-    def find(cls, client: OmniEngineClient, state: State, output_type: str, model: str) -> MediaStage | None:
-        """The stage that returns outputs of this type; None if there is none. Arguments: as above."""
-        stage = final_stage(client.config, output_type)
-        return None if stage is None else cls(client, state, stage, model)
 
     @property
     def config(self) -> PipelineConfig:
@@ -167,11 +161,17 @@ def final_stage(config: PipelineConfig, output_type: str) -> OmniStageConfig | N
     return next(stages, None)
 
 
-def missing_media(config: PipelineConfig, output_type: str) -> VLLMValidationError:
-    """For a request for outputs of a type that the model does not make."""
-    return VLLMValidationError(
-        f"this model makes no {output_type}s; it makes {', '.join(config.output_types)}", parameter="model"
-    )
+def get_handler(raw_request: Request, output_type: str) -> Any:
+    """The application's handler of requests for outputs of a type.
+
+    Raises:
+        VLLMValidationError: The model does not make them.
+    """
+    state = raw_request.app.state
+    if output_type not in state.omni_handlers:
+        outputs = ", ".join(state.engine_client.config.output_types)
+        raise VLLMValidationError(f"this model cannot output {output_type}; it outputs {outputs}", parameter="model")
+    return state.omni_handlers[output_type]
 
 
 def served_names(state: State) -> list[str]:

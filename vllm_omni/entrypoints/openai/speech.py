@@ -42,7 +42,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, describe_errors, to_http_error
 from vllm_omni.entrypoints.openai.media_output import finish_reason_of, to_base64
-from vllm_omni.entrypoints.openai.media_stage import check_model, final_stage, new_id, served_names
+from vllm_omni.entrypoints.openai.media_stage import check_model, get_handler, new_id, served_names
 from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params
 from vllm_omni.entrypoints.request_builder import StageSamplingParams
@@ -378,11 +378,7 @@ def _line(data: str) -> str:
 @load_aware_call
 async def create_speech(request: SpeechRequest, raw_request: Request) -> Response:
     """The speech of a text: streamed while it is made, or as a whole file."""
-    state = raw_request.app.state
-    if state.omni_speech is None:
-        outputs = ", ".join(state.engine_client.config.output_types)
-        raise VLLMValidationError(f"this model cannot speak; it outputs {outputs}", parameter="model")
-    return await state.omni_speech.create(request, raw_request)
+    return await get_handler(raw_request, "audio").create(request, raw_request)
 
 
 @router.get("/v1/audio/voices")
@@ -390,8 +386,3 @@ async def list_voices(raw_request: Request) -> VoiceList:
     """The voices that a request can choose, and further names for them."""
     voices = raw_request.app.state.engine_client.voices
     return VoiceList(voices=voices.names, voice_map=voices.map)
-
-
-def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
-    stage = final_stage(client.config, "audio")
-    state.omni_speech = None if stage is None else ServingSpeech(state, client, stage, args)

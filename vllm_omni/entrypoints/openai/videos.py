@@ -22,6 +22,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.exceptions import VLLMValidationError
 
+from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.durations import nearest_num_frames, temporal_factor
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
@@ -35,7 +36,7 @@ from vllm_omni.entrypoints.openai.media_request import (
     describe_form,
     read_request,
 )
-from vllm_omni.entrypoints.openai.media_stage import MediaStage, missing_media, new_id
+from vllm_omni.entrypoints.openai.media_stage import MediaStage, get_handler, new_id
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.video_store import Video, VideoJob, VideoStore
@@ -106,10 +107,10 @@ class ServingVideos:
         store: The jobs.
     """
 
-    def __init__(self, stage: MediaStage, args: Namespace) -> None:
-        self._stage = stage
+    def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
+        self._stage = MediaStage(state, client, stage, args.model)
         self._fetcher = ImageFetcher(args)
-        self._factor = _factor(stage, args.model)
+        self._factor = _factor(self._stage, args.model)
         self.store = VideoStore(limits_from(args, ServerLimits))
 
     async def create(self, request: VideoRequest, raw_request: Request) -> Video:
@@ -262,10 +263,7 @@ async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
 
 
 def _handler(raw_request: Request) -> ServingVideos:
-    handler: ServingVideos | None = raw_request.app.state.omni_videos
-    if handler is None:
-        raise missing_media(raw_request.app.state.engine_client.config, "video")
-    return handler
+    return get_handler(raw_request, "video")
 
 
 async def _video_request(raw_request: Request) -> VideoRequest:
@@ -275,8 +273,7 @@ async def _video_request(raw_request: Request) -> VideoRequest:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
-    handler: ServingVideos | None = app.state.omni_videos
-    if handler is not None:
+    if handler := app.state.omni_handlers.get("video"):
         await handler.store.close()
 
 
@@ -348,11 +345,6 @@ async def delete_video(video_id: VideoId, raw_request: Request) -> VideoDeleteRe
     store = _handler(raw_request).store
     await store.delete(store.get(video_id, RequestContext.current().owner))
     return VideoDeleteResponse(id=video_id, deleted=True, object="video.deleted")
-
-
-def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
-    stage = MediaStage.find(client, state, "video", args.model)
-    state.omni_videos = None if stage is None else ServingVideos(stage, args)
 
 
 def _factor(stage: MediaStage, model: str) -> int:

@@ -38,10 +38,10 @@ def test_images_in_any_form_are_data_uris_of_files(output_format: str) -> None:
     parts = image_parts(made("image", output_format, 8, 8))
 
     file_format = output_format if output_format in ("jpeg", "webp") else "png"
-    pictures = [Image.open(opened(part["image_url"]["url"], f"image/{file_format}")) for part in parts]
+    images = [Image.open(opened(part["image_url"]["url"], f"image/{file_format}")) for part in parts]
     assert [part["type"] for part in parts] == ["image_url"] * 2
-    assert [picture.format for picture in pictures] == [file_format.upper()] * 2
-    assert [round(float(np.asarray(picture).mean())) for picture in pictures] == [0, 255]
+    assert [image.format for image in images] == [file_format.upper()] * 2
+    assert [round(float(np.asarray(image).mean())) for image in images] == [0, 255]
     assert video_parts(made("image", output_format, 8, 8)) == []
 
 

@@ -76,7 +76,7 @@ print(held - psutil.Process().memory_info().rss)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
-def test_freed_blocks_go_back_to_the_system() -> None:
+def test_freed_blocks_are_returned_to_the_system() -> None:
     call = "from vllm_omni.entrypoints.openai.api_server import return_large_blocks; return_large_blocks()"
     environment = {name: value for name, value in os.environ.items() if name not in api_server._TUNABLES}
 

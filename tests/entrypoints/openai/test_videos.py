@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos over HTTP, as OpenAI's client asks for them, and what the server keeps of them."""
+"""The video endpoints, with OpenAI's client, and the store of videos."""
 
 import asyncio
 import base64
@@ -117,7 +117,7 @@ def test_a_running_video_is_aborted_when_it_is_deleted(app: FastAPI) -> None:
     use(app, main)
 
 
-def test_a_video_exists_for_the_key_that_requested_it_only(app: FastAPI) -> None:
+def test_a_video_is_visible_to_its_api_key_only(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         one, other = (client.with_options(api_key=key) for key in ("one", "other"))
         fields = {"size": "32x32", "poll_interval_ms": 20, "extra_body": {**SMALL, "num_frames": 1}}
@@ -133,7 +133,7 @@ def test_a_video_exists_for_the_key_that_requested_it_only(app: FastAPI) -> None
             with pytest.raises(openai.NotFoundError) as missing:
                 await call("video-none")
             assert str(hidden.value).replace(video.id, "video-none") == str(missing.value)
-        with pytest.raises(openai.BadRequestError, match="that others come after"):
+        with pytest.raises(openai.BadRequestError, match="there is no video"):
             await other.videos.list(after=video.id)
         with pytest.raises(openai.AuthenticationError):
             await client.videos.list()
@@ -142,7 +142,7 @@ def test_a_video_exists_for_the_key_that_requested_it_only(app: FastAPI) -> None
     use(with_flags(app, "--api-key", "one", "other"), main)
 
 
-def test_a_video_that_is_deleted_before_it_is_accepted_does_not_keep_its_client_waiting(app: FastAPI) -> None:
+def test_deleting_a_video_before_it_is_accepted_answers_its_post(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         builder = app.state.engine_client.llm._pipeline.builder
         with builder._lock:  # Another prompt is being preprocessed.
@@ -159,7 +159,7 @@ def test_a_video_that_is_deleted_before_it_is_accepted_does_not_keep_its_client_
     use(app, main)
 
 
-def test_a_remix_has_everything_of_the_other_video_but_its_prompt(app: FastAPI) -> None:
+def test_a_remix_changes_only_the_prompt(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         video = await client.videos.create(
             prompt="a boat",
@@ -193,7 +193,7 @@ def test_only_a_complete_video_is_remixed(app: FastAPI) -> None:
     use(app, main)
 
 
-def test_the_store_is_as_the_flags_say(app: FastAPI, tmp_path: Path) -> None:
+def test_flags_set_the_limits_of_the_store(app: FastAPI, tmp_path: Path) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         for prompt in ("a boat", "a ship"):
             video = await client.videos.create_and_poll(
@@ -227,7 +227,7 @@ def test_a_running_video_does_not_hold_the_body_of_its_request(app: FastAPI, mon
     use(app, main)
 
 
-def test_what_the_stage_refuses_is_told_to_who_asks(app: FastAPI) -> None:
+def test_an_error_of_the_stage_is_in_the_job(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         video = await client.videos.create_and_poll(
             prompt="a boat", size="32x32", poll_interval_ms=20, extra_body={**SMALL, "num_frames": 6}
@@ -241,7 +241,7 @@ def test_what_the_stage_refuses_is_told_to_who_asks(app: FastAPI) -> None:
     use(app, main)
 
 
-def test_too_many_videos_are_refused_and_leave_nothing(app: FastAPI) -> None:
+def test_too_many_videos_are_refused_and_leak_nothing(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         ids = []
         with pytest.raises(openai.RateLimitError) as error:
@@ -284,7 +284,7 @@ def test_unknown_videos_and_variants(app: FastAPI) -> None:
     assert ask(app, "GET", "/v1/videos?after=none").status_code == 400
 
 
-def test_a_video_starts_from_a_picture(tiny_diffusion: Callable[[str], Path]) -> None:
+def test_a_video_starts_from_an_image(tiny_diffusion: Callable[[str], Path]) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         video = await client.videos.create(
             prompt="a boat",
@@ -339,7 +339,7 @@ def new_video(name: str) -> Video:
     return Video(id=name, model="m", created_at=0, prompt="p", seconds="1", size="1x1")
 
 
-def test_the_store_is_bounded_in_number_bytes_and_time(tmp_path: Path) -> None:
+def test_the_store_is_limited_in_number_bytes_and_time(tmp_path: Path) -> None:
     async def main() -> None:
         limits = ServerLimits(
             video_dir=str(tmp_path), max_stored_videos=3, max_stored_video_bytes=10, video_expires_after_s=0.05
@@ -376,7 +376,7 @@ def test_the_store_is_bounded_in_number_bytes_and_time(tmp_path: Path) -> None:
         assert names(newest_first=True) == ["n2", "n1", "n0"]
         with pytest.raises(PipelineFullError):
             start("n3", never)
-        with pytest.raises(VLLMValidationError, match="that others come after"):
+        with pytest.raises(VLLMValidationError, match="there is no video"):
             store.page(NO_KEY, "b", 9, newest_first=True)
 
         await store.delete(runs[0])

@@ -220,7 +220,7 @@ class GuardedMediaIO(MediaIO[Any]):
         check_container(data)
         with av.open(BytesIO(data)) as container:
             if not container.streams.video:
-                raise ValueError("it has no pictures")
+                raise ValueError("it has no video stream")
             stream = container.streams.video[0]
             self._check_pixels(stream, self._limits.max_video_pixels, "max_video_pixels")
             seconds = (container.duration or 0) / av.time_base
@@ -230,9 +230,9 @@ class GuardedMediaIO(MediaIO[Any]):
             limit = f"{self._limits.max_video_seconds:g} s, which is the limit ({flag('max_video_seconds')})"
             raise self._refusal(f"lasts {seconds:.0f} s, more than {limit}")
 
-    def _check_pixels(self, picture: Image.Image | av.VideoStream, limit: int, name: str) -> None:
-        if picture.width * picture.height > limit:
-            size = f"{picture.width}x{picture.height}"
+    def _check_pixels(self, image: Image.Image | av.VideoStream, limit: int, name: str) -> None:
+        if image.width * image.height > limit:
+            size = f"{image.width}x{image.height}"
             raise self._refusal(f"is {size}, more than {limit} pixels, which is the limit ({flag(name)})")
 
 

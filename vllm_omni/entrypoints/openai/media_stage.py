@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The final stage of a pipeline that makes images, videos or sound: its requests, settings and defaults."""
+"""The final stage of a pipeline that makes images, videos or audio: its requests, settings and defaults."""
 
 from __future__ import annotations
 

@@ -103,7 +103,9 @@ def diffusion_settings(request_fields: Mapping[str, Any], *, adapters: bool = Fa
         if name not in known:
             raise VLLMValidationError(_unknown(name, known), parameter=f"extra_body.{name}")
         if name in settings and value is not None and settings[name] != value:
-            raise VLLMValidationError(f"{name} is in extra_body and, another one, beside it; keep one", parameter=name)
+            raise VLLMValidationError(
+                f"{name} has two values, in extra_body and at the top level; keep one", parameter=name
+            )
         if value is not None:
             settings[name] = value
     return {name: _checked(name, value) for name, value in settings.items()}

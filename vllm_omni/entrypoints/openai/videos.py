@@ -237,7 +237,7 @@ class ServingVideos:
         if video.error is not None:
             raise OmniHTTPError(f"video {video_id} failed: {video.error.message}", HTTPStatus.CONFLICT)
         if video.status != "completed":
-            message = f"video {video_id} is not complete yet ({video.progress}%); ask again later"
+            message = f"video {video_id} is not complete yet ({video.progress}%); poll it again later"
             raise OmniHTTPError(message, HTTPStatus.CONFLICT, _RETRY_S)
         return job
 

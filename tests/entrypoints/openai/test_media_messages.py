@@ -73,7 +73,7 @@ def test_settings_are_read_from_both_places() -> None:
         ({"extra_body": {"extra_args": {"max_sequence_length": 1 << 30}}}, "extra_body.extra_args", "operator"),
         ({"extra_body": {"preview_every": 1}}, "extra_body.preview_every", "operator"),
         ({"extra_body": [1]}, "extra_body", "must be an object"),
-        ({"height": 64, "extra_body": {"height": 32}}, "height", "another one"),
+        ({"height": 64, "extra_body": {"height": 32}}, "height", "two values"),
         ({"extra_body": {"height": "64"}}, "height", "Expected `int"),
         ({"extra_body": {"height": 0}}, "height", "1 or more"),
         ({"extra_body": {"guidance_scale": math.nan}}, "guidance_scale", "finite"),

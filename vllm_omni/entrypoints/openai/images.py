@@ -229,7 +229,7 @@ class _Stream:
         return self._event("partial_image", file, event.index, self._size, partial_image_index=num_sent)
 
     def _finish(self, output: OmniRequestOutput) -> list[str]:
-        usage = usage_of(output)
+        usage = usage_of(output).model_dump(exclude_none=True)
         files = [as_image_file(image, self._file_format) for image in output.images]
         return [self._event("completed", file, i, _size_of(file), usage=usage) for i, file in enumerate(files)]
 

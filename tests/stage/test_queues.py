@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from vllm_omni.config.stage_config import SegmentConfig
-from vllm_omni.distributed.messages import PayloadRef, SubmitMessage
+from vllm_omni.distributed.messages import InlineRef, SubmitMessage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import Completion, StageOutput
@@ -44,7 +44,7 @@ def make_state(request_id: str, clock: Clock, targets: Sequence[int] = (), arriv
         targets=list(targets),
         is_final=True,
         streams=True,
-        payload=PayloadRef(sizes=[]),
+        payload=InlineRef(sizes=[]),
     )
     return RequestState(
         submit=submit,

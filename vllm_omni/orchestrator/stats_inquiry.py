@@ -26,7 +26,7 @@ class StatsInquiry:
         asked = [stage for stage in stages if stage.is_ready]
         self._missing = {stage.stage_id for stage in asked}
         for stage in asked:
-            stage.tell(StatsQuery())
+            stage.send(StatsQuery())
         self._check()
 
     def answer(self, stats: StageStats) -> None:

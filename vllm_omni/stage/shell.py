@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from vllm_omni.distributed.connectors import ThresholdConnector
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     AbortMessage,
@@ -36,7 +35,7 @@ from vllm_omni.distributed.messages import (
     SubmitMessage,
     recv_at_stage,
 )
-from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.distributed.run_dir import stage_address
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
@@ -93,13 +92,13 @@ class StageShell:
         self._waiting = WaitingQueue(self._outlet.has_room)
 
     def _connect(self) -> None:
-        spec, run_dir = self._spec, Path(self._spec.run_dir)
         self._context = zmq.Context()
         self._inbound = make_socket(self._context, zmq.PULL)
-        self._inbound.bind(stage_address(run_dir, self._stage_id, spec.epoch))
-        self._channel = PayloadChannel(ThresholdConnector(run_dir, "", spec.shm_threshold_bytes))
-        self._outlet = Outlet(spec, self._context)
-        self._feeders = Feeders(spec, self._context, self._tell)
+        self._address = stage_address(Path(self._spec.run_dir), self._stage_id, self._spec.epoch)
+        self._inbound.bind(self._address)
+        self._payloads = PayloadReceiver()
+        self._outlet = Outlet(self._spec, self._context)
+        self._feeders = Feeders(self._spec, self._context, self._tell)
 
     def attach(self, engine: StageEngine, processor: StageInputProcessor | None) -> None:
         """Gives the shell what it works with. Called before the stage is announced as ready."""
@@ -173,7 +172,7 @@ class StageShell:
                     self._on_error(item, tell_engine=False)
                 case Started():
                     self._capacity = self._spec.max_inflight or self._engine.capacity
-                    self._tell(ReadyMessage(stage_id=self._stage_id, epoch=self._spec.epoch))
+                    self._tell(ReadyMessage(stage_id=self._stage_id, epoch=self._spec.epoch, address=self._address))
 
     def _act_on_time(self) -> None:
         now = time.monotonic()
@@ -185,13 +184,11 @@ class StageShell:
             self._send_stats()
 
     def _on_fault(self, error: MessageError) -> None:
-        self._log.error("a message from stage %s cannot be understood: %s", error.sender, error)
+        self._log.error("a message from stage %s cannot be decoded: %s", error.sender, error)
         if error.sender is not None and error.sender != ORCHESTRATOR:
             self._tell(FaultMessage(stage_id=self._stage_id, peer=error.sender, error=str(error)))
 
     def _shut_down(self) -> None:
-        if not self._capacity:
-            os._exit(0)  # An engine that is still loading cannot be interrupted otherwise.
         self._engine.stop()
         self._is_running = False
 
@@ -201,7 +198,7 @@ class StageShell:
         self._last_number = message.number
         self._drop_stale()
         try:
-            request = self._channel.get(StageRequest, message.payload, frames)
+            request = self._payloads.get(StageRequest, message.payload, frames)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             if not message.sources:
                 self._feeders.refund(cost_of(message))
@@ -258,7 +255,7 @@ class StageShell:
             OSError, ValueError, msgspec.MsgspecError: It cannot be read.
             RuntimeError: A piece before it did not arrive.
         """
-        piece = self._channel.get(StageOutput, message.payload, frames)
+        piece = self._payloads.get(StageOutput, message.payload, frames)
         if message.sequence != state.num_received.get(message.source, 0):
             raise RuntimeError(f"a piece of the output of stage {message.source} was lost")
         state.num_received[message.source] = message.sequence + 1
@@ -271,7 +268,7 @@ class StageShell:
             self._enqueue(state)
 
     def _discard(self, message: DataMessage) -> None:
-        self._channel.discard(message.payload)
+        self._payloads.discard(message.payload)
         self._feeders.refund(cost_of(message))
 
     def _enqueue(self, state: RequestState) -> None:
@@ -452,14 +449,14 @@ class StageShell:
 
     def _on_peer_up(self, message: PeerUpMessage) -> None:
         if message.stage_id in self._feeders:
-            self._feeders.connect(message.stage_id, message.epoch)
+            self._feeders.connect(message)
         if message.stage_id in self._outlet.targets:
             for request_id, error in self._outlet.on_target_up(message).items():
                 self._fail(Error.from_exception(request_id, error))
 
     def _tell(self, message: Message) -> None:
         """Sends to the orchestrator."""
-        self._outlet.tell(message)
+        self._outlet.send(message)
 
     def _send_stats(self) -> None:
         self._books.due = None

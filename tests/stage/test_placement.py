@@ -159,7 +159,7 @@ def test_the_fork_server_touches_no_device() -> None:
     code = """
 import importlib, json, os
 from vllm_omni.model_executor.registry import OMNI_MODELS
-from vllm_omni.worker import _WORKERS
+from vllm_omni.engine.engine_args import _WORKERS
 import torch
 
 calls = []

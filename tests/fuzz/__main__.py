@@ -35,9 +35,7 @@ def fuzz(kind: str, count: int, seed: int, folder: Path) -> Summary:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--requests", type=int, default=1000, help="approximate total for all servers (1000)"
-    )
+    parser.add_argument("--requests", type=int, default=1000, help="approximate total for all servers (1000)")
     parser.add_argument("--kinds", nargs="+", choices=list(MAKERS), default=list(MAKERS), help="servers to test")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, help="keep the servers' output in this folder")

@@ -93,7 +93,7 @@ class Outlet:
 
     def _window(self, submit: SubmitMessage, target: int) -> WindowConfig:
         """How a stage that reads this request's output cuts it."""
-        return self.targets[target].spec.window.for_caller(submit.streams)
+        return self.targets[target].spec.window.for_request(submit.streams)
 
     def tell(self, message: Message, frames: Frames = ()) -> None:
         """Sends to the orchestrator."""

@@ -173,6 +173,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     name: Literal["SharedMemoryConnector", "InlineConnector"]
     extra: dict[str, int] = {}
 
+    @property
+    def shm_threshold_bytes(self) -> int:
+        return self.extra["shm_threshold_bytes"]
+
 
 class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`runtime.defaults`: for edges and stages without these keys.
@@ -318,17 +322,18 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 todo += self.stages[stage_id].engine_input_source
         return sorted(needed)
 
-    def shm_threshold_bytes(self, stage: OmniStageConfig, target: int, default: int) -> int:
-        """The smallest size of payloads from `stage` to `target` that go through shared memory."""
+    def connector(self, stage: OmniStageConfig, target: int, shm_threshold_bytes: int) -> ConnectorConfig:
+        """The connector for payloads from `stage` to `target`.
+
+        Args:
+            shm_threshold_bytes: For connectors without this key.
+        """
         name = stage.output_connectors.get(f"to_stage_{target}") or self.stages[target].input_connectors.get(
             f"from_stage_{stage.stage_id}"
         )
-        if name is None:
-            return default
-        connector = self.runtime.connectors[name]
-        if connector.name == "InlineConnector":
-            return 1 << 62
-        return connector.extra.get("shm_threshold_bytes", default)
+        connector = ConnectorConfig(name="SharedMemoryConnector") if name is None else self.runtime.connectors[name]
+        extra = {"shm_threshold_bytes": shm_threshold_bytes} | connector.extra
+        return msgspec.structs.replace(connector, extra=extra)
 
     def window(self, source: int, target: int, declared: WindowConfig | None) -> WindowConfig:
         """The windows of an edge; `declared` are those of the consumer's `StageInputProcessor`."""

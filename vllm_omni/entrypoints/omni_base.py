@@ -104,7 +104,9 @@ class OmniBase:
         return self._pipeline.orchestrator.health()
 
     def stats(self) -> list[StageStats]:
-        """The current load of each stage and, with `log_stats`, its totals; queries the stages.
+        """The last snapshot of each stage: what it holds, and totals since its process started.
+
+        A stage sends a snapshot every 0.05 seconds while it works, and one when it becomes idle.
 
         Raises:
             PipelineClosedError: `close()` was called.
@@ -113,7 +115,7 @@ class OmniBase:
 
     def stats_table(self) -> str:
         """`stats()` as a printable table."""
-        from vllm_omni.metrics.table import format_stage_table
+        from vllm_omni.metrics.text import format_stage_table
 
         return format_stage_table(self.stats())
 

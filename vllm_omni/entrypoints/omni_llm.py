@@ -207,7 +207,7 @@ class _Batch:
         self._streams = streams
         self._keep_outputs = keep_outputs
         self._events: queue.SimpleQueue[OmniEvent | Exception] = queue.SimpleQueue()
-        self._is_given_up = threading.Event()
+        self._is_cancelled = threading.Event()
         self._running: dict[str, None] = {}  # an ordered set
 
     def events(self, use_tqdm: bool) -> Iterator[OmniEvent]:
@@ -223,7 +223,7 @@ class _Batch:
                         bar.advance()
                     yield event
         finally:
-            self._give_up(feeder)
+            self._cancel(feeder)
 
     def _next_event(self, bar: _ProgressBar) -> OmniEvent:
         while True:
@@ -245,7 +245,7 @@ class _Batch:
     def _submit_all(self) -> None:
         try:
             for prompt, lora_request in self._prompts:
-                if self._is_given_up.is_set():
+                if self._is_cancelled.is_set():
                     return
                 self._submit(prompt, lora_request)
         except Exception as error:
@@ -262,17 +262,17 @@ class _Batch:
         )
         self._running[request.request_id] = None
         orchestrator = self._pipeline.orchestrator
-        orchestrator.submit(request, given_up=self._is_given_up)
-        if self._is_given_up.is_set():  # `_give_up` may have run before it was in `_running`.
-            orchestrator.give_up([request.request_id])
+        orchestrator.submit(request, cancelled=self._is_cancelled)
+        if self._is_cancelled.is_set():  # `_cancel` may have run before it was in `_running`.
+            orchestrator.cancel([request.request_id])
 
-    def _give_up(self, feeder: threading.Thread) -> None:
+    def _cancel(self, feeder: threading.Thread) -> None:
         """Aborts running prompts, after the iterator was closed or an error was raised."""
         if not self._owner.is_open:
             return  # Possibly at interpreter exit: threads do not run then, and modules are empty.
-        self._is_given_up.set()
+        self._is_cancelled.set()
         if self._running:
-            self._pipeline.orchestrator.give_up(list(self._running))
+            self._pipeline.orchestrator.cancel(list(self._running))
         if feeder.is_alive():
             feeder.join()
 

@@ -46,7 +46,6 @@ def open_pipeline(server: ForkServer, args: OmniArgs) -> Pipeline:
         server=server,
         placements=placements,
         observers=observers,
-        records_stats=args.log_stats,
         otlp_traces_endpoint=traces_endpoint,
     )
     try:
@@ -81,16 +80,16 @@ def make_observers(
     # Imported on demand, because they import OpenTelemetry or Prometheus; first the observers that may raise.
     observers: list[PipelineObserver] = []
     if otlp_traces_endpoint is not None:
-        from vllm_omni.metrics.otel import RequestSpans
+        from vllm_omni.metrics.tracing import RequestTracer
 
-        observers.append(RequestSpans(otlp_traces_endpoint))
+        observers.append(RequestTracer(otlp_traces_endpoint))
     if trace_file is not None:
         from vllm_omni.metrics.timeline import Timeline
 
         observers.append(Timeline(trace_file, config))
     if log_stats:
         from vllm_omni.metrics.prometheus import PrometheusObserver
-        from vllm_omni.metrics.summary_log import SummaryLog
+        from vllm_omni.metrics.text import SummaryLog
 
         observers += [SummaryLog(), PrometheusObserver(config)]
     return observers

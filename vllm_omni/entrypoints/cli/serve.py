@@ -25,9 +25,8 @@ from vllm_omni.entrypoints.cli.arguments import (
     add_pipeline_flags,
     parse_command,
 )
-from vllm_omni.entrypoints.openai.limits import add_limit_arguments, check_limits
-from vllm_omni.entrypoints.openai.protocol import add_chat_flags
-from vllm_omni.entrypoints.openai.voices import Voices, add_voice_argument
+from vllm_omni.entrypoints.openai.server_args import add_api_arguments, add_limit_arguments, check_limits
+from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import list_voices, load_processors
 from vllm_omni.entrypoints.resolve import has_vllm_stages, resolve_pipeline
 from vllm_omni.orchestrator.fork_server import ForkServer
@@ -69,8 +68,7 @@ class OmniServeCommand(ServeSubcommand):
         vllm_flags = {action.dest for action in parser._actions}
         add_pipeline_flags(parser.add_argument_group("Omni", "The pipeline: stages, timeouts, limits and traces."))
         api = parser.add_argument_group("OmniAPI", "OpenAI's API: default outputs of chat, and names of voices.")
-        add_chat_flags(api)
-        add_voice_argument(api)
+        add_api_arguments(api)
         limits = parser.add_argument_group("OmniLimits", "Limits of requests, and of what the server stores.")
         add_limit_arguments(limits)
         diffusion = parser.add_argument_group(

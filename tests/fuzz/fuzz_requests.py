@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request of a fuzzer, put on the wire byte by byte, and what came back. Knows no endpoint."""
+"""One request of the fuzzer as bytes, and its outcome. Knows no endpoint."""
 
 import asyncio
 import contextlib
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ANSWER_LIMIT_S = 120.0
-LEFT = "left"
+ABORTED = "aborted"
 CLOSED = "closed"
 NO_ANSWER = "no answer"
 
 
 @dataclass(frozen=True)
-class Shot:
+class FuzzRequest:
     """
     Attributes:
         what: What is wrong with it, for the summary.
-        must_fail: Nothing but 4xx will do; else it may also be answered well.
-        cut: Send only so many bytes, and close the connection.
-        leaves_after: Close the connection after so many seconds, whatever has come.
+        must_fail: Only 4xx is right; else a successful answer is right, too.
+        cut: Send only this number of bytes, and close the connection.
+        abort_after_s: Close the connection after this number of seconds.
     """
 
     what: str
@@ -30,7 +30,7 @@ class Shot:
     headers: dict[str, str] = field(default_factory=dict)
     must_fail: bool = True
     cut: int | None = None
-    leaves_after: float | None = None
+    abort_after_s: float | None = None
 
     @property
     def endpoint(self) -> str:
@@ -47,58 +47,60 @@ class Shot:
 class Outcome:
     """
     Attributes:
-        status: The HTTP status, or `LEFT` (we closed), `CLOSED` (the server did, unasked) or `NO_ANSWER` (it hangs).
-        fault: Why this is not right; empty if it is.
+        status: The HTTP status, `ABORTED` (by the client), `CLOSED` (by the server) or `NO_ANSWER` (in time).
+        fault: Why the outcome is wrong; empty if it is right.
     """
 
-    shot: Shot
+    request: FuzzRequest
     status: int | str
     body: bytes = b""
 
     @property
     def fault(self) -> str:
         if isinstance(self.status, str):
-            is_fine = self.status == LEFT or (self.status == CLOSED and self.shot.cut is not None)
-        elif self.shot.must_fail:
+            is_fine = self.status == ABORTED or (self.status == CLOSED and self.request.cut is not None)
+        elif self.request.must_fail:
             is_fine = 400 <= self.status < 500
         else:
             is_fine = self.status < 500
         if is_fine:
             return ""
-        sent = self.shot.body[:600]
-        return f"{self.status} for {self.shot.endpoint} ({self.shot.what}): {self.body[:300]!r}; sent: {sent!r}"
+        sent = self.request.body[:600]
+        return f"{self.status} for {self.request.endpoint} ({self.request.what}): {self.body[:300]!r}; sent: {sent!r}"
 
 
-def post_json(what: str, path: str, body: Any, **kwargs: Any) -> Shot:
+def post_json(what: str, path: str, body: Any, **kwargs: Any) -> FuzzRequest:
     content = body if isinstance(body, bytes) else json.dumps(body).encode("utf-8", "surrogatepass")
-    return Shot(what, "POST", path, content, {"Content-Type": "application/json"}, **kwargs)
+    return FuzzRequest(what, "POST", path, content, {"Content-Type": "application/json"}, **kwargs)
 
 
-async def fire(port: int, shot: Shot) -> Outcome:
-    """Sends it, as far as it goes, and reads the answer to its end.
+async def send(port: int, request: FuzzRequest) -> Outcome:
+    """Sends a request, up to its cut, and reads the whole answer.
 
     Raises:
-        OSError: The server takes no connections.
+        OSError: The server accepts no connections.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = bytearray()
     try:
-        limit = ANSWER_LIMIT_S if shot.leaves_after is None else shot.leaves_after
-        await asyncio.wait_for(_exchange(reader, writer, shot, answer), limit)
+        limit = ANSWER_LIMIT_S if request.abort_after_s is None else request.abort_after_s
+        await asyncio.wait_for(_exchange(reader, writer, request, answer), limit)
     except asyncio.TimeoutError:
-        if shot.leaves_after is None:
-            return Outcome(shot, NO_ANSWER, bytes(answer[:300]))
-        return Outcome(shot, _status(answer) if _is_error(answer) else LEFT, _body(answer))
+        if request.abort_after_s is None:
+            return Outcome(request, NO_ANSWER, bytes(answer[:300]))
+        return Outcome(request, _status(answer) if _is_error(answer) else ABORTED, _body(answer))
     finally:
         writer.transport.abort()
-    return Outcome(shot, _status(answer), _body(answer))
+    return Outcome(request, _status(answer), _body(answer))
 
 
-async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, shot: Shot, answer: bytearray) -> None:
-    # A server may answer, and close, before it has read all: what it said counts.
+async def _exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: FuzzRequest, answer: bytearray
+) -> None:
+    # A server may answer and close before it has read all; its answer counts.
     with contextlib.suppress(ConnectionError):
-        writer.write(shot.wire[: shot.cut])
-        if shot.cut is not None:
+        writer.write(request.wire[: request.cut])
+        if request.cut is not None:
             await writer.drain()
             return
         while data := await reader.read(1 << 16):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of sounds that is a function: what it does is what its prompt says."""
+"""An audio model that is a function; its prompt selects what it does."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -20,26 +20,26 @@ def piece(index: int) -> torch.Tensor:
     return 0.3 * torch.sin(torch.arange(NUM_SAMPLES) * (0.05 + 0.01 * index))
 
 
-def sing(request: StageRequest, sources: Mapping[int, StageOutput]) -> Iterator[dict[str, Any]]:
+def make_audio(request: StageRequest, sources: Mapping[int, StageOutput]) -> Iterator[dict[str, Any]]:
     """`N pieces`, `stereo`, `silence`, `noise`, `a failure`, `a late failure`, `endless`."""
-    wish = request.prompt or ""
-    if wish == "a failure":
-        raise RuntimeError("told to fail")
-    if wish == "silence":
+    prompt = request.prompt or ""
+    if prompt == "a failure":
+        raise RuntimeError("failed as requested")
+    if prompt == "silence":
         yield {"audio": torch.empty(0)}
-    elif wish == "noise":
+    elif prompt == "noise":
         yield {"audio": torch.full((NUM_SAMPLES,), torch.nan)}
-    elif wish == "stereo":  # as diffusion stages make it: [n, channels, samples]
+    elif prompt == "stereo":  # as diffusion stages make it: [n, channels, samples]
         yield {"audio": torch.stack([piece(0), piece(1)])[None]}
-    elif wish == "endless":
+    elif prompt == "endless":
         for index in range(100_000):
             time.sleep(0.005)
             yield {"audio": piece(index)}
     else:
-        for index in range(2 if wish == "a late failure" else int(wish.split()[0])):
+        for index in range(2 if prompt == "a late failure" else int(prompt.split()[0])):
             yield {"audio": piece(index)}
-        if wish == "a late failure":
-            raise RuntimeError("told to fail")
+        if prompt == "a late failure":
+            raise RuntimeError("failed as requested")
 
 
-SINGER = function_stage(0, "singer", sing, (), "audio") | {"sample_rate": RATE}
+AUDIO_STAGE = function_stage(0, "audio_maker", make_audio, (), "audio") | {"sample_rate": RATE}

@@ -39,6 +39,18 @@ def start_fork_server() -> ForkServer:
         raise PipelineStartError.from_system(error) from error
 
 
+def launch_pipeline(args: OmniArgs, fork_server: ForkServer | None) -> Pipeline:
+    """Opens a pipeline on a fork server, which it owns from now on; None: a new one. Raises as `OmniBase`."""
+    server = fork_server or start_fork_server()
+    try:
+        from vllm_omni.entrypoints.pipeline import open_pipeline
+
+        return open_pipeline(server, args)
+    except BaseException:
+        server.close()
+        raise
+
+
 class OmniBase:
     """A pipeline of stages, each an engine in its own process. Ends with the object, or with the interpreter."""
 
@@ -63,7 +75,7 @@ class OmniBase:
             StageStartError: A stage failed to start, or took too long.
         """
         args = OmniArgs.from_kwargs(model=model, stage_configs_path=stage_configs_path, **kwargs)
-        self._pipeline = _open(args, fork_server or start_fork_server())
+        self._pipeline = launch_pipeline(args, fork_server)
         # Also runs when the interpreter exits, so that no process is left behind without close().
         self._finalizer = weakref.finalize(self, self._pipeline.orchestrator.close)
 
@@ -118,13 +130,3 @@ class OmniBase:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _open(args: OmniArgs, server: ForkServer) -> Pipeline:
-    try:
-        from vllm_omni.entrypoints.pipeline import open_pipeline
-
-        return open_pipeline(server, args)
-    except BaseException:
-        server.close()
-        raise

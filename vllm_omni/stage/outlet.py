@@ -90,7 +90,7 @@ class Outlet:
 
     def _window(self, submit: SubmitMessage, target: int) -> WindowConfig:
         """How a target cuts this request's output into windows."""
-        return self.targets[target].spec.window.for_caller(submit.streams)
+        return self.targets[target].spec.window.for_request(submit.streams)
 
     def send(self, message: Message, frames: Frames = ()) -> None:
         """Sends to the orchestrator."""

@@ -67,7 +67,7 @@ def test_an_error_fails_its_own_request_and_says_where(caller: Caller) -> None:
     error = error_of(events[bad])
     assert isinstance(error, StageExecutionError) and error.recoverable
     assert (error.request_id, error.stage_id) == (bad, 1)
-    assert "stage 1 (b): RuntimeError: b was told to fail" in str(error)
+    assert "stage 1 (b): RuntimeError: b fails (fake_fail)" in str(error)
     assert "fake.py" in error.stage_traceback
 
 

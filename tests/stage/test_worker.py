@@ -127,7 +127,7 @@ def test_one_process_gives_the_same_results_as_three(together: Caller) -> None:
 def test_an_abort_and_an_error_stay_with_their_request_and_stage(together: Caller) -> None:
     slow = together.submit("slow", fake_seconds=30.0, fake_only="b")
     bad = together.submit("bad", fake_fail="a")
-    assert "stage 0 (a): RuntimeError: a was told to fail" in str(error_of(together.wait(1)[bad]))
+    assert "stage 0 (a): RuntimeError: a fails (fake_fail)" in str(error_of(together.wait(1)[bad]))
     together.orchestrator.abort([slow])
     assert isinstance(error_of(together.wait(1)[slow]), RequestAbortedError)
     good = together.submit("good")

@@ -98,6 +98,11 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.engine_args.get("model_stage") or f"stage{self.stage_id}"
 
     @property
+    def label(self) -> str:
+        """Names the stage in messages: `stage 1 (talker)`."""
+        return f"stage {self.stage_id} ({self.name})"
+
+    @property
     def kind(self) -> EngineType:
         """What runs the stage, whichever of the two keys said so."""
         if self.engine_type is not None:
@@ -168,6 +173,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     name: Literal["SharedMemoryConnector", "InlineConnector"]
     extra: dict[str, int] = {}
+
+    @property
+    def shm_threshold_bytes(self) -> int:
+        return self.extra["shm_threshold_bytes"]
 
 
 class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -314,17 +323,18 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 todo += self.stages[stage_id].engine_input_source
         return sorted(needed)
 
-    def shm_threshold_bytes(self, stage: OmniStageConfig, target: int, default: int) -> int:
-        """From which size on the payloads from `stage` to `target` go through shared memory."""
+    def connector(self, stage: OmniStageConfig, target: int, shm_threshold_bytes: int) -> ConnectorConfig:
+        """How payloads travel from `stage` to `target`.
+
+        Args:
+            shm_threshold_bytes: Where the connector does not set it.
+        """
         name = stage.output_connectors.get(f"to_stage_{target}") or self.stages[target].input_connectors.get(
             f"from_stage_{stage.stage_id}"
         )
-        if name is None:
-            return default
-        connector = self.runtime.connectors[name]
-        if connector.name == "InlineConnector":
-            return 1 << 62
-        return connector.extra.get("shm_threshold_bytes", default)
+        connector = ConnectorConfig(name="SharedMemoryConnector") if name is None else self.runtime.connectors[name]
+        extra = {"shm_threshold_bytes": shm_threshold_bytes} | connector.extra
+        return msgspec.structs.replace(connector, extra=extra)
 
     def window(self, source: int, target: int, declared: WindowConfig | None) -> WindowConfig:
         """How the edge is cut; `declared` is what the consumer's `StageInputProcessor` says of it."""

@@ -78,7 +78,7 @@ class AsyncOmniLLM(OmniBase):
             try:
                 loop.call_soon_threadsafe(events.put_nowait, event)
             except RuntimeError:  # The loop was closed without a word to this generator: nobody waits any more.
-                orchestrator.give_up([internal_id])
+                orchestrator.cancel([internal_id])
 
         def build() -> PipelineRequest:
             if not self.is_open:  # The prompt may have waited for its turn.
@@ -104,7 +104,7 @@ class AsyncOmniLLM(OmniBase):
             while not (event := await events.get()).is_terminal:
                 yield event
         except BaseException:  # The caller has left, or was cancelled.
-            orchestrator.give_up([request.request_id])
+            orchestrator.cancel([request.request_id])
             raise
         orchestrator.release(request.request_id)
         yield event

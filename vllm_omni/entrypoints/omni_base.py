@@ -48,7 +48,7 @@ class OmniBase:
                 by default the one for the model, and for any diffusers pipeline a single stage that runs it.
             stage_overrides: For single stages, by name or id: `{"talker": {"engine_args": {...}, "runtime": {...},
                 "default_sampling_params": {...}}}`; any other key is an engine argument.
-            log_stats: Keep count of what stages and requests do: logged, and in vLLM's Prometheus registry.
+            log_stats: Log a summary of each request, and export statistics to vLLM's Prometheus registry.
             trace_file: Write a timeline of all requests to this file; it opens in Perfetto.
             init_timeout: Seconds that the stages may take to become ready, all together.
             stage_init_timeout: Seconds that a single stage may take, at the start and after a restart.
@@ -113,7 +113,9 @@ class OmniBase:
         return self._pipeline.orchestrator.health()
 
     def stats(self) -> list[StageStats]:
-        """What each stage holds now and, with `log_stats`, has done so far; asks the stages.
+        """The last snapshot of each stage: what it holds, and totals since its process started.
+
+        A stage sends a snapshot every 0.05 seconds while it works, and one when it becomes idle.
 
         Raises:
             PipelineClosedError: `close()` was called.
@@ -122,7 +124,7 @@ class OmniBase:
 
     def stats_table(self) -> str:
         """`stats()` as a table to print."""
-        from vllm_omni.metrics.table import format_stage_table
+        from vllm_omni.metrics.text import format_stage_table
 
         return format_stage_table(self.stats())
 

@@ -263,9 +263,9 @@ class _Batch:
         )
         self._running[request.request_id] = None
         orchestrator = self._pipeline.orchestrator
-        orchestrator.submit(request, given_up=self._is_given_up)
+        orchestrator.submit(request, cancelled=self._is_given_up)
         if self._is_given_up.is_set():  # It may have come too late for `_give_up`.
-            orchestrator.give_up([request.request_id])
+            orchestrator.cancel([request.request_id])
 
     def _give_up(self, feeder: threading.Thread) -> None:
         """Ends what is still running: the caller does not want it any more, or there was an error."""
@@ -273,7 +273,7 @@ class _Batch:
             return  # All has ended, maybe with the interpreter: then threads stand still, and modules are empty.
         self._is_given_up.set()
         if self._running:
-            self._pipeline.orchestrator.give_up(list(self._running))
+            self._pipeline.orchestrator.cancel(list(self._running))
         if feeder.is_alive():
             feeder.join()
 

@@ -69,7 +69,6 @@ def open_pipeline(
         server=server,
         placements=placements,
         observers=observers,
-        records_stats=log_stats,
         otlp_traces_endpoint=traces_endpoint,
     )
     try:
@@ -89,31 +88,30 @@ def make_observers(
     trace_file: str | None = None,
     otlp_traces_endpoint: str | None = None,
 ) -> list[PipelineObserver]:
-    """The observers that are wanted.
+    """The observers for these options.
 
     Args:
         config: The pipeline.
-        log_stats: Log a summary of each request, and offer all figures to Prometheus.
+        log_stats: Log a summary of each request, and export statistics to Prometheus.
         trace_file: Write a timeline of all requests to this file.
         otlp_traces_endpoint: Send OpenTelemetry spans there.
 
     Raises:
         OSError: `trace_file` cannot be written.
-        VllmRequirementError: OpenTelemetry is wanted and not installed.
     """
-    # Imported where wanted, because they bring OpenTelemetry or Prometheus along; first those that may raise.
+    # Imported where used, because they load OpenTelemetry or Prometheus; first those that may raise.
     observers: list[PipelineObserver] = []
     if otlp_traces_endpoint is not None:
-        from vllm_omni.metrics.otel import RequestSpans
+        from vllm_omni.metrics.tracing import RequestTracer
 
-        observers.append(RequestSpans(otlp_traces_endpoint))
+        observers.append(RequestTracer(otlp_traces_endpoint))
     if trace_file is not None:
         from vllm_omni.metrics.timeline import Timeline
 
         observers.append(Timeline(trace_file, config))
     if log_stats:
         from vllm_omni.metrics.prometheus import PrometheusObserver
-        from vllm_omni.metrics.summary_log import SummaryLog
+        from vllm_omni.metrics.text import SummaryLog
 
         observers += [SummaryLog(), PrometheusObserver(config)]
     return observers

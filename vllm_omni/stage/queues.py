@@ -51,7 +51,7 @@ class FlushTimes:
         self._heap: list[tuple[float, str]] = []
         self._entered: set[str] = set()
 
-    def note(self, state: RequestState) -> None:
+    def add(self, state: RequestState) -> None:
         """The request's engine has made some output."""
         due = state.outputs.due
         if due is not None and state.request_id not in self._entered:

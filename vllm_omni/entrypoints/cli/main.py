@@ -35,7 +35,7 @@ options, `--help=all` all of them. From Python:
 
 
 def main() -> None:
-    """Runs the command line in `sys.argv`; exits with 1 if that failed, with 2 if it cannot be understood."""
+    """Runs the command line in `sys.argv`; exits with 1 if that failed, with 2 if it cannot be decoded."""
     said = sys.argv[1:]
     arguments = [argument for argument in said if argument != "--omni"]
     command = arguments[0] if arguments else "--help"

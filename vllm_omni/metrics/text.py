@@ -1,9 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of all stages as a table for people. Shows totals since each stage started, and means of them."""
+"""Statistics as text: log lines for each request that ended, and a table of all stages."""
 
 from collections.abc import Sequence
 
-from vllm_omni.metrics.stats import EdgeStats, StageStats
+from vllm_omni.metrics.logs import about, get_logger
+from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
+from vllm_omni.metrics.stats import StageMetrics, StageStats
+
+logger = get_logger(__name__)
+
+
+class SummaryLog(PipelineObserver):
+    """Logs a line for each stage of a request and one for the request, when it has ended."""
+
+    def request_ended(self, summary: RequestSummary) -> None:
+        for stage in summary.stages:
+            log = about(logger, request_id=summary.request_id, stage=f"stage {stage.stage_id} ({stage.name})")
+            log.info("%s", _stage_line(stage))
+        about(logger, request_id=summary.request_id).info("%s", _request_line(summary))
+
+
+def _stage_line(stage: StageMetrics) -> str:
+    waited = stage.started - stage.arrival
+    return (
+        f"{stage.num_input_tokens} in, {stage.num_output_tokens} out, {stage.seconds:.3f} s, "
+        f"of which {waited:.3f} s in the queue"
+    )
+
+
+def _request_line(summary: RequestSummary) -> str:
+    where = f" in {summary.failed_stage}" if summary.failed_stage is not None else ""
+    times = {
+        "TTFT": summary.ttft,
+        "time per output token": summary.tpot,
+        "TTFA": summary.ttfa,
+        "TTFI": summary.ttfi,
+    }
+    parts = [f"{name} {seconds:.3f} s" for name, seconds in times.items() if seconds is not None]
+    if summary.real_time_factor is not None:
+        parts.append(f"RTF {summary.real_time_factor:.3f}")
+    return ", ".join([f"{summary.outcome}{where} after {summary.seconds:.3f} s", *parts])
+
 
 _STAGE_COLUMNS = (
     "stage",
@@ -23,10 +60,12 @@ _EDGE_COLUMNS = ("edge", "payloads", "MB", "ms/payload", "windows")
 
 
 def format_stage_table(stats: Sequence[StageStats]) -> str:
-    """A line for each stage, then one for each edge that carried something, then one for each cause of failure.
+    """A line for each stage, then one for each edge that was used, then one for each cause of failure.
+
+    Totals are those since each stage started.
 
     Args:
-        stats: The stages, in the order in which they are to be shown.
+        stats: The stages, in the order of the lines.
     """
     names = {stage.stage_id: stage.name for stage in stats}
     parts = [_format_rows([_STAGE_COLUMNS, *(_stage_row(stage) for stage in stats)])]
@@ -57,7 +96,7 @@ def _stage_row(stage: StageStats) -> tuple[str, ...]:
 
 
 def _edge_row(names: dict[int, str], stage: StageStats, source: int) -> tuple[str, ...]:
-    edge: EdgeStats = stage.edges[source]
+    edge = stage.edges[source]
     return (
         f"{names.get(source, source)} -> {stage.name}",
         str(edge.num_payloads),
@@ -72,7 +111,7 @@ def _mean(total: float, count: int) -> str:
 
 
 def _format_rows(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns of equal width: the first to the left, the others, which are figures, to the right."""
+    """Aligns columns: the first, of names, to the left, the others, of numbers, to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:

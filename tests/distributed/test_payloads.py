@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Channels of several threads in one process."""
+"""Senders and receivers in several threads of one process."""
 
 import subprocess
 import sys
@@ -9,18 +9,18 @@ SEVERAL_THREADS = textwrap.dedent("""
     import sys, threading
     import msgspec
     from vllm_omni.distributed.connectors import InlineConnector
-    from vllm_omni.distributed.payload_channel import PayloadChannel
+    from vllm_omni.distributed.payloads import PayloadReceiver, PayloadSender
 
     def receive():
-        channel = PayloadChannel(InlineConnector())
+        receiver = PayloadReceiver()
         barrier.wait()
-        received.append(channel.get(outer, ref, [memoryview(frame) for frame in frames]).y0)
+        received.append(receiver.get(outer, ref, [memoryview(frame) for frame in frames]).y0)
 
     sys.setswitchinterval(1e-6)
     for round in range(100):
         inner = msgspec.defstruct(f"Inner{round}", [(f"x{i}", list[int], []) for i in range(20)])
         outer = msgspec.defstruct(f"Outer{round}", [(f"y{i}", list[inner], []) for i in range(20)])
-        ref, frames = PayloadChannel(InlineConnector()).put(outer(y0=[inner()]))
+        ref, frames = PayloadSender(InlineConnector()).put(outer(y0=[inner()]))
         received, barrier = [], threading.Barrier(4)
         threads = [threading.Thread(target=receive) for _ in range(4)]
         for thread in threads:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from vllm_omni.metrics.stats import EdgeStats, StageStats
-from vllm_omni.metrics.table import format_stage_table
+from vllm_omni.metrics.text import format_stage_table
 
 
 def test_the_table():
@@ -37,5 +37,5 @@ thinker      StageExecutionError         1"""
     assert format_stage_table([thinker, vocoder]) == expected
 
 
-def test_a_pipeline_in_which_nothing_has_happened():
+def test_a_pipeline_without_requests():
     assert format_stage_table([StageStats(stage_id=0, name="thinker")]).count("\n") == 1

@@ -133,7 +133,7 @@ def _bench(arguments: list[str]) -> None:
             _fail("--omni is for bench serve; leave it out for the other benchmarks", 2)
         _run_vllm(arguments)
         return
-    _log_little()
+    _log_warnings_only()
     from vllm_omni.entrypoints.cli.bench import run_bench_serve
 
     run_bench_serve(arguments[1:])

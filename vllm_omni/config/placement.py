@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How placement is written in a stage configuration: devices, memory and cores as text, turned into values.
 
-It knows no machine: whether there is such a device or core is asked by `stage.placement` and `stage.budgets`.
+It knows no machine: whether there is such a device or core is asked by `stage.devices` and `stage.budgets`.
 """
 
 import re

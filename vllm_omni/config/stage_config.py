@@ -23,7 +23,7 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     Attributes:
         process: `true`: the stage has a process of its own. A name: it shares one with all stages that say the same
             name; `false` is the name `shared`.
-        devices: Accelerators that the stage may see (see `stage.placement.set_stage_gpu_devices`): a comma list
+        devices: Accelerators that the stage may see (see `stage.devices.set_stage_gpu_devices`): a comma list
             (`"2,5"`), or a number or digit string, the logical index of one.
         memory: What the stage may take of its device: a fraction of it (`0.3`), or bytes (`"20GiB"`).
         cpus: Cores that the stage runs on: a list in Linux notation (`"0-3,8"`), or how many.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a stage process is told when it starts."""
+"""The parameters of a stage process."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ class StagePlacement(msgspec.Struct, kw_only=True, frozen=True):
     """The cores of a stage's process.
 
     Attributes:
-        cpus: Cores that it is bound to; None: none in particular.
+        cpus: Cores that it is bound to; None: not bound.
         num_threads: Threads for tensor operations; None leaves it to the libraries.
     """
 
@@ -58,12 +58,12 @@ class StageSpec(msgspec.Struct, kw_only=True):
         epoch: Counts the processes that the stage has had, from 0.
         run_dir: The pipeline's directory of sockets and payloads.
         sources, targets: Its neighbours, by stage id.
-        segments: When its output is passed on to a caller while it is made; None: whenever there is some.
-        max_inflight: Requests that its engine holds at once; None leaves it to the engine.
-        max_queued, high_watermark_bytes: What may wait in it for its engine; then those who feed it wait.
+        segments: When output is sent to a streaming caller; None: as soon as it is available.
+        max_inflight: Requests that its engine holds at once; None: the engine's capacity.
+        max_queued, high_watermark_bytes: Limit of requests and bytes that wait for its engine; feeders wait beyond it.
         shm_threshold_bytes: From this size on, payloads to the orchestrator go through shared memory.
-        placement: The cores that it may use.
-        otlp_traces_endpoint: Where its spans go; None: it makes none.
+        placement: Its cores and threads.
+        otlp_traces_endpoint: Where its spans go; None: no spans.
     """
 
     stage: OmniStageConfig

@@ -14,8 +14,8 @@ from vllm.config import CacheConfig
 from vllm_omni.config.placement import parse_memory, process_devices
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
+from vllm_omni.stage.devices import num_devices
 from vllm_omni.stage.memory_needs import CONTEXT_BYTES, StageNeeds, stage_needs
-from vllm_omni.stage.placement import num_devices
 
 _GIB = 1 << 30
 

@@ -15,7 +15,7 @@ from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.resolve import ReadPipeline
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.cores import place_cores
-from vllm_omni.stage.placement import stage_devices
+from vllm_omni.stage.devices import stage_devices
 
 _GIB = 1 << 30
 _COMPUTED = "computed from its configuration, in GiB for each device; activations are estimates"

@@ -66,7 +66,7 @@ def omni_server(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="session")
-def painting_server(
+def image_server(
     tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
     """A server for a model that paints, also after a picture; in few steps where a request does not say."""

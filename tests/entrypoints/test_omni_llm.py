@@ -124,7 +124,7 @@ def test_a_wrong_prompt_is_refused_by_name(prompt: Any, says: str, llm: OmniLLM)
         ([None], "one entry for each of the 3 stages (thinker, talker, code2wav)"),
         (SamplingParams(), "one entry for each of the 3 stages"),
         ([{"temprature": 1}, None, None], "unknown sampling parameter 'temprature' for stage 'thinker'"),
-        ([{"top_k": 1 << 64}, None, None], "top_k must be an integer of 64 bits"),
+        ([{"top_k": 1 << 64}, None, None], "top_k must be a 64-bit integer"),
         ([{"temperature": -1.0}, None, None], "temperature"),
     ],
 )

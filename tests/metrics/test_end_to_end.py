@@ -130,7 +130,7 @@ def test_all_observers_of_a_vllm_stage(
     collector: Collector, spans_here: InMemorySpanExporter, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     with (
-        mock.patch("vllm_omni.entrypoints.launch.ForkServer", QuickForkServer),
+        mock.patch("vllm_omni.entrypoints.omni_base.ForkServer", QuickForkServer),
         OmniLLM(
             str(tiny_qwen3),
             dtype="float32",

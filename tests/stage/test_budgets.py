@@ -116,7 +116,10 @@ def test_a_diffusion_stage_beside_vllm_needs_budgets() -> None:
 @pytest.mark.parametrize(
     ("stage", "says"),
     [
-        ({"devices": "GPU-a", "memory": "20GiB"}, r"stage 0 \(a\).*the size of device GPU-a is unknown; use a fraction"),
+        (
+            {"devices": "GPU-a", "memory": "20GiB"},
+            r"stage 0 \(a\).*the size of device GPU-a is unknown; use",
+        ),
         (
             {"engine_args": {"gpu_memory_utilization": "half"}},
             r"stage 0 \(a\): engine_args.gpu_memory_utilization must be a number",

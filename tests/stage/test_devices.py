@@ -57,7 +57,7 @@ def test_devices_become_the_variable_of_the_platform(
         ("4,5", "0,4", ["names device 4", f"{VARIABLE} is '4,5'", "a number below 2, or make more visible"]),
         ("4,5", "0,0", ["names a device twice"]),
         ("4,GPU-a", "1,GPU-a", ["'1,GPU-a' means GPU-a,GPU-a: one device twice; name each once"]),
-        (None, "first", ["'first' is no device", "write a number"]),
+        (None, "first", ["'first' is not a device", "write a number"]),
     ],
 )
 def test_the_error_for_a_missing_device_names_the_visible_ones(
@@ -159,7 +159,7 @@ def test_the_fork_server_uses_no_device() -> None:
     code = """
 import importlib, json, os
 from vllm_omni.model_executor.registry import OMNI_MODELS
-from vllm_omni.worker import _WORKERS
+from vllm_omni.engine.engine_args import _WORKERS
 import torch
 
 calls = []

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from vllm_omni.config.stage_config import OmniStageConfig, WindowConfig
-from vllm_omni.distributed.connectors import ThresholdConnector
+from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, WindowConfig
+from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     AbortMessage,
@@ -27,8 +27,8 @@ from vllm_omni.distributed.messages import (
     recv_at_orchestrator,
     send,
 )
-from vllm_omni.distributed.payload_channel import PayloadChannel
-from vllm_omni.distributed.run_dir import orchestrator_address, stage_address
+from vllm_omni.distributed.payloads import PayloadSender
+from vllm_omni.distributed.run_dir import orchestrator_address
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.stats import StageStats
@@ -58,6 +58,9 @@ class Joiner(StageInputProcessor):
         return None if "nothing" in words else StageInput(additional_information={"words": words})
 
 
+CONNECTOR = ConnectorConfig(name="SharedMemoryConnector", extra={"shm_threshold_bytes": 512})
+
+
 class Peers:
     """The orchestrator and the sources of stage 2, which reads stages 0 and 1."""
 
@@ -68,8 +71,9 @@ class Peers:
         self.parent_end, lifeline = socket.socketpair()
         spec = StageSpec(
             stage=OmniStageConfig(stage_id=2),
-            sources={source: SourceSpec(epoch=0, window=WindowConfig()) for source in (0, 1)},
-            shm_threshold_bytes=512,
+            sources={source: SourceSpec(window=WindowConfig()) for source in (0, 1)},
+            orchestrator=orchestrator_address(run_dir),
+            connector=CONNECTOR,
             max_inflight=8,
             max_queued=4,
             run_dir=str(run_dir),
@@ -83,16 +87,17 @@ class Peers:
         self.thread = threading.Thread(target=shell.run)
         self.thread.start()
         self.socket = self._context.socket(zmq.PUSH)
-        self.socket.connect(stage_address(run_dir, 2, 0))
-        self._channel = PayloadChannel(ThresholdConnector(run_dir, "peer", 512))
+        self._payloads = PayloadSender(make_connector(CONNECTOR, run_dir, "peer"))
         self.stats: list[StageStats] = []
 
     def start(self) -> None:
         self.outbox.put(Started())
-        assert isinstance(self.receive(), ReadyMessage)
+        ready = self.receive()
+        assert isinstance(ready, ReadyMessage)
+        self.socket.connect(ready.address)
 
     def submit(self, request_id: str, number: int) -> None:
-        payload, frames = self._channel.put(StageRequest(request_id=request_id))
+        payload, frames = self._payloads.put(StageRequest(request_id=request_id))
         message = SubmitMessage(
             request_id=request_id,
             number=number,
@@ -106,7 +111,7 @@ class Peers:
 
     def data(self, request_id: str, number: int, source: int, text: str) -> None:
         output = StageOutput(request_id=request_id, stage_id=source, completions=[Completion(text=text)])
-        payload, frames = self._channel.put(output)
+        payload, frames = self._payloads.put(output)
         self.send(self.data_message(request_id, number, source, payload), frames)
 
     def data_message(self, request_id: str, number: int, source: int, payload: PayloadRef) -> DataMessage:
@@ -222,7 +227,7 @@ def test_an_exception_of_the_input_processor_fails_its_request(peers: Peers) -> 
 
 def test_a_payload_that_cannot_be_read_fails_its_request(peers: Peers) -> None:
     peers.submit("r", 1)
-    payload, frames = PayloadChannel(ThresholdConnector(peers.run_dir, "x", 512)).put([1, 2, 3])
+    payload, frames = PayloadSender(make_connector(CONNECTOR, peers.run_dir, "x")).put([1, 2, 3])
     peers.send(peers.data_message("r", 1, 0, payload), frames)
     message = peers.receive()
     assert isinstance(message, ErrorMessage) and message.request_id == "r"

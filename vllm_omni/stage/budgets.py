@@ -18,7 +18,7 @@ from vllm.config import CacheConfig
 from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 
-from vllm_omni.config.placement import parse_memory
+from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.engine.engine_args import CPU_KV_CACHE_BYTES
 from vllm_omni.engine.settings import SHARES_PROCESS

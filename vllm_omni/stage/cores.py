@@ -9,7 +9,7 @@ import os
 import torch
 from vllm.platforms import current_platform
 
-from vllm_omni.config.placement import process_cpus
+from vllm_omni.config.resources import process_cpus
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.spec import StagePlacement

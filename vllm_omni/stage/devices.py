@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from vllm.platforms import current_platform
 
-from vllm_omni.config.placement import parse_devices, process_devices
+from vllm_omni.config.resources import parse_devices, process_devices
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
 from vllm_omni.metrics.logs import get_logger

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues that a stage's IO thread reads at each wake-up; the cost does not depend on the number of requests."""
+"""What a stage's IO thread looks up at each wake; the cost does not depend on how many requests there are."""
 
 import heapq
 from collections import OrderedDict
@@ -14,7 +14,7 @@ class WaitingQueue:
     def __init__(self, has_room: Callable[[Sequence[int]], bool]) -> None:
         """
         Args:
-            has_room: Whether these stages, which read a request's output, accept more requests.
+            has_room: Whether these stages, which read a request's output, take more.
         """
         self._has_room = has_room
         self._by_targets: dict[tuple[int, ...], OrderedDict[str, RequestState]] = {}
@@ -29,7 +29,7 @@ class WaitingQueue:
         del self._by_targets[tuple(state.submit.targets)][state.request_id]
 
     def first(self) -> RequestState | None:
-        """The first request whose targets all have room: one that waits for a target does not block later ones."""
+        """The first request whose targets all have room: one that waits for a target does not block those behind it."""
         heads = [
             next(iter(queue.values()))
             for targets, queue in self._by_targets.items()
@@ -39,15 +39,15 @@ class WaitingQueue:
 
 
 class FlushTimes:
-    """When requests must send the output that they hold."""
+    """When the requests must send the output that they hold."""
 
     def __init__(self, requests: Mapping[str, RequestState]) -> None:
         """
         Args:
-            requests: By id; requests that were removed from it are dropped here.
+            requests: By id; those that have left it are forgotten here.
         """
         self._requests = requests
-        # At most one entry per request. Its output may have been sent since: then the request's next time is later.
+        # One entry for a request at most. What it says may have been sent since: then the request's next time is later.
         self._heap: list[tuple[float, str]] = []
         self._entered: set[str] = set()
 
@@ -60,7 +60,7 @@ class FlushTimes:
 
     @property
     def due(self) -> float | None:
-        """When the first request must send (`time.monotonic()`); None while no request holds output."""
+        """When the first request must send (`time.monotonic()`); None while none has to."""
         while self._heap:
             when, request_id = self._heap[0]
             state = self._requests.get(request_id)

@@ -17,7 +17,7 @@ from vllm_omni.distributed.messages import (
     PeerUpMessage,
     SubmitMessage,
 )
-from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.recorder import ABORTED, StageRecorder
@@ -46,7 +46,6 @@ class RequestHandler:
     def __init__(
         self,
         spec: StageSpec,
-        channel: PayloadChannel,
         outlet: Outlet,
         feeders: Feeders,
         recorder: StageRecorder,
@@ -55,7 +54,6 @@ class RequestHandler:
     ) -> None:
         """
         Args:
-            channel: Reads payloads.
             tracer: None: no spans.
             send_stats: Sends a snapshot. Called when the last request has ended, before this is reported.
         """
@@ -63,7 +61,7 @@ class RequestHandler:
         self.num_running = 0
         self._spec = spec
         self._stage_id = spec.stage.stage_id
-        self._channel = channel
+        self._payloads = PayloadReceiver()
         self._outlet = outlet
         self._feeders = feeders
         self._recorder = recorder
@@ -105,7 +103,7 @@ class RequestHandler:
         self._last_number = message.number
         self._drop_stale()
         try:
-            request = self._channel.get(StageRequest, message.payload, frames)
+            request = self._payloads.get(StageRequest, message.payload, frames)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             if not message.sources:
                 self._feeders.refund(cost_of(message))
@@ -127,7 +125,7 @@ class RequestHandler:
                     self._discard(message)
 
     def _make_state(self, message: SubmitMessage, request: StageRequest) -> RequestState:
-        windows = {i: self._spec.sources[i].window.for_caller(message.streams) for i in message.sources}
+        windows = {i: self._spec.sources[i].window.for_request(message.streams) for i in message.sources}
         return RequestState(
             submit=message,
             request=request,
@@ -162,7 +160,7 @@ class RequestHandler:
             OSError, ValueError, msgspec.MsgspecError: It cannot be read.
             RuntimeError: A piece before it did not arrive.
         """
-        piece = self._channel.get(StageOutput, message.payload, frames)
+        piece = self._payloads.get(StageOutput, message.payload, frames)
         if message.sequence != state.num_received.get(message.source, 0):
             raise RuntimeError(f"a piece of the output of stage {message.source} was lost")
         state.num_received[message.source] = message.sequence + 1
@@ -175,7 +173,7 @@ class RequestHandler:
             self._enqueue(state)
 
     def _discard(self, message: DataMessage) -> None:
-        self._channel.discard(message.payload)
+        self._payloads.discard(message.payload)
         self._feeders.refund(cost_of(message))
 
     def _enqueue(self, state: RequestState) -> None:
@@ -285,7 +283,7 @@ class RequestHandler:
         else:
             self._forget(result.request_id, abort_engine=False)
             self._record_end(state, COMPLETED)
-            self._outlet.tell(message, frames)
+            self._outlet.send(message, frames)
 
     # Ends other than a result.
 
@@ -304,7 +302,7 @@ class RequestHandler:
             traceback=error.traceback,
             invalid=error.invalid,
         )
-        self._outlet.tell(message)
+        self._outlet.send(message)
 
     def abort(self, request_id: str) -> None:
         for message, _ in self._early.pop(request_id, ()):
@@ -368,11 +366,11 @@ class RequestHandler:
         self._outlet.forget(request_id)
         text = "it died with data of the request"
         message = ErrorMessage(request_id=request_id, stage_id=self._stage_id, error=text, dead_stage=dead_stage)
-        self._outlet.tell(message)
+        self._outlet.send(message)
 
     def on_peer_up(self, message: PeerUpMessage) -> None:
         if message.stage_id in self._feeders:
-            self._feeders.connect(message.stage_id, message.epoch)
+            self._feeders.connect(message)
         if message.stage_id in self._outlet.targets:
             for request_id, error in self._outlet.on_target_up(message).items():
                 self._fail(Error.from_exception(request_id, error))

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import zmq
 
-from vllm_omni.distributed.connectors import ThresholdConnector
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     AbortMessage,
@@ -29,7 +28,6 @@ from vllm_omni.distributed.messages import (
     SubmitMessage,
     recv_at_stage,
 )
-from vllm_omni.distributed.payload_channel import PayloadChannel
 from vllm_omni.distributed.run_dir import stage_address
 from vllm_omni.metrics.logs import about, get_logger
 from vllm_omni.metrics.recorder import StageRecorder
@@ -65,14 +63,13 @@ class StageShell:
         self._engine: StageEngine
         self._is_started = False
         self._is_running = True
-        run_dir = Path(spec.run_dir)
         self._context = zmq.Context()
         self._inbound = make_socket(self._context, zmq.PULL)
-        self._inbound.bind(stage_address(run_dir, self._stage_id, spec.epoch))
+        self._address = stage_address(Path(spec.run_dir), self._stage_id, spec.epoch)
+        self._inbound.bind(self._address)
         self._outlet = Outlet(spec, self._context)
-        self._feeders = Feeders(spec, self._context, self._outlet.tell)
-        channel = PayloadChannel(ThresholdConnector(run_dir, "", spec.shm_threshold_bytes))
-        self._requests = RequestHandler(spec, channel, self._outlet, self._feeders, recorder, tracer, self._send_stats)
+        self._feeders = Feeders(spec, self._context, self._outlet.send)
+        self._requests = RequestHandler(spec, self._outlet, self._feeders, recorder, tracer, self._send_stats)
 
     def attach(self, engine: StageEngine, processor: StageInputProcessor | None) -> None:
         """Sets the engine and the stage input processor. Called before the outbox reports `Started`."""
@@ -147,7 +144,7 @@ class StageShell:
         self._is_started = True
         self._requests.capacity = self._spec.max_inflight or self._engine.capacity
         self._send_stats()
-        self._outlet.tell(ReadyMessage(stage_id=self._stage_id, epoch=self._spec.epoch))
+        self._outlet.send(ReadyMessage(stage_id=self._stage_id, epoch=self._spec.epoch, address=self._address))
 
     def _act_on_time(self) -> None:
         now = time.monotonic()
@@ -158,11 +155,9 @@ class StageShell:
     def _on_fault(self, error: MessageError) -> None:
         self._log.error("a message from stage %s cannot be decoded: %s", error.sender, error)
         if error.sender is not None and error.sender != ORCHESTRATOR:
-            self._outlet.tell(FaultMessage(stage_id=self._stage_id, peer=error.sender, error=str(error)))
+            self._outlet.send(FaultMessage(stage_id=self._stage_id, peer=error.sender, error=str(error)))
 
     def _shut_down(self) -> None:
-        if not self._is_started:
-            os._exit(0)  # An engine that is still loading cannot be interrupted otherwise.
         self._engine.stop()
         self._is_running = False
 
@@ -171,6 +166,6 @@ class StageShell:
             stats = self._recorder.snapshot(
                 self._requests.num_waiting, self._requests.num_running, self._engine.kv_blocks()
             )
-            self._outlet.tell(StatsMessage(stats=stats))
+            self._outlet.send(StatsMessage(stats=stats))
             if stats.num_running or stats.kv_blocks_used:
                 self._recorder.changed()  # by the engine, which sends no message for it

@@ -19,7 +19,7 @@ import msgspec
 from vllm.utils.system_utils import decorate_logs, set_process_title
 
 from vllm_omni.config.dit_config import parse_dit_config
-from vllm_omni.config.placement import parse_memory
+from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.distributed.run_dir import hold
 from vllm_omni.metrics.recorder import StageRecorder

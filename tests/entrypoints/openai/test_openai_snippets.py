@@ -44,12 +44,12 @@ def check_fields(answer: Any, expected: type[BaseModel]) -> None:
 
 class TestImages:
     @pytest.fixture
-    def client(self, painting_server: RunningServer) -> openai.OpenAI:
-        return painting_server.openai()
+    def client(self, image_server: RunningServer) -> openai.OpenAI:
+        return image_server.openai()
 
     @pytest.fixture
-    def model(self, painting_server: RunningServer) -> str:
-        return painting_server.model
+    def model(self, image_server: RunningServer) -> str:
+        return image_server.model
 
     def test_generate(self, client: openai.OpenAI, model: str) -> None:
         prompt = """

@@ -154,6 +154,7 @@ def test_a_cpu_needs_nobody_to_wait(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_fork_server_touches_no_device() -> None:
     """A stage that is forked from a process that has used CUDA cannot use it: none of what is preloaded may."""
     code = """

@@ -38,6 +38,7 @@ def test_omni_is_refused_where_it_means_nothing(run):
     assert "--omni is for serve, config, doctor; leave it out for bench" in said.err
 
 
+@pytest.mark.slow
 def test_vllm_itself_hands_omni_to_us():
     """vLLM's own `vllm` script, not ours."""
     code = "import sys; sys.argv = ['vllm', 'bench', '--omni']; import vllm.entrypoints.cli.main as m; m.main()"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origi
 from PIL import Image
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.config.nearest import nearest
+from vllm_omni.config.utils import nearest
 from vllm_omni.errors import StageConfigError
 
 if TYPE_CHECKING:  # diffusers is imported when a diffusion pipeline is opened, not before

@@ -27,7 +27,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as TRA
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.config.nearest import nearest
+from vllm_omni.config.utils import nearest
 from vllm_omni.errors import StageConfigError
 
 _DENOISER_PACKAGES = ("diffusers.models.transformers.", "diffusers.models.unets.")

@@ -15,8 +15,7 @@ import msgspec
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.config.nearest import nearest
-from vllm_omni.config.reading import convert, take_apart
+from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.diffusion.pipeline_info import call_parameters
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
@@ -56,7 +55,7 @@ def read_settings(
     try:
         return convert(values, DiffusionSamplingParams), set_fields
     except msgspec.ValidationError as error:
-        problem, name = take_apart(error)
+        problem, name = split_error(error)
         raise TypeError(f"{name or 'sampling parameters'}: {problem}") from error
 
 

@@ -12,7 +12,7 @@ complete image).
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import diffusers.hooks
@@ -92,16 +92,12 @@ def _check_vae(config: DiTConfig, classes: Mapping[str, type]) -> None:
 
 
 def _apply_to_vae(vae: AutoencoderMixin, config: DiTConfig) -> None:
-    def enable(key: str, switch_on: Callable[[], None]) -> None:
+    for key, enable in (("vae_slicing", vae.enable_slicing), ("vae_tiling", vae.enable_tiling)):
         try:
-            switch_on()
+            if getattr(config, key):
+                enable()
         except NotImplementedError as error:
             raise StageConfigError(f"engine_args.{key}: {error} Remove it.") from error
-
-    if config.vae_slicing:
-        enable("vae_slicing", vae.enable_slicing)
-    if config.vae_tiling:
-        enable("vae_tiling", vae.enable_tiling)
 
 
 # Attention.

@@ -7,6 +7,7 @@ loaded pipeline, refuses sizes that the pipeline cannot make.
 
 import inspect
 import math
+import operator
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -24,9 +25,11 @@ _AT_LEAST = {
     "height": 1, "width": 1, "num_inference_steps": 1, "guidance_scale": 0, "true_cfg_scale": 0,
     "num_outputs_per_prompt": 1, "num_frames": 1, "output_quality": 1, "preview_every": 0, "lora_scale": -100,
 }  # fmt: skip
-_ABOVE_ZERO = ("strength", "fps")
+_ABOVE = {"strength": 0, "fps": 0}
 # Guidance and adapters: far above useful values, and far below an overflow in half precision.
 _AT_MOST = {"strength": 1, "output_quality": 100, "guidance_scale": 1000, "true_cfg_scale": 1000, "lora_scale": 100}
+
+_LIMITS = {"num_inference_steps": "max_steps", "num_frames": "max_frames", "num_outputs_per_prompt": "max_outputs"}
 
 
 def read_settings(
@@ -68,18 +71,13 @@ def check_values(params: DiffusionSamplingParams) -> None:
         value = getattr(params, name)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} {value}: must be a finite number")
-    for name, smallest in _AT_LEAST.items():
-        value = getattr(params, name)
-        if value is not None and value < smallest:
-            raise ValueError(f"{name} {value}: must be {smallest} or more")
-    for name in _ABOVE_ZERO:
-        value = getattr(params, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} {value}: must be above 0")
-    for name, largest in _AT_MOST.items():
-        value = getattr(params, name)
-        if value is not None and value > largest:
-            raise ValueError(f"{name} {value}: must be {largest} or less")
+    for bounds, is_within, words in (
+        (_AT_LEAST, operator.ge, "{} or more"), (_ABOVE, operator.gt, "above {}"), (_AT_MOST, operator.le, "{} or less")
+    ):  # fmt: skip
+        for name, bound in bounds.items():
+            value = getattr(params, name)
+            if value is not None and not is_within(value, bound):
+                raise ValueError(f"{name} {value}: must be {words.format(bound)}")
     check_text(params.negative_prompt or "", "negative_prompt")
     _check_extra_args(params.extra_args)
 
@@ -89,9 +87,10 @@ def check_limits(params: DiffusionSamplingParams, pipeline_class: type, config: 
     Raises:
         ValueError: The request's value, or the pipeline's default, exceeds a limit of the stage's configuration.
     """
-    _check_limit("num_inference_steps", _effective("num_inference_steps", params, pipeline_class), config, "max_steps")
-    _check_limit("num_frames", _effective("num_frames", params, pipeline_class), config, "max_frames")
-    _check_limit("num_outputs_per_prompt", (params.num_outputs_per_prompt, ""), config, "max_outputs")
+    for name, limit in _LIMITS.items():
+        value, note = _effective(name, params, pipeline_class)
+        if value is not None and value > getattr(config, limit):
+            raise ValueError(f"{name} {value}{note}: this stage allows at most {getattr(config, limit)} ({limit})")
     (height, _), (width, note) = (_effective(name, params, pipeline_class) for name in ("height", "width"))
     pixels = (height or 1) * (width or 1)
     if pixels > config.max_pixels:
@@ -162,12 +161,6 @@ def _effective(name: str, params: DiffusionSamplingParams, pipeline_class: type)
     parameter = call_parameters(pipeline_class).get(name)
     default = inspect.Parameter.empty if parameter is None else parameter.default
     return (default, " (the pipeline's own default)") if type(default) is int else (None, "")
-
-
-def _check_limit(name: str, effective: tuple[int | None, str], config: DiTConfig, limit: str) -> None:
-    value, note = effective
-    if value is not None and value > getattr(config, limit):
-        raise ValueError(f"{name} {value}{note}: this stage allows at most {getattr(config, limit)} ({limit})")
 
 
 # Settings that are arguments of diffusers' pipelines, under the same names.

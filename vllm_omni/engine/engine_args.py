@@ -6,8 +6,8 @@ This is the only place that decides how a stage's engine is set up; it starts no
 
 import difflib
 import os
-from dataclasses import fields
-from typing import Any, cast, get_args
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, cast, get_args
 
 from vllm.config import VllmConfig
 from vllm.config.logging import LoggingConfig
@@ -16,7 +16,6 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_omni.engine.hf_override import StageConfigOverride
-from vllm_omni.engine.settings import EngineType, OmniEngineSettings
 from vllm_omni.errors import StageConfigError
 
 logger = init_logger("vllm.omni.engine.engine_args")
@@ -36,6 +35,50 @@ _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # By default vLLM's CPU worker takes 92% of the machine's memory, for each stage.
 CPU_KV_CACHE_BYTES = 512 << 20
 _V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+EngineType = Literal["ar", "generation"]
+
+_KEY = "omni"
+
+SHARES_PROCESS = "omni_shares_process"
+"""Key of `additional_config`: other engines run in the stage's process, so no limit may apply to the process."""
+
+
+@dataclass(frozen=True)
+class OmniEngineSettings:
+    """Part of vLLM's `additional_config`, which reaches every worker.
+
+    Attributes:
+        engine_type: `ar` samples tokens; `generation` makes everything in one step, without KV cache.
+        engine_output_type: `text`: only tokens leave the engine, and no rows are captured. Any other word names the
+            rows that the model emits besides, e.g. `latent`, `codes`, `audio`.
+        model_stage: The stage's name, for messages.
+        uses_generation_config: The checkpoint's `generation_config.json` is about this stage's tokens.
+    """
+
+    engine_type: EngineType = "ar"
+    engine_output_type: str = "text"
+    model_stage: str = ""
+    uses_generation_config: bool = True
+
+    @property
+    def emits_rows(self) -> bool:
+        """Whether outputs of the model leave the engine besides tokens."""
+        return self.engine_type == "ar" and self.engine_output_type != "text"
+
+    @property
+    def can_cache_prefixes(self) -> bool:
+        """Tokens found in a cache have no rows."""
+        return self.engine_type == "ar" and not self.emits_rows
+
+    def as_additional_config(self) -> dict[str, Any]:
+        return {_KEY: asdict(self)}
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: VllmConfig) -> "OmniEngineSettings":
+        additional = cast(dict[str, Any], vllm_config.additional_config)
+        return cls(**additional.get(_KEY, {}))
 
 
 def create_engine_args(

@@ -25,7 +25,7 @@ from vllm.utils.mistral import is_mistral_tokenizer
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_omni.engine.settings import OmniEngineSettings
+from vllm_omni.engine.engine_args import OmniEngineSettings
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreRequest, PromptEmbedsPayload
 

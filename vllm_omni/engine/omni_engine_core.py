@@ -2,18 +2,18 @@
 """The engine core of a stage: vLLM's, which passes additional information to the scheduler and can be recovered."""
 
 import weakref
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.request import Request
 
-from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
-from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationScheduler
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest
 from vllm_omni.payloads import OmniEngineCoreRequest
+
+SchedulerT = TypeVar("SchedulerT", bound=OmniSchedulerMixin)
 
 
 class OmniEngineCore(EngineCore):
@@ -48,22 +48,9 @@ class OmniEngineCore(EngineCore):
             OmniRequest.adopt(scheduled, request)
         return scheduled, wave
 
-    @property
-    def omni_scheduler(self) -> OmniSchedulerMixin:
+    def scheduler_as(self, kind: type[SchedulerT]) -> SchedulerT:
         scheduler = self.scheduler
-        assert isinstance(scheduler, OmniSchedulerMixin), f"{type(scheduler).__name__} cannot hold requests"
-        return scheduler
-
-    @property
-    def ar_scheduler(self) -> OmniARScheduler:
-        scheduler = self.scheduler
-        assert isinstance(scheduler, OmniARScheduler), f"{type(scheduler).__name__} takes no further input"
-        return scheduler
-
-    @property
-    def generation_scheduler(self) -> OmniGenerationScheduler:
-        scheduler = self.scheduler
-        assert isinstance(scheduler, OmniGenerationScheduler), f"{type(scheduler).__name__} has no windows"
+        assert isinstance(scheduler, kind), f"{type(scheduler).__name__} is no {kind.__name__}"
         return scheduler
 
     def restart_requests(self) -> None:
@@ -75,4 +62,6 @@ class OmniEngineCore(EngineCore):
         known_to_workers: list[list[str]] = self.collective_rpc("discard_step")
         self.scheduler.reset_encoder_cache()
         self.model_executor.reset_encoder_cache()
-        self.omni_scheduler.restart_requests({req_id for req_ids in known_to_workers for req_id in req_ids})
+        self.scheduler_as(OmniSchedulerMixin).restart_requests(
+            {req_id for req_ids in known_to_workers for req_id in req_ids}
+        )

@@ -21,11 +21,14 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
+from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
+from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationScheduler
+from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest, RequestWindow
+from vllm_omni.engine.engine_args import OmniEngineSettings
 from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
 from vllm_omni.engine.omni_engine_core import OmniEngineCore
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
-from vllm_omni.engine.settings import OmniEngineSettings
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
 
@@ -55,6 +58,7 @@ class OmniLLMEngine(LLMEngine):
         )
         assert isinstance(self.engine_core, InprocClient)
         self._core = OmniEngineCore.adopt(self.engine_core)
+        self._scheduler = self._core.scheduler_as(OmniSchedulerMixin)
         self._emits_rows = settings.emits_rows
 
     @classmethod
@@ -127,7 +131,7 @@ class OmniLLMEngine(LLMEngine):
                 The request, and no other, is held when it has computed them. None: it is not held.
         """
         for req_id in self._internal_ids(request_id):
-            self._core.ar_scheduler.await_input(req_id, num_ready_tokens)
+            self._core.scheduler_as(OmniARScheduler).await_input(req_id, num_ready_tokens)
 
     def add_input(
         self, request_id: str, information: dict[str, Any], num_ready_tokens: int | None, is_last: bool
@@ -148,7 +152,7 @@ class OmniLLMEngine(LLMEngine):
         except TypeError as error:
             raise InvalidRequestError(str(error), request_id) from error
         for req_id in self._internal_ids(request_id):
-            self._core.ar_scheduler.add_input(req_id, payload, num_ready_tokens, is_last)
+            self._core.scheduler_as(OmniARScheduler).add_input(req_id, payload, num_ready_tokens, is_last)
 
     def discard_rows(self, request_id: str, first: int) -> None:
         """Keeps the rows of a request, just after it was added, in the engine: it emits tokens only.
@@ -159,7 +163,7 @@ class OmniLLMEngine(LLMEngine):
         """
         for req_id in self._internal_ids(request_id) if self._emits_rows else ():
             if self.output_processor.request_states[req_id].request_index >= first:
-                self._core.ar_scheduler.discard_rows(req_id)
+                self._core.scheduler_as(OmniARScheduler).discard_rows(req_id)
 
     def set_window(self, request_id: str, window: RequestWindow) -> None:
         """Marks a request of a one-step stage, just after it was added, as one window of the pipeline's request.
@@ -168,7 +172,7 @@ class OmniLLMEngine(LLMEngine):
         raised is computed again. Call `release_state` when the pipeline's request has ended.
         """
         for req_id in self._internal_ids(request_id):
-            self._core.generation_scheduler.set_window(req_id, window)
+            self._core.scheduler_as(OmniGenerationScheduler).set_window(req_id, window)
 
     def release_state(self, request_id: str) -> None:
         """Removes the model's state of a pipeline's request; does nothing for an unknown one."""
@@ -177,11 +181,11 @@ class OmniLLMEngine(LLMEngine):
     def has_work(self) -> bool:
         """Whether `step` would do anything. False also while every request is held: then only new input, a new request
         or an abort makes progress."""
-        return self._core.omni_scheduler.has_work()
+        return self._scheduler.has_work()
 
     def kv_blocks(self) -> tuple[int, int]:
         """Used and total blocks of the KV cache. May be called from another thread."""
-        pool = self._core.omni_scheduler.kv_cache_manager.block_pool
+        pool = self._scheduler.kv_cache_manager.block_pool
         total = pool.num_gpu_blocks - 1  # without vLLM's null block
         return total - pool.get_num_free_blocks(), total
 
@@ -189,7 +193,7 @@ class OmniLLMEngine(LLMEngine):
         """The requests of the last step, also of one that raised: the callers' ids, and how many tokens each has
         computed after it (the most of several sequences of a request). Empty where scheduling itself raised."""
         batch: dict[str, int] = {}
-        for request in self._core.omni_scheduler.last_batch:
+        for request in self._scheduler.last_batch:
             assert isinstance(request, OmniRequest)
             known = batch.get(request.external_req_id, 0)
             batch[request.external_req_id] = max(known, request.num_computed_tokens)
@@ -198,12 +202,12 @@ class OmniLLMEngine(LLMEngine):
     @property
     def last_batch_size(self) -> int:
         """Sequences in the last step."""
-        return len(self._core.omni_scheduler.last_batch)
+        return len(self._scheduler.last_batch)
 
     def quarantine(self, request_id: str, num_tokens: int) -> None:
         """After `recover`: runs a request in steps of its own until it has computed this many tokens again."""
         for req_id in self._internal_ids(request_id):
-            self._core.omni_scheduler.quarantine(req_id, num_tokens)
+            self._scheduler.quarantine(req_id, num_tokens)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Schedules, runs the model once and returns the new outputs.
@@ -233,7 +237,7 @@ class OmniLLMEngine(LLMEngine):
         """
         if not self._has_failed:
             return []
-        lost = list(self.last_batch()) if self._core.omni_scheduler.has_output else []
+        lost = list(self.last_batch()) if self._scheduler.has_output else []
         self.abort_request(lost)
         self._core.restart_requests()
         self._has_failed = False

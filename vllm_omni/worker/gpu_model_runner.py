@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_omni.core.sched.output import InputChunk, OmniNewRequestData, OmniSchedulerOutput
-from vllm_omni.engine.settings import OmniEngineSettings
+from vllm_omni.engine.engine_args import OmniEngineSettings
 from vllm_omni.model_executor.interfaces import (
     RequestSpan,
     SupportsAuxHiddenStates,

@@ -56,7 +56,7 @@ class OmniARScheduler(OmniSchedulerMixin):
         for req_id in due:
             request = self._sent[req_id] = self._omni_request(req_id)
             chunks[req_id] = request.send_chunks()
-        return OmniSchedulerOutput.from_base(output, chunks) if chunks else output
+        return OmniSchedulerOutput.from_base(output, input_chunks=chunks) if chunks else output
 
     def restart_requests(self, known_to_workers: set[str]) -> None:
         super().restart_requests(known_to_workers)

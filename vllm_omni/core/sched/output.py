@@ -2,7 +2,7 @@
 """The messages between our schedulers and model runners: vLLM's structures with further fields."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -110,8 +110,16 @@ class OmniRequest(Request):
         self.num_sent_chunks = 0
 
 
+class _Extended:
+    """A dataclass of vLLM with further fields."""
+
+    @classmethod
+    def from_base(cls, base: Any, **added: Any) -> Self:
+        return cls(**({f.name: getattr(base, f.name) for f in fields(base)} | added))
+
+
 @dataclass
-class OmniNewRequestData(NewRequestData):
+class OmniNewRequestData(_Extended, NewRequestData):
     """A new request for the model runner, with its additional information encoded."""
 
     additional_information: AdditionalInformationPayload | None = None
@@ -119,24 +127,16 @@ class OmniNewRequestData(NewRequestData):
     emits_rows: bool = True
     window: RequestWindow | None = None
 
-    @classmethod
-    def from_base(cls, data: NewRequestData, **added: Any) -> "OmniNewRequestData":
-        return cls(**_values(data), **added)
-
 
 @dataclass
-class OmniSchedulerOutput(SchedulerOutput):
+class OmniSchedulerOutput(_Extended, SchedulerOutput):
     """One step, with the chunks of input that its requests have received since their last steps, in order."""
 
     input_chunks: dict[str, list[InputChunk]] = field(default_factory=dict)
 
-    @classmethod
-    def from_base(cls, output: SchedulerOutput, input_chunks: dict[str, list[InputChunk]]) -> "OmniSchedulerOutput":
-        return cls(**_values(output), input_chunks=input_chunks)
-
 
 @dataclass
-class OmniModelRunnerOutput(ModelRunnerOutput):
+class OmniModelRunnerOutput(_Extended, ModelRunnerOutput):
     """vLLM's output of one step, with outputs of the model beside the sampled tokens.
 
     Attributes:
@@ -145,14 +145,3 @@ class OmniModelRunnerOutput(ModelRunnerOutput):
     """
 
     pooler_output: list[dict[str, torch.Tensor] | None] | None = None  # type: ignore[assignment]
-
-    @classmethod
-    def from_base(
-        cls, output: ModelRunnerOutput, pooler_output: list[dict[str, torch.Tensor] | None]
-    ) -> "OmniModelRunnerOutput":
-        return cls(**(_values(output) | {"pooler_output": pooler_output}))
-
-
-def _values(structure: Any) -> dict[str, Any]:
-    """The fields of a dataclass of vLLM."""
-    return {f.name: getattr(structure, f.name) for f in fields(structure)}

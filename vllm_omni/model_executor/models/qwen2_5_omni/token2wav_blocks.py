@@ -104,9 +104,8 @@ class BlockLayout:
             frames[1:].flatten()[: run.num_frames] = True
             windows = frames[1 - backward :].unfold(0, backward + 1 + ahead, 1)[:size]  # [size, block_size, seen]
             visible[start : start + size] = windows.transpose(1, 2)
-        visible[self.past_blocks.cpu(), backward] = (
-            True  # Their results are not read, but a row without any visible frame would be NaN.
-        )
+        # Their results are not read, but a row without any visible frame would be NaN.
+        visible[self.past_blocks.cpu(), backward] = True
         return visible.flatten(1).to(self.device)
 
     def _as_index(self, blocks: list[int]) -> torch.Tensor:

@@ -154,6 +154,7 @@ def test_on_a_cpu_no_stage_waits(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_fork_server_uses_no_device() -> None:
     """A process forked from one that has used CUDA cannot use it, so no preloaded module may use it."""
     code = """

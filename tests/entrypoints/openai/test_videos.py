@@ -35,7 +35,7 @@ NO_KEY = b""
 
 URI = "data:image/png;base64," + base64.b64encode(png()).decode()
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")]
 
 
 @pytest.fixture(scope="module")

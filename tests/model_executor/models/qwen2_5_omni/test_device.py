@@ -19,6 +19,8 @@ from vllm_omni.model_executor.models.qwen2_5_omni import token2wav_dit
 from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import TalkerFeedback
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import OmniQwen2_5OmniToken2Wav
 
+pytestmark = pytest.mark.slow
+
 NO_IDS = torch.empty(0)
 
 Info = dict[str, Any]

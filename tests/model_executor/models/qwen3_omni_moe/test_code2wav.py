@@ -77,7 +77,7 @@ def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
         torch.testing.assert_close(a, e, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("max_batch_frames", [5, 64, 10_000])
+@pytest.mark.parametrize("max_batch_frames", [pytest.param(5, marks=pytest.mark.slow), 64, 10_000])
 def test_every_request_of_a_batch_equals_hf(
     max_batch_frames: int,
     vocoder: OmniQwen3OmniMoeCode2Wav,
@@ -96,7 +96,7 @@ def cut(size: int | None, length: int, rng: random.Random) -> list[tuple[int, in
     return list(itertools.pairwise(stops))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 25, 64, None])
+@pytest.mark.parametrize("size", [7, None, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 3, 25, 64))])
 def test_windows_in_any_batch_equal_the_whole(
     size: int | None, vocoder: OmniQwen3OmniMoeCode2Wav, all_codes: list[torch.Tensor], waves: list[torch.Tensor]
 ) -> None:

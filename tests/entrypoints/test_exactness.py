@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small run of `benchmarks/exactness.py`: random requests in a crowd get what each of them gets alone."""
+"""A small run of `benchmarks/exactness.py`: concurrent random requests get the same results as single ones."""
 
 import importlib
 import random
@@ -15,7 +15,7 @@ from vllm_omni.testing.hf_oracle import HFOracle
 
 @pytest.fixture(scope="module")
 def exactness() -> Iterator[Any]:
-    """The script, imported as it is run: with its own folder on the path."""
+    """The script, imported with its folder on the path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
         yield importlib.import_module("exactness")
@@ -28,7 +28,7 @@ def exactness() -> Iterator[Any]:
         ("qwen3_omni_moe", "talking_async_llm", "tiny_qwen3_omni_moe"),
     ],
 )
-def test_a_crowd_gets_what_each_gets_alone(
+def test_concurrent_requests_equal_single_ones(
     name: str, llm: str, checkpoint: str, exactness: Any, request: pytest.FixtureRequest
 ) -> None:
     path = request.getfixturevalue(checkpoint)

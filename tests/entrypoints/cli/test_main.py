@@ -12,10 +12,10 @@ from vllm_omni.entrypoints.cli import main as cli
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], [], ["--omni"]])
 def test_help_names_the_commands(run, arguments):
-    said = run(*arguments)
-    assert said.code == 0
+    result = run(*arguments)
+    assert result.code == 0
     for command in ("serve MODEL", "config show MODEL", "doctor [MODEL]", "from vllm_omni import OmniLLM"):
-        assert command in said.out
+        assert command in result.out
 
 
 @pytest.mark.parametrize("flag", ["--version", "-v"])
@@ -33,9 +33,9 @@ def test_other_commands_are_vllms(run, monkeypatch):
 
 
 def test_omni_is_refused_where_it_means_nothing(run):
-    said = run("bench", "serve", "--omni")
-    assert said.code == 2
-    assert "--omni is for serve, config, doctor; leave it out for bench" in said.err
+    result = run("bench", "serve", "--omni")
+    assert result.code == 2
+    assert "--omni is for serve, config, doctor; leave it out for bench" in result.err
 
 
 def test_vllm_itself_hands_omni_to_us():
@@ -54,5 +54,5 @@ def test_a_missing_vllm_is_an_error_line_and_no_traceback(run, monkeypatch, comm
         raise VllmRequirementError("vllm_omni needs vLLM 0.32")
 
     monkeypatch.setattr(cli, "require_vllm", refuse)
-    said = run(*command)
-    assert (said.code, said.err) == (1, "vllm-omni: error: vllm_omni needs vLLM 0.32\n")
+    result = run(*command)
+    assert (result.code, result.err) == (1, "vllm-omni: error: vllm_omni needs vLLM 0.32\n")

@@ -29,17 +29,18 @@ def test_no_other_file_has_settings():
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_test_sets_omp_num_threads(tmp_path):
+@pytest.mark.parametrize("target, marked", [("test", "not slow"), ("test-slow", "slow")])
+def test_make_sets_omp_num_threads_and_selects_tests(tmp_path, target, marked):
     clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     (tmp_path / "bin").mkdir()
     (tmp_path / ".ready-cpu").touch()
     python = tmp_path / "bin" / "python"
-    python.write_text('#!/bin/sh\necho "threads=$OMP_NUM_THREADS $@"\n')
+    python.write_text('#!/bin/sh\necho "threads=$OMP_NUM_THREADS"; printf "<%s>" "$@"\n')
     python.chmod(0o755)
     output = subprocess.run(
-        ["make", "-C", ROOT, "test", f"VENV={tmp_path}"], env=clean, capture_output=True, text=True, check=True
+        ["make", "-C", ROOT, target, f"VENV={tmp_path}"], env=clean, capture_output=True, text=True, check=True
     ).stdout
-    assert "threads=1 -m pytest" in output
+    assert "threads=1\n<-m><pytest>" in output and f"<-m><{marked}>" in output
 
 
 def test_ruff_reads_pyproject():

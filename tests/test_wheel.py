@@ -11,6 +11,8 @@ import pytest
 
 from vllm_omni.config.utils import stage_configs_dir
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 CONFIGS = {path.name for path in (ROOT / "stage_configs").glob("*.yaml")}
 

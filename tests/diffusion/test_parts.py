@@ -16,6 +16,8 @@ from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 
+pytestmark = pytest.mark.slow
+
 SETTINGS: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2}
 
 

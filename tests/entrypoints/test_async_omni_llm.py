@@ -335,6 +335,7 @@ def qwen(talking_async_llm: AsyncOmniLLM) -> AsyncOmniLLM:
     return talking_async_llm
 
 
+@pytest.mark.slow
 def test_concurrent_requests_equal_single_ones(qwen: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     prompts = list(example_prompts(tiny_qwen3_omni_moe).values())
 

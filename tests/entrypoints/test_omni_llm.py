@@ -89,6 +89,7 @@ def test_modalities_select_outputs_and_stages_of_each_prompt(llm: OmniLLM, tiny_
     assert [stage.name for stage in outputs[0].stage_metrics] == ["thinker"]
 
 
+@pytest.mark.slow
 def test_stages_process_different_requests_concurrently(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     prompts = [make_prompt(tiny_qwen3_omni_moe, "text", seed=i) for i in range(8)]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -221,6 +222,7 @@ def run_dirs_of_this_process() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(f"vllm_omni-{os.getpid()}-")}
 
 
+@pytest.mark.slow
 def test_arguments_reach_stages_and_an_exception_closes_the_pipeline(tiny_qwen3: Path) -> None:
     """A text model without a stage configuration is a pipeline of one stage."""
     fork_server_cache()

@@ -18,6 +18,8 @@ from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import mixed_prompts
 
+pytestmark = pytest.mark.slow
+
 THINKER_TOKENS, TALKER_TOKENS = 24, 48
 GREEDY = [
     None,

@@ -20,6 +20,8 @@ from vllm_omni.entrypoints import omni_base
 from vllm_omni.entrypoints.pipeline import Pipeline
 from vllm_omni.testing.media import make_image
 
+pytestmark = pytest.mark.slow
+
 # Greedy, and short.
 OVERRIDES = {
     "thinker": {"default_sampling_params": {"temperature": 0.0, "max_tokens": 12}},

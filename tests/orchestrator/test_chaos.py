@@ -19,6 +19,8 @@ from tests.orchestrator.test_failure import QUICKLY, is_ready, kill, processes, 
 from vllm_omni.errors import RequestAbortedError, RequestTimeoutError, StageDeadError, StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS = 200
 NUM_OPEN = 60
 LIMITS = {

@@ -54,6 +54,7 @@ def test_a_torch_found_nowhere_is_an_error_with_the_indexes(set_up):
         set_up.install_torch("python")
 
 
+@pytest.mark.slow
 def test_pip_install_returns_the_output_of_a_failure(capfd):
     pip_install = runpy.run_path(str(SCRIPTS / "set_up.py"))["pip_install"]
     output = pip_install(sys.executable, "--no-index", TORCH + ".1")

@@ -13,6 +13,8 @@ from tests.diffusion.tiny_calls import SMALLEST, images_for, make_image
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "a red cat"
 # Further arguments that enable classifier-free guidance with a negative prompt, by pipeline.
 NEGATIVE: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     Attributes:
         process: `true`: the stage has its own process. A name: it shares a process with all stages of that name;
             `false` is the name `shared`.
-        devices: Accelerators that are visible to the stage (see `stage.placement.set_stage_gpu_devices`): a comma list
+        devices: Accelerators that are visible to the stage (see `stage.devices.set_stage_gpu_devices`): a comma list
             (`"2,5"`), or a number or digit string, the logical index of one.
         memory: Limit of the stage's memory on each device: a fraction of the device (`0.3`), or bytes (`"20GiB"`).
         cpus: Cores that the stage runs on: a list in Linux notation (`"0-3,8"`), or their number.

@@ -26,8 +26,8 @@ from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
 from vllm_omni.stage.cores import bind_cores
+from vllm_omni.stage.devices import alone_on_devices, set_stage_gpu_devices
 from vllm_omni.stage.engines.base import Outbox, StageEngine, Started
-from vllm_omni.stage.placement import alone_on_devices, set_stage_gpu_devices
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import StageSpec
 from vllm_omni.stage.watchdog import Watchdog

@@ -21,8 +21,8 @@ from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args
 from vllm_omni.entrypoints.resolve import ReadPipeline, read_pipeline, resolve_pipeline
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.cores import place_cores
+from vllm_omni.stage.devices import num_devices, stage_devices
 from vllm_omni.stage.memory_needs import CONTEXT_BYTES, StageNeeds, stage_needs
-from vllm_omni.stage.placement import num_devices, stage_devices
 
 _GIB = 1 << 30
 _COMPUTED = "computed from its configuration, in GiB for each device; activations are estimates"

@@ -20,6 +20,7 @@ from vllm_omni.vllm_requirement import find_vllm, require_vllm
 USAGE = """\
 usage: vllm-omni serve MODEL [options]         serve a model over HTTP; the same as: vllm serve MODEL --omni
        vllm-omni config show MODEL [options]   print its stage configuration, and the source of each value
+       vllm-omni bench serve [options]         benchmark a server; the same as: vllm bench serve --omni
        vllm-omni doctor [MODEL] [options]      check this installation and machine, and print remedies
        vllm-omni COMMAND ...                   any other command is vLLM's: vllm COMMAND ...
        vllm-omni [--help] [--version]
@@ -125,6 +126,19 @@ def _doctor(arguments: list[str]) -> None:
     run_doctor(arguments)
 
 
+def _bench(arguments: list[str]) -> None:
+    require_vllm()
+    if arguments[:1] != ["serve"]:
+        if "--omni" in sys.argv:
+            _fail("--omni is for bench serve; leave it out for the other benchmarks", 2)
+        _run_vllm(arguments)
+        return
+    _log_warnings_only()
+    from vllm_omni.entrypoints.cli.bench import run_bench_serve
+
+    run_bench_serve(arguments[1:])
+
+
 def _run_vllm(arguments: list[str]) -> None:
     require_vllm()
     from vllm.entrypoints.cli.main import main as vllm_main
@@ -132,4 +146,4 @@ def _run_vllm(arguments: list[str]) -> None:
     vllm_main()
 
 
-_COMMANDS = {"serve": _serve, "config": _config, "doctor": _doctor}
+_COMMANDS = {"serve": _serve, "config": _config, "bench": _bench, "doctor": _doctor}

@@ -26,7 +26,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.openai.chat_media import Line, MediaStream, Transcripts, add_media, split_outputs
+from vllm_omni.entrypoints.openai.chat_media import ChatMedia, Line, MediaStream, Transcripts, split_outputs
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import describe_errors
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
@@ -163,8 +163,8 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         text = split_outputs(result_generator, completed)
         answer = await super().chat_completion_full_generator(request, text, request_id, *args, **kwargs)
         if isinstance(answer, ChatCompletionResponse) and completed:
-            config, mm_token_counts = self.client.config, kwargs.get("mm_token_counts")
-            await add_media(answer, completed[0], options, config, mm_token_counts, self.transcripts)
+            media = ChatMedia(options, self.client.config, kwargs.get("mm_token_counts"), self.transcripts)
+            await media.add(answer, completed[0])
         return answer
 
     def chat_completion_stream_generator(  # type: ignore[override]
@@ -177,10 +177,8 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         **kwargs: Any,
     ) -> AsyncGenerator[Line, None]:
         options = RequestContext.current().options
-        config, mm_token_counts = self.client.config, kwargs.get("mm_token_counts")
-        media = MediaStream(
-            result_generator, options, config, request_id, model_name, mm_token_counts, self.transcripts
-        )
+        own = (options, self.client.config, kwargs.get("mm_token_counts"), self.transcripts)
+        media = MediaStream(result_generator, request_id, model_name, *own)
         text = super().chat_completion_stream_generator(request, media.text(), request_id, model_name, *args, **kwargs)
         return media.lines(text) if options.has_media else text
 

@@ -70,10 +70,6 @@ class Transcripts:
         return {**{key: value for key, value in message.items() if key != "audio"}, "content": transcript}
 
 
-def new_audio_id() -> str:
-    return f"audio-{random_uuid()}"
-
-
 async def split_outputs(
     outputs: AsyncIterator[EngineOutput], completed: list[CompletedEvent]
 ) -> AsyncGenerator[RequestOutput, None]:
@@ -85,119 +81,104 @@ async def split_outputs(
             completed.append(output)
 
 
-async def add_media(
-    answer: ChatCompletionResponse,
-    event: CompletedEvent,
-    options: RequestOptions,
-    config: PipelineConfig,
-    mm_token_counts: dict[str, int] | None,
-    transcripts: Transcripts,
-) -> None:
-    """Adds the outputs that are not text to the message of the first choice.
-
-    Without `options.shows_text` there is one choice, whose content is null.
-
-    Args:
-        transcripts: Keeps the text of the speech, for later turns.
-    """
-    media = [output for output in event.outputs if output.final_output_type != "text"]
-    choice = answer.choices[0]
-    fields = choice.message.model_dump()
-    if not options.shows_text:
-        fields = {"role": choice.message.role}
-        choice.logprobs = None
-        del answer.choices[1:]
-    for output in media:
-        if output.final_output_type == "audio":
-            audio_id, transcript = new_audio_id(), _transcript_of(event)
-            fields["audio"] = {
-                "id": audio_id,
-                "data": await asyncio.to_thread(encode_speech, output, options.audio_format),
-                "transcript": transcript,
-                "expires_at": transcripts.keep(audio_id, transcript),
-            }
-        else:
-            fields |= await asyncio.to_thread(message_fields, output)
-    choice.message = type(choice.message)(**fields)
-    choice.finish_reason = _joint_finish_reason(choice.finish_reason, media)
-    usage = answer.usage.model_dump()
-    _add_media_usage(usage, event, config, mm_token_counts)
-    answer.usage = type(answer.usage)(**usage)
-
-
-def _transcript_of(event: CompletedEvent) -> str:
-    """The text of the first sequence, which is spoken; empty if the pipeline returns no text."""
-    texts = (output.outputs[0].text for output in event.outputs if output.final_output_type == "text")
-    return next(texts, "")
-
-
 def _joint_finish_reason(text_reason: str | None, media: Iterable[OmniRequestOutput]) -> str:
     """Why a choice ended: the text's reason, but `length` if the text is complete and its speech was cut."""
     is_cut = any(finish_reason_of(output) == "length" for output in media)
     return "length" if is_cut and text_reason in (None, "stop") else text_reason or "stop"
 
 
-def _add_media_usage(
-    usage: dict[str, Any], event: CompletedEvent, config: PipelineConfig, mm_token_counts: dict[str, int] | None
-) -> None:
-    """Adds the tokens of speech to a usage, and which tokens of the prompt were audio."""
-    audio_tokens = _num_audio_tokens(event, config)
-    text_tokens = usage["completion_tokens"] or 0
-    usage["completion_tokens"] = text_tokens + audio_tokens
-    usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-    details = {"reasoning_tokens": 0} | (usage.get("completion_tokens_details") or {})
-    usage["completion_tokens_details"] = {**details, "audio_tokens": audio_tokens, "text_tokens": text_tokens}
-    if prompt_audio_tokens := (mm_token_counts or {}).get("audio"):
-        prompt_details = usage.get("prompt_tokens_details") or {}
-        usage["prompt_tokens_details"] = {**prompt_details, "audio_tokens": prompt_audio_tokens}
+class ChatMedia:
+    """Adds the outputs that are not text to one answer, in the first choice."""
+
+    def __init__(
+        self,
+        options: RequestOptions,
+        config: PipelineConfig,
+        mm_token_counts: dict[str, int] | None,
+        transcripts: Transcripts,
+    ) -> None:
+        """
+        Args:
+            mm_token_counts: Tokens of the prompt by type of media, as vLLM's handlers have them.
+            transcripts: Keeps the text of the speech, for later turns.
+        """
+        self._options = options
+        self._config = config
+        self._mm_token_counts = mm_token_counts
+        self._transcripts = transcripts
+        self._audio_id = f"audio-{random_uuid()}"
+
+    async def add(self, answer: ChatCompletionResponse, event: CompletedEvent) -> None:
+        """Adds them to a whole answer. If it does not show its text there is one choice, whose content is null."""
+        media = [output for output in event.outputs if output.final_output_type != "text"]
+        choice = answer.choices[0]
+        fields = choice.message.model_dump()
+        if not self._options.shows_text:
+            fields = {"role": choice.message.role}
+            choice.logprobs = None
+            del answer.choices[1:]
+        for output in media:
+            if output.final_output_type == "audio":
+                # The text of the first sequence; empty if the pipeline returns no text.
+                texts = (other.outputs[0].text for other in event.outputs if other.final_output_type == "text")
+                transcript = next(texts, "")
+                fields["audio"] = {
+                    "id": self._audio_id,
+                    "data": await asyncio.to_thread(encode_speech, output, self._options.audio_format),
+                    "transcript": transcript,
+                    "expires_at": self._transcripts.keep(self._audio_id, transcript),
+                }
+            else:
+                fields |= await asyncio.to_thread(message_fields, output)
+        choice.message = type(choice.message)(**fields)
+        choice.finish_reason = _joint_finish_reason(choice.finish_reason, media)
+        usage = answer.usage.model_dump()
+        self._add_usage(usage, event)
+        answer.usage = type(answer.usage)(**usage)
+
+    def _add_usage(self, usage: dict[str, Any], event: CompletedEvent) -> None:
+        """Adds the tokens of speech to a usage, and which tokens of the prompt were audio."""
+        # Speech is written by the stages between the text and the audio.
+        talkers = [
+            stage.stage_id
+            for stage in self._config.stage_args
+            if stage.kind == "AR" and not stage.final_output and not stage.is_comprehension
+        ]
+        metrics = event.outputs[0].stage_metrics
+        audio_tokens = sum(stage.num_output_tokens for stage in metrics if stage.stage_id in talkers)
+        text_tokens = usage["completion_tokens"] or 0
+        usage["completion_tokens"] = text_tokens + audio_tokens
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+        details = {"reasoning_tokens": 0} | (usage.get("completion_tokens_details") or {})
+        usage["completion_tokens_details"] = {**details, "audio_tokens": audio_tokens, "text_tokens": text_tokens}
+        if prompt_audio_tokens := (self._mm_token_counts or {}).get("audio"):
+            prompt_details = usage.get("prompt_tokens_details") or {}
+            usage["prompt_tokens_details"] = {**prompt_details, "audio_tokens": prompt_audio_tokens}
 
 
-def _num_audio_tokens(event: CompletedEvent, config: PipelineConfig) -> int:
-    """The tokens of the stages between the text and the speech."""
-    metrics = event.outputs[0].stage_metrics
-    talkers = [
-        stage.stage_id
-        for stage in config.stage_args
-        if stage.kind == "AR" and not stage.final_output and not stage.is_comprehension
-    ]
-    return sum(stage.num_output_tokens for stage in metrics if stage.stage_id in talkers)
-
-
-class MediaStream:
+class MediaStream(ChatMedia):
     """One streamed answer: vLLM's handler makes the lines of text, this class those of all other outputs, in choice 0.
 
     vLLM ends choice 0 with its text. Here it ends with the last of its outputs, so the finish reason is held until
     then.
     """
 
-    def __init__(
-        self,
-        outputs: AsyncIterator[EngineOutput],
-        options: RequestOptions,
-        config: PipelineConfig,
-        request_id: str,
-        model_name: str,
-        mm_token_counts: dict[str, int] | None,
-        transcripts: Transcripts,
-    ) -> None:
+    def __init__(self, outputs: AsyncIterator[EngineOutput], request_id: str, model_name: str, *args: Any) -> None:
+        """The further arguments are those of `ChatMedia`."""
+        super().__init__(*args)
         self._outputs = outputs
-        self._options = options
-        self._config = config
         self._chunk = {
             "id": request_id,
             "object": "chat.completion.chunk",
             "created": int(time.time()),
             "model": model_name,
         }
-        self._audio_id = new_audio_id()
         self._transcript: list[str] = []
-        self._transcripts = transcripts
-        self._speaks = "audio" in options.modalities
-        self._mm_token_counts = mm_token_counts
+        self._speaks = "audio" in self._options.modalities
         self._lines: asyncio.Queue[Line | None] = asyncio.Queue()
         self._encoders: dict[int, AudioEncoder] = {}
         # Clients join deltas, so role and id are sent once. vLLM's first line has the role.
-        self._has_role = options.shows_text
+        self._has_role = self._options.shows_text
         self._has_audio_id = False
         self._end: dict[str, Any] = {"finish_reason": None}
         self._completed: CompletedEvent | None = None
@@ -242,7 +223,7 @@ class MediaStream:
         if '"choices":[]' in line:
             chunk = _read(line)
             if self._completed is not None:
-                _add_media_usage(chunk["usage"], self._completed, self._config, self._mm_token_counts)
+                self._add_usage(chunk["usage"], self._completed)
             return _line(chunk)
         if '"finish_reason":null' not in line:
             chunk = _read(line)

@@ -35,7 +35,7 @@ from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, read_mo
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.media_output import message_fields, to_base64, usage_of
-from vllm_omni.entrypoints.openai.media_request import ImageFetcher, as_urls
+from vllm_omni.entrypoints.openai.media_request import as_urls
 from vllm_omni.entrypoints.openai.media_stage import MediaStage, completed, final_stage, new_id
 from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, read_stage_params
@@ -64,16 +64,12 @@ class DiffusionChat:
             raise StageConfigError("no stage of the pipeline has final_output: true, so that there is no answer")
         stage = final_stage(client.config, client.config.output_types[0])
         assert stage is not None
-        self._stage = MediaStage(state, client, stage, args.model)
-        self._fetcher = ImageFetcher(args)
+        self._stage = MediaStage(state, client, stage, args)
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
     ) -> ChatCompletionResponse | AsyncGenerator[str, None]:
-        """
-        Raises:
-            VLLMClientError, OmniError: The request is wrong; it failed.
-        """
+        """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
         assert isinstance(request, OmniChatCompletionRequest)
         self._stage.check_model(request.model)
         for name in _FOR_TEXT:
@@ -89,8 +85,7 @@ class DiffusionChat:
             audio_format=(None if request.audio is None else request.audio.format) or "wav",
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
         )
-        self._stage.client.check_admission()  # Before images are fetched.
-        images = await self._fetcher.fetch(urls, "messages")
+        images = await self._stage.fetch_images(urls, "messages")
         events = self._stage.events(
             prompt, settings, images, raw_request, request_id=answer.id, stream=bool(request.stream)
         )
@@ -183,11 +178,7 @@ class _Answer:
 
     def _chunk(self, choices: list[ChatCompletionResponseStreamChoice], **more: Any) -> str:
         chunk = ChatCompletionStreamResponse(
-            id=self.id,
-            created=self._created,
-            model=self.model_name,
-            choices=choices,
-            **more,
+            id=self.id, created=self._created, model=self.model_name, choices=choices, **more
         )
         return f"data: {chunk.model_dump_json()}\n\n"
 

@@ -247,17 +247,18 @@ class OmniEngineClient(_UnsupportedEngineClient):
     ) -> AsyncGenerator[EngineOutput, None]:
         assert self.stage is not None
         prompt_token_ids = cast("list[int]", prompt.get("prompt_token_ids") or [])
-        async with aclosing(_with_http_errors(events)) as events:
-            async for event in events:
-                if isinstance(event, ARSegmentEvent) and event.stage_id == self.stage.stage_id:
-                    yield _delta_output(event, request_id, prompt_token_ids)
-                elif isinstance(event, CompletedEvent):
-                    if not is_delta or not self.stage.final_output:
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, ARSegmentEvent) and event.stage_id == self.stage.stage_id:
+                        yield _delta_output(event, request_id, prompt_token_ids)
+                        continue
+                    if isinstance(event, CompletedEvent) and not (is_delta and self.stage.final_output):
                         yield self._whole_output(event, request_id, prompt_token_ids)
-                    if has_media:
+                    if has_media or not isinstance(event, CompletedEvent):
                         yield event
-                else:
-                    yield event
+        except OmniError as error:  # vLLM's handlers know only HTTP errors, also inside a stream.
+            raise to_http_error(error) from error
 
     def _whole_output(self, event: CompletedEvent, request_id: str, prompt_token_ids: list[int]) -> RequestOutput:
         """The text; empty for a pipeline that returns none, because vLLM's handlers need one."""
@@ -323,16 +324,6 @@ class OmniEngineClient(_UnsupportedEngineClient):
 
     async def reset_mm_cache(self) -> None:
         """There is none: media is preprocessed once, and no cache is shared with a stage's process."""
-
-
-async def _with_http_errors(events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[OmniEvent, None]:
-    """The events; errors as those that vLLM's handlers turn into answers, also inside a stream."""
-    try:
-        async with aclosing(events):
-            async for event in events:
-                yield event
-    except OmniError as error:
-        raise to_http_error(error) from error
 
 
 def _with_added(params: SamplingParams, added: Mapping[str, Any]) -> SamplingParams:

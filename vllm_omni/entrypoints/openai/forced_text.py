@@ -33,12 +33,10 @@ class ForcedText:
     Attributes:
         engine_input: The prompt of the stage that writes the text.
         params: Its sampling parameters, which allow only the text.
-        num_tokens: Tokens of the text.
     """
 
     engine_input: EngineInput
     params: SamplingParams
-    num_tokens: int
 
 
 class ForcedTextBuilder:
@@ -73,7 +71,7 @@ class ForcedTextBuilder:
             max_tokens=len(token_ids) + 1,  # and the end of the reply
             structured_outputs=StructuredOutputsParams(grammar=token_grammar(token_ids)),
         )
-        return ForcedText(engine_input, params, len(token_ids))
+        return ForcedText(engine_input, params)
 
     def _tokenize(self, text: str) -> list[int]:
         with self._lock:

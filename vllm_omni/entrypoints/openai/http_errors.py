@@ -103,8 +103,8 @@ def describe_errors(*others: HTTPStatus) -> dict[int | str, dict[str, Any]]:
 def register_error_handlers(app: FastAPI) -> None:
     """Call it after vLLM's own handlers were set: it replaces some of them."""
     handlers: dict[type[Exception], Any] = {
-        OmniError: _on_omni_error,
-        OmniHTTPError: _on_http_error,
+        OmniError: _on_error,
+        OmniHTTPError: _on_error,
         HTTPException: _on_framework_error,
         fastapi.HTTPException: _on_framework_error,
         RecursionError: _on_recursion_error,
@@ -114,11 +114,8 @@ def register_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(error_type, handler)
 
 
-async def _on_omni_error(request: Request, error: OmniError) -> JSONResponse:
-    return await _on_http_error(request, to_http_error(error))
-
-
-async def _on_http_error(request: Request, error: OmniHTTPError) -> JSONResponse:
+async def _on_error(request: Request, error: OmniError | OmniHTTPError) -> JSONResponse:
+    error = to_http_error(error) if isinstance(error, OmniError) else error
     return error_response(sanitize_message(error.message), error.http_status, error.headers)
 
 

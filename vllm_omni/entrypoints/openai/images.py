@@ -7,7 +7,7 @@ import math
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
@@ -32,7 +32,6 @@ from vllm_omni.entrypoints.openai.media_request import (
     MAX_IMAGES,
     NO_EFFECT,
     DiffusionRequest,
-    ImageFetcher,
     ImageUrls,
     describe_form,
     read_request,
@@ -89,17 +88,14 @@ class ImageRequest(DiffusionRequest):
             more.append(("output_quality", max(1, self.output_compression), "output_compression"))
         return super()._openai_settings() + more
 
-    def check(self) -> None:
-        """
-        Raises:
-            VLLMValidationError: One field needs another.
-        """
+    def settings(self) -> dict[str, Any]:
         if self.partial_images and not self.stream:
             raise VLLMValidationError("partial_images needs stream: true", parameter="partial_images")
         if self.output_compression is not None and self.output_format not in ("jpeg", "webp"):
             raise VLLMValidationError(
                 "output_compression is for output_format jpeg or webp", parameter="output_compression"
             )
+        return super().settings()
 
 
 class ImageEditRequest(ImageRequest):
@@ -129,56 +125,33 @@ class ServingImages:
     """The handler of both endpoints."""
 
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
-        self._stage = MediaStage(state, client, stage, args.model)
-        self._fetcher = ImageFetcher(args)
+        self._stage = MediaStage(state, client, stage, args)
         self._keep_alive_s = float(args.sse_keep_alive_interval)
 
-    async def generate(self, request: ImageRequest, raw_request: Request) -> Response:
-        """
-        Raises:
-            VLLMClientError, OmniError: The request is wrong; it failed.
-        """
-        info = self._stage.info
-        if info is not None and not self._has_sources and info.needs_images:
+    async def answer(self, request: ImageRequest, raw_request: Request) -> Response:
+        """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
+        urls = request.image if isinstance(request, ImageEditRequest) else []
+        # If other stages read the prompt, they make the input of the diffusers pipeline.
+        info = None if self._stage.stage.engine_input_source else self._stage.info
+        if info is not None and info.needs_images and not urls:
             raise VLLMValidationError(
                 "this model makes images of images; send one to /v1/images/edits", parameter="model"
             )
-        return await self._answer(request, [], "image_generation", raw_request)
-
-    async def edit(self, request: ImageEditRequest, raw_request: Request) -> Response:
-        """As `generate`."""
-        info = self._stage.info
-        if info is not None and not self._has_sources and not info.takes_images:
+        if info is not None and urls and not info.takes_images:
             raise VLLMValidationError(
                 "this model takes no images; /v1/images/generations makes them of a prompt alone", parameter="image"
             )
         self._stage.check_model(request.model)
-        self._stage.client.check_admission()  # Before images are fetched.
-        images = await self._fetcher.fetch(request.image, "image")
-        return await self._answer(request, images, "image_edit", raw_request)
-
-    @property
-    def _has_sources(self) -> bool:
-        """Other stages read the prompt, and make the input of the diffusers pipeline."""
-        return bool(self._stage.stage.engine_input_source)
-
-    async def _answer(
-        self, request: ImageRequest, images: Sequence[Image.Image], kind: str, raw_request: Request
-    ) -> Response:
-        self._stage.check_model(request.model)
-        request.check()
         settings, file_format = self._settings(request)
+        images = await self._stage.fetch_images(urls, "image")
+        request_id = new_id("image", raw_request)
         events = self._stage.events(
-            request.prompt,
-            settings,
-            images,
-            raw_request,
-            request_id=new_id("image", raw_request),
-            stream=bool(request.stream),
+            request.prompt, settings, images, raw_request, request_id=request_id, stream=bool(request.stream)
         )
         if not request.stream:
             body = await asyncio.to_thread(_render, await completed(events), file_format)
             return Response(body, media_type="application/json")
+        kind = "image_edit" if urls else "image_generation"
         stream = _Stream(kind, file_format, self._stage.expected_size(settings), request.partial_images or 0)
         content = with_sse_keep_alive(stream.run(await started(events)), self._keep_alive_s)
         return StreamingResponse(content, media_type="text/event-stream")
@@ -281,7 +254,7 @@ router = APIRouter()
 @load_aware_call
 async def create_image(request: ImageRequest, raw_request: Request) -> Response:
     """Images that a prompt describes."""
-    return await get_handler(raw_request, "image").generate(request, raw_request)
+    return await get_handler(raw_request, "image").answer(request, raw_request)
 
 
 @router.post(
@@ -293,4 +266,4 @@ async def create_image(request: ImageRequest, raw_request: Request) -> Response:
 @load_aware_call
 async def edit_image(request: Annotated[ImageEditRequest, Depends(_edit_request)], raw_request: Request) -> Response:
     """Images that are made of others, as a prompt says."""
-    return await get_handler(raw_request, "image").edit(request, raw_request)
+    return await get_handler(raw_request, "image").answer(request, raw_request)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -18,9 +19,10 @@ from vllm.utils import random_uuid
 from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import nearest
-from vllm_omni.diffusion.call_arguments import default_fps
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
+from vllm_omni.diffusion.request_settings import default_fps
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.media_request import ImageFetcher
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.media import DEFAULT_FPS
@@ -35,19 +37,20 @@ class MediaStage:
         info: The diffusers pipeline that it runs; None for another engine, which has no settings.
     """
 
-    def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, model: str) -> None:
+    def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
         """
         Args:
             state: Of the application; has the names that the pipeline and its adapters are served under.
-            model: The pipeline's checkpoint.
+            args: Of `vllm serve`.
         """
         self.client = client
         self.stage = stage
         self.info: PipelineInfo | None = None
         if stage.kind == "DiT":
             dit_config = parse_dit_config(stage.dit_engine_args, stage.name)
-            self.info = PipelineInfo.load(stage.checkpoint(model), dit_config)
+            self.info = PipelineInfo.load(stage.checkpoint(args.model), dit_config)
         self._models = state.openai_serving_models
+        self._fetcher = ImageFetcher(args)
 
     @property
     def config(self) -> PipelineConfig:
@@ -62,16 +65,6 @@ class MediaStage:
     def makes(self) -> str:
         """`image`, `video`, `audio`."""
         return self.stage.final_output_type or ""
-
-    def params_list(self, settings: Mapping[str, Any]) -> list[dict[str, Any] | None]:
-        """Sampling parameters of all stages: settings for this one, defaults for the others.
-
-        Raises:
-            VLLMValidationError: There are settings, and this stage takes none.
-        """
-        if settings and self.info is None:
-            raise VLLMValidationError(f"this model's {self.makes}s have no settings", parameter=next(iter(settings)))
-        return [dict(settings) if stage is self.stage and settings else None for stage in self.config.stage_args]
 
     def expected(self, name: str, settings: Mapping[str, Any]) -> Any:
         """The value of a setting: the request's, the stage's default, else the diffusers pipeline's.
@@ -96,6 +89,15 @@ class MediaStage:
     def check_model(self, name: str | None) -> None:
         """As the function below; a request may also name an adapter as its model."""
         check_model(name, [path.name for path in self._models.base_model_paths] + list(self._models.lora_requests))
+
+    async def fetch_images(self, urls: Sequence[str], parameter: str) -> list[Image.Image]:
+        """The images of a request, see `ImageFetcher.fetch`, if the pipeline accepts a request now.
+
+        Raises:
+            OmniError: It does not.
+        """
+        self.client.check_admission()
+        return await self._fetcher.fetch(urls, parameter)
 
     def with_adapter(self, settings: Mapping[str, Any], model: str | None) -> dict[str, Any]:
         """The settings with the name of the request's LoRA adapter as `lora`, if it has one.
@@ -140,14 +142,20 @@ class MediaStage:
             settings: Fields of `DiffusionSamplingParams`, and `lora`, the name of an adapter.
             images: The model's input images.
             options: Further arguments of `OmniEngineClient.run`.
+
+        Raises:
+            VLLMValidationError: There are settings, and the stage takes none.
         """
+        own = {name: value for name, value in settings.items() if name != "lora"}
+        if own and self.info is None:
+            raise VLLMValidationError(f"this model's {self.makes}s have no settings", parameter=next(iter(own)))
         omni_prompt = OmniPrompt(prompt=prompt, modalities=[self.makes])
         if images:
             omni_prompt["multi_modal_data"] = {"image": list(images)}
         adapter = settings.get("lora")
         return self.client.run(
             omni_prompt,
-            self.params_list({name: value for name, value in settings.items() if name != "lora"}),
+            [own if stage is self.stage and own else None for stage in self.config.stage_args],
             request_id,
             lora_request=None if adapter is None else self._models.lora_requests[adapter],
             trace_headers=None if raw_request is None else extract_trace_headers(raw_request.headers),

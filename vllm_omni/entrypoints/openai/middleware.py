@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from http import HTTPStatus
 
 import msgspec
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -114,20 +115,13 @@ class BodyMiddleware:
                 await self.app(scope, counted, send)
 
     async def _check_json(self, scope: Scope, receive: Receive, send: Send) -> None:
-        chunks = []
         try:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return
-                chunks.append(message.get("body", b""))
-                if not message.get("more_body", False):
-                    break
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return
         except HTTPException as refusal:
             await _refuse(refusal, scope, receive, send)
             return
-        body = b"".join(chunks)
-        chunks.clear()
         if fault := await _find_fault(body):
             await error_response(fault, HTTPStatus.BAD_REQUEST)(scope, receive, send)
         else:

@@ -127,15 +127,13 @@ def flag(name: str) -> str:
 
 
 def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
     return value
 
 
 def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
+    if not 0 < (value := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
     return value
 

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 from fastapi import APIRouter, Depends, Request, Response
@@ -41,7 +42,7 @@ from vllm_omni.entrypoints.openai.audio_formats import (
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, describe_errors, to_http_error
-from vllm_omni.entrypoints.openai.media_output import finish_reason_of, to_base64
+from vllm_omni.entrypoints.openai.media_output import finish_reason_of
 from vllm_omni.entrypoints.openai.media_stage import check_model, get_handler, new_id, served_names
 from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params
@@ -137,37 +138,6 @@ class SpeechRequest(BaseModel):
         return self
 
 
-class SpeechUsage(BaseModel):
-    """
-    Attributes:
-        input_tokens: Of the prompt and the text.
-        output_tokens: Of the speech.
-    """
-
-    input_tokens: int
-    output_tokens: int
-    total_tokens: int
-
-
-class SpeechDelta(BaseModel):
-    """The next bytes of the file, in base64."""
-
-    type: Literal["speech.audio.delta"] = "speech.audio.delta"
-    audio: str
-
-
-class SpeechDone(BaseModel):
-    """The file is complete.
-
-    Attributes:
-        finish_reason: `stop`, or `length` if the speech was cut and the end of the text is missing.
-    """
-
-    type: Literal["speech.audio.done"] = "speech.audio.done"
-    finish_reason: str
-    usage: SpeechUsage
-
-
 class VoiceList(BaseModel):
     voices: list[str] = Field(description="The model's voices, the default one first; empty if there is no choice.")
     voice_map: dict[str, str] = Field(description="Further names, each with the voice that it means.")
@@ -192,10 +162,7 @@ class ServingSpeech:
             self._forced_text = ForcedTextBuilder(state.online_renderer, tokenizer, max_model_len)
 
     async def create(self, request: SpeechRequest, raw_request: Request) -> Response:
-        """
-        Raises:
-            VLLMClientError, OmniError: The request is wrong; it failed.
-        """
+        """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
         check_model(request.model, self._model_names)
         prompt, params = await self._read(request)
         file = _AudioFile(self._stage, request)
@@ -236,21 +203,22 @@ class ServingSpeech:
         params[writer] = forced.params
         return prompt, params
 
-    async def _sse_lines(self, parts: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[str, None]:
-        """Server-sent events; an error is the last of them."""
+    async def _sse_lines(self, parts: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[bytes, None]:
+        """OpenAI's server-sent events, with `finish_reason`; an error is the last of them."""
         try:
             async with aclosing(parts):
                 async for part in parts:
                     if isinstance(part, CompletedEvent):
-                        done = SpeechDone(usage=self._usage(part), finish_reason=finish_reason_of(part.outputs[0]))
-                        yield _line(done.model_dump_json())
+                        reason = finish_reason_of(part.outputs[0])
+                        yield _line({"type": "speech.audio.done", "finish_reason": reason, "usage": self._usage(part)})
                     elif part:
-                        yield _line(SpeechDelta(audio=to_base64(part)).model_dump_json())
+                        yield _line({"type": "speech.audio.delta", "audio": part})
         except (OmniError, OmniHTTPError) as error:
             error = to_http_error(error) if isinstance(error, OmniError) else error
-            yield f"event: error\n{_line(create_error_response(error).model_dump_json())}"
+            yield b"event: error\n" + _line(create_error_response(error).model_dump())
 
-    def _usage(self, event: CompletedEvent) -> SpeechUsage:
+    def _usage(self, event: CompletedEvent) -> dict[str, int]:
+        """Input: tokens of the prompt and the text. Output: tokens of the speech."""
         writer = None if self._client.stage is None else self._client.stage.stage_id
         read = written = 0
         for stage in event.outputs[0].stage_metrics:
@@ -258,7 +226,7 @@ class ServingSpeech:
                 read = stage.num_input_tokens + stage.num_output_tokens
             elif stage.stage_id != self._stage.stage_id:
                 written += stage.num_output_tokens
-        return SpeechUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
+        return {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
 
 
 class _AudioFile:
@@ -369,8 +337,9 @@ async def _only_bytes(parts: AsyncGenerator[bytes | CompletedEvent, None]) -> As
                 yield part
 
 
-def _line(data: str) -> str:
-    return f"data: {data}\n\n"
+def _line(data: dict[str, Any]) -> bytes:
+    """msgspec writes bytes as base64."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 @router.post("/v1/audio/speech", dependencies=[Depends(validate_json_request)], responses=RESPONSES)

@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import convert, nearest, split_error
-from vllm_omni.diffusion.setting_checks import check_values
+from vllm_omni.diffusion.request_settings import check_values
 from vllm_omni.entrypoints.openai.media_output import FILE_FORMATS
 from vllm_omni.sampling_params import DiffusionSamplingParams
 

@@ -23,14 +23,13 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.diffusion.durations import nearest_num_frames, temporal_factor
+from vllm_omni.diffusion.pipeline_info import nearest_num_frames, temporal_factor
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
 from vllm_omni.entrypoints.openai.images import RESPONSES
 from vllm_omni.entrypoints.openai.media_output import as_video_file, describe_video, read_first_frame
 from vllm_omni.entrypoints.openai.media_request import (
     DiffusionRequest,
-    ImageFetcher,
     ImageUrls,
     Prompt,
     describe_form,
@@ -108,8 +107,7 @@ class ServingVideos:
     """
 
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
-        self._stage = MediaStage(state, client, stage, args.model)
-        self._fetcher = ImageFetcher(args)
+        self._stage = MediaStage(state, client, stage, args)
         self._factor = _factor(self._stage, args.model)
         self.store = VideoStore(limits_from(args, ServerLimits))
 
@@ -121,8 +119,7 @@ class ServingVideos:
         """
         self._stage.check_model(request.model)
         settings = self._settings(request)
-        self._stage.client.check_admission()
-        images = await self._fetcher.fetch(request.input_reference or [], "input_reference")
+        images = await self._stage.fetch_images(request.input_reference or [], "input_reference")
         video = self._describe(request.prompt, request.model or self._stage.model_name, settings)
         return await self._start(video, settings, images, raw_request)
 

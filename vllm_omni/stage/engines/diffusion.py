@@ -18,10 +18,16 @@ import msgspec
 import torch
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.diffusion.call_arguments import call_arguments, default_fps
-from vllm_omni.diffusion.encoded_prompts import pack_encoded_prompts, unpack_encoded_prompts
-from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress
+from vllm_omni.diffusion.job import (
+    Adapter,
+    DiffusionJob,
+    JobEnd,
+    Progress,
+    pack_encoded_prompts,
+    unpack_encoded_prompts,
+)
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
+from vllm_omni.diffusion.request_settings import call_arguments, default_fps
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.inputs import StageInput
 from vllm_omni.media import encode_outputs, to_pil

@@ -15,7 +15,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from vllm_omni.core.sched.output import StreamWindow
+from vllm_omni.core.sched.output import RequestWindow
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
@@ -148,7 +148,7 @@ class GenerationRequest(LLMRequest):
         self._request = item.request
         self._is_input_complete = False
         self._waiting: deque[StageInput | None] = deque()
-        self._running: StreamWindow | None = None
+        self._running: RequestWindow | None = None
         self._num_done = 0
         self._has_stream = False
         self._finish_reason = "stop"
@@ -181,23 +181,23 @@ class GenerationRequest(LLMRequest):
 
     def abort(self) -> None:
         super().abort()
-        self._release_stream()
+        self._release_state()
 
     def _continue(self) -> Items:
         """Starts the next window if none runs; returns the available outputs."""
         if self._running is None and self._waiting:
             stage_input = self._waiting.popleft()
             is_last = self._is_input_complete and not self._waiting
-            self._run(StreamWindow(self.request_id, self._num_done, is_last), stage_input)
+            self._run(RequestWindow(self.request_id, self._num_done, is_last), stage_input)
         if self._is_input_complete and self._running is None:
-            self._release_stream()
+            self._release_state()
             return [self._result(self._merged())]
         pieces: list[StageOutput] = []
         if self._streams_output:
             pieces, self._pieces = self._pieces, pieces
         return [self._stream(piece) for piece in pieces]
 
-    def _run(self, window: StreamWindow, stage_input: StageInput | None) -> None:
+    def _run(self, window: RequestWindow, stage_input: StageInput | None) -> None:
         engine_id = _window_id(window)
         if stage_input is not None and stage_input.finish_reason is not None:
             self._finish_reason = stage_input.finish_reason
@@ -207,9 +207,9 @@ class GenerationRequest(LLMRequest):
             self._engine.set_window(engine_id, window)
             self._has_stream = True
 
-    def _release_stream(self) -> None:
+    def _release_state(self) -> None:
         if self._has_stream:
-            self._engine.release_stream(self.request_id)
+            self._engine.release_state(self.request_id)
             self._has_stream = False
 
     def _as_window(self, output: Any) -> StageOutput:
@@ -225,9 +225,9 @@ class GenerationRequest(LLMRequest):
         return merge_stage_outputs([*self._pieces, end])
 
 
-def _window_id(window: StreamWindow) -> str:
+def _window_id(window: RequestWindow) -> str:
     """The engine's id of a window."""
-    return f"{window.stream_id}/{window.index}"
+    return f"{window.request_id}/{window.index}"
 
 
 def _add_to_engine(

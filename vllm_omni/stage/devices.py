@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which accelerators a stage gets (design document 002, sections 9.1, 11 and 16).
 
-The parent resolves and checks all devices before anything starts; a stage's process sets its own before it touches one.
-It knows no engine. How much memory a stage takes there is the business of `stage.budgets`.
+The parent resolves and checks all devices before anything starts; a stage's process sets its own before it uses one.
+`stage.budgets` decides how much memory a stage takes there.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ _PARALLEL = ("tensor", "pipeline", "prefill_context")
 
 
 def set_stage_gpu_devices(devices: str | int | None, stage: str = "this process") -> None:
-    """Makes this process see these accelerators only, in this order. Touches none of them.
+    """Makes only these accelerators visible to this process, in this order. Uses none of them.
 
     Sets the environment variable of vLLM's platform (`CUDA_VISIBLE_DEVICES` on CUDA), which reaches child processes
     too. On a CPU it does nothing.
 
     Args:
-        devices: A comma list (`"2,5,7"`), or one number or digit string. Numbers count the devices that this process
-            sees: where the variable is `"4,5,6"` already, `1` is `5`. Names (`GPU-...`, `MIG-...`) are taken as they
-            are. None leaves everything as it is.
-        stage: Who asks, for messages.
+        devices: A comma list (`"2,5,7"`), or one number or digit string. Numbers count the devices that are visible to
+            this process: if the variable is `"4,5,6"`, `1` is `5`. Names (`GPU-...`, `MIG-...`) are used as they are.
+            None changes nothing.
+        stage: The stage's label, for messages.
 
     Raises:
-        StageConfigError: There is no such device, or one is named twice.
-        RuntimeError: A device was used in this process, or in the one that it was forked from: too late to choose.
+        StageConfigError: A device does not exist, or is named twice.
+        RuntimeError: A device was used in this process or its parent before.
     """
     if devices is None:
         return
@@ -55,7 +55,7 @@ def set_stage_gpu_devices(devices: str | int | None, stage: str = "this process"
 
 
 def visible_devices() -> list[str]:
-    """The accelerators that this process sees, by the names that the platform's variable knows them by."""
+    """The accelerators that are visible to this process, by their names in the platform's variable."""
     value = os.environ.get(current_platform.device_control_env_var)
     if value:
         return [name.strip() for name in value.split(",")]
@@ -63,7 +63,7 @@ def visible_devices() -> list[str]:
 
 
 def resolve_devices(entries: Sequence[str], visible: Sequence[str], stage: str) -> list[str]:
-    """Names of devices, for entries that are places in `visible` or names already.
+    """Names of devices, for entries that are indices in `visible` or names.
 
     Raises:
         StageConfigError: An entry is out of range, or two are the same device.
@@ -89,12 +89,12 @@ def _describe(visible: Sequence[str]) -> str:
 
 
 def stage_devices(config: PipelineConfig) -> dict[int, list[str]]:
-    """The devices that each stage works on, by stage id; empty lists on a CPU.
+    """The devices of each stage, by stage id; empty lists on a CPU.
 
-    Where a stage names none, its engine takes the first ones that are visible.
+    A stage without `runtime.devices` uses the first visible ones.
 
     Raises:
-        StageConfigError: There is no such device, or a vLLM stage would use more or fewer than are named.
+        StageConfigError: A device does not exist, or a vLLM stage uses more or fewer than are named.
     """
     if current_platform.is_cpu():
         return {stage.stage_id: [] for stage in config.stage_args}
@@ -102,7 +102,7 @@ def stage_devices(config: PipelineConfig) -> dict[int, list[str]]:
     for process in config.processes:
         entries = process_devices(process)
         for stage in process:
-            label, width = f"stage {stage.stage_id} ({stage.name})", num_devices(stage)
+            label, width = stage.label, num_devices(stage)
             names = resolve_devices(entries or [str(i) for i in range(width)], visible, label)
             if entries and stage.runs_vllm and len(names) != width:
                 raise StageConfigError(
@@ -120,16 +120,16 @@ def num_devices(stage: OmniStageConfig) -> int:
 
 @contextlib.contextmanager
 def alone_on_devices(run_dir: str, stage: OmniStageConfig) -> Iterator[None]:
-    """Keeps the pipeline's other stages from starting on this stage's devices meanwhile. Does nothing on a CPU.
+    """Locks this stage's devices against starts of the pipeline's other stages. Does nothing on a CPU.
 
-    vLLM sizes a KV cache by how much less of the device is free after a trial run than before the weights were loaded.
-    What another stage takes in between would be counted as this stage's, and its KV cache would depend on who was
-    faster. To be called once the process has its devices.
+    vLLM sizes a KV cache by the difference of the device's free memory before loading weights and after a profiling
+    run. Memory that another stage allocates in between would be counted as this stage's, and the size of the KV cache
+    would depend on the order. Call it after `set_stage_gpu_devices`.
     """
     names = [] if current_platform.is_cpu() else visible_devices()[: num_devices(stage)]
     with contextlib.ExitStack() as held:
-        for name in sorted(names):  # In one order everywhere: nobody waits for each other.
+        for name in sorted(names):  # The same order everywhere: no deadlock.
             lock = held.enter_context(open(Path(run_dir, f"device-{re.sub(r'[^A-Za-z0-9-]', '_', name)}.lock"), "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)  # A process that dies lets go of it.
+            fcntl.flock(lock, fcntl.LOCK_EX)  # Released when the process ends.
             held.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # Closing is not enough: forked workers may hold the file.
         yield

@@ -8,70 +8,69 @@ import torch
 from vllm import SamplingParams
 
 from vllm_omni.model_executor.interfaces import RequestSpan
-from vllm_omni.worker.gpu_ar_model_runner import StepRows
-from vllm_omni.worker.row_ledger import RowLedger
+from vllm_omni.worker.gpu_ar_model_runner import RowTracker, SelectedRows
 
 
 def span(req_id, start, position, num_rows, num_prompt, num_tokens):
     return RequestSpan(req_id, start, start + num_rows, position, num_prompt, num_tokens, SamplingParams())
 
 
-def step(ledger, *requests):
+def step(tracker, *requests):
     """One step. Requests are `(req_id, position, num_rows, num_prompt, num_tokens)`; a row's value is its position."""
     spans, positions = [], []
     for req_id, position, num_rows, num_prompt, num_tokens in requests:
         spans.append(span(req_id, len(positions), position, num_rows, num_prompt, num_tokens))
         positions += range(position, position + num_rows)
-    rows = StepRows({"position": torch.tensor(positions)[:, None]}, ledger.select(spans)).wait()
-    out = ledger.hand_out(spans, rows)
+    rows = SelectedRows({"position": torch.tensor(positions)[:, None]}, tracker.select(spans)).wait()
+    out = tracker.emit(spans, rows)
     return [None if rows is None else rows["position"][:, 0].tolist() for rows in out]
 
 
 class TestAllRows:
     def test_prompt_then_tokens(self):
-        ledger = RowLedger(emits_prompt_rows=True)
-        assert step(ledger, ("a", 0, 3, 3, 3)) == [[0, 1, 2]]
-        assert step(ledger, ("a", 3, 1, 3, 4)) == [[3]]
+        tracker = RowTracker(emits_prompt_rows=True)
+        assert step(tracker, ("a", 0, 3, 3, 3)) == [[0, 1, 2]]
+        assert step(tracker, ("a", 3, 1, 3, 4)) == [[3]]
 
-    def test_an_incomplete_prompt_is_held_back(self):
-        ledger = RowLedger(emits_prompt_rows=True)
-        assert step(ledger, ("a", 0, 2, 5, 5), ("b", 0, 1, 1, 1)) == [None, [0]]
-        assert step(ledger, ("a", 2, 2, 5, 5)) == [None]
-        assert step(ledger, ("b", 1, 1, 1, 2), ("a", 4, 1, 5, 5)) == [[1], [0, 1, 2, 3, 4]]
+    def test_rows_of_an_incomplete_prompt_wait(self):
+        tracker = RowTracker(emits_prompt_rows=True)
+        assert step(tracker, ("a", 0, 2, 5, 5), ("b", 0, 1, 1, 1)) == [None, [0]]
+        assert step(tracker, ("a", 2, 2, 5, 5)) == [None]
+        assert step(tracker, ("b", 1, 1, 1, 2), ("a", 4, 1, 5, 5)) == [[1], [0, 1, 2, 3, 4]]
 
     def test_rows_computed_again_do_not_leave_again(self):
-        ledger = RowLedger(emits_prompt_rows=True)
-        step(ledger, ("a", 0, 3, 3, 3))
-        step(ledger, ("a", 3, 1, 3, 4))
-        assert step(ledger, ("a", 0, 5, 3, 5)) == [[4]]
+        tracker = RowTracker(emits_prompt_rows=True)
+        step(tracker, ("a", 0, 3, 3, 3))
+        step(tracker, ("a", 3, 1, 3, 4))
+        assert step(tracker, ("a", 0, 5, 3, 5)) == [[4]]
 
     def test_preempted_inside_the_prompt(self):
-        ledger = RowLedger(emits_prompt_rows=True)
-        assert step(ledger, ("a", 0, 2, 5, 5)) == [None]
-        assert step(ledger, ("a", 0, 3, 5, 5)) == [None]
-        assert step(ledger, ("a", 3, 2, 5, 5)) == [[0, 1, 2, 3, 4]]
+        tracker = RowTracker(emits_prompt_rows=True)
+        assert step(tracker, ("a", 0, 2, 5, 5)) == [None]
+        assert step(tracker, ("a", 0, 3, 5, 5)) == [None]
+        assert step(tracker, ("a", 3, 2, 5, 5)) == [[0, 1, 2, 3, 4]]
 
-    def test_a_request_forgotten_starts_anew(self):
-        ledger = RowLedger(emits_prompt_rows=True)
-        step(ledger, ("a", 0, 2, 5, 5))
-        ledger.forget("a")
-        ledger.forget("unknown")
-        assert step(ledger, ("a", 0, 1, 1, 1)) == [[0]]
+    def test_a_removed_request_starts_anew(self):
+        tracker = RowTracker(emits_prompt_rows=True)
+        step(tracker, ("a", 0, 2, 5, 5))
+        tracker.remove("a")
+        tracker.remove("unknown")
+        assert step(tracker, ("a", 0, 1, 1, 1)) == [[0]]
 
 
 class TestGeneratedRows:
-    def test_prompt_rows_stay(self):
-        ledger = RowLedger(emits_prompt_rows=False)
-        assert step(ledger, ("a", 0, 2, 3, 3)) == [None]
-        assert step(ledger, ("a", 2, 1, 3, 3)) == [None]
-        assert step(ledger, ("a", 3, 1, 3, 4)) == [[3]]
+    def test_prompt_rows_do_not_leave(self):
+        tracker = RowTracker(emits_prompt_rows=False)
+        assert step(tracker, ("a", 0, 2, 3, 3)) == [None]
+        assert step(tracker, ("a", 2, 1, 3, 3)) == [None]
+        assert step(tracker, ("a", 3, 1, 3, 4)) == [[3]]
 
     def test_rows_computed_again_do_not_leave_again(self):
-        ledger = RowLedger(emits_prompt_rows=False)
-        step(ledger, ("a", 0, 3, 3, 3))
-        step(ledger, ("a", 3, 1, 3, 4))
-        assert step(ledger, ("a", 0, 2, 3, 5)) == [None]
-        assert step(ledger, ("a", 2, 3, 3, 5)) == [[4]]
+        tracker = RowTracker(emits_prompt_rows=False)
+        step(tracker, ("a", 0, 3, 3, 3))
+        step(tracker, ("a", 3, 1, 3, 4))
+        assert step(tracker, ("a", 0, 2, 3, 5)) == [None]
+        assert step(tracker, ("a", 2, 3, 3, 5)) == [[4]]
 
 
 @pytest.mark.parametrize("emits_prompt_rows", [True, False])
@@ -79,7 +78,7 @@ class TestGeneratedRows:
 def test_any_schedule_gives_every_row_once(seed, emits_prompt_rows):
     """Random chunks, pauses and preemptions of several requests."""
     random.seed(seed)
-    ledger = RowLedger(emits_prompt_rows)
+    tracker = RowTracker(emits_prompt_rows)
     prompt = {req_id: random.randint(1, 12) for req_id in "abc"}
     tokens, computed, left = dict(prompt), dict.fromkeys("abc", 0), {req_id: [] for req_id in "abc"}
     goal = {req_id: prompt[req_id] + random.randint(1, 8) for req_id in "abc"}
@@ -91,7 +90,7 @@ def test_any_schedule_gives_every_row_once(seed, emits_prompt_rows):
         sizes = {req_id: random.randint(1, tokens[req_id] - computed[req_id]) for req_id in running}
         if not running:
             continue
-        out = step(ledger, *((r, computed[r], sizes[r], prompt[r], tokens[r]) for r in running))
+        out = step(tracker, *((r, computed[r], sizes[r], prompt[r], tokens[r]) for r in running))
         for req_id, rows in zip(running, out, strict=True):
             computed[req_id] += sizes[req_id]
             samples = computed[req_id] == tokens[req_id]
@@ -103,13 +102,13 @@ def test_any_schedule_gives_every_row_once(seed, emits_prompt_rows):
         assert left[req_id] == list(range(first, goal[req_id] - 1))
 
 
-class TestStepRows:
+class TestSelectedRows:
     def test_every_row_is_in_memory_of_its_own(self):
         outputs = {"a": torch.zeros(4, 2), "b": torch.zeros(4)}
-        rows = StepRows(outputs, [(0, 1), (2, 2), (2, 4)]).wait()
+        rows = SelectedRows(outputs, [(0, 1), (2, 2), (2, 4)]).wait()
         assert [sorted(request_rows) for request_rows in rows] == [["a", "b"], [], ["a", "b"]]
         outputs["a"].fill_(1)
         assert rows[2]["a"].sum() == 0 and rows[2]["a"].untyped_storage().nbytes() == rows[2]["a"].nbytes
 
     def test_nothing_to_copy(self):
-        assert StepRows({"a": torch.zeros(4, 2)}, [(1, 1), (4, 4)]).wait() == [{}, {}]
+        assert SelectedRows({"a": torch.zeros(4, 2)}, [(1, 1), (4, 4)]).wait() == [{}, {}]

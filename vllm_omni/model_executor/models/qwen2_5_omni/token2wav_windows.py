@@ -2,15 +2,15 @@
 """How one request's codes are vocoded window by window.
 
 Neither half of the vocoder is causal. Of a window that is not the last one, the last blocks of frames are therefore
-held back: they are computed, so that the blocks before them hear what follows, and computed again with the next window.
-What was computed before a window comes into it as the keys and values of its last block, and as the frames of the
-spectrogram that the wave's first samples depend on. The first samples of a window fade over from what the window before
-it had made of them.
+held back: they are computed as context of the blocks before them, and computed again with the next window. The state
+of the windows before enters a window as the keys and values of their last block, and as the frames of the spectrogram
+that the wave's first samples depend on. The first samples of a window are cross-faded with the earlier window's result
+for them.
 
-What is left of the difference to the wave of all codes at once, measured on the tiny checkpoint with windows of 36
-codes (and with those of the stage configuration): 6e-4 (3e-4) of the wave's level, at most 2e-2 of it, near seams. With
-two blocks held back it is a hundredth of that, but every window computes 12 codes more a second time, and the first one
-is heard later. The number of samples is that of the whole.
+The remaining difference to the wave of all codes at once, measured on the tiny checkpoint with windows of 36 codes (and
+with those of the stage configuration): 6e-4 (3e-4) of the wave's RMS, at most 2e-2 of it, near the borders of windows.
+With two blocks held back it is a hundredth of that, but every window computes 12 more codes twice, and the first audio
+comes later. The number of samples equals that of the whole.
 
 This file knows no weights.
 """
@@ -29,23 +29,23 @@ CONTEXT_FRAMES = 24
 """Frames of the spectrogram before and after a window that its wave is made from."""
 
 FADE_FRAMES = 1
-"""Frames, 10 ms each, over which a window goes over into the next one."""
+"""Frames, 10 ms each, of the cross-fade of two windows."""
 
 
 @dataclass(frozen=True, slots=True)
-class StreamState:
-    """What a request keeps from one window to the next.
+class VocoderState:
+    """A request's state between two windows.
 
-    Codes and noise are on the CPU, what was computed of them is on the vocoder's device.
+    Codes and noise are on the CPU, everything computed from them is on the vocoder's device.
 
     Attributes:
         codes: `[T]` int64, those that are held back.
         noise: float32 `[repeats * T, mel_dim]`, theirs.
-        generator_state: Of the generator that draws the noise, for the codes to come.
-        num_blocks: Blocks that are done.
-        past: What the DiT kept of the last of them; None before the first.
-        mel: float32 `[frames, mel_dim]`, up to `CONTEXT_FRAMES` that are done.
-        overlap: float32 `[samples]`, what the last window made of the samples after its end.
+        generator_state: Of the generator that draws the noise of later codes.
+        num_blocks: Blocks that are final.
+        past: The keys and values of the last of them; None before the first.
+        mel: float32 `[frames, mel_dim]`, up to `CONTEXT_FRAMES` final ones.
+        overlap: float32 `[samples]`, the last window's result for the samples after its end.
     """
 
     codes: torch.Tensor
@@ -62,13 +62,13 @@ class Window:
     """What is computed for one request in one step: the codes held back before, and the new ones.
 
     Attributes:
-        state: As the window before it left it, with the new codes and their noise.
+        state: The state after the window before it, with the new codes and their noise.
         speaker: Name in lower case.
-        num_final_blocks: Blocks that are done with this window.
-        num_final_frames: Their frames: those that become audio now.
+        num_final_blocks: Blocks that this window makes final.
+        num_final_frames: Their frames, which become audio.
     """
 
-    state: StreamState
+    state: VocoderState
     speaker: str
     num_final_blocks: int
     num_final_frames: int
@@ -81,12 +81,12 @@ class Window:
         return DiTInput(state.codes, state.noise, self.speaker, state.num_blocks, state.past, kept)
 
     def choose_frames(self, mel: torch.Tensor) -> torch.Tensor:
-        """`[frames, mel_dim]` of the window -> those that its wave is made from."""
+        """`[frames, mel_dim]` of the window -> those that its wave is computed from."""
         return torch.cat([self.state.mel, mel[: self.num_final_frames + CONTEXT_FRAMES]])
 
 
 class WindowPlanner:
-    """Makes windows of what comes, and of what was computed from them the state for the next one."""
+    """Makes windows of a request's input, and the state after a window of what was computed for it."""
 
     def __init__(
         self, repeats: int, mel_dim: int, block_size: int, samples_per_frame: int, device: torch.device
@@ -101,14 +101,14 @@ class WindowPlanner:
         self.samples_per_frame = samples_per_frame
         self.device = device
 
-    def open(self, information: dict[str, Any], state: StreamState | None) -> Window:
+    def start(self, information: dict[str, Any], state: VocoderState | None) -> Window:
         """
         Args:
             information: `codes`, int64 `[T]`, may be empty; `speaker`; `is_last`; `seed` or none.
             state: None for a request's first window.
         """
         if state is None:
-            state = self._begin(information.get("seed"))
+            state = self._first_state(information.get("seed"))
         state = self._extend(state, information["codes"])
         num_frames, is_last = state.noise.shape[0], bool(information["is_last"])
         if is_last:
@@ -116,20 +116,20 @@ class WindowPlanner:
         blocks = max(0, num_frames // self.block_size - HELD_BLOCKS)
         return Window(state, information["speaker"], blocks, blocks * self.block_size, is_last)
 
-    def close(
+    def finish(
         self, window: Window, mel: torch.Tensor, past: torch.Tensor | None, wave: torch.Tensor
-    ) -> tuple[torch.Tensor, StreamState]:
+    ) -> tuple[torch.Tensor, VocoderState]:
         """The window's audio, and the state after it.
 
         Args:
             mel: `[frames, mel_dim]`, of all frames of the window.
-            past: What the DiT kept.
-            wave: `[samples]` made of `window.choose_frames(mel)`.
+            past: Keys and values of the last final block.
+            wave: `[samples]` computed from `window.choose_frames(mel)`.
         """
         state, frames = window.state, window.num_final_frames
         wave = wave[state.mel.shape[0] * self.samples_per_frame :]
         audio, rest = wave[: frames * self.samples_per_frame], wave[frames * self.samples_per_frame :]
-        after = StreamState(
+        after = VocoderState(
             codes=state.codes[frames // self.repeats :],
             noise=state.noise[frames:].clone(),
             generator_state=state.generator_state,
@@ -140,13 +140,13 @@ class WindowPlanner:
         )
         return _fade(state.overlap, audio), after
 
-    def _begin(self, seed: int | None) -> StreamState:
+    def _first_state(self, seed: int | None) -> VocoderState:
         generator = torch.Generator()
         if seed is None:
             generator.seed()
         else:
             generator.manual_seed(seed)
-        return StreamState(
+        return VocoderState(
             codes=torch.empty(0, dtype=torch.int64),
             noise=torch.empty(0, self.mel_dim),
             generator_state=generator.get_state(),
@@ -156,8 +156,8 @@ class WindowPlanner:
             overlap=torch.empty(0, device=self.device),
         )
 
-    def _extend(self, state: StreamState, codes: torch.Tensor) -> StreamState:
-        """Noise is drawn in the order of the frames: windows get what the whole would get at once."""
+    def _extend(self, state: VocoderState, codes: torch.Tensor) -> VocoderState:
+        """Draws noise in the order of the frames: windows get the same noise as the whole."""
         generator = torch.Generator()
         generator.set_state(state.generator_state)
         noise = torch.randn(self.repeats * codes.shape[0], self.mel_dim, generator=generator)
@@ -170,7 +170,7 @@ class WindowPlanner:
 
 
 def _fade(overlap: torch.Tensor, audio: torch.Tensor) -> torch.Tensor:
-    """`audio`, whose beginning goes over from `overlap` to itself."""
+    """`audio`, whose beginning is cross-faded from `overlap`."""
     length = min(overlap.shape[0], audio.shape[0])
     if length == 0:
         return audio

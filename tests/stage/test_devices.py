@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which accelerators a stage sees. The machines are made up; what reaches a driver is the environment variable."""
+"""Which accelerators are visible to a stage, on simulated machines; drivers read the environment variable."""
 
 import json
 import os
@@ -13,8 +13,8 @@ import torch
 
 import vllm_omni
 from vllm_omni.errors import StageConfigError
-from vllm_omni.stage import placement
-from vllm_omni.stage.placement import alone_on_devices, set_stage_gpu_devices, stage_devices
+from vllm_omni.stage import devices
+from vllm_omni.stage.devices import alone_on_devices, set_stage_gpu_devices, stage_devices
 
 from .machines import VARIABLE, install, pipeline
 
@@ -43,7 +43,7 @@ def test_devices_become_the_variable_of_the_platform(
 ) -> None:
     count = 8 if visible is None else len(visible.split(","))
     install(monkeypatch, *[GIB] * count, visible=visible)
-    monkeypatch.setenv(VARIABLE, os.environ.get(VARIABLE, ""))  # put back what is there now, also if it is nothing
+    monkeypatch.setenv(VARIABLE, os.environ.get(VARIABLE, ""))  # restored after the test
     if visible is None:
         monkeypatch.delenv(VARIABLE)
     set_stage_gpu_devices(devices)
@@ -60,7 +60,7 @@ def test_devices_become_the_variable_of_the_platform(
         (None, "first", ["'first' is not a device", "write a number"]),
     ],
 )
-def test_a_device_that_is_not_there_is_named_with_those_that_are(
+def test_the_error_for_a_missing_device_names_the_visible_ones(
     visible: str | None, devices: str, says: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, GIB, GIB, visible=visible)
@@ -70,13 +70,13 @@ def test_a_device_that_is_not_there_is_named_with_those_that_are(
         assert part in str(error.value)
 
 
-def test_where_nothing_is_visible_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, visible="")
     with pytest.raises(StageConfigError, match=r"names device 0, but this process sees none .*check the driver"):
         set_stage_gpu_devices("0")
 
 
-def test_devices_are_not_changed_under_a_process_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_a_process_that_uses_them_cannot_change(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, GIB, GIB, visible="0,1")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="used before its devices '1' were chosen"):
@@ -84,17 +84,17 @@ def test_devices_are_not_changed_under_a_process_that_uses_them(monkeypatch: pyt
     assert os.environ[VARIABLE] == "0,1"
 
 
-def test_on_a_cpu_devices_are_ignored_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_devices_are_ignored_with_a_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = dict(os.environ)
     lines: list[str] = []
-    monkeypatch.setattr(placement.logger, "debug", lambda line, *values: lines.append(line % values))
+    monkeypatch.setattr(devices.logger, "debug", lambda line, *values: lines.append(line % values))
     vllm_omni.set_stage_gpu_devices("99", "stage 0 (thinker)")
     assert lines == ["stage 0 (thinker): devices '99' have no effect on a CPU"]
     assert dict(os.environ) == environment
     assert stage_devices(pipeline({"devices": "0,1"}, {"devices": 7})) == {0: [], 1: []}
 
 
-def test_every_stage_is_told_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_devices_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, *[GIB] * 3, visible="4,5,6")
     two_wide = {"engine_args": {"tensor_parallel_size": 2}}
     context = {"engine_args": {"prefill_context_parallel_size": 2}}
@@ -120,13 +120,13 @@ def test_every_stage_is_told_its_devices(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"engine_args": {"tensor_parallel_size": 4}}, r"stage 0 \(a\).*device 2, but this process sees 2"),
     ],
 )
-def test_devices_have_to_fit_the_engine(stage: dict, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_devices_must_match_the_engine(stage: dict, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, GIB, GIB)
     with pytest.raises(StageConfigError, match=says):
         stage_devices(pipeline(stage))
 
 
-def test_stages_start_one_by_one_on_a_device_that_they_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_stages_that_share_a_device_start_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(monkeypatch, GIB, visible="0")
     (stage,) = pipeline({}).stage_args
     started, finished = threading.Event(), threading.Event()
@@ -141,33 +141,34 @@ def test_stages_start_one_by_one_on_a_device_that_they_share(monkeypatch: pytest
         other.start()
         started.wait()
         monkeypatch.setenv(VARIABLE, "1")
-        with alone_on_devices(str(tmp_path), stage):  # another device is free
+        with alone_on_devices(str(tmp_path), stage):  # another device is not locked
             assert not finished.is_set()
         monkeypatch.setenv(VARIABLE, "0")
     other.join(10)
     assert finished.is_set()
 
 
-def test_a_cpu_needs_nobody_to_wait(tmp_path: Path) -> None:
+def test_on_a_cpu_no_stage_waits(tmp_path: Path) -> None:
     (stage,) = pipeline({}).stage_args
     with alone_on_devices(str(tmp_path), stage), alone_on_devices(str(tmp_path), stage):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_the_fork_server_touches_no_device() -> None:
-    """A stage that is forked from a process that has used CUDA cannot use it: none of what is preloaded may."""
+@pytest.mark.slow
+def test_the_fork_server_uses_no_device() -> None:
+    """A process forked from one that has used CUDA cannot use it, so no preloaded module may use it."""
     code = """
 import importlib, json, os
 from vllm_omni.model_executor.registry import OMNI_MODELS
-from vllm_omni.worker import _WORKERS
+from vllm_omni.engine.engine_args import _WORKERS
 import torch
 
 calls = []
-torch.cuda._lazy_init = lambda: calls.append("_lazy_init")  # where everything that needs a device goes through
+torch.cuda._lazy_init = lambda: calls.append("_lazy_init")  # called by everything that needs a device
 modules = ["vllm_omni.stage.worker", "vllm_omni.stage.engines.llm", "vllm.model_executor.model_loader"]
 for path in (*OMNI_MODELS.values(), *_WORKERS.values(), *(module + ".x" for module in modules)):
     importlib.import_module(path.replace(":", ".").rpartition(".")[0])
-# `is_available` asks the driver's library, which starts nothing, only with this variable; vLLM sets it.
+# Only with this variable, which vLLM sets, `is_available` asks the driver's library and initializes nothing.
 print(json.dumps([calls, torch.cuda.is_initialized(), os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]]))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the vocoder's causal layers carry from one window of a stream to the next, for the rows of one batch.
+"""The state of the vocoder's causal layers between two windows of a request, for the rows of one batch.
 
-All that a causal layer can know of earlier windows is its last few inputs. With them in front of its next inputs it
-computes what it would have computed in one pass over everything, and computes nothing twice. A stream's inputs of all
-layers are one flat vector, its *state*; that of a stream which has not begun is zeros, which is what the layers are
-padded with at the start. Rows of a batch differ in length: on the right of a row's own positions is padding, which no
-causal layer sees.
+A causal layer depends on earlier windows by its last few inputs only. With them in front of its next inputs it computes
+the same as in one pass over everything, and computes nothing twice. A request's inputs of all layers are one flat
+vector, its *state*; before the first window it is zeros, the layers' padding at the start. Rows of a batch differ in
+length: on the right of a row's own positions is padding, which no causal layer reads.
 
 This file knows no layer: they take their part of the state in the order in which they run.
 """
@@ -16,12 +15,12 @@ from typing import Any, Literal
 import torch
 
 
-class Carry:
-    """The states of a batch's rows, taken apart by the layers and put together anew.
+class LayerStates:
+    """The states of a batch's rows: each layer takes its part of the old ones and adds its part of the new ones.
 
     Attributes:
         num_frames: Frames of each row in this batch.
-        num_before: Frames of each row's stream before it.
+        num_before: Frames of each row's request before this batch.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class Carry:
         """
         Args:
             states: `[B, size]`; zeros where `num_before` is 0.
-            is_kept: False where no row goes on after this batch: nothing is kept then.
+            is_kept: False where no row continues after this batch: no new states are needed.
         """
         self.num_frames = num_frames
         self.num_before = num_before
@@ -39,11 +38,11 @@ class Carry:
         self._is_kept = is_kept
         self._kept: list[torch.Tensor] = []
         self._lengths = torch.tensor(num_frames, device=states.device)
-        fresh = [row for row, before in enumerate(num_before) if not before]
-        self._is_all_fresh = len(fresh) == len(num_before)
-        is_even = len(set(num_frames)) == 1 and (self._is_all_fresh or not fresh)
+        first = [row for row, before in enumerate(num_before) if not before]
+        self._is_all_first = len(first) == len(num_before)
+        is_even = len(set(num_frames)) == 1 and (self._is_all_first or not first)
         self._even_length = num_frames[0] if is_even else None
-        self._fresh = torch.tensor(fresh, dtype=torch.int64, device=states.device)
+        self._first = torch.tensor(first, dtype=torch.int64, device=states.device)
 
     def take(self, *shape: int) -> torch.Tensor:
         """`[B, *shape]`, the next part of the states. Not to be written to."""
@@ -52,7 +51,7 @@ class Carry:
         return self._states[:, start : self._taken].view(-1, *shape)
 
     def keep(self, whole: torch.Tensor, num_taken: int, dim: Literal[-1, -2] = -1) -> None:
-        """Leaves the last inputs of a layer for the next window.
+        """Adds the last inputs of a layer to the new states.
 
         Args:
             whole: What was taken and the inputs after it, `num_taken + L` positions along `dim`.
@@ -74,22 +73,22 @@ class Carry:
         return torch.arange(num_taken, device=whole.device).view(-1, *[1] * (-1 - dim))
 
     def grow(self, factor: int) -> None:
-        """From here on each position is `factor` positions."""
+        """From this layer on each position is `factor` positions."""
         self._lengths = self._lengths * factor
         if self._even_length is not None:
             self._even_length *= factor
 
     def drop_beginning(self, x: torch.Tensor, num_positions: int) -> torch.Tensor:
-        """`[B, C, L]` without the first positions of the rows whose streams begin here.
+        """`[B, C, L]` without the first positions of the rows of a request's first window.
 
         Returns:
-            Where some rows do and some do not: the same tensor, changed, still of length L.
+            For rows of both kinds: the same tensor, changed, still of length L.
         """
-        if not len(self._fresh):
+        if not len(self._first):
             return x
-        self._lengths = self._lengths.index_add(0, self._fresh, torch.full_like(self._fresh, -num_positions))
-        if not self._is_all_fresh:
-            x[self._fresh, :, :-num_positions] = x[self._fresh, :, num_positions:]
+        self._lengths = self._lengths.index_add(0, self._first, torch.full_like(self._first, -num_positions))
+        if not self._is_all_first:
+            x[self._first, :, :-num_positions] = x[self._first, :, num_positions:]
             return x
         if self._even_length is not None:
             self._even_length -= num_positions
@@ -101,15 +100,15 @@ class Carry:
         return torch.cat(self._kept, dim=1)
 
 
-class CarriedKeys:
-    """Stands in for HF transformers' cache of keys and values, of which its attention calls `update` only."""
+class StateKeys:
+    """Replaces HF transformers' cache of keys and values, of which its attention calls `update` only."""
 
-    def __init__(self, carry: Carry, window: int) -> None:
+    def __init__(self, states: LayerStates, window: int) -> None:
         """
         Args:
-            window: Positions that a position sees, itself included.
+            window: Positions that a position attends to, itself included.
         """
-        self._carry = carry
+        self._states = states
         self._num_kept = window - 1
 
     def update(
@@ -120,20 +119,20 @@ class CarriedKeys:
 
     def _extend(self, x: torch.Tensor) -> torch.Tensor:
         _, heads, _, head_dim = x.shape
-        whole = torch.cat((self._carry.take(heads, self._num_kept, head_dim), x), dim=2)
-        self._carry.keep(whole, self._num_kept, dim=-2)
+        whole = torch.cat((self._states.take(heads, self._num_kept, head_dim), x), dim=2)
+        self._states.keep(whole, self._num_kept, dim=-2)
         return whole
 
     def mask(self, device: torch.device) -> torch.Tensor:
-        """`[B, 1, L, window - 1 + L]` bool: which keys a position sees. Those before the stream's begin are not any."""
-        length = max(self._carry.num_frames)
+        """`[B, 1, L, window - 1 + L]` bool: the keys that a position attends to; none before the request's start."""
+        length = max(self._states.num_frames)
         queries = torch.arange(length, device=device)[:, None]
         keys = torch.arange(self._num_kept + length, device=device)
-        before = torch.tensor(self._carry.num_before, device=device)
+        before = torch.tensor(self._states.num_before, device=device)
         first = (self._num_kept - before).clamp_min(0)[:, None, None, None]
         return (keys >= queries) & (keys <= queries + self._num_kept) & (keys >= first)
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """`[B, L]` int64, counted from the stream's begin."""
-        before = torch.tensor(self._carry.num_before, device=device)
-        return before[:, None] + torch.arange(max(self._carry.num_frames), device=device)
+        """`[B, L]` int64, counted from the request's start."""
+        before = torch.tensor(self._states.num_before, device=device)
+        return before[:, None] + torch.arange(max(self._states.num_frames), device=device)

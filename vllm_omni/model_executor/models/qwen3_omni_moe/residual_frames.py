@@ -1,28 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole frames of residual codes as CUDA graphs: a launch instead of some hundreds.
+"""The residual codes of a frame: how they are sampled, and whole frames as CUDA graphs.
 
-One graph for each padded batch size, with sampling and without, captured when it is first needed. It runs the same
-code as without graphs, on inputs at fixed addresses. This file does not know how a frame is made.
+One graph for each padded batch size, with sampling and without, captured on first use: one launch instead of some
+hundreds. It runs the same code as without graphs, on inputs at fixed addresses. This file knows no model.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
-from vllm_omni.model_executor.models.qwen3_omni_moe.residual_sampling import Frame, ResidualSampling
+SAMPLING_TOP_K = 50
+"""Residual codes are sampled from the 50 likeliest (fixed by the reference, whatever the talker's own top_k)."""
+
+SAMPLING_TOP_P = 0.8
+"""Nucleus of the residual codes, fixed by the reference as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualSampling:
+    """How to sample the residual codes of one frame; greedy requests can be in the same batch.
+
+    Attributes:
+        top_p: `[B, 1]` float32; 0 takes the likeliest code.
+        noise: `[B, num_code_groups - 1, SAMPLING_TOP_K]` float32, exponentially distributed.
+    """
+
+    top_p: torch.Tensor
+    noise: torch.Tensor
+
+    def sample(self, logits: torch.Tensor, step: int) -> torch.Tensor:
+        """`[B, vocab]` logits -> `[B]` ids: top-k, then top-p, then the exponential race."""
+        top_k = min(SAMPLING_TOP_K, logits.shape[-1])
+        values, ids = logits.float().topk(top_k, dim=-1)  # descending
+        probs = values.softmax(-1)
+        before = probs.cumsum(-1) - probs  # mass of the likelier codes
+        outside = before >= self.top_p
+        outside[:, 0] = False
+        choice = (probs.masked_fill(outside, 0.0) / self.noise[:, step, :top_k]).argmax(-1, keepdim=True)
+        return ids.gather(-1, choice).squeeze(-1)
+
+
+class Frame(NamedTuple):
+    """The residual part of one frame of `B` requests.
+
+    Attributes:
+        codes: `[B, num_code_groups - 1]` int64.
+        embeds: `[B, hidden]`, the sum of the embeddings of these codes.
+    """
+
+    codes: torch.Tensor
+    embeds: torch.Tensor
+
 
 MakeFrame = Callable[[torch.Tensor, torch.Tensor, ResidualSampling | None], Frame]
 
 
 class Graph(Protocol):
-    """Work that was recorded and can be done again, on the same memory."""
+    """Recorded work that can be repeated on the same memory."""
 
     def replay(self) -> None: ...
 
 
 def capture_cuda_graph(work: Callable[[], Frame]) -> tuple[Graph, Frame]:
-    """Runs the work and records it. What it returned lies where each replay writes."""
+    """Runs the work and records it. Each replay writes into the frame that is returned."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -37,7 +79,7 @@ def capture_cuda_graph(work: Callable[[], Frame]) -> tuple[Graph, Frame]:
 
 
 class FrameGraphs:
-    """Stands in for what makes frames. Rows that pad a batch hold what an earlier one left: rows do not meet."""
+    """Replaces a `MakeFrame`. Rows that pad a batch hold values of an earlier one: rows do not affect each other."""
 
     def __init__(
         self,
@@ -64,7 +106,7 @@ class FrameGraphs:
         self._graphs: dict[tuple[int, bool], tuple[Graph, Frame]] = {}
 
     def __call__(self, hidden: torch.Tensor, first_embeds: torch.Tensor, sampling: ResidualSampling | None) -> Frame:
-        """As `MakeFrame`; what it returns stays as it is."""
+        """As `MakeFrame`; later calls do not change what it returns."""
         batch_size = hidden.shape[0]
         self._hidden[:batch_size] = hidden
         self._first_embeds[:batch_size] = first_embeds
@@ -79,7 +121,7 @@ class FrameGraphs:
         return Frame(frame.codes[:batch_size].clone(), frame.embeds[:batch_size].clone())
 
     def _padded(self, batch_size: int) -> int:
-        """The next power of two, as far as there are buffers."""
+        """The next power of two, limited by the size of the buffers."""
         return min(1 << (batch_size - 1).bit_length(), self._hidden.shape[0])
 
     def _record(self, size: int, is_sampled: bool) -> tuple[Graph, Frame]:

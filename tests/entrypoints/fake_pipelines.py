@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from tests.fork_server_cache import QuickForkServer
-from tests.orchestrator.pipelines import fake_stage
+from tests.orchestrator.pipelines import fake_stage, fresh_stats
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.omni_base import OmniBase
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
@@ -65,8 +65,8 @@ def make_chat(num_tokens: int) -> dict[str, Any]:
 
 
 def is_idle(llm: OmniBase) -> bool:
-    """No stage has a request. After an abort this includes its effect, because a stage processes messages in order."""
-    stats = llm.stats()
+    """Whether no stage has a request, after it has processed all messages that were sent to it."""
+    stats = fresh_stats(llm._pipeline.orchestrator)
     return len(stats) > 0 and all(s.num_running == s.queue_depth == 0 for s in stats)
 
 

@@ -23,7 +23,7 @@ from tests.entrypoints.fake_pipelines import (
     wait_until_free,
 )
 from tests.metrics.collector import Collector
-from tests.orchestrator.pipelines import function_stage
+from tests.orchestrator.pipelines import fresh_stats, function_stage
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.errors import (
     InvalidRequestError,
@@ -361,7 +361,7 @@ def test_client_aborts_free_the_kv_cache(qwen: AsyncOmniLLM, tiny_qwen3_omni_moe
         streams = [qwen.generate(prompt, endless) for _ in range(4)]
         for events in streams:
             assert isinstance(await anext(events), ARSegmentEvent)
-        assert any(stage.kv_blocks_used for stage in qwen.stats())
+        assert any(stage.kv_blocks_used for stage in fresh_stats(qwen._pipeline.orchestrator))
         for events in streams:
             await events.aclose()
         await asyncio.to_thread(wait_until_free, qwen)

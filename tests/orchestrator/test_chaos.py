@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.orchestrator.pipelines import Caller, error_of, fake_stage, make_config, open_orchestrator
+from tests.orchestrator.pipelines import Caller, error_of, fake_stage, fresh_stats, make_config, open_orchestrator
 from tests.orchestrator.test_failure import QUICKLY, is_ready, kill, processes, wait_until
 from vllm_omni.errors import RequestAbortedError, RequestTimeoutError, StageDeadError, StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
@@ -208,7 +208,7 @@ def check_nothing_is_left(caller: Caller, victim: str) -> None:
     assert {stage.name: stage.num_restarts for stage in caller.orchestrator.health()} == {
         name: int(name == victim) for name in "abcd"
     }
-    stats = caller.orchestrator.stats()
+    stats = fresh_stats(caller.orchestrator)
     assert [(stage.name, stage.queue_depth, stage.num_running) for stage in stats] == [(name, 0, 0) for name in "abcd"]
     assert set(caller.orchestrator.activity().values()) == {0}
     wait_until(lambda: payload_files(caller) == [])  # what was on its way to an aborted request is still to be dropped

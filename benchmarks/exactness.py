@@ -27,7 +27,7 @@ from transformers.utils import logging
 from wishes import CODES, Answer, Wish, ask, ask_crowd, ask_reference, make_wish
 
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.config.paths import stage_configs_dir
+from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 

@@ -22,7 +22,7 @@ from vllm import SamplingParams
 from vllm.transformers_utils.config import get_config
 
 from vllm_omni.config.loader import load_pipeline_config
-from vllm_omni.config.paths import stage_configs_dir
+from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageInput, StageRequest

@@ -13,7 +13,7 @@ from report import Report, percentile, progress
 
 from runtime_parts import starter
 from runtime_parts.rows import add_row
-from vllm_omni.config.paths import stage_configs_dir
+from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 PLAIN = "vllm.LLM"

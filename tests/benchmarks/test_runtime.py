@@ -13,6 +13,8 @@ from vllm_omni.config.loader import load_pipeline_config
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

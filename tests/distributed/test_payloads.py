@@ -5,6 +5,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 SEVERAL_THREADS = textwrap.dedent("""
     import sys, threading
     import msgspec
@@ -31,6 +33,7 @@ SEVERAL_THREADS = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 def test_threads_may_receive_the_first_payload_of_a_type_at_the_same_time() -> None:
     """In a process of its own, because the failure is its crash."""
     subprocess.run([sys.executable, "-c", SEVERAL_THREADS], check=True, timeout=120)

@@ -54,6 +54,7 @@ def test_what_a_reader_holds_is_never_overwritten(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == used  # nothing new had to be made
 
 
+@pytest.mark.slow
 def test_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     connector = SharedMemoryConnector(tmp_path, "p", 0)
     ref, _ = connector.put([b"x" * 100_000])

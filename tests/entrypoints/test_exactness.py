@@ -12,6 +12,8 @@ import pytest
 
 from vllm_omni.testing.hf_oracle import HFOracle
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def exactness() -> Iterator[Any]:

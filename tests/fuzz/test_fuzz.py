@@ -6,6 +6,8 @@ import pytest
 from tests.fuzz.campaign import Campaign, Summary
 from tests.fuzz.fuzz_requests import ABORTED, CLOSED, NO_ANSWER, FuzzRequest, Outcome
 
+pytestmark = pytest.mark.slow
+
 MAX_GROWTH = 256 << 20
 SLACK_FILES = 8  # Threads and sockets that are created once.
 

@@ -67,7 +67,7 @@ class Gate(ForkServer):
 def running(*stages: dict) -> Iterator[tuple[Caller, Gate]]:
     config = make_config(*(stages or PAIR), restart={"backoff_s": 0.0, "max_restarts": 10})
     gate = Gate()
-    orchestrator = open_orchestrator(config, server=gate, records_stats=True)
+    orchestrator = open_orchestrator(config, server=gate)
     try:
         orchestrator.wait_until_started()
         yield Caller(orchestrator, config), gate

@@ -68,7 +68,7 @@ class Stage:
         self.requests[request_id] = state
         tokens = Completion(token_ids=[0] * num_tokens)
         segment = state.outputs.add(StageOutput(request_id=request_id, stage_id=0, completions=[tokens]))
-        self.times.note(state)
+        self.times.add(state)
         return segment
 
     def flush(self) -> list[str]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message that crosses a process, on one page.
 
-    orchestrator -> stage         SubmitMessage, AbortMessage, PeerDownMessage, PeerUpMessage, StatsQuery,
-                                  ShutdownMessage
+    orchestrator -> stage         SubmitMessage, AbortMessage, PeerDownMessage, PeerUpMessage, ShutdownMessage
     stage -> next stage           DataMessage
     stage -> its feeders          RefundMessage
     stage -> orchestrator         ReadyMessage, OutputMessage, ResultMessage, ErrorMessage, StatsMessage, FaultMessage
@@ -95,10 +94,6 @@ class PeerUpMessage(Message):
     address: str
 
 
-class StatsQuery(Message):
-    """Answer with a `StatsMessage`."""
-
-
 class ShutdownMessage(Message):
     """Exit without finishing requests."""
 
@@ -183,14 +178,7 @@ class FaultMessage(Message):
 
 
 StageInbound = (
-    SubmitMessage
-    | AbortMessage
-    | PeerDownMessage
-    | PeerUpMessage
-    | StatsQuery
-    | ShutdownMessage
-    | DataMessage
-    | RefundMessage
+    SubmitMessage | AbortMessage | PeerDownMessage | PeerUpMessage | ShutdownMessage | DataMessage | RefundMessage
 )
 OrchestratorInbound = (
     ReadyMessage | OutputMessage | ResultMessage | ErrorMessage | StatsMessage | FaultMessage | RefundMessage

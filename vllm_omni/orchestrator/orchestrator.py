@@ -42,12 +42,12 @@ from vllm_omni.orchestrator.omni_stage import OmniStage
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
 from vllm_omni.orchestrator.spec_factory import SpecFactory
-from vllm_omni.orchestrator.stats_inquiry import StatsInquiry
 from vllm_omni.orchestrator.supervisor import StageHealth, Supervisor
 from vllm_omni.stage.spec import StagePlacement
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 
+_CLOSED = "the pipeline is closed; make a new one"
 _OPEN_FILES, _OPEN_FILES_PER_STAGE = 16, 8
 """Upper bounds: for ZMQ's context, and for the sockets, connections and start of each stage."""
 
@@ -65,7 +65,6 @@ class Orchestrator:
         server: ForkServer,
         placements: Mapping[int, StagePlacement] | None = None,
         observers: Sequence[PipelineObserver] = (),
-        records_stats: bool = False,
         otlp_traces_endpoint: str | None = None,
     ) -> None:
         """
@@ -77,7 +76,6 @@ class Orchestrator:
             server: Stages are forked from it. It is closed with the pipeline, and if this fails.
             placements: The cores of the stages, by stage id; those of other stages are left to the system.
             observers: Notified of requests; closed as the server is.
-            records_stats: The stages record statistics.
             otlp_traces_endpoint: Where stages send spans.
 
         Raises:
@@ -90,12 +88,12 @@ class Orchestrator:
         self._connector = ConnectorConfig(
             name="SharedMemoryConnector", extra={"shm_threshold_bytes": shm_threshold_bytes}
         )
-        self._specs = SpecFactory(config, model, self._connector, placements or {}, records_stats, otlp_traces_endpoint)
+        self._specs = SpecFactory(config, model, self._connector, placements or {}, otlp_traces_endpoint)
         self._started: Future[None] = Future()
         self._closing = False
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._admission = Admission(config.runtime.max_inflight, config.runtime.max_queued)
-        self._inquiries: list[StatsInquiry] = []
+        self._stats: dict[int, StageStats] = {}  # replaced as a whole, so any thread may read it
         # Reentrant: the garbage collector may close an unreferenced pipeline while this thread holds the lock.
         self._lock = threading.RLock()
         # A daemon: at interpreter exit it must outlive the main thread until `close` has run.
@@ -165,15 +163,15 @@ class Orchestrator:
         """The number of requests that each stage works on, by stage name, in stage order."""
         return self._router.activity()
 
-    def stats(self, timeout: float = 5.0) -> list[StageStats]:
-        """What the stages have done so far, in stage order; a stage that does not answer in time is left out.
+    def stats(self) -> list[StageStats]:
+        """The last snapshot of each stage, in stage order; a stage without a process is left out.
 
         Raises:
             PipelineClosedError: The pipeline is closed.
         """
-        inquiry = StatsInquiry()
-        self._command(lambda: self._ask_for_stats(inquiry))
-        return inquiry.wait(timeout)
+        if self._closing:
+            raise PipelineClosedError(_CLOSED)
+        return [stats for _, stats in sorted(self._stats.items())]
 
     def close(self) -> None:
         """Stops all stages and removes their files. May be called twice."""
@@ -188,7 +186,7 @@ class Orchestrator:
         """Runs a function on the orchestrator's thread, soon."""
         with self._lock:
             if self._closing:
-                raise PipelineClosedError("the pipeline is closed; make a new one")
+                raise PipelineClosedError(_CLOSED)
             self._commands.append(command)
             self._wake()
 
@@ -304,8 +302,6 @@ class Orchestrator:
             self._closing = True
         self._run_commands()
         self._router.end_all()
-        for inquiry in self._inquiries:
-            inquiry.end()
 
     # Messages.
 
@@ -358,18 +354,11 @@ class Orchestrator:
     def _on_stage_down(self, stage: OmniStage) -> None:
         self._router.on_stage_down(stage)
         self._run_dir.remove_segments(stage.stage_id)
-        for inquiry in self._inquiries:
-            inquiry.give_up_on(stage.stage_id)
-
-    def _ask_for_stats(self, inquiry: StatsInquiry) -> None:
-        self._inquiries = [other for other in self._inquiries if not other.is_answered]
-        self._inquiries.append(inquiry)
-        inquiry.ask(self._stages.values())
+        self._stats = {stage_id: stats for stage_id, stats in self._stats.items() if stage_id != stage.stage_id}
 
     def _on_stats(self, stats: StageStats) -> None:
+        self._stats = {**self._stats, stats.stage_id: stats}
         self._observer.stage_stats(stats)
-        for inquiry in self._inquiries:
-            inquiry.answer(stats)
 
 
 def _check_open_files(count: int) -> None:

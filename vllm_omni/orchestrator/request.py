@@ -91,7 +91,7 @@ class RequestRecord:
         )
 
     def _waits_for(self, source: int, stage_id: int) -> bool:
-        if self._config.window(source, stage_id, None).for_caller(self.request.streams).streams:
+        if self._config.window(source, stage_id, None).for_request(self.request.streams).streams:
             return source in self.pending and not self.is_working(source)
         return source in self.pending
 

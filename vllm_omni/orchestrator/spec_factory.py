@@ -20,14 +20,12 @@ class SpecFactory:
         model: str,
         connector: ConnectorConfig,
         placements: Mapping[int, StagePlacement],
-        records_stats: bool,
         otlp_traces_endpoint: str | None,
     ) -> None:
         self._config = config
         self._model = model
         self._connector = connector
         self._placements = placements
-        self._records_stats = records_stats
         self._otlp_traces_endpoint = otlp_traces_endpoint
 
     def make(self, stage: OmniStage, run_dir: RunDir) -> StageSpec:
@@ -49,7 +47,6 @@ class SpecFactory:
             high_watermark_bytes=runtime.defaults.high_watermark_bytes,
             connector=self._connector,
             placement=self._placements.get(config.stage_id, StagePlacement()),
-            records_stats=self._records_stats,
             otlp_traces_endpoint=self._otlp_traces_endpoint,
         )
 

@@ -90,7 +90,7 @@ class Outlet:
 
     def _window(self, submit: SubmitMessage, target: int) -> WindowConfig:
         """How a target cuts this request's output into windows."""
-        return self.targets[target].spec.window.for_caller(submit.streams)
+        return self.targets[target].spec.window.for_request(submit.streams)
 
     def send(self, message: Message, frames: Frames = ()) -> None:
         """Sends to the orchestrator."""
@@ -109,8 +109,12 @@ class Outlet:
             payload, frames = self._payloads.put(self._for_caller(segment))
             self.send(OutputMessage(request_id=state.request_id, stage_id=self._stage_id, payload=payload), frames)
 
-    def send_result(self, state: RequestState, last_piece: StageOutput) -> None:
-        """Sends what is left to those who read along, all of it to the others, and word of the end. Raises as above."""
+    def finish(self, state: RequestState, last_piece: StageOutput) -> tuple[ResultMessage, Frames]:
+        """Sends the rest of the output to the targets that stream it, and all of it to the others. Raises as above.
+
+        Returns:
+            The message for the orchestrator, to be sent next.
+        """
         segment, whole = state.outputs.finish(last_piece)
         for target in state.submit.targets:
             self._send_data(state, target, segment if self._window(state.submit, target).streams else whole)
@@ -126,7 +130,7 @@ class Outlet:
             sent_to={target: epoch for target, epoch in epochs.items() if epoch is not None},
             payload=payload,
         )
-        self.send(message, frames)
+        return message, frames
 
     def on_target_up(self, message: PeerUpMessage) -> dict[str, Exception]:
         """Connects to a target's new process and sends what was kept for it.

@@ -56,12 +56,11 @@ class StageSpec(msgspec.Struct, kw_only=True):
         orchestrator: The address of the orchestrator.
         sources, targets: Its neighbours, by stage id.
         segments: When output is sent to a streaming client; None: as soon as it is made.
-        max_inflight: Requests that its engine holds at once; None leaves it to the engine.
-        max_queued, high_watermark_bytes: What may wait in it for its engine before its feeders wait.
+        max_inflight: Requests that its engine holds at once; None: the engine's capacity.
+        max_queued, high_watermark_bytes: Requests and bytes that may wait in it for its engine before its feeders wait.
         connector: How payloads travel to the orchestrator.
-        placement: The cores that it may use.
-        records_stats: It keeps count of what it does.
-        otlp_traces_endpoint: Where its spans go; None: it makes none.
+        placement: Its cores and threads.
+        otlp_traces_endpoint: Where its spans go; None: no spans.
     """
 
     stage: OmniStageConfig
@@ -77,5 +76,4 @@ class StageSpec(msgspec.Struct, kw_only=True):
     high_watermark_bytes: int = 256 << 20
     connector: ConnectorConfig
     placement: StagePlacement = StagePlacement()
-    records_stats: bool = False
     otlp_traces_endpoint: str | None = None

@@ -14,7 +14,13 @@ from vllm_omni.entrypoints.cli import main as cli
 def test_help_names_the_commands(run, arguments):
     said = run(*arguments)
     assert said.code == 0
-    for command in ("serve MODEL", "config show MODEL", "doctor [MODEL]", "from vllm_omni import OmniLLM"):
+    for command in (
+        "serve MODEL",
+        "config show MODEL",
+        "bench serve",
+        "doctor [MODEL]",
+        "from vllm_omni import OmniLLM",
+    ):
         assert command in said.out
 
 
@@ -33,11 +39,15 @@ def test_other_commands_are_vllms(run, monkeypatch):
 
 
 def test_omni_is_refused_where_it_means_nothing(run):
-    said = run("bench", "serve", "--omni")
+    said = run("chat", "--omni")
     assert said.code == 2
-    assert "--omni is for serve, config, doctor; leave it out for bench" in said.err
+    assert "--omni is for serve, config, bench, doctor; leave it out for chat" in said.err
+    said = run("bench", "latency", "--omni")
+    assert said.code == 2
+    assert "--omni is for bench serve; leave it out for the other benchmarks" in said.err
 
 
+@pytest.mark.slow
 def test_vllm_itself_hands_omni_to_us():
     """vLLM's own `vllm` script, not ours."""
     code = "import sys; sys.argv = ['vllm', 'bench', '--omni']; import vllm.entrypoints.cli.main as m; m.main()"

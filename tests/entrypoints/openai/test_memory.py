@@ -15,6 +15,8 @@ from fastapi import FastAPI, Request
 from tests.entrypoints.openai.small_apps import ask, make_app
 from vllm_omni.entrypoints.openai import api_server, middleware
 
+pytestmark = pytest.mark.slow
+
 
 class Cycle:
     """Refers to itself, and to the body of a request."""

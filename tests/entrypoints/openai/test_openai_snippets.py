@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from tests.entrypoints.openai.media_apps import png
 from tests.servers import RunningServer
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")]
 
 
 @pytest.fixture(autouse=True)

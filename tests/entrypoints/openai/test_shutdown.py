@@ -15,6 +15,8 @@ import pytest
 
 from tests.servers import SMALL_VLLM, RunningServer
 
+pytestmark = pytest.mark.slow
+
 MEMORY_FILES = Path("/dev/shm")
 
 

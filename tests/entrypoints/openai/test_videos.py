@@ -21,7 +21,7 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use, with_flags
-from vllm_omni.diffusion.durations import nearest_num_frames
+from vllm_omni.diffusion.pipeline_info import nearest_num_frames
 from vllm_omni.entrypoints.openai import videos
 from vllm_omni.entrypoints.openai.server_args import ServerLimits
 from vllm_omni.entrypoints.openai.video_store import Video, VideoJob, VideoStore
@@ -35,7 +35,7 @@ NO_KEY = b""
 
 URI = "data:image/png;base64," + base64.b64encode(png()).decode()
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")]
 
 
 @pytest.fixture(scope="module")

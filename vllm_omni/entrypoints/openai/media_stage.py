@@ -17,10 +17,10 @@ from vllm.tracing import extract_trace_headers
 from vllm.utils import random_uuid
 
 from vllm_omni.config.dit_config import parse_dit_config
-from vllm_omni.config.nearest import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.diffusion.call_arguments import default_fps
+from vllm_omni.config.utils import nearest
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
+from vllm_omni.diffusion.request_settings import default_fps
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_request import ImageFetcher
 from vllm_omni.events import CompletedEvent, OmniEvent

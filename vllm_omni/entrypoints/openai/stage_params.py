@@ -8,10 +8,9 @@ import msgspec
 from pydantic import BaseModel
 from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.config.nearest import nearest
-from vllm_omni.config.reading import convert, take_apart
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.diffusion.setting_checks import check_values
+from vllm_omni.config.utils import convert, nearest, split_error
+from vllm_omni.diffusion.request_settings import check_values
 from vllm_omni.entrypoints.openai.media_output import FILE_FORMATS
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
@@ -120,7 +119,7 @@ def _checked(name: str, value: Any) -> Any:
         params = convert({name: value}, DiffusionSamplingParams)
         check_values(params)
     except msgspec.ValidationError as error:
-        raise VLLMValidationError(f"{name}: {take_apart(error)[0]}", parameter=name) from error
+        raise VLLMValidationError(f"{name}: {split_error(error)[0]}", parameter=name) from error
     except (ValueError, TypeError) as error:
         raise VLLMValidationError(str(error), parameter=name) from error
     if name == "output_format" and value not in FILE_FORMATS:

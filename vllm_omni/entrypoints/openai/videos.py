@@ -23,7 +23,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.diffusion.durations import nearest_num_frames, temporal_factor
+from vllm_omni.diffusion.pipeline_info import nearest_num_frames, temporal_factor
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
 from vllm_omni.entrypoints.openai.images import RESPONSES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures and videos in messages, and the settings of a diffusion model in a request."""
+"""Images and videos in messages, and the settings of a diffusion model in a request."""
 
 import base64
 import io

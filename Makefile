@@ -10,21 +10,26 @@ OMNI_EXTRA ?= cpu
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(OMNI_EXTRA)
+# Two processes; tests/conftest.py keeps those tests in one that share an engine or a server.
+PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup
 
 # With more threads than one, OpenMP's waiting threads slow tiny models down several times.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-slow lint clean
 
 help:  ## Say what there is
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(STAMP)  ## Ask a tiny pipeline about a picture and a spoken clip, and let one paint; writes demo_output/
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP)  ## Run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(STAMP)  ## Run the tests of what matters most
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(STAMP)  ## Run the other tests
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## Check style and types
 	$(BIN)/ruff check

@@ -29,7 +29,7 @@ from report import Report, make_parser, percentile, progress
 from transformers.utils import logging
 
 from vllm_omni import AsyncOmniLLM, OmniLLM
-from vllm_omni.config.paths import stage_configs_dir
+from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.events import ErrorEvent
 from vllm_omni.testing.media import make_prompt
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint

@@ -22,6 +22,38 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["DO_NOT_TRACK"] = "1"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where tests run in several processes, files that share a fixture of a session stay in one process.
+
+    Checkpoints do not count: writing one takes less time than waiting for another process.
+    """
+    if not config.getoption("loadgroup", False):
+        return
+    groups: dict[str, str] = {}  # of a file or a fixture: a file, and so on up to one that is a group
+
+    def find(name: str) -> str:
+        while (parent := groups.setdefault(name, name)) != name:
+            name = parent
+        return name
+
+    for item in items:
+        for fixture in _shared_fixtures(item):
+            groups[find(fixture)] = find(item.nodeid.split("::")[0])
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(find(item.nodeid.split("::")[0])))
+
+
+def _shared_fixtures(item: pytest.Item) -> list[str]:
+    """Those of a session that the tests define, by folder and name."""
+    fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    return [
+        f"{found[-1].baseid}::{name}"
+        for name, found in fixtures.items()
+        if found[-1].scope == "session" and found[-1].baseid and not name.startswith("tiny_")
+    ]
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text-only checkpoint with random weights."""
@@ -66,7 +98,7 @@ def omni_server(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="session")
-def painting_server(
+def image_server(
     tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
     """A server for a model that paints, also after a picture; in few steps where a request does not say."""

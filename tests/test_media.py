@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from vllm_omni.distributed.connectors import InlineConnector
-from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.payloads import PayloadReceiver, PayloadSender
 from vllm_omni.media import DEFAULT_FPS, FORMATS, check_output_format, count_media, encode_outputs, read_media, to_uint8
 from vllm_omni.outputs import StageOutput
 from vllm_omni.sampling_params import DiffusionSamplingParams
@@ -39,12 +39,13 @@ def films(count: int = 1, frames: int = 5, height: int = HEIGHT, width: int = WI
 
 
 def encode(output_type: str, outputs: list[torch.Tensor], output_format: str | None = None, **fields):
-    """What the caller holds, after a journey through a payload channel; and what was said of it."""
+    """What the caller receives after the output was sent inline, and its `data`."""
     params = DiffusionSamplingParams(output_format=output_format, **fields)
     tensors, data = encode_outputs(output_type, outputs, params, 44_100)
-    channel = PayloadChannel(InlineConnector())
-    ref, frames = channel.put(StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data))
-    sent = channel.get(StageOutput, ref, [memoryview(bytes(frame)) for frame in frames])
+    ref, frames = PayloadSender(InlineConnector()).put(
+        StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data)
+    )
+    sent = PayloadReceiver().get(StageOutput, ref, [memoryview(bytes(frame)) for frame in frames])
     assert sent.num_media == count_media(tensors, data) == len(outputs)
     return read_media(sent.tensors, sent.data), sent.data
 

@@ -51,6 +51,7 @@ print(dict(os.environ) == environment, threading.active_count())
     assert run_python(code).splitlines() == ["[]", "True 1"]
 
 
+@pytest.mark.slow
 def test_importing_the_public_names_patches_nothing():
     """Every attribute of every vLLM, torch and transformers module and class is the same object before and after."""
     code = """

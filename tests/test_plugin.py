@@ -37,6 +37,7 @@ def test_the_entry_point_is_installed():
     assert entry_point.load() is plugin.register
 
 
+@pytest.mark.slow
 def test_plain_vllm_gives_the_same_tokens_with_and_without_the_plugin(tiny_qwen3, tmp_path):
     folders = [tmp_path / "without", tmp_path / "with"]
     started = [start_plain_vllm(tiny_qwen3, folders[0], VLLM_PLUGINS=""), start_plain_vllm(tiny_qwen3, folders[1])]

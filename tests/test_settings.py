@@ -29,17 +29,18 @@ def test_no_other_file_holds_settings_that_would_win_or_be_ignored():
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_test_sets_the_threads_before_python_starts(tmp_path):
+@pytest.mark.parametrize("target, marked", [("test", "not slow"), ("test-slow", "slow")])
+def test_make_sets_the_threads_before_python_starts_and_selects_tests(tmp_path, target, marked):
     clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     (tmp_path / "bin").mkdir()
     (tmp_path / ".ready-cpu").touch()
     python = tmp_path / "bin" / "python"
-    python.write_text('#!/bin/sh\necho "threads=$OMP_NUM_THREADS $@"\n')
+    python.write_text('#!/bin/sh\necho "threads=$OMP_NUM_THREADS"; printf "<%s>" "$@"\n')
     python.chmod(0o755)
     said = subprocess.run(
-        ["make", "-C", ROOT, "test", f"VENV={tmp_path}"], env=clean, capture_output=True, text=True, check=True
+        ["make", "-C", ROOT, target, f"VENV={tmp_path}"], env=clean, capture_output=True, text=True, check=True
     ).stdout
-    assert "threads=1 -m pytest" in said
+    assert "threads=1\n<-m><pytest>" in said and f"<-m><{marked}>" in said
 
 
 def test_ruff_reads_pyproject():

@@ -146,15 +146,15 @@ SIGNATURES = {
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner": ("self", f"{WORKER}.gpu_worker:OmniGPUWorker"),
     "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": (
         "self",
-        f"{WORKER}.gpu_generation_worker:GPUGenerationWorker",
+        f"{WORKER}.gpu_worker:GPUGenerationWorker",
     ),
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device": ("self", f"{WORKER}.cpu_worker:OmniCPUWorker"),
-    "vllm.v1.worker.gpu_worker:Worker.init_device": ("self", f"{WORKER}.gpu_generation_worker:GPUGenerationWorker"),
+    "vllm.v1.worker.gpu_worker:Worker.init_device": ("self", f"{WORKER}.gpu_worker:GPUGenerationWorker"),
     "vllm.v1.worker.gpu_worker:Worker.execute_model": ("self, scheduler_output", f"{WORKER}.gpu_worker:OmniGPUWorker"),
     "vllm.v1.worker.gpu_worker:Worker.sample_tokens": ("self, grammar_output", f"{WORKER}.gpu_worker:OmniGPUWorker"),
     "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model": (
         "self",
-        f"{WORKER}.gpu_generation_worker:GPUGenerationWorker",
+        f"{WORKER}.gpu_worker:GPUGenerationWorker",
     ),
     # Model runners
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__": (
@@ -191,7 +191,7 @@ SIGNATURES = {
     ),
     "vllm.model_executor.model_loader.utils:get_model_cls": (
         "model_config",
-        f"{WORKER}.gpu_ar_worker:GPUARWorker",
+        f"{WORKER}.gpu_worker:GPUARWorker",
     ),
     "vllm.utils.torch_utils:async_tensor_h2d": (
         "data, device=..., dtype=..., out=...",
@@ -213,11 +213,11 @@ SIGNATURES = {
     ),
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner.__init__": (
         "self, vllm_config, device",
-        f"{WORKER}.cpu_ar_model_runner:CPUARModelRunner",
+        f"{WORKER}.cpu_worker:CPUARModelRunner",
     ),
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model": (
         "self, load_dummy_weights=...",
-        f"{WORKER}.cpu_ar_model_runner:CPUARModelRunner",
+        f"{WORKER}.cpu_worker:CPUARModelRunner",
     ),
     "vllm.forward_context:set_forward_context": (
         "attn_metadata, vllm_config, num_tokens=..., num_tokens_across_dp=..., cudagraph_runtime_mode=..., "
@@ -264,7 +264,7 @@ SIGNATURES = {
 FIELDS = {
     "vllm.v1.engine:EngineCoreRequest": (
         "request_id prompt_token_ids mm_features sampling_params prompt_embeds prompt_is_token_ids external_req_id",
-        f"{ENGINE}.payloads:OmniEngineCoreRequest",
+        "vllm_omni.payloads:OmniEngineCoreRequest",
     ),
     "vllm.v1.engine:EngineCoreOutput": (
         "request_id new_token_ids pooling_output finish_reason events",

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni.config.paths import stage_configs_dir
+from vllm_omni.config.utils import stage_configs_dir
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {path.name for path in (ROOT / "stage_configs").glob("*.yaml")}
@@ -32,7 +34,7 @@ def test_the_wheel_holds_every_module_and_every_stage_configuration(wheel):
 def test_an_installed_wheel_finds_its_stage_configurations(installed):
     said = run_installed(
         installed,
-        "from vllm_omni.config.paths import stage_configs_dir; d = stage_configs_dir();"
+        "from vllm_omni.config.utils import stage_configs_dir; d = stage_configs_dir();"
         "print(d, *sorted(p.name for p in d.glob('*.yaml')))",
     )
     assert said.split() == [str(installed / "vllm_omni" / "stage_configs"), *sorted(CONFIGS)]

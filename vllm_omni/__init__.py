@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vllm_omni: any-to-any models as a pipeline of stages, each a real vLLM engine in its own process.
 
-Importing this package imports no torch and no vLLM, patches nothing and touches no device: the names
-below are looked up on first use. It knows where they live and nothing else.
+Importing this package imports neither torch nor vLLM, patches nothing and touches no device: the names below are
+imported on first use.
 """
 
 from importlib import import_module
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent
     from vllm_omni.outputs import OmniRequestOutput
     from vllm_omni.sampling_params import DiffusionSamplingParams
-    from vllm_omni.stage.placement import set_stage_gpu_devices
+    from vllm_omni.stage.devices import set_stage_gpu_devices
 
     Omni = OmniLLM
     AsyncOmni = AsyncOmniLLM
@@ -37,7 +37,7 @@ __all__ = [
     "set_stage_gpu_devices",
 ]
 
-_HOMES = {
+_MODULES = {
     "ARSegmentEvent": ("vllm_omni.events", "ARSegmentEvent"),
     "AsyncOmni": ("vllm_omni.entrypoints.async_omni_llm", "AsyncOmniLLM"),
     "AsyncOmniLLM": ("vllm_omni.entrypoints.async_omni_llm", "AsyncOmniLLM"),
@@ -49,22 +49,22 @@ _HOMES = {
     "OmniLLM": ("vllm_omni.entrypoints.omni_llm", "OmniLLM"),
     "OmniRequestOutput": ("vllm_omni.outputs", "OmniRequestOutput"),
     "OmniStageConfig": ("vllm_omni.config", "OmniStageConfig"),
-    "set_stage_gpu_devices": ("vllm_omni.stage.placement", "set_stage_gpu_devices"),
+    "set_stage_gpu_devices": ("vllm_omni.stage.devices", "set_stage_gpu_devices"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Looks a public name up on first use (PEP 562).
+    """Imports a public name on first use (PEP 562).
 
     Raises:
         VllmRequirementError: vLLM is missing or is another version.
     """
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm_omni.vllm_requirement import require_vllm
 
     require_vllm()
-    module, attribute = _HOMES[name]
+    module, attribute = _MODULES[name]
     value = getattr(import_module(module), attribute)
     globals()[name] = value
     return value

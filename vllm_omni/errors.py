@@ -4,18 +4,18 @@
     OmniError
     ├── VllmRequirementError        vLLM is missing, or is another version          not recoverable
     ├── StageConfigError            a stage configuration cannot be used            not recoverable
-    ├── PipelineStartError          it could not be opened; nothing was left over   not recoverable
-    │   └── StageStartError         a stage did not come up
+    ├── PipelineStartError          it could not be opened; nothing is left of it   not recoverable
+    │   └── StageStartError         a stage did not start
     ├── PipelineClosedError         used after close()                              not recoverable
-    ├── PipelineFullError           too many requests wait; try again later         recoverable
-    └── RequestError                one request failed; the pipeline goes on        recoverable
-        ├── InvalidRequestError     refused before any engine saw it
+    ├── PipelineFullError           the queue is full; try again later              recoverable
+    └── RequestError                one request failed; the pipeline continues      recoverable
+        ├── InvalidRequestError     refused before it reached an engine
         ├── StageExecutionError     failed inside a stage
         ├── StageDeadError          the stage that held it died
         ├── RequestTimeoutError     its deadline passed
         └── RequestAbortedError     aborted by the caller or by close()
 
-A recoverable error leaves the pipeline serving: the same object can take the next request.
+After a recoverable error the same object accepts the next request.
 """
 
 import errno
@@ -43,11 +43,11 @@ class StageConfigError(OmniError, ValueError):
 
 
 class PipelineStartError(OmniError, RuntimeError):
-    """The pipeline could not be opened: the system refused what it needs, or a stage failed. Nothing is left of it."""
+    """The pipeline could not be opened: the system refused a resource, or a stage failed. Nothing is left of it."""
 
     @classmethod
     def from_system(cls, error: Exception) -> "PipelineStartError":
-        """Of an error that the system, or ZMQ, gave."""
+        """From an error of the system or of ZMQ."""
         remedy = _REMEDIES.get(getattr(error, "errno", 0))
         return cls(f"the pipeline could not be opened: {error}" + (f"; {remedy}" if remedy else ""))
 
@@ -65,10 +65,10 @@ class PipelineClosedError(OmniError, RuntimeError):
 
 
 class PipelineFullError(OmniError, RuntimeError):
-    """As many requests as may wait are waiting. Nothing of the refused request was kept.
+    """The queue of waiting requests is full. Nothing of the refused request was kept.
 
     Attributes:
-        retry_after_s: Seconds after which trying again is likely to succeed.
+        retry_after_s: Seconds after which a retry is likely to succeed.
     """
 
     recoverable = True
@@ -82,10 +82,10 @@ class RequestError(OmniError):
     """One request failed.
 
     Attributes:
-        request_id: The request, as its caller knows it.
-        stage_id: The stage it failed in; None if it never reached one.
-        stage_traceback: Where in the stage's process it failed; empty if nowhere.
-        results: Outputs of the other prompts of the same `generate` call, which went on.
+        request_id: The caller's id of the request.
+        stage_id: The stage it failed in; None if it reached no stage.
+        stage_traceback: The traceback in the stage's process; empty if there is none.
+        results: Outputs of the other prompts of the same `generate` call, which completed.
     """
 
     recoverable = True
@@ -99,7 +99,7 @@ class RequestError(OmniError):
 
 
 class InvalidRequestError(RequestError, ValueError):
-    """The request itself is wrong, and was refused before an engine saw it."""
+    """The request itself is wrong, and was refused before it reached an engine."""
 
 
 class StageExecutionError(RequestError, RuntimeError):

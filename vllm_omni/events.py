@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a request, as its caller is told (design document 002, section 5).
+"""The events of a request, for its caller (design document 002, section 5).
 
     OmniEvent
-    ├── ARSegmentEvent        a piece of a final stage's output: text, tokens, audio samples
-    ├── ImageProgressEvent    how far a diffusion stage has come with one of its outputs
-    ├── CompletedEvent        the end: all outputs, whole
-    └── ErrorEvent            the end: why there are none
+    ├── ARSegmentEvent        a segment of a final stage's output: text, tokens, audio samples
+    ├── ImageProgressEvent    a diffusion stage finished a step of one of its outputs
+    ├── CompletedEvent        terminal: all outputs, complete
+    └── ErrorEvent            terminal: the error
 
-A request's events have rising sequence numbers, and exactly one of them, the last, is terminal.
+A request's events have increasing sequence numbers. Exactly one event, the last, is terminal.
 """
 
 from dataclasses import dataclass, field
@@ -24,9 +24,9 @@ from vllm_omni.outputs import OmniRequestOutput
 class OmniEvent:
     """
     Attributes:
-        request_id: The request, as its caller knows it.
-        sequence: Counts the request's events, from 0.
-        ts: When it reached the caller's process: `time.time()`, seconds since 1970.
+        request_id: The caller's id of the request.
+        sequence: Number of the event in the request, from 0.
+        ts: Time of arrival in the caller's process: `time.time()`, seconds since 1970.
     """
 
     is_terminal: ClassVar[bool] = False
@@ -38,17 +38,17 @@ class OmniEvent:
 
 @dataclass(slots=True, kw_only=True)
 class ARSegmentEvent(OmniEvent):
-    """What a final stage has made since the last such event of the same stage and `index`.
+    """The output of a final stage since the last such event of the same stage and `index`.
 
     Attributes:
-        stage_id, final_output_type: The stage, and what it makes: `text`, `audio`, ...
-        index: Which of the `n` sequences this is about.
-        text, tokens, logprobs: What is new of it; empty where the stage writes none.
+        stage_id, final_output_type: The stage, and the type of its output: `text`, `audio`, ...
+        index: Index among the `n` sequences.
+        text, tokens, logprobs: New text and tokens; empty if the stage generates none.
         multimodal_output: New rows or samples by name, on the CPU, e.g. `audio` float32 `[samples]`; of a diffusion
-            stage, once and at its end, what `OmniRequestOutput.multimodal_output` has.
+            stage `OmniRequestOutput.multimodal_output`, in one event at its end.
         finish_reason: Why the sequence ended, if it did.
         stop_reason: The stop string or token that ended it, if one did.
-        is_last: Nothing follows from this stage.
+        is_last: The last event of this stage.
     """
 
     stage_id: int
@@ -65,14 +65,14 @@ class ARSegmentEvent(OmniEvent):
 
 @dataclass(slots=True, kw_only=True)
 class ImageProgressEvent(OmniEvent):
-    """A diffusion stage has come one step further with one of the request's outputs.
+    """A diffusion stage finished a step of one of the request's outputs.
 
     Attributes:
-        stage_id, final_output_type: The stage, and what it makes.
-        index: Which of the outputs that the request asked for (`num_outputs_per_prompt`), from 0.
-        step, num_steps: The step, from 0, and how many there will be.
-        image: A preview, uint8 `[height, width, 3]`; None where none was asked for.
-        is_last: Nothing follows from this stage.
+        stage_id, final_output_type: The stage, and the type of its output.
+        index: Index among the `num_outputs_per_prompt` outputs, from 0.
+        step, num_steps: The step, from 0, and the number of steps.
+        image: A preview, uint8 `[height, width, 3]`, if requested.
+        is_last: The last event of this stage.
     """
 
     stage_id: int
@@ -89,8 +89,8 @@ class CompletedEvent(OmniEvent):
     """The request is complete.
 
     Attributes:
-        outputs: One for each final stage that the request asked for, in stage order: whole, also where events told
-            of their pieces, unless `keep_outputs` is false: then text, tokens and tensors are those of the last event.
+        outputs: One for each final stage of the request's modalities, in stage order. Complete, also after segment
+            events. With `keep_outputs` false: text, tokens and tensors since the last event only.
     """
 
     is_terminal: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class CompletedEvent(OmniEvent):
 
 @dataclass(slots=True, kw_only=True)
 class ErrorEvent(OmniEvent):
-    """The request failed, and it alone."""
+    """The request failed. Other requests are not affected."""
 
     is_terminal: ClassVar[bool] = True
 

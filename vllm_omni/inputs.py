@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers send to a pipeline, and what one stage of it receives.
-
-Everything here crosses a process as msgspec; none of it knows how a stage is run.
-"""
+"""The input of a pipeline, and of one of its stages. The structs cross processes as msgspec."""
 
 from typing import Any, TypedDict
 
@@ -18,15 +15,14 @@ from vllm_omni.sampling_params import DiffusionRequest
 
 
 class OmniPrompt(TypedDict, total=False):
-    """One prompt of `OmniLLM.generate`: vLLM's text, token or embedding prompt, and some keys more.
+    """One prompt of `OmniLLM.generate`: vLLM's text, token or embedding prompt, with further keys.
 
-    `negative_prompt` is what a diffusion stage's output shall not show; it may stand in that stage's sampling
-    parameters instead. `multi_modal_data` is for the first stage; a diffusion stage takes images of it, one or a list:
-    `{"image": PIL.Image.open("cat.png")}`.
-    `modalities` names the outputs wanted (default: all that the pipeline has).
+    `negative_prompt` is for diffusion stages; it may be set in their sampling parameters instead. `multi_modal_data` is
+    for the first stage; a diffusion stage reads its images, one or a list: `{"image": PIL.Image.open("cat.png")}`.
+    `modalities` are the requested outputs (default: all outputs of the pipeline).
     `messages` is a conversation as in OpenAI's API, instead of a prompt: it is rendered with the chat template of the
-    first stage's model, as `chat_params` set.
-    `engine_input` is what vLLM's renderer has made of the first stage's prompt, and replaces the keys that say it raw.
+    first stage's model and `chat_params`.
+    `engine_input` is the first stage's prompt as rendered by vLLM, and replaces the keys of the raw prompt.
     `additional_information` holds tensors for the first stage's model, and plain values that every stage
     input processor can read as `StageRequest.options` (e.g. `{"speaker": "ethan"}`).
     """
@@ -45,20 +41,20 @@ class OmniPrompt(TypedDict, total=False):
 
 
 class StageRequest(msgspec.Struct, kw_only=True):
-    """One request as one stage sees it, before the outputs of its sources.
+    """One request for one stage, without the outputs of its sources.
 
     Attributes:
-        request_id: The pipeline's id, unique in the pipeline's life.
-        modalities: Outputs that this request wants; never empty.
-        prompt: The prompt's text, if it was given as text.
+        request_id: The pipeline's id, unique for the pipeline's lifetime.
+        modalities: The requested outputs; never empty.
+        prompt: The prompt's text, if it is text.
         prompt_token_ids: The first stage's prompt, multimodal placeholders expanded.
         mm_metadata: Small multimodal fields declared by stage input processors, all items of the request
             stacked in prompt order, e.g. `image_grid_thw` int64 `[num_images, 3]`.
         options: Plain values of the prompt's `additional_information`.
         sampling_params: This stage's sampling parameters; None for stages that do not sample.
         engine_request: The first stage's preprocessed request; None for every other stage.
-        diffusion: What a diffusion stage is told besides the prompt; None for every other stage.
-        trace_headers: W3C trace context of the request (`traceparent`, ...); empty where nothing is traced.
+        diffusion: Parameters of a diffusion stage; None for every other stage.
+        trace_headers: W3C trace context of the request (`traceparent`, ...); empty without tracing.
     """
 
     request_id: str
@@ -74,10 +70,10 @@ class StageRequest(msgspec.Struct, kw_only=True):
 
 
 class StageInput(msgspec.Struct, kw_only=True):
-    """What a stage input processor makes of a request: the prompt of this stage's engine, or a later piece of it.
+    """The result of a stage input processor: the prompt of this stage's engine, or a later part of it.
 
-    Where the input arrives in windows, the first one gives the whole prompt of an autoregressive stage and all its
-    parameters. Later ones give more `additional_information` and a new `num_ready_tokens`. A stage that generates in
+    If the input arrives in windows, the first one has the whole prompt of an autoregressive stage and all its
+    parameters. Later ones have more `additional_information` and a new `num_ready_tokens`. A stage that generates in
     one step runs one step for each window, with that window's prompt and information.
 
     A diffusion stage takes `prompt`, or `prompt_embeds`, and `additional_information`: further arguments of its

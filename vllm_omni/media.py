@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes what a diffusion pipeline computed as its caller asked (pixels, samples, latents or files), and decodes it.
-
-Knows no pipeline and no stage; may run in any thread.
-"""
+"""Encodes the outputs of a diffusion pipeline (as pixels, samples, latents or files), and decodes them. Thread-safe."""
 
 import io
 from collections.abc import Mapping
@@ -20,10 +17,10 @@ FORMATS: dict[str, tuple[OutputFormat, ...]] = {
     "video": ("np", "pil", "mp4", "latent"),
     "audio": ("np", "latent"),
 }
-"""What there is for each type of output; the first is the default."""
+"""The formats of each type of output; the first is the default."""
 
 DEFAULT_FPS = 16.0
-"""Frames of a video in a second where neither the request nor the pipeline says: what Wan's models are trained for."""
+"""Default frames per second of a video: that of the training data of Wan's models."""
 
 _H264_OPTIONS = {"crf": "18"}  # constant quality, visually lossless
 _BT709 = 1  # of H.264's tables of primaries, transfer functions and matrices
@@ -31,14 +28,14 @@ _LIMITED_RANGE = 1
 
 
 def check_output_format(output_type: str, output_format: str | None) -> OutputFormat:
-    """The format that a request gets.
+    """The output format of a request.
 
     Args:
         output_type: `image`, `video` or `audio`.
-        output_format: What it asks for; None: the default.
+        output_format: The requested format; None: the default.
 
     Raises:
-        ValueError: There is no such format for this type; says which there are.
+        ValueError: The type does not have this format; lists its formats.
     """
     formats = FORMATS[output_type]
     if output_format is None:
@@ -46,20 +43,22 @@ def check_output_format(output_type: str, output_format: str | None) -> OutputFo
     for known in formats:
         if known == output_format:
             return known
-    raise ValueError(f"output_format {output_format!r} is none of {output_type}s; those are {', '.join(formats)}")
+    raise ValueError(
+        f"output_format {output_format!r} is not supported for {output_type}; use one of {', '.join(formats)}"
+    )
 
 
 def encode_outputs(
     output_type: str, outputs: list[torch.Tensor], params: DiffusionSamplingParams, sample_rate: int | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What goes into `StageOutput.tensors` and `.data` for the finished outputs of one request.
+    """`StageOutput.tensors` and `.data` for the finished outputs of one request.
 
     Args:
         output_type: `image`, `video` or `audio`.
         outputs: One for each output, all of one shape, on the CPU. Images float32 `[H, W, C]` and videos float32
             `[F, H, W, C]`, with 1, 3 or 4 channels in [0, 1]; audio float32 `[channels, samples]`; latents of any
-            shape and type where the format is `latent`.
-        params: The request's; read are `output_format`, `output_quality` and `fps`.
+            shape and type if the format is `latent`.
+        params: The request's; uses `output_format`, `output_quality` and `fps`.
         sample_rate: Of audio, Hz.
 
     Returns:
@@ -68,8 +67,8 @@ def encode_outputs(
         Data: `output_type`, `output_format`, and `fps` of videos or `sample_rate` of audio.
 
     Raises:
-        ValueError: The format is none of this type.
-        FloatingPointError: An output holds NaN or infinity, and would be a black picture or a noise.
+        ValueError: The type does not have this format.
+        FloatingPointError: An output contains NaN or infinity, and would be a black image or noise.
     """
     output_format = check_output_format(output_type, params.output_format)
     for index, output in enumerate(outputs):
@@ -94,46 +93,46 @@ def encode_outputs(
 
 def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
     """Pixels in [0, 1] as bytes, rounded as diffusers' `numpy_to_pil` does."""
-    values = np.multiply(pixels.float().numpy(), 255)  # on a CPU several times as fast as the same in torch
+    values = np.multiply(pixels.float().numpy(), 255)  # on a CPU several times as fast as torch
     np.clip(np.rint(values, out=values), 0, 255, out=values)
     return torch.from_numpy(values.astype(np.uint8))
 
 
 def encode_image(pixels: torch.Tensor, file_format: str, quality: int) -> bytes:
-    """A picture as a file.
+    """Encodes an image as a file.
 
     Args:
-        pixels: float32 `[H, W, C]` in [0, 1]; 1 channel is grey, 4 are colour and alpha. JPEG has no alpha: there the
-            picture is laid on white.
+        pixels: float32 `[H, W, C]` in [0, 1]; 1 channel is grey, 4 are colour and alpha. JPEG has no alpha: the
+            background is white.
         file_format: `png`, `jpeg` or `webp`.
         quality: Of `jpeg` and `webp`, 1 to 100.
     """
-    image = to_pil(to_uint8(_lay_on_white(pixels) if file_format == "jpeg" else pixels))
+    image = to_pil(to_uint8(_on_white(pixels) if file_format == "jpeg" else pixels))
     file = io.BytesIO()
     image.save(file, file_format.upper(), **({} if file_format == "png" else {"quality": quality}))
     return file.getvalue()
 
 
 def to_pil(pixels: torch.Tensor) -> Image.Image:
-    """uint8 `[H, W, C]` with 1, 3 or 4 channels as a picture: `L`, `RGB` or `RGBA`."""
+    """uint8 `[H, W, C]` with 1, 3 or 4 channels as a PIL image: `L`, `RGB` or `RGBA`."""
     array = pixels.numpy()
     return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
 
 
 def encode_mp4(pixels: torch.Tensor, fps: float) -> bytes:
-    """A video as an MP4 file: H.264, yuv420p, BT.709, which all players show.
+    """Encodes a video as an MP4 file: H.264, yuv420p, BT.709, which all players support.
 
-    Its width and height are even: where they are not, the last column and row are there twice.
+    Width and height must be even: otherwise the last column or row is repeated.
 
     Args:
-        pixels: float32 `[F, H, W, C]` in [0, 1]. H.264 has no alpha: pictures that do are laid on white.
-        fps: Frames in a second; a fraction is kept.
+        pixels: float32 `[F, H, W, C]` in [0, 1]. H.264 has no alpha: the background is white.
+        fps: Frames per second; may be a fraction.
     """
-    import av  # brings all of FFmpeg along: only where a video is wanted
+    import av  # loads FFmpeg: only if needed
     from av.video.reformatter import Colorspace
 
     file = io.BytesIO()
-    frames = _pad_to_even(to_uint8(_lay_on_white(pixels)).numpy())
+    frames = _pad_to_even(to_uint8(_on_white(pixels)).numpy())
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options=_H264_OPTIONS)
         stream.height, stream.width = frames.shape[1:3]
@@ -149,14 +148,14 @@ def encode_mp4(pixels: torch.Tensor, fps: float) -> bytes:
 
 
 def _check_numbers(output_type: str, index: int, output: torch.Tensor) -> None:
-    if not all(map(torch.isfinite, torch.aminmax(output))):  # of the extremes: they are NaN where anything is
+    if not all(map(torch.isfinite, torch.aminmax(output))):  # the extremes are NaN if any value is
         raise FloatingPointError(
-            f"{output_type} {index} of the request holds values that are no finite numbers (NaN, infinity). The usual "
-            "cause is a VAE or a denoiser that overflows in half precision: try dtype bfloat16 or float32"
+            f"{output_type} {index} of the request contains values that are not finite (NaN, infinity). The usual "
+            "cause is a VAE or a denoiser that overflows in half precision: set dtype to bfloat16 or float32"
         )
 
 
-def _lay_on_white(pixels: torch.Tensor) -> torch.Tensor:
+def _on_white(pixels: torch.Tensor) -> torch.Tensor:
     """`[..., C]` with 1, 3 or 4 channels to `[..., 3]`."""
     if pixels.shape[-1] == 4:
         colour, alpha = pixels[..., :3], pixels[..., 3:]
@@ -176,7 +175,7 @@ def _as_tensor(file: bytes) -> torch.Tensor:
 
 
 def count_media(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any]) -> int:
-    """How many images, videos or clips there are; 0 in the output of any other stage, whatever that holds."""
+    """The number of images, videos or clips; 0 for the output of other stages."""
     output_type, output_format = data.get("output_type"), data.get("output_format")
     if not isinstance(output_type, str) or output_format not in FORMATS.get(output_type, ()):
         return 0
@@ -190,7 +189,7 @@ def read_media(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any]) -> 
     """The outputs of a request, one entry each.
 
     Args:
-        tensors, data: As `encode_outputs` makes them; `count_media` is not 0.
+        tensors, data: The results of `encode_outputs`; `count_media` is not 0.
 
     Returns:
         By format: `pil` a PIL image, or a list of them for a video; `np` a float32 array; `latent` a tensor;
@@ -207,5 +206,5 @@ def read_media(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any]) -> 
 
 
 def _as_pil(pixels: torch.Tensor) -> Any:
-    """`[H, W, C]` as a picture, `[F, H, W, C]` as a list of them."""
+    """`[H, W, C]` as an image, `[F, H, W, C]` as a list of images."""
     return to_pil(pixels) if pixels.ndim == 3 else [to_pil(frame) for frame in pixels]

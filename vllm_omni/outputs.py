@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage produces, and what callers get back.
+"""The output of a stage, and the output for callers.
 
-`StageOutput` crosses processes; `OmniRequestOutput` is the face that users meet.
+`StageOutput` crosses processes; `OmniRequestOutput` is the public class.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ from vllm_omni.metrics.stats import StageMetrics
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """One of the `n` sequences of an autoregressive stage; vLLM's `CompletionOutput`, ready to travel."""
+    """One of the `n` sequences of an autoregressive stage; vLLM's `CompletionOutput` as a struct."""
 
     index: int = 0
     text: str = ""
@@ -30,25 +30,25 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class StageOutput(msgspec.Struct, kw_only=True):
-    """What one stage made for one request: all of it, or a piece of a stream.
+    """The output of one stage for one request: the whole, or a segment of a stream.
 
-    Pieces of a stream are joined by `merge_stage_outputs`. A stage input processor gets them cut into windows
-    (`stage.window.WindowState`), and reads from the last three attributes which window it has; the whole result is the
-    window that starts at 0 and is the last.
+    `merge_stage_outputs` joins the segments of a stream. A stage input processor receives windows
+    (`stage.window.WindowState`), described by the last three attributes; the whole result is the last window, and
+    starts at 0.
 
     Attributes:
-        prompt_token_ids: The prompt of this stage's engine (placeholders expanded); in a stream, in its first piece.
-        prompt_logprobs: For each of them the likeliest tokens (None for the first), if asked for; as they in a stream.
-        num_cached_tokens: How many of them the engine found in its prefix cache; None where it does not say.
-        completions: Generated sequences; empty for stages that generate none. In a stream: what is new of each.
+        prompt_token_ids: The prompt of this stage's engine (placeholders expanded); in a stream, in the first segment.
+        prompt_logprobs: The likeliest tokens for each of them (None for the first), if requested; in the first segment.
+        num_cached_tokens: How many of them were in the engine's prefix cache; None if unknown.
+        completions: Generated sequences; empty for stages that generate none. In a stream: new text and tokens.
         tensors: The model's outputs by name, on the CPU, e.g. `audio` float32 `[samples]`. In a stream: new rows.
-            Of a diffusion stage what `media.encode_outputs` makes; while it works, a preview `image`.
-        data: Plain values: what function stages make, what a diffusion stage says of its tensors (`output_type`,
-            `output_format`, `fps`, `sample_rate`), and, while that works, which of the outputs it shows (`index`).
-        step, num_steps: How far a diffusion stage has come with what it shows here; None elsewhere.
-        start: Units of the source's output before this window's own.
-        context: Units at the front of this window that an earlier window had already.
-        is_last: Nothing follows.
+            Of a diffusion stage the result of `media.encode_outputs`; during its steps, a preview `image`.
+        data: Plain values: results of function stages; of a diffusion stage `output_type`, `output_format`, `fps` and
+            `sample_rate`, and during its steps the `index` of the output.
+        step, num_steps: Progress of the output of a diffusion stage; None for other stages.
+        start: Units of the source's output before this window, without its context.
+        context: Units at the start of this window that were in an earlier window.
+        is_last: The last segment or window.
     """
 
     request_id: str
@@ -68,25 +68,25 @@ class StageOutput(msgspec.Struct, kw_only=True):
 
     @property
     def first_completion(self) -> Completion | None:
-        """The first of the generated sequences, which is the one that other stages read; None where it is not here."""
+        """The first of the generated sequences, which other stages read; None if this segment does not have it."""
         return next((completion for completion in self.completions if completion.index == 0), None)
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the first sequence ended; None where it goes on, or there is none."""
+        """Why the first sequence ended; None while it continues, or if there is none."""
         first = self.first_completion
         return None if first is None else first.finish_reason
 
     @property
     def num_media(self) -> int:
-        """Images, videos or clips that a diffusion stage made; 0 elsewhere, and while it works."""
+        """Number of finished images, videos or clips of a diffusion stage; 0 for other stages."""
         return count_media(self.tensors, self.data)
 
 
 def merge_stage_outputs(pieces: Sequence[StageOutput]) -> StageOutput:
-    """Joins the pieces of a stream, in order, to what the stage would have made in one piece.
+    """Joins the segments of a stream, in order, to the output of the stage without streaming.
 
-    Pieces that show how far a diffusion stage has come are not part of its result, unless nothing else is there.
+    Segments with the progress of a diffusion stage are not part of its result, unless there are no others.
     """
     parts = [piece for piece in pieces if piece.step is None] or [pieces[-1]]
     if len(parts) == 1 and len(pieces) == 1:
@@ -148,7 +148,7 @@ def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def without_content(output: StageOutput) -> StageOutput:
-    """The output without what a stream's segments have given: no text and no tokens, and tensors without rows."""
+    """The output without the content of segments: no text and no tokens, and tensors without rows."""
     return msgspec.structs.replace(
         output,
         completions=[msgspec.structs.replace(c, text="", token_ids=[], logprobs=None) for c in output.completions],
@@ -159,7 +159,7 @@ def without_content(output: StageOutput) -> StageOutput:
 
 
 def select_fields(output: StageOutput, reads: Collection[str] | None) -> StageOutput:
-    """The output with nothing in it but what `reads` names (see `StageInputProcessor.reads`); None names everything."""
+    """The output with only the fields in `reads` (see `StageInputProcessor.reads`); None: all fields."""
     if reads is None:
         return output
     return msgspec.structs.replace(
@@ -174,7 +174,7 @@ def select_fields(output: StageOutput, reads: Collection[str] | None) -> StageOu
 
 
 def reads_tensors(reads: Collection[str] | None) -> bool:
-    """Whether `reads` names any tensor."""
+    """Whether `reads` contains a tensor."""
     return reads is None or any(name.partition(".")[0] == "tensors" for name in reads)
 
 
@@ -190,15 +190,15 @@ class OmniRequestOutput:
     Attributes:
         request_id: The pipeline's id of the request; equal in all outputs of one prompt.
         stage_id: The final stage that made this output.
-        final_output_type: What it is: `text`, `audio`, `image`, `video`, ...
-        request_output: A list of one vLLM `RequestOutput`; its fields can be read here directly too.
-        multimodal_output: Tensors by name on the CPU, as the stage made them. `audio` is float32 `[samples]` of a model
-            that speaks, and `[n, channels, samples]` of a diffusion stage, for its n outputs. Its `image` and `video`
-            have the shapes that `media.encode_outputs` says; `images` and `videos` are the same to hold.
-        stage_metrics: What each stage that worked on the prompt did, in stage order.
-        sample_rate: Samples per second of `audio`; None where there is none, or the pipeline's YAML does not say.
-        fps: Frames of a video in a second; None elsewhere.
-        output_format: How `images` and `videos` are given: `pil`, `png`, `mp4`, ...; None where there are none.
+        final_output_type: The type of the output: `text`, `audio`, `image`, `video`, ...
+        request_output: A list of one vLLM `RequestOutput`; its main fields are also attributes of this class.
+        multimodal_output: Tensors by name on the CPU. `audio` is float32 `[samples]` of a speech model, and
+            `[n, channels, samples]` of a diffusion stage with n outputs. Shapes of `image` and `video`: see
+            `media.encode_outputs`; `images` and `videos` have the same content as Python objects.
+        stage_metrics: Metrics of each stage that processed the prompt, in stage order.
+        sample_rate: Samples per second of `audio`; None if there is none, or the stage configuration has no value.
+        fps: Frames per second of a video; None for other outputs.
+        output_format: Format of `images` and `videos`: `pil`, `png`, `mp4`, ...; None if there are none.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class OmniRequestOutput:
         """
         Args:
             data: `StageOutput.data`.
-            sample_rate: What the stage's configuration says; what a diffusion pipeline says itself counts more.
+            sample_rate: That of the stage's configuration; `data` of a diffusion pipeline wins.
         """
         self.request_id = request_id
         self.stage_id = stage_id
@@ -225,26 +225,26 @@ class OmniRequestOutput:
         self.stage_metrics = stage_metrics
         self._data = data or {}
         self._num_media = count_media(multimodal_output, self._data)
-        said = self._data if self._num_media else {}
-        self.sample_rate: int | None = said.get("sample_rate") or sample_rate
-        self.fps: float | None = said.get("fps")
-        self.output_format: str | None = said.get("output_format")
+        media_data = self._data if self._num_media else {}
+        self.sample_rate: int | None = media_data.get("sample_rate") or sample_rate
+        self.fps: float | None = media_data.get("fps")
+        self.output_format: str | None = media_data.get("output_format")
 
     @cached_property
     def images(self) -> list[Any]:
-        """The images that a diffusion stage made, by the request's `output_format`.
+        """The images of a diffusion stage, in the request's `output_format`.
 
-        `pil`: PIL images; `np`: float32 arrays `[height, width, channels]` in [0, 1]; `png`, `jpeg`, `webp`: the bytes
-        of a file each; `latent`: tensors. Empty for any other output.
+        `pil`: PIL images; `np`: float32 arrays `[height, width, channels]` in [0, 1]; `png`, `jpeg`, `webp`: bytes
+        of one file each; `latent`: tensors. Empty for other outputs.
         """
         return self._media("image")
 
     @cached_property
     def videos(self) -> list[Any]:
-        """The videos that a diffusion stage made, by the request's `output_format`; `fps` says how fast they are.
+        """The videos of a diffusion stage, in the request's `output_format`, with `fps` frames per second.
 
-        `pil`: lists of PIL images; `np`: float32 arrays `[frames, height, width, channels]` in [0, 1]; `mp4`: the bytes
-        of a file each; `latent`: tensors. Empty for any other output.
+        `pil`: lists of PIL images; `np`: float32 arrays `[frames, height, width, channels]` in [0, 1]; `mp4`: bytes
+        of one file each; `latent`: tensors. Empty for other outputs.
         """
         return self._media("video")
 
@@ -287,11 +287,11 @@ def make_omni_request_output(
     stage_metrics: list[StageMetrics],
     sample_rate: int | None = None,
 ) -> OmniRequestOutput:
-    """Wraps what a final stage sent as vLLM's own `RequestOutput` and ours around it.
+    """The output of a final stage as vLLM's `RequestOutput` in an `OmniRequestOutput`.
 
     Args:
-        request_id: The id that the caller knows.
-        sample_rate: Of audio, where the stage does not say it itself.
+        request_id: The caller's id.
+        sample_rate: Of audio, if the output has none.
     """
     completions = [
         CompletionOutput(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors and plain values on their way into an engine, and the request that carries them (design document 003).
+"""Tensors and plain values of a request as structs, and the engine request with them (design document 003).
 
-Payloads are msgspec structs of bytes and plain values: they cross a process without pickle and keep every dtype, shape
-and stride order that torch can store densely. This file knows no engine.
+Payloads are msgspec structs of bytes and plain values: they cross processes without pickle, and keep every dtype and
+shape that torch can store densely.
 """
 
 import math
@@ -40,7 +40,7 @@ class TensorPayload(msgspec.Struct, frozen=True):
         """A writable CPU tensor with memory of its own.
 
         Raises:
-            ValueError: Data, shape and dtype do not belong together.
+            ValueError: Data, shape and dtype do not match.
         """
         dtype = _dtype_from_name(self.dtype)
         expected = math.prod(self.shape) * dtype.itemsize
@@ -75,7 +75,7 @@ class AdditionalInformationEntry(msgspec.Struct, frozen=True, omit_defaults=True
         """
         Args:
             value: A tensor, a plain value, or lists and string-keyed dicts of these.
-            name: Where the value stands, for the message of an error.
+            name: The location of the value, for error messages.
 
         Raises:
             TypeError: The value, or one inside it, is of another type.
@@ -88,7 +88,7 @@ class AdditionalInformationEntry(msgspec.Struct, frozen=True, omit_defaults=True
             return cls(items=[cls.from_value(item, f"{name}[{i}]") for i, item in enumerate(value)])
         if isinstance(value, dict):
             return cls(entries=_entries_from_dict(value, name))
-        raise TypeError(f"{name} is a {type(value).__name__}; only tensors, plain values, lists and dicts travel")
+        raise TypeError(f"{name} is a {type(value).__name__}; only tensors, plain values, lists and dicts can be sent")
 
     def to_value(self) -> Any:
         if self.tensor is not None:
@@ -101,7 +101,7 @@ class AdditionalInformationEntry(msgspec.Struct, frozen=True, omit_defaults=True
 
 
 class AdditionalInformationPayload(msgspec.Struct, frozen=True):
-    """What travels with a request besides its prompt: inputs of the model's hooks, by name."""
+    """The inputs of a request besides its prompt, for the model's hooks, by name."""
 
     entries: dict[str, AdditionalInformationEntry]
 
@@ -109,7 +109,7 @@ class AdditionalInformationPayload(msgspec.Struct, frozen=True):
     def from_dict(cls, information: dict[str, Any]) -> "AdditionalInformationPayload":
         """
         Raises:
-            TypeError: A key is no string, or a value is of a type that cannot travel; the message names it.
+            TypeError: A key is not a string, or a value has an unsupported type; the message names it.
         """
         if not isinstance(information, dict):
             raise TypeError(f"additional_information must be a dict, got a {type(information).__name__}")
@@ -124,7 +124,7 @@ class AdditionalInformationPayload(msgspec.Struct, frozen=True):
 class OmniEngineCoreRequest(EngineCoreRequest, array_like=True, omit_defaults=True, gc=False):
     """vLLM's preprocessed request and the additional information of its stage.
 
-    vLLM's `MsgpackEncoder` and `MsgpackDecoder(OmniEngineCoreRequest)` carry it from one process to another.
+    vLLM's `MsgpackEncoder` and `MsgpackDecoder(OmniEngineCoreRequest)` encode and decode it.
     """
 
     additional_information: AdditionalInformationPayload | None = None
@@ -152,9 +152,9 @@ def _entries_from_dict(values: dict[Any, Any], name: str) -> dict[str, Additiona
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise TypeError(f"only dense tensors with data can travel, not {tensor.layout} on {tensor.device}")
+        raise TypeError(f"only dense tensors with data can be sent, not {tensor.layout} on {tensor.device}")
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # numpy has no bfloat16 and no float8, bytes it has; an empty tensor cannot be viewed as another dtype.
+    # As bytes, because numpy has no bfloat16 and no float8. An empty tensor cannot be viewed as another dtype.
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
 
 
@@ -165,5 +165,5 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _dtype_from_name(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no torch dtype")
+        raise ValueError(f"{name!r} is not a torch dtype")
     return dtype

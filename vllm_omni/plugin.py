@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `vllm.general_plugins` entry point: vLLM calls `register` in every process that it starts.
 
-It adds our architectures to vLLM's registry and changes nothing else, so plain vLLM behaves as before.
+It adds our architectures to vLLM's registry and changes nothing else: plain vLLM is not affected.
 """
 
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Adds our architectures to vLLM, by name; no model is imported. Safe to call any number of times.
 
-    Another vLLM than ours is left as it is, with a warning: it may be serving without us.
+    An unsupported vLLM is left unchanged, with a warning: it may run without us.
     """
     try:
         require_vllm()
@@ -27,5 +27,5 @@ def register() -> None:
 
     known = ModelRegistry.get_supported_archs()
     for architecture, path in OMNI_MODELS.items():
-        if architecture not in known:  # ours from an earlier call, or vLLM's own, which we never shadow
+        if architecture not in known:  # registered by an earlier call, or by vLLM, whose models are not replaced
             ModelRegistry.register_model(architecture, path)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request can ask of a diffusion stage, and what the stage is told of it.
+"""The parameters of a request for a diffusion stage.
 
-Names are those of diffusers' pipelines; which of them a pipeline takes is for `pipeline_info.py` to say.
+Names are those of diffusers' pipelines; `pipeline_info.py` determines which of them a pipeline supports.
 """
 
 from typing import Any, Literal
@@ -16,23 +16,23 @@ class DiffusionSamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_field
     """The settings of one request. None means the pipeline's own default.
 
     Attributes:
-        negative_prompt: What the picture shall not show.
+        negative_prompt: What the output should not contain.
         height, width: Pixels.
         num_inference_steps: Denoising steps.
-        guidance_scale, true_cfg_scale: How closely the prompt is followed: by guidance as the model was trained or
-            distilled for, and by comparing with the negative prompt.
+        guidance_scale, true_cfg_scale: Weight of the prompt: in guidance that the model was trained or distilled for,
+            and in classifier-free guidance with the negative prompt.
         strength: How far an input image is changed, 0 to 1.
-        num_outputs_per_prompt: Images, videos or clips to make.
-        seed: Of the first output, the next ones have `seed + 1`, ...; or a list with one for each output. None: fresh
-            ones. An output depends on its own seed only.
+        num_outputs_per_prompt: Number of images, videos or clips.
+        seed: Of the first output, further ones have `seed + 1`, ...; or a list with one for each output. None: random
+            seeds. An output depends on its own seed only.
         num_frames: Frames of a video.
-        fps: Frames of a video in a second.
-        output_format: Pictures as `pil` (the default), `np` (float32 in [0, 1]), `png`, `jpeg` or `webp` files, or
+        fps: Frames per second of a video.
+        output_format: Images as `pil` (the default), `np` (float32 in [0, 1]), `png`, `jpeg` or `webp` files, or
             `latent`; videos as `pil` (a list of frames), `np` (the default), `mp4` or `latent`; sound as `np` or
             `latent`.
         output_quality: Of `jpeg` and `webp`, 1 to 100.
-        preview_every: A small picture of what there is so far after every so many steps; 0: none.
-        lora_scale: How strongly the request's LoRA adapter counts.
+        preview_every: Number of steps between small previews; 0: no previews.
+        lora_scale: Weight of the request's LoRA adapter.
         extra_args: Further arguments of the diffusers pipeline, by name, e.g. `{"max_sequence_length": 256}`.
     """
 
@@ -55,13 +55,13 @@ class DiffusionSamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_field
 
 
 class DiffusionRequest(msgspec.Struct, kw_only=True):
-    """What a diffusion stage is told of one request; all of it checked.
+    """The checked parameters of one request for a diffusion stage.
 
     Attributes:
-        params: The settings, the stage's defaults filled in.
+        params: The settings, with the stage's defaults.
         seeds: One for each output.
         images: Input images, uint8 `[height, width, 3]`, or `[..., 4]` with transparency.
-        lora_name, lora_path: The LoRA adapter, if there is one.
+        lora_name, lora_path: The LoRA adapter, if any.
     """
 
     params: DiffusionSamplingParams

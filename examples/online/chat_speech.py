@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat with speech: prints the answer and saves it spoken.
+"""Chat with speech: prints the answer and saves its speech.
 
 vllm serve Qwen/Qwen3-Omni-30B-A3B-Instruct --omni
 python examples/online/chat_speech.py "Why is the sea blue?" --output answer.wav

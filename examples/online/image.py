@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes pictures of a prompt, and saves them.
+"""Makes images of a prompt, and saves them.
 
 vllm serve Qwen/Qwen-Image --omni
 python examples/online/image.py "A lighthouse in a storm." --size 1024x768 --output lighthouse.png
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompt=args.prompt,
         size=args.size,
         n=args.n,
-        # What OpenAI's own models do not have. What is null is as the model's maker meant it.
+        # Fields that OpenAI's own models do not have. Null: the model's default.
         extra_body={"num_inference_steps": args.steps, "seed": args.seed, "negative_prompt": args.negative_prompt},
     )
     for i, image in enumerate(answer.data):
@@ -35,10 +35,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("prompt", nargs="?", default="A lighthouse in a storm.")
     parser.add_argument("--output", type=Path, default=Path("image.png"))
     parser.add_argument("--size", default="auto", help="WIDTHxHEIGHT")
-    parser.add_argument("--n", type=int, default=1, help="how many")
+    parser.add_argument("--n", type=int, default=1, help="number of images")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--seed", type=int, help="of the first picture; the next have seed + 1, ...")
-    parser.add_argument("--negative-prompt", help="what shall not be seen")
+    parser.add_argument("--seed", type=int, help="of the first image; the next have seed + 1, ...")
+    parser.add_argument("--negative-prompt", help="what to avoid")
     parser.add_argument("--model", help="default: the first that the server has")
     parser.add_argument("--base-url", default="http://localhost:8000/v1")
     parser.add_argument("--api-key", default="none")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes a picture as a prompt says, and saves the result.
+"""Edits an image by a prompt, and saves the result.
 
 vllm serve Qwen/Qwen-Image-Edit --omni
 python examples/online/image_edit.py lighthouse.png "The same at night." --output night.png
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model=args.model or client.models.list().data[0].id,
         image=args.images,
         prompt=args.prompt,
-        # What OpenAI's own models do not have.
+        # Fields that OpenAI's own models do not have.
         extra_body={"strength": args.strength, "num_inference_steps": args.steps, "seed": args.seed},
     )
     args.output.write_bytes(base64.b64decode(answer.data[0].b64_json))
@@ -32,7 +32,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("images", type=Path, nargs="+", metavar="IMAGE", help="several, if the model takes them")
     parser.add_argument("prompt")
     parser.add_argument("--output", type=Path, default=Path("edited.png"))
-    parser.add_argument("--strength", type=float, help="how far the picture is changed, 0 to 1; not every model has it")
+    parser.add_argument("--strength", type=float, help="how far the image is changed, 0 to 1; not every model has it")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--model", help="default: the first that the server has")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speech endpoint: speaks a text, and writes the file as it comes.
+"""The speech endpoint: speaks a text, and writes the file while it is made.
 
 vllm serve Qwen/Qwen3-Omni-30B-A3B-Instruct --omni
 python examples/online/speech.py "Good morning." --output morning.mp3
@@ -36,7 +36,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("text", nargs="?", default="Good morning.")
     parser.add_argument("--output", type=Path, default=Path("speech.mp3"), help=".mp3, .wav, .flac, .opus, .aac, .pcm")
     parser.add_argument("--voice", default="default", help="one of --list-voices, or of OpenAI's: alloy, ash, ...")
-    parser.add_argument("--list-voices", action="store_true", help="print the voices that the model has, and stop")
+    parser.add_argument("--list-voices", action="store_true", help="print the model's voices, and exit")
     parser.add_argument("--speed", type=float, default=1.0, help="0.25 to 4")
     parser.add_argument("--sampling-params-list", type=json.loads, help='JSON: [null, {"temperature": 0.7}, null]')
     parser.add_argument("--model", help="default: the first that the server has")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streamed speech: prints the answer as it is written, and saves it as it is spoken. A player can follow the file.
+"""Streamed speech: prints the text and saves the speech while they are made. A player can play the growing file.
 
 vllm serve Qwen/Qwen3-Omni-30B-A3B-Instruct --omni
 python examples/online/stream_speech.py "Why is the sea blue?" --output answer.wav
@@ -20,12 +20,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     client = OpenAI(base_url=args.base_url, api_key=args.api_key)
     model = args.model or client.models.list().data[0].id
-    asked, heard = time.perf_counter(), 0.0
+    start, ttfa = time.perf_counter(), 0.0
     chunks = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": args.prompt}],
         modalities=["text", "audio"],
-        stream=True,  # Speech comes as pcm16 then, where no other format is asked for.
+        stream=True,  # The default format of streamed speech is pcm16.
         extra_body={"sampling_params_list": args.sampling_params_list},
     )
     with wave.open(str(args.output), "wb") as file:
@@ -34,10 +34,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             if choice.delta.content:
                 print(choice.delta.content, end="", flush=True)
             if choice.delta.audio and choice.delta.audio.data:
-                heard = heard or time.perf_counter() - asked
+                ttfa = ttfa or time.perf_counter() - start
                 file.writeframes(base64.b64decode(choice.delta.audio.data))
         seconds = file.getnframes() / file.getframerate()
-    print(f"\nspeech: {args.output}, {seconds:.2f} s, the first of it after {heard:.2f} s")
+    print(f"\nspeech: {args.output}, {seconds:.2f} s, time to first audio {ttfa:.2f} s")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a video: asks for it, looks after it until it is done, downloads it, and lets the server forget it.
+"""Makes a video: creates the job, polls it until it has ended, downloads the file, and deletes the job.
 
 vllm serve Wan-AI/Wan2.1-T2V-1.3B-Diffusers --omni
 python examples/online/video.py "A boat leaves." --seconds 2 --output boat.mp4
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     video = client.videos.create(
         model=args.model or client.models.list().data[0].id,
         prompt=args.prompt,
-        # What is null is as the model's maker meant it.
+        # Null: the model's default.
         extra_body={"seconds": args.seconds, "size": args.size, "num_inference_steps": args.steps, "seed": args.seed},
     )
     while video.status in ("queued", "in_progress"):
@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", help="WIDTHxHEIGHT")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between two looks at it")
+    parser.add_argument("--interval", type=float, default=1.0, help="seconds between polls")
     parser.add_argument("--model", help="default: the first that the server has")
     parser.add_argument("--base-url", default="http://localhost:8000/v1")
     parser.add_argument("--api-key", default="none")

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.report import Report, format_table, make_parser, mean, percentile
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_file_holds_ratios_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("demo", {"quick": "True"})

@@ -13,6 +13,8 @@ from vllm_omni.config.loader import load_pipeline_config
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -44,7 +46,6 @@ def test_a_round_trip_is_one_between_two_processes(runtime: ModuleType, tmp_path
         assert all(round_trip() > 0 for _ in range(5))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["diffusion", "offline", "overhead", "runtime", "serve", "streaming"])
 def test_every_benchmark_has_help(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

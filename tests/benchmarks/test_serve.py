@@ -14,6 +14,8 @@ from vllm.benchmarks.lib.endpoint_request_func import RequestFuncInput
 
 from vllm_omni.events import ARSegmentEvent
 
+pytestmark = pytest.mark.slow
+
 
 class FakeLLM:
     """Two tokens, then a second of speech."""

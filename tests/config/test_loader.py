@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage configuration is read completely, or refused with the file, the key and the remedy."""
+"""A stage configuration is parsed, or refused with the file, the key and the remedy."""
 
 import copy
 from pathlib import Path
@@ -10,8 +10,8 @@ import yaml
 
 from vllm_omni.config import load_pipeline_config
 from vllm_omni.config.loader import parse_pipeline_config
-from vllm_omni.config.paths import stage_configs_dir
 from vllm_omni.config.stage_config import find_stage
+from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.errors import StageConfigError
 
 PROCESSOR = "vllm_omni.model_executor.stage_input_processor.StageInputProcessor"
@@ -60,7 +60,7 @@ def valid() -> dict[str, Any]:
     }
 
 
-def test_every_key_is_accepted_and_means_what_it_says(tmp_path: Path) -> None:
+def test_every_key_is_parsed(tmp_path: Path) -> None:
     path = tmp_path / "pipeline.yaml"
     path.write_text(yaml.safe_dump(valid()))
     config = load_pipeline_config(path)
@@ -75,7 +75,7 @@ def test_every_key_is_accepted_and_means_what_it_says(tmp_path: Path) -> None:
     assert find_stage(config, "vocoder") is find_stage(config, 1) is vocoder
 
 
-def test_engine_type_may_be_implied_by_the_scheduler() -> None:
+def test_the_scheduler_implies_the_engine_type() -> None:
     raw = valid()
     raw["stage_args"][0]["engine_args"]["scheduler_cls"] = "x.OmniGenerationScheduler"
     assert parse_pipeline_config(raw, "f").stage_args[0].kind == "generation"
@@ -117,7 +117,7 @@ def change(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "says"),
+    ("path", "value", "words"),
     [
         ("stage_arg", [], ["'stage_arg'", "did you mean 'stage_args'"]),
         ("stage_args.1.engine_arg", {}, ["stage_args[1].engine_arg'", "did you mean 'engine_args'"]),
@@ -129,7 +129,7 @@ def change(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("stage_args.0.engine_type", "ar", ["stage_args[0].engine_type", "'ar'"]),
         ("stage_args.0.engine_type", "DiT", ["stage_type 'llm' contradicts"]),
         ("stage_args.1.engine_input_source", [7], ["stage 1 (vocoder)", "stage 7", "stages are 0, 1"]),
-        ("stage_args.0.engine_input_source", [1], ["[0, 1] wait for each other"]),
+        ("stage_args.0.engine_input_source", [1], ["[0, 1] form a cycle"]),
         ("stage_args.1.stage_id", 0, ["stage_id 0 is given twice"]),
         ("stage_args.1.engine_args.model_stage", "thinker", ["'thinker' is given twice"]),
         ("stage_args.1.custom_process_input_func", None, ["custom_process_input_func is missing"]),
@@ -146,12 +146,12 @@ def change(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("stage_args", [], ["stage_args: is empty"]),
     ],
 )
-def test_mistakes_are_named_with_their_remedy(path: str, value: Any, says: list[str]) -> None:
+def test_errors_name_key_and_remedy(path: str, value: Any, words: list[str]) -> None:
     with pytest.raises(StageConfigError) as error:
         parse_pipeline_config(change(valid(), path, value), "my.yaml")
     assert str(error.value).startswith("my.yaml: ")
-    for part in says:
-        assert part in str(error.value)
+    for word in words:
+        assert word in str(error.value)
 
 
 def test_a_pipeline_without_output_is_refused() -> None:
@@ -162,16 +162,16 @@ def test_a_pipeline_without_output_is_refused() -> None:
         parse_pipeline_config(raw, "f")
 
 
-@pytest.mark.parametrize(("text", "says"), [("a: [", "is not YAML"), ("- 1", "must be a mapping")])
-def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, says: str) -> None:
+@pytest.mark.parametrize(("text", "words"), [("a: [", "is not YAML"), ("- 1", "must be a mapping")])
+def test_an_unreadable_file(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text(text)
-    with pytest.raises(StageConfigError, match=says):
+    with pytest.raises(StageConfigError, match=words):
         load_pipeline_config(path)
     with pytest.raises(StageConfigError, match="cannot be read"):
         load_pipeline_config(tmp_path / "absent.yaml")
 
 
-def test_an_unknown_stage_names_those_that_there_are() -> None:
+def test_an_error_for_an_unknown_stage_lists_the_stages() -> None:
     with pytest.raises(StageConfigError, match=r"no stage 'talker'.*'thinker' \(0\), 'vocoder' \(1\)"):
         find_stage(parse_pipeline_config(valid(), "f"), "talker")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller says of a single stage, over what its configuration says."""
+"""Overrides of a single stage replace values of its configuration."""
 
 import pytest
 
@@ -15,7 +15,7 @@ TALKER = OmniStageConfig(
 )
 
 
-def test_each_section_is_merged_and_what_stands_in_none_is_an_engine_argument() -> None:
+def test_sections_are_merged_and_other_keys_are_engine_arguments() -> None:
     override = {"seed": 3, "engine_args": {"dtype": "float32"}, "runtime": {"devices": 1}}
 
     stage = override_stage(TALKER, override | {"default_sampling_params": {"temperature": 0.0}})
@@ -25,7 +25,7 @@ def test_each_section_is_merged_and_what_stands_in_none_is_an_engine_argument() 
     assert stage.default_sampling_params == {"temperature": 0.0, "top_k": 50}
 
 
-def test_what_runtime_is_told_replaces_the_files_engine_argument_for_the_same() -> None:
+def test_runtime_keys_replace_the_engine_arguments_of_the_same_meaning() -> None:
     stage = override_stage(TALKER, {"runtime": {"memory": 0.5, "max_batch_size": 2}})
 
     assert stage.engine_args == {"model_stage": "talker"}
@@ -37,15 +37,15 @@ def test_what_runtime_is_told_replaces_the_files_engine_argument_for_the_same() 
     [
         ({"runtime": {"memry": 1}}, r"stage 1 \(talker\): there is no runtime\.memry; did you mean 'memory'"),
         ({"runtime": {"max_batch_size": "many"}}, r"runtime\.max_batch_size: Expected `int"),
-        ({"engine_args": 3}, "engine_args is a section, 3 is none"),
+        ({"engine_args": 3}, "engine_args is a section, 3 is not a mapping"),
     ],
 )
-def test_a_wrong_override_is_named(override: dict, words: str) -> None:
+def test_errors_name_stage_and_key(override: dict, words: str) -> None:
     with pytest.raises(StageConfigError, match=words):
         override_stage(TALKER, override)
 
 
-def test_merging_goes_into_mappings_and_changes_neither() -> None:
+def test_a_merge_is_deep_and_changes_neither_mapping() -> None:
     first, second = {"a": {"x": 1, "y": 2}, "b": 1}, {"a": {"y": 3}, "b": {"z": 4}}
 
     assert merge(first, second) == {"a": {"x": 1, "y": 3}, "b": {"z": 4}}

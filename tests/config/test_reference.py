@@ -14,7 +14,7 @@ from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
 from vllm_omni.config.loader import parse_pipeline_config
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-STRUCTS = {
+CLASSES = {
     "## `stage_args[]`": stage_config.OmniStageConfig,
     "### `engine_args` of a `DiT` stage": DiTConfig,
     "## `stage_args[].runtime`": stage_config.StageRuntimeConfig,
@@ -29,29 +29,29 @@ EXAMPLES = re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
 
 
 def documented(heading: str) -> dict[str, str]:
-    """The keys of the first table below a heading, with what is said of their default."""
+    """The keys of the first table below a heading, with the text of their default."""
     table = re.search(r"^\|.*?\n\n", DOCUMENT.split(heading + "\n")[1], re.DOTALL | re.MULTILINE)
     assert table is not None
     rows = [line.split("|")[1:3] for line in table[0].strip().splitlines()[2:]]
     return {key: default.strip() for keys, default in rows for key in re.findall("`(.*?)`", keys)}
 
 
-@pytest.mark.parametrize("heading", STRUCTS)
+@pytest.mark.parametrize("heading", CLASSES)
 def test_every_key_is_described_with_its_default(heading: str) -> None:
-    said = documented(heading)
-    fields = {field.encode_name: field for field in msgspec.structs.fields(STRUCTS[heading])}
-    assert sorted(said) == sorted(fields)
+    table = documented(heading)
+    fields = {field.encode_name: field for field in msgspec.inspect.type_info(CLASSES[heading]).fields}
+    assert sorted(table) == sorted(fields)
     for key, field in fields.items():
         if field.required:
-            assert said[key] == "required", key
+            assert table[key] == "required", key
         elif field.default not in (msgspec.NODEFAULT, None) and not isinstance(field.default, msgspec.Struct):
-            assert said[key] == f"`{yaml.safe_dump(field.default).split(chr(10))[0]}`", key
+            assert table[key] == f"`{yaml.safe_dump(field.default).split(chr(10))[0]}`", key
 
 
 @pytest.mark.parametrize("text", EXAMPLES)
 def test_examples_load(text: str) -> None:
     raw: dict[str, Any] = yaml.safe_load(text)
-    for stage in raw["stage_args"]:  # What the example is not about.
+    for stage in raw["stage_args"]:  # required keys that the example leaves out
         stage.setdefault("engine_type", "AR" if "engine_args" in stage else "fake")
     raw["stage_args"][-1] |= {"final_output": True, "final_output_type": "text"}
     config = parse_pipeline_config(raw, "docs/configuration.md")

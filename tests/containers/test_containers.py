@@ -9,6 +9,8 @@ import pytest
 
 from tests.containers.namespaces import why_not
 
+pytestmark = pytest.mark.slow
+
 
 def test_containers_remove_only_what_dead_processes_left() -> None:
     if reason := why_not():

@@ -149,6 +149,7 @@ def test_a_caller_who_leaves_disturbs_nobody(llm: AsyncOmniLLM) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_one_request(llm: AsyncOmniLLM) -> None:
     async def main() -> None:
         alone = picture(await read(paint(llm, 4)))

@@ -11,9 +11,11 @@ import torch
 from diffusers import DiffusionPipeline
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.diffusion.caches import cache_backends
 from vllm_omni.diffusion.job import DiffusionJob, JobEnd
+from vllm_omni.diffusion.pipeline_settings import cache_backends
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
+
+pytestmark = pytest.mark.slow
 
 ARGUMENTS: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 6, "max_sequence_length": 64}
 # Settings that do something in six steps, except for those of a cache that changes nothing by design.

@@ -6,7 +6,7 @@ from typing import Any
 import diffusers
 import pytest
 
-from vllm_omni.diffusion.call_arguments import call_arguments, default_fps
+from vllm_omni.diffusion.request_settings import call_arguments, default_fps
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
 

@@ -75,7 +75,12 @@ def different_asks(name: str) -> list[Ask]:
     return asks
 
 
-@pytest.fixture(params=sorted(SMALLEST))
+FAST = ("wan", "z_image")
+
+
+@pytest.fixture(
+    params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in sorted(SMALLEST)]
+)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

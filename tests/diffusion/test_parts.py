@@ -16,6 +16,8 @@ from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 
+pytestmark = pytest.mark.slow
+
 SETTINGS: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2}
 
 
@@ -65,7 +67,7 @@ def test_the_picture_is_that_of_the_pipeline_alone(
 
 def test_settings_are_given_to_the_stage_that_denoises(tiny_diffusion: Callable[[str], Path]):
     builder = RequestBuilder(parse_pipeline_config(two_stages(), "test"), str(tiny_diffusion("z_image")))
-    with pytest.raises(InvalidRequestError, match="'encoder' encodes prompts as stage 'denoiser' needs them"):
+    with pytest.raises(InvalidRequestError, match="'encoder' uses the sampling parameters of stage 'denoiser'"):
         builder.build("a cat", [{"negative_prompt": "grey"}, None], lambda event: None)
 
 

@@ -15,7 +15,7 @@ from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import compute
 from vllm_omni.diffusion.job import DiffusionJob
 from vllm_omni.diffusion.loader import load_pipeline
-from vllm_omni.diffusion.placement import OneAtATime, place
+from vllm_omni.diffusion.offload import OneAtATime, place
 from vllm_omni.errors import StageConfigError
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads arrive as they were sent, and leave nothing behind."""
+"""Payloads arrive as they were sent, and nothing of them remains."""
 
 import errno
 import os
@@ -10,9 +10,16 @@ import pytest
 import torch
 
 from tests.small_file_system import small_file_system
-from vllm_omni.distributed.connectors import Connector, InlineConnector, SharedMemoryConnector, ThresholdConnector
-from vllm_omni.distributed.messages import PayloadRef
-from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.config.stage_config import ConnectorConfig
+from vllm_omni.distributed.connectors import (
+    Connector,
+    InlineConnector,
+    SharedMemoryConnector,
+    make_connector,
+    make_receivers,
+)
+from vllm_omni.distributed.messages import Frames, InlineRef, PayloadRef, SharedMemoryRef
+from vllm_omni.distributed.payloads import PayloadReceiver, PayloadSender
 from vllm_omni.outputs import Completion, StageOutput
 
 BUFFERS = [b"", b"x", bytes(range(256)) * 5, memoryview(b"abc")]
@@ -23,18 +30,26 @@ def payloads(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if not path.name.startswith("pool-")]
 
 
-@pytest.fixture(params=["inline", "shared_memory", "threshold"])
+CONFIGURED = {
+    "inline": ("InlineConnector", 0),
+    "shared_memory": ("SharedMemoryConnector", 0),
+    "threshold": ("SharedMemoryConnector", 1024),
+}
+
+
+@pytest.fixture(params=list(CONFIGURED))
 def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Connector:
-    return {
-        "inline": InlineConnector(),
-        "shared_memory": SharedMemoryConnector(tmp_path, "p"),
-        "threshold": ThresholdConnector(tmp_path, "p", 1024),
-    }[request.param]
+    name, threshold = CONFIGURED[request.param]
+    return make_connector(ConnectorConfig(name=name, extra={"shm_threshold_bytes": threshold}), tmp_path, "p")
+
+
+def get(ref: PayloadRef, frames: Frames) -> list[memoryview]:
+    return make_receivers()[type(ref)].get(ref, [memoryview(frame) for frame in frames])
 
 
 def test_buffers_arrive_as_they_were_sent(connector: Connector, tmp_path: Path) -> None:
     ref, frames = connector.put(BUFFERS)
-    received = connector.get(ref, [memoryview(frame) for frame in frames])
+    received = get(ref, frames)
     assert [bytes(buffer) for buffer in received] == [bytes(buffer) for buffer in BUFFERS]
     received[2][0] = 7  # readers own what they get
     assert payloads(tmp_path) == []
@@ -42,32 +57,22 @@ def test_buffers_arrive_as_they_were_sent(connector: Connector, tmp_path: Path) 
 
 def test_tensors_can_be_made_of_what_is_received(connector: Connector) -> None:
     ref, frames = connector.put([b"x" * size for size in (1, 8, 24, 3, 16)])
-    received = connector.get(ref, [memoryview(frame) for frame in frames])
+    received = get(ref, frames)
     tensors = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received]
     assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)  # as far as any dtype asks for
 
 
 def test_a_discarded_payload_leaves_nothing(connector: Connector, tmp_path: Path) -> None:
     ref, _ = connector.put(BUFFERS)
-    connector.discard(ref)
+    make_receivers()[type(ref)].discard(ref)
     assert payloads(tmp_path) == []
 
 
 def test_the_threshold_chooses_by_size(tmp_path: Path) -> None:
-    connector = ThresholdConnector(tmp_path, "p", 100)
-    assert connector.put([b"x" * 99])[0].path is None
+    connector = SharedMemoryConnector(tmp_path, "p", 100)
+    assert isinstance(connector.put([b"x" * 99])[0], InlineRef)
     ref, frames = connector.put([b"x" * 60, b"y" * 40])
-    assert ref.path is not None and not frames
-
-
-def test_a_full_file_system_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(fd: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", no_room)
-    with pytest.raises(OSError, match="No space left"):
-        SharedMemoryConnector(tmp_path, "p").put([b"x" * 4096])
-    assert list(tmp_path.iterdir()) == []
+    assert isinstance(ref, SharedMemoryRef) and not frames
 
 
 class FullFileSystem:
@@ -87,7 +92,7 @@ class FullFileSystem:
 def arrives(connector: Connector, buffer: bytes) -> PayloadRef:
     """Sends a buffer and compares it with what is received."""
     ref, frames = connector.put([buffer])
-    (received,) = connector.get(ref, [memoryview(frame) for frame in frames])
+    (received,) = get(ref, frames)
     assert bytes(received) == buffer
     return ref
 
@@ -95,38 +100,37 @@ def arrives(connector: Connector, buffer: bytes) -> PayloadRef:
 def test_data_travels_inline_while_the_file_system_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    connector, file_system = ThresholdConnector(tmp_path, "p", 100), FullFileSystem(monkeypatch)
+    connector, file_system = SharedMemoryConnector(tmp_path, "p", 100), FullFileSystem(monkeypatch)
     for _ in range(3):
-        assert arrives(connector, b"x" * 4096).path is None
+        assert isinstance(arrives(connector, b"x" * 4096), InlineRef)
     assert list(tmp_path.iterdir()) == []
     (warning,) = caplog.messages
     assert str(tmp_path) in warning and "--shm-size" in warning
     file_system.is_full = False
-    assert arrives(connector, b"x" * 4096).path is not None
+    assert isinstance(arrives(connector, b"x" * 4096), SharedMemoryRef)
 
 
-def test_only_a_full_file_system_is_got_round(tmp_path: Path) -> None:
-    connector = ThresholdConnector(tmp_path, "p", 100)
+def test_other_errors_of_the_file_system_are_raised(tmp_path: Path) -> None:
+    connector = SharedMemoryConnector(tmp_path, "p", 100)
     tmp_path.rmdir()
     with pytest.raises(FileNotFoundError):
         connector.put([b"x" * 4096])
 
 
-def test_what_does_not_fit_takes_nothing_from_the_others() -> None:
+def test_a_payload_that_does_not_fit_reserves_nothing() -> None:
     """Reserving more than there is would fill the file system for a moment."""
     with small_file_system(1 << 20) as folder:
-        connector = ThresholdConnector(folder, "p", 100)
+        connector = SharedMemoryConnector(folder, "p", 100)
         with (folder / "other").open("wb") as other:
             os.posix_fallocate(other.fileno(), 0, 512 << 10)
-        assert arrives(connector, b"x" * (768 << 10)).path is None
-        assert arrives(connector, b"x" * (256 << 10)).path is not None
+        assert isinstance(arrives(connector, b"x" * (768 << 10)), InlineRef)
+        assert isinstance(arrives(connector, b"x" * (256 << 10)), SharedMemoryRef)
         (folder / "other").unlink()
-        assert arrives(connector, b"x" * (700 << 10)).path is not None
+        assert isinstance(arrives(connector, b"x" * (700 << 10)), SharedMemoryRef)
 
 
 @pytest.mark.parametrize("threshold", [0, 1 << 30], ids=["shared_memory", "inline"])
-def test_a_stage_output_survives_the_channel(threshold: int, tmp_path: Path) -> None:
-    channel = PayloadChannel(ThresholdConnector(tmp_path, "p", threshold))
+def test_a_stage_output_is_received_as_it_was_sent(threshold: int, tmp_path: Path) -> None:
     tensors = {
         "large": torch.randn(300, 7, dtype=torch.float64).to(torch.bfloat16),
         "sliced": torch.arange(100).view(10, 10)[:, 3],
@@ -137,8 +141,8 @@ def test_a_stage_output_survives_the_channel(threshold: int, tmp_path: Path) -> 
     sent = StageOutput(
         request_id="r", stage_id=1, completions=[Completion(text="é", token_ids=[1, 2])], tensors=tensors
     )
-    ref, frames = channel.put(sent)
-    received = channel.get(StageOutput, ref, [memoryview(frame) for frame in frames])
+    ref, frames = PayloadSender(SharedMemoryConnector(tmp_path, "p", threshold)).put(sent)
+    received = PayloadReceiver().get(StageOutput, ref, [memoryview(frame) for frame in frames])
     assert received.completions == sent.completions
     for name, tensor in tensors.items():
         assert received.tensors[name].dtype == tensor.dtype
@@ -146,8 +150,7 @@ def test_a_stage_output_survives_the_channel(threshold: int, tmp_path: Path) -> 
     received.tensors["large"].zero_()  # in place, without a complaint about read-only memory
 
 
-def test_a_payload_of_another_type_is_refused(tmp_path: Path) -> None:
-    channel = PayloadChannel(InlineConnector())
-    ref, frames = channel.put({"unexpected": 1})
+def test_a_payload_of_another_type_is_refused() -> None:
+    ref, frames = PayloadSender(InlineConnector()).put({"unexpected": 1})
     with pytest.raises(msgspec.MsgspecError):
-        channel.get(StageOutput, ref, [memoryview(frame) for frame in frames])
+        PayloadReceiver().get(StageOutput, ref, [memoryview(frame) for frame in frames])

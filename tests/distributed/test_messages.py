@@ -40,7 +40,11 @@ def test_message_and_payload_arrive(sockets: tuple[zmq.Socket, zmq.Socket]) -> N
     [
         (b"", "no header", None),
         (b"anything that is long enough", "no header", None),
-        (struct.pack("<4sHi", b"omni", PROTOCOL_VERSION + 1, 5) + b"?", f"speaks protocol {PROTOCOL_VERSION + 1}", 5),
+        (
+            struct.pack("<4sHi", b"omni", PROTOCOL_VERSION + 1, 5) + b"?",
+            f"protocol version is {PROTOCOL_VERSION + 1}",
+            5,
+        ),
         (struct.pack("<4sHi", b"omni", PROTOCOL_VERSION, 5), "error", 5),
         (struct.pack("<4sHiI", b"omni", PROTOCOL_VERSION, 5, 3) + b"bad", "ValidationError", 5),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni.distributed.connectors import SharedMemoryConnector
+from vllm_omni.distributed.connectors import SharedMemoryConnector, SharedMemoryReceiver
 from vllm_omni.distributed.connectors.segment_pool import Segment, SegmentPool
 
 KB = 1 << 10
@@ -38,11 +38,11 @@ def test_a_segment_is_free_when_its_payload_is_gone(tmp_path: Path) -> None:
 
 
 def test_what_a_reader_holds_is_never_overwritten(tmp_path: Path) -> None:
-    connector = SharedMemoryConnector(tmp_path, "p")
+    connector = SharedMemoryConnector(tmp_path, "p", 0)
     held = []
     for number in range(6):
         ref, frames = connector.put([bytes([number]) * 100_000])
-        (buffer,) = connector.get(ref, [memoryview(frame) for frame in frames])
+        (buffer,) = SharedMemoryReceiver().get(ref, [memoryview(frame) for frame in frames])
         held.append(buffer[50_000:50_010])  # a part keeps the whole
         del buffer
     assert [bytes(view) for view in held] == [bytes([number]) * 10 for number in range(6)]
@@ -50,19 +50,19 @@ def test_what_a_reader_holds_is_never_overwritten(tmp_path: Path) -> None:
     held.clear()
     gc.collect()
     for _ in range(6):
-        connector.discard(connector.put([b"x" * 100_000])[0])
+        SharedMemoryReceiver().discard(connector.put([b"x" * 100_000])[0])
     assert len(names(tmp_path)) == used  # nothing new had to be made
 
 
+@pytest.mark.slow
 def test_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
-    connector = SharedMemoryConnector(tmp_path, "p")
+    connector = SharedMemoryConnector(tmp_path, "p", 0)
     ref, _ = connector.put([b"x" * 100_000])
     code = f"""if True:
-        import pathlib, time
-        from vllm_omni.distributed.connectors import SharedMemoryConnector
-        from vllm_omni.distributed.messages import PayloadRef
-        connector = SharedMemoryConnector(pathlib.Path({str(tmp_path)!r}), "reader")
-        buffers = connector.get(PayloadRef(sizes={ref.sizes}, path={ref.path!r}), [])
+        import time
+        from vllm_omni.distributed.connectors import SharedMemoryReceiver
+        from vllm_omni.distributed.messages import SharedMemoryRef
+        buffers = SharedMemoryReceiver().get(SharedMemoryRef(sizes={ref.sizes}, path={ref.path!r}), [])
         print("has it", flush=True)
         time.sleep(60)
     """
@@ -175,7 +175,7 @@ def test_room_is_made_on_a_full_file_system(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_nothing_is_left_of_a_pool_that_is_not_used_any_more(tmp_path: Path) -> None:
-    connector = SharedMemoryConnector(tmp_path, "p")
+    connector = SharedMemoryConnector(tmp_path, "p", 0)
     ref, _ = connector.put([b"x" * 100_000])
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -183,5 +183,5 @@ def test_nothing_is_left_of_a_pool_that_is_not_used_any_more(tmp_path: Path) -> 
     gc.collect()
     assert names(tmp_path) == ["p-0"]  # on its way: the receiver will remove it
     assert len(os.listdir("/proc/self/fd")) == descriptors - 1
-    SharedMemoryConnector(tmp_path, "q").get(ref, [])
+    SharedMemoryReceiver().get(ref, [])
     assert names(tmp_path) == []

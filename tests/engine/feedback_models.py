@@ -74,7 +74,7 @@ class EchoStrategy(FeedbackStrategy):
         self.calls.append(("replay", len(rows.slots)))
         return self._as_rows(rows, self.echoes.read(rows.slots, rows.frames), self.draws.read(rows.slots, rows.frames))
 
-    def remember(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
+    def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         self.last[slots] = hidden_states
 
     def _as_rows(self, rows: FedBackRows, echo: torch.Tensor, draw: torch.Tensor) -> FedBack:

@@ -92,8 +92,8 @@ class CollectingQwen3(HookedQwen3):
 class DoublingVocoder(nn.Module):
     """Turns `additional_information["codes"]` `[n]` into `audio` float32 `[2 * n]`, each code twice and scaled.
 
-    It remembers how many codes of the stream came before: `place` int64 `[n]` counts them from the stream's begin,
-    `ends` bool `[1]` says whether it was the last window. `additional_information["raise"]` raises, after the fact.
+    Its state is how many codes came before: `place` int64 `[n]` counts them from the request's start, `ends` bool `[1]`
+    is true for the last window. `additional_information["raise"]` raises after the state has changed.
     """
 
     is_attention_free: ClassVar[Literal[True]] = True
@@ -131,10 +131,10 @@ class DoublingVocoder(nn.Module):
         return [{"audio": part, "batch": num_requests, **count} for part, count in zip(parts, counts, strict=True)]
 
     def _count(
-        self, codes: torch.Tensor, stream: dict[str, Any], is_last: bool, **others: Any
+        self, codes: torch.Tensor, state: dict[str, Any], is_last: bool, **others: Any
     ) -> dict[str, torch.Tensor]:
-        start = stream.get("num_codes", 0)
-        stream["num_codes"] = start + len(codes)
+        start = state.get("num_codes", 0)
+        state["num_codes"] = start + len(codes)
         return {"place": torch.arange(start, start + len(codes)), "ends": torch.tensor([is_last])}
 
 

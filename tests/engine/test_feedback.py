@@ -13,7 +13,7 @@ from tests.engine.feedback_models import ECHO, EchoStrategy, register
 from tests.engine.running import greedy, run, step_until_idle
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.testing.hf_oracle import HFTextOracle
-from vllm_omni.worker.cpu_feedback_ar_model_runner import CPUFeedbackARModelRunner
+from vllm_omni.worker.cpu_worker import CPUFeedbackARModelRunner
 
 HIDDEN = 128
 
@@ -191,7 +191,7 @@ def test_a_step_that_raises_leaves_no_slot_taken(
 
 
 @pytest.mark.parametrize(
-    "place", ["strategy.feed_back", "strategy.extend", "_model_forward", "strategy.remember", "_sample"]
+    "place", ["strategy.feed_back", "strategy.extend", "_model_forward", "strategy.save_hidden_states", "_sample"]
 )
 @pytest.mark.parametrize("num_good_calls", [0, 1, 5])
 def test_frames_of_a_step_that_raises_are_made_and_leave_once(

@@ -7,7 +7,7 @@ import numba  # noqa: F401
 import pytest
 from vllm.triton_utils.dispatcher import _rebind_kernels
 
-from vllm_omni.engine.module_scan import OPAQUE_MODULE, opaque_module_hidden
+from vllm_omni.engine.omni_llm_engine import OPAQUE_MODULE, opaque_module_hidden
 
 
 def test_the_module_is_hidden_from_vllm_and_comes_back() -> None:

@@ -29,7 +29,7 @@ WINDOWS = {"edges": [{"from": 0, "to": 1, "window_size": 3, "unit": "rows"}]}
 
 def quick_servers() -> AbstractContextManager:
     """Pipelines that are opened in this block need not wait for imports."""
-    return mock.patch("vllm_omni.entrypoints.launch.ForkServer", QuickForkServer)
+    return mock.patch("vllm_omni.entrypoints.omni_base.ForkServer", QuickForkServer)
 
 
 def make_pipeline(cls: type[Face], path: Path, stages: Iterable[dict] = STAGES, *, args: dict, **runtime: Any) -> Face:

@@ -326,6 +326,7 @@ def qwen(talking_async_llm: AsyncOmniLLM) -> AsyncOmniLLM:
     return talking_async_llm
 
 
+@pytest.mark.slow
 def test_qwen_answers_many_as_it_answers_one(qwen: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     prompts = list(example_prompts(tiny_qwen3_omni_moe).values())
 

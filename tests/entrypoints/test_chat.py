@@ -114,7 +114,7 @@ def test_what_is_wrong_is_named(talking_llm: OmniLLM, messages: Any, options: An
 
 
 def test_what_excludes_each_other_is_refused(talking_llm: OmniLLM, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="messages, or prompt; not both"):
+    with pytest.raises(InvalidRequestError, match="messages or prompt, not both"):
         talking_llm.generate({"messages": QUESTION, "prompt": "x"}, use_tqdm=False)
     with pytest.raises(ValueError, match="add_generation_prompt=False"):
         talking_llm.chat(QUESTION, continue_final_message=True)

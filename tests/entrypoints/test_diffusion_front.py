@@ -159,7 +159,7 @@ def test_who_wants_no_picture_has_none_prepared(rewriting: RequestBuilder) -> No
 
 def test_parameters_are_not_mixed_up(rewriting: RequestBuilder) -> None:
     for params, words in (
-        ([DiffusionSamplingParams(), None], "stage 'writer' writes tokens"),
+        ([DiffusionSamplingParams(), None], "stage 'writer' generates tokens"),
         ([None, SamplingParams()], "DiffusionSamplingParams"),
         ({"seed": 4}, r"one entry for each of the 2 stages \(writer, painter\)"),
         (DiffusionSamplingParams(), r"one entry for each of the 2 stages"),

@@ -26,7 +26,7 @@ from tests.entrypoints.random_requests import (
     send_concurrently,
 )
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.config.paths import stage_configs_dir
+from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
 
 MAX_CONCURRENCY = 8
@@ -125,6 +125,7 @@ class Comparison:
             self.differences.append(f"{which}: {difference}: {request}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_concurrent_requests_get_what_each_gets_alone(model: Model, request: pytest.FixtureRequest) -> None:
     comparison = Comparison(model, request.getfixturevalue(model.checkpoint), request.getfixturevalue(model.llm))

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.entrypoints.fake_pipelines import STAGES
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,6 +7,8 @@ import pytest
 
 from vllm_omni import OmniLLM
 
+pytestmark = pytest.mark.slow
+
 FUNCTIONS = """
 def shout(request, sources):
     return {"text": request.prompt.upper()}

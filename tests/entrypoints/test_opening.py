@@ -20,7 +20,7 @@ from tests.metrics.reading import scrape
 from tests.orchestrator.pipelines import kept_server, make_config, open_orchestrator
 from vllm_omni import OmniLLM
 from vllm_omni.distributed import run_dir
-from vllm_omni.entrypoints import launch
+from vllm_omni.entrypoints import omni_base
 from vllm_omni.errors import PipelineStartError, StageStartError
 
 PATIENCE_S = 60.0
@@ -118,7 +118,7 @@ def test_the_server_of_stages_died(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         server._process.wait(PATIENCE_S)
         return server
 
-    monkeypatch.setattr(launch, "start_fork_server", start_and_lose)
+    monkeypatch.setattr(omni_base, "start_fork_server", start_and_lose)
     with pytest.raises(StageStartError, match="the server that starts stage processes died"):
         in_time(lambda: open_llm(tmp_path))
 
@@ -131,7 +131,7 @@ def test_too_few_files_can_be_opened(tmp_path: Path) -> None:
         with file_limit(spare), pytest.raises(PipelineStartError, match=r"Too many open files.*ulimit -n"):
             in_time(lambda: open_orchestrator(config))
     with file_limit(0), pytest.raises(PipelineStartError, match=r"Too many open files.*ulimit -n"):
-        in_time(launch.start_fork_server)
+        in_time(omni_base.start_fork_server)
     with file_limit(24 + 10):
         orchestrator = open_orchestrator(config)
         orchestrator.wait_until_started()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint of which another revision than the hub's `main` is asked for: nothing is read from `main`."""
+"""A checkpoint with `revision`: nothing is read from the revision `main`."""
 
 from pathlib import Path
 
@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from tests.hub_cache import NAME, HubCache
+from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.entrypoints.resolve import resolve_pipeline
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
 
 
-def test_a_revision_brings_its_own_voices(
+def test_voices_are_those_of_the_revision(
     tiny_qwen2_5_omni: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = HubCache(tmp_path, monkeypatch)
@@ -22,9 +23,9 @@ def test_a_revision_brings_its_own_voices(
     torch.save({"Ada": voice}, file)
     engine_args = {"revision": "v2", "max_model_len": 2048, "dtype": "float32"}
 
-    resolved = resolve_pipeline(NAME, None, stage_overrides={}, runtime_overrides={}, engine_args=engine_args)
+    resolved = resolve_pipeline(OmniArgs(model=NAME, engine_args=engine_args))
 
     assert RequestBuilder(resolved.config, NAME).voices == ["ada"]
     for stage in resolved.config.stage_args[1:]:
-        processor = load_stage_input_processor(stage, NAME)  # As the stage's process does.
+        processor = load_stage_input_processor(stage, NAME)  # as in the stage's process
         assert processor is not None and processor.voices in (("ada",), ())

@@ -14,9 +14,11 @@ from transformers import AutoConfig
 
 from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM
-from vllm_omni.config.paths import stage_configs_dir
+from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import mixed_prompts
+
+pytestmark = pytest.mark.slow
 
 THINKER_TOKENS, TALKER_TOKENS = 24, 48
 GREEDY = [

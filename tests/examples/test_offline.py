@@ -15,9 +15,12 @@ from PIL import Image
 from tests.entrypoints.fake_pipelines import quick_servers
 from tests.examples.running import decode_video, read_wav, run_example
 from vllm_omni import OmniLLM
+from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.entrypoints import omni_base
 from vllm_omni.entrypoints.pipeline import Pipeline
 from vllm_omni.testing.media import make_image
+
+pytestmark = pytest.mark.slow
 
 # Greedy, and short.
 OVERRIDES = {
@@ -33,8 +36,8 @@ def lent(model: Path, **arguments: object) -> Iterator[OmniLLM]:
         llm = OmniLLM(str(model), dtype="float32", **arguments)
     pipeline, launch = llm._pipeline, omni_base.launch_pipeline
 
-    def lend(asked: str, *args: object, **kwargs: object) -> Pipeline:
-        return pipeline if asked == str(model) else launch(asked, *args, **kwargs)
+    def lend(args: OmniArgs, fork_server: None) -> Pipeline:
+        return pipeline if args.model == str(model) else launch(args, fork_server)
 
     with (
         llm,

@@ -20,6 +20,8 @@ from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.media import encode_mp4
 from vllm_omni.testing.media import make_audio, make_image, make_video
 
+pytestmark = pytest.mark.slow
+
 GREEDY = json.dumps([{"temperature": 0, "max_tokens": 24}, {"temperature": 0, "max_tokens": 32}, None])
 
 
@@ -27,32 +29,32 @@ def server_of(server: RunningServer) -> str:
     return f"--base-url={server.url}/v1"
 
 
-def test_speech_is_the_same_whole_and_as_it_comes(omni_server, tmp_path, capsys):
+def test_streamed_speech_equals_the_whole_file(omni_server, tmp_path, capsys):
     whole, streamed = tmp_path / "whole.wav", tmp_path / "streamed.wav"
     arguments = ("Why?", server_of(omni_server), f"--sampling-params-list={GREEDY}")
     run_example("online/chat_speech.py", *arguments, f"--output={whole}")
-    told = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     run_example("online/stream_speech.py", *arguments, f"--output={streamed}")
-    streamed_text, told_of_speech = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    streamed_text, speech_line = capsys.readouterr().out.rsplit("\n", 2)[:2]
 
     samples = read_wav(streamed)
     assert np.array_equal(samples, read_wav(whole))
-    assert told[0] == f"text:   {streamed_text}" and streamed_text.strip()
-    assert told[-1].endswith("of speech 32")
-    assert f"{len(samples) / 24_000:.2f} s, the first of it after 0.00" not in told_of_speech
+    assert lines[0] == f"text:   {streamed_text}" and streamed_text.strip()
+    assert lines[-1].endswith("of speech 32")
+    assert f"{len(samples) / 24_000:.2f} s, time to first audio 0.00" not in speech_line
 
 
-def make_film() -> torch.Tensor:
+def make_clip() -> torch.Tensor:
     """float32 `[frames, height, width, 3]` in [0, 1]."""
     return torch.from_numpy(make_video(1, frames=4)).float() / 255
 
 
 def test_media_of_all_kinds(omni_server, tmp_path, capsys):
-    picture, clip, film = tmp_path / "picture.png", tmp_path / "clip.mp3", tmp_path / "film.mp4"
-    make_image(1).save(picture)
+    image, clip, video = tmp_path / "image.png", tmp_path / "clip.mp3", tmp_path / "video.mp4"
+    make_image(1).save(image)
     clip.write_bytes(encode_audio(make_audio(1, 0.5), "mp3", 16_000))
-    film.write_bytes(encode_mp4(make_film(), 2.0))
-    media = (f"--image={picture}", f"--audio={clip}", f"--video={film}")
+    video.write_bytes(encode_mp4(make_clip(), 2.0))
+    media = (f"--image={image}", f"--audio={clip}", f"--video={video}")
     run_example("online/chat_media_input.py", "What?", *media, "--max-tokens=8", server_of(omni_server))
     assert capsys.readouterr().out.strip()
 
@@ -69,9 +71,9 @@ def test_the_speech_endpoint(omni_server, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-3:] == ["ethan", "aiden", "chelsie"]
 
 
-def test_pictures(painting_server, tmp_path):
+def test_images(image_server, tmp_path):
     made = tmp_path / "made.png"
-    settings = ("--seed=7", "--steps=2", server_of(painting_server))
+    settings = ("--seed=7", "--steps=2", server_of(image_server))
     run_example("online/image.py", "A hen.", "--size=64x32", "--n=2", f"--output={made}", *settings)
     first, second = np.asarray(Image.open(made)), np.asarray(Image.open(tmp_path / "made-1.png"))
     assert first.shape == second.shape == (32, 64, 3)
@@ -83,34 +85,34 @@ def test_pictures(painting_server, tmp_path):
     assert not np.array_equal(np.asarray(Image.open(edited)), first)
 
 
-@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")  # OpenAI's own will be gone; the client stays.
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")  # OpenAI ends its own endpoint.
 def test_a_video(video_server, tmp_path, capsys):
-    film = tmp_path / "film.mp4"
-    arguments = ("A boat.", "--steps=2", "--size=64x32", "--seed=7", "--interval=0.1", f"--output={film}")
+    video = tmp_path / "video.mp4"
+    arguments = ("A boat.", "--steps=2", "--size=64x32", "--seed=7", "--interval=0.1", f"--output={video}")
     run_example("online/video.py", *arguments, "--seconds=0.5", server_of(video_server))
-    frames = decode_video(film)
+    frames = decode_video(video)
     assert frames.shape[1:] == (32, 64, 3)
     assert 4 < len(frames) < 16
-    assert f"{film}, 64x32, " in capsys.readouterr().out
+    assert f"{video}, 64x32, " in capsys.readouterr().out
     assert "A boat." not in [video.prompt for video in video_server.openai().videos.list()]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 class TestCurl:
-    """The same, by hand."""
+    """The same with curl."""
 
     def run(self, server: RunningServer, folder: Path, *arguments: object, **environment: str) -> str:
         command = [str(EXAMPLES / "online/curl.sh"), *map(str, arguments)]
         env = {**os.environ, "URL": server.url, "OUT": str(folder), **environment}
         return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
 
-    def test_a_model_that_speaks(self, omni_server, tmp_path):
+    def test_a_speech_model(self, omni_server, tmp_path):
         def ask(*arguments: object) -> str:
             return self.run(omni_server, tmp_path, *arguments)
 
-        picture = tmp_path / "picture.png"
-        make_image(1, 64, 64).save(picture)
-        for command in (["chat"], ["chat-image", picture]):
+        image = tmp_path / "image.png"
+        make_image(1, 64, 64).save(image)
+        for command in (["chat"], ["chat-image", image]):
             assert json.loads(ask(*command))["choices"][0]["message"]["content"]
         *chunks, end = (line.removeprefix("data: ") for line in ask("chat-stream").splitlines() if line)
         kinds = {kind for chunk in chunks for kind in json.loads(chunk)["choices"][0]["delta"]}
@@ -124,29 +126,29 @@ class TestCurl:
         assert json.loads(ask("health"))["status"] == "ok"
         assert "vllm_omni:requests_total" in ask("metrics")
 
-    def test_a_model_that_paints(self, painting_server, tmp_path):
+    def test_an_image_model(self, image_server, tmp_path):
         def ask(*arguments: object) -> str:
-            return self.run(painting_server, tmp_path, *arguments, SIZE="64x32", STEPS="2")
+            return self.run(image_server, tmp_path, *arguments, SIZE="64x32", STEPS="2")
 
         ask("image")
         ask("image-edit", tmp_path / "image.png")
         for name in ("image.png", "edited.png"):
             assert Image.open(tmp_path / name).size == (64, 32)
-        answer = painting_server.openai().images.generate(
+        answer = image_server.openai().images.generate(
             prompt="A lighthouse.", size="64x32", extra_body={"seed": 7, "num_inference_steps": 2}
         )
         (image,) = answer.data
         assert image.b64_json is not None
         assert images_equal(tmp_path / "image.png", image.b64_json)
         assert "image_generation.completed" in ask("image-stream")
-        ask("chat-paint")
-        assert np.array_equal(*(np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("painting", "image")))
+        ask("chat-diffusion")
+        assert np.array_equal(*(np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("diffusion", "image")))
 
-    def test_a_model_that_makes_videos(self, video_server, tmp_path):
+    def test_a_video_model(self, video_server, tmp_path):
         assert '"deleted":true' in self.run(video_server, tmp_path, "video", SIZE="64x32", STEPS="2", INTERVAL="0.1")
         assert len(decode_video(tmp_path / "video.mp4")) > 1
 
-    def test_what_it_can_do_is_said(self, omni_server, tmp_path):
+    def test_the_answer_lists_the_supported_outputs(self, omni_server, tmp_path):
         assert "image-edit FILE" in self.run(omni_server, tmp_path)
 
 

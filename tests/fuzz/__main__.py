@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many bad requests against servers that are started for it:  python -m tests.fuzz --requests 10000 [--kinds omni ...]
+"""Sends many bad requests to servers that it starts:  python -m tests.fuzz --requests 10000 [--kinds omni ...]
 
-Exits with 1 if one was answered wrongly, was not answered, or left something behind.
+Exits with 1 if a request was answered wrongly or not at all, or if something leaked.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from tests.fuzz.bad_requests import MAKERS
 from tests.fuzz.campaign import Campaign, Summary
 from tests.servers import SMALL_VLLM, RunningServer
 
-MODELS = {"omni": "qwen3_omni_moe", "painting": "z_image", "video": "wan"}
-NUM_OPERATIONS = 12  # about so many of a server's operations take anything
+MODELS = {"omni": "qwen3_omni_moe", "image": "z_image", "video": "wan"}
+NUM_OPERATIONS = 12  # about the number of operations of a server that have parameters
 MAX_GROWTH = 256 << 20
 
 
-def attack(kind: str, count: int, seed: int, folder: Path) -> Summary:
+def fuzz(kind: str, count: int, seed: int, folder: Path) -> Summary:
     from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint  # imports torch
 
     model = write_tiny_checkpoint(MODELS[kind], folder / kind)
@@ -35,8 +35,8 @@ def attack(kind: str, count: int, seed: int, folder: Path) -> Summary:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--requests", type=int, default=1000, help="about so many, all servers together (1000)")
-    parser.add_argument("--kinds", nargs="+", choices=list(MAKERS), default=list(MAKERS), help="servers to attack")
+    parser.add_argument("--requests", type=int, default=1000, help="approximate total for all servers (1000)")
+    parser.add_argument("--kinds", nargs="+", choices=list(MAKERS), default=list(MAKERS), help="servers to test")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, help="keep the servers' output in this folder")
     args = parser.parse_args()
@@ -47,7 +47,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for kind in args.kinds:
             started = time.monotonic()
-            summary = attack(kind, args.requests // len(args.kinds), args.seed, folder)
+            summary = fuzz(kind, args.requests // len(args.kinds), args.seed, folder)
             growth = summary.after.memory - summary.before.memory
             print(f"== {kind}, {time.monotonic() - started:.0f} s\n{summary}", flush=True)
             failed |= bool(summary.faults) or growth > MAX_GROWTH or summary.after.files > summary.before.files + 8

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with something wrong, by the kind of server: fields, media, bodies, HTTP itself, and clients who leave.
+"""Bad requests by kind of server: wrong fields, media, bodies and HTTP, and client aborts.
 
-Every maker gets a random generator, and gives another request for each state of it.
+Every maker gets a random generator, and returns a request that depends on its state only.
 """
 
 import base64
@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from tests.fuzz import broken_media as media
-from tests.fuzz.shots import Shot, post_json
+from tests.fuzz.fuzz_requests import FuzzRequest, post_json
 
-Maker = Callable[[random.Random], Shot]
+Maker = Callable[[random.Random], FuzzRequest]
 
 CHAT, COMPLETIONS, SPEECH = "/v1/chat/completions", "/v1/completions", "/v1/audio/speech"
 IMAGES, EDITS, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
@@ -26,7 +26,7 @@ _MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    """Few tokens, for where the request turns out to be good."""
+    """Few tokens, in case the request is valid."""
     return {"messages": _MESSAGES, "max_tokens": 2, "modalities": ["text"], **fields}
 
 
@@ -35,7 +35,7 @@ OMNI_BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Hello", "max_tokens": 2},
     SPEECH: {"input": "Hello", "sampling_params_list": [None, {"max_tokens": 4}, None]},
 }
-PAINTING_BODIES: dict[str, dict[str, Any]] = {
+IMAGE_BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": _MESSAGES, "extra_body": {"num_inference_steps": 1, "height": 32, "width": 32}},
     IMAGES: {"prompt": "A hen", "size": "32x32", "num_inference_steps": 1},
 }
@@ -43,7 +43,7 @@ VIDEO_BODIES: dict[str, dict[str, Any]] = {
     VIDEOS: {"prompt": "A hen", "size": "32x32", "num_inference_steps": 1, "num_frames": 5},
 }
 
-# Fields of each endpoint, and values that none of them takes.
+# Fields of each endpoint, with values that are not valid.
 BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
     CHAT: {
         "messages": [None, 1, "x", [1], [None], [{"role": "nobody", "content": 1}],
@@ -96,7 +96,7 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
     },
 }  # fmt: skip
 
-# Numbers of vLLM's requests, each with bounds.
+# Fields of vLLM's requests with limits.
 _SAMPLING = {
     "temperature": [-1, "hot", 1e400], "top_p": [0, -1, 2, "x"], "top_k": [-5, "x", 1.5], "min_p": [-1, 2],
     "max_tokens": [-1, "x", 2**70, 1.5], "n": [0, -1, "x", 10**9], "presence_penalty": [-9, 9, "x"],
@@ -109,15 +109,15 @@ for _endpoint in (CHAT, COMPLETIONS):
 
 
 def wrong_fields(bodies: dict[str, dict[str, Any]], *, samples: bool) -> list[Maker]:
-    """A request that was good, with one field that is not; `samples`: the server's model samples tokens."""
+    """A valid request with one wrong field; `samples`: the server's model samples tokens."""
 
-    def make(rng: random.Random) -> Shot:
+    def make(rng: random.Random) -> FuzzRequest:
         path = rng.choice(list(bodies))
         name = rng.choice([name for name in BAD_FIELDS[path] if samples or name not in _SAMPLING or path != CHAT])
         value = rng.choice(BAD_FIELDS[path][name])
         return _not_strictly_json(f"bad {name}", path, {**bodies[path], name: value})
 
-    def make_odd(rng: random.Random) -> Shot:
+    def make_odd(rng: random.Random) -> FuzzRequest:
         path = rng.choice(list(bodies))
         name = rng.choice(list(BAD_FIELDS[path]))
         value = rng.choice([*_HUGE, *_WRONG])
@@ -126,13 +126,13 @@ def wrong_fields(bodies: dict[str, dict[str, Any]], *, samples: bool) -> list[Ma
     return [make, make, make_odd]
 
 
-def _not_strictly_json(what: str, path: str, body: Any, **kwargs: Any) -> Shot:
-    """As Python writes it: also 1e999 where a number is too large for JSON's readers."""
+def _not_strictly_json(what: str, path: str, body: Any, **kwargs: Any) -> FuzzRequest:
+    """As Python writes it, but 1e999 for numbers beyond the range of a float."""
     return post_json(what, path, json.dumps(body).replace("Infinity", "1e999").encode("utf-8"), **kwargs)
 
 
 def broken_bodies(bodies: dict[str, dict[str, Any]]) -> list[Maker]:
-    """What is no JSON, or JSON that nobody should read."""
+    """Bodies that are not JSON, or JSON that a server should refuse."""
     paths = list(bodies)
 
     def text(rng: random.Random) -> bytes:
@@ -156,19 +156,23 @@ def broken_bodies(bodies: dict[str, dict[str, Any]]) -> list[Maker]:
         "gzip bomb": lambda rng: gzip.compress(bytes(4 << 20)),
     }
 
-    def make(rng: random.Random) -> Shot:
+    def make(rng: random.Random) -> FuzzRequest:
         what = rng.choice(list(makers))
-        shot = post_json(what, rng.choice(paths), makers[what](rng))
-        return replace(shot, headers={**shot.headers, "Content-Encoding": "gzip"}) if what == "gzip bomb" else shot
+        request = post_json(what, rng.choice(paths), makers[what](rng))
+        return (
+            replace(request, headers={**request.headers, "Content-Encoding": "gzip"})
+            if what == "gzip bomb"
+            else request
+        )
 
     return [make]
 
 
 def broken_http(bodies: dict[str, dict[str, Any]]) -> list[Maker]:
-    """Wrong in what is around the body, or cut off."""
+    """Wrong headers, methods and paths, and requests that are cut off."""
     paths = list(bodies)
 
-    def make(rng: random.Random) -> Shot:
+    def make(rng: random.Random) -> FuzzRequest:
         path = rng.choice(paths)
         good = post_json("", path, bodies[path])
         whole = len(good.wire)
@@ -193,34 +197,36 @@ def broken_http(bodies: dict[str, dict[str, Any]]) -> list[Maker]:
     return [make]
 
 
-def leavers(bodies: dict[str, dict[str, Any]], long: dict[str, dict[str, Any]]) -> list[Maker]:
-    """Good requests of clients who leave at some moment."""
+def client_aborts(bodies: dict[str, dict[str, Any]], long: dict[str, dict[str, Any]]) -> list[Maker]:
+    """Valid requests that the client aborts after a random time."""
 
-    def make(rng: random.Random) -> Shot:
+    def make(rng: random.Random) -> FuzzRequest:
         path = rng.choice(list(bodies))
         body = {**bodies[path], **long.get(path, {})}
         if path in (CHAT, COMPLETIONS, SPEECH):
             body["stream"] = rng.random() < 0.5
-        return post_json("leaves", path, body, must_fail=False, leaves_after=rng.uniform(0.0, 0.6))
+        return post_json("client abort", path, body, must_fail=False, abort_after_s=rng.uniform(0.0, 0.6))
 
     return [make]
 
 
 def broken_parts() -> list[Maker]:
-    """Chat with a picture, sound or video that is none."""
+    """Chat with an image, audio or video part that is broken."""
 
-    def make(rng: random.Random) -> Shot:
-        kind, makers = rng.choice([("image", media.PICTURES), ("audio", media.SOUNDS), ("video", media.VIDEOS)])
+    def make(rng: random.Random) -> FuzzRequest:
+        kind, makers = rng.choice(
+            [("image", media.BROKEN_IMAGES), ("audio", media.BROKEN_AUDIO), ("video", media.BROKEN_VIDEOS)]
+        )
         name = rng.choice(list(makers))
         return _chat_with(kind, name, makers[name](rng), rng)
 
-    def make_doubtful(rng: random.Random) -> Shot:
+    def make_doubtful(rng: random.Random) -> FuzzRequest:
         name = rng.choice(list(media.DOUBTFUL))
         kind = {"PNG": "image", "JPEG": "image", "a": "image", "MP4": "video"}.get(name.split()[0], "audio")
         kind = "image" if name == "half a JPEG" else kind
         return replace(_chat_with(kind, name, media.DOUBTFUL[name](rng), rng), must_fail=False)
 
-    def make_address(rng: random.Random) -> Shot:
+    def make_address(rng: random.Random) -> FuzzRequest:
         url = rng.choice(
             ["file:///etc/passwd", "http://127.0.0.1:1/x", "http://169.254.169.254/latest", "http://[::1]/",
              "http://localhost/x", "gopher://x", "data:image/png;base64,%%%", "data:image/png,abc", "x", "http://",
@@ -232,7 +238,7 @@ def broken_parts() -> list[Maker]:
     return [make, make, make_doubtful, make_address]
 
 
-def _chat_with(kind: str, name: str, data: bytes, rng: random.Random) -> Shot:
+def _chat_with(kind: str, name: str, data: bytes, rng: random.Random) -> FuzzRequest:
     encoded = base64.b64encode(data).decode()
     if kind == "audio" and rng.random() < 0.5:
         return _chat(name, [{"type": "input_audio", "input_audio": {"data": encoded, "format": "wav"}}])
@@ -241,37 +247,37 @@ def _chat_with(kind: str, name: str, data: bytes, rng: random.Random) -> Shot:
     return _chat(name, [{"type": f"{kind}_url", f"{kind}_url": {"url": url}}])
 
 
-def _chat(what: str, parts: list[dict[str, Any]]) -> Shot:
+def _chat(what: str, parts: list[dict[str, Any]]) -> FuzzRequest:
     content = [*parts, {"type": "text", "text": "What is it?"}]
     return post_json(what, CHAT, chat(messages=[{"role": "user", "content": content}]))
 
 
 def broken_uploads(path: str, field: str, fields: dict[str, str]) -> list[Maker]:
-    """Forms whose file is no picture."""
+    """Forms with a file that is not an image."""
 
-    def make(rng: random.Random) -> Shot:
-        name = rng.choice(list(media.PICTURES))
-        return _form(name, path, field, fields, media.PICTURES[name](rng))
+    def make(rng: random.Random) -> FuzzRequest:
+        name = rng.choice(list(media.BROKEN_IMAGES))
+        return _form(name, path, field, fields, media.BROKEN_IMAGES[name](rng))
 
-    def make_doubtful(rng: random.Random) -> Shot:
-        name, data = media.doubtful_picture(rng)
+    def make_doubtful(rng: random.Random) -> FuzzRequest:
+        name, data = media.doubtful_image(rng)
         return replace(_form(name, path, field, fields, data), must_fail=False)
 
-    def make_json(rng: random.Random) -> Shot:
-        name = rng.choice(list(media.PICTURES))
-        url = "data:image/png;base64," + base64.b64encode(media.PICTURES[name](rng)).decode()
+    def make_json(rng: random.Random) -> FuzzRequest:
+        name = rng.choice(list(media.BROKEN_IMAGES))
+        url = "data:image/png;base64," + base64.b64encode(media.BROKEN_IMAGES[name](rng)).decode()
         return post_json(name, path, {**fields, field: rng.choice([url, {"image_url": url}])})
 
     return [make, make_doubtful, make_json]
 
 
-def _form(what: str, path: str, field: str, fields: dict[str, str], data: bytes) -> Shot:
+def _form(what: str, path: str, field: str, fields: dict[str, str], data: bytes) -> FuzzRequest:
     parts = [
         f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n' for name, value in fields.items()
     ]
     head = f'--x\r\nContent-Disposition: form-data; name="{field}"; filename="a.png"\r\n\r\n'
     body = "".join(parts).encode() + head.encode() + data + b"\r\n--x--\r\n"
-    return Shot(what, "POST", path, body, {"Content-Type": "multipart/form-data; boundary=x"})
+    return FuzzRequest(what, "POST", path, body, {"Content-Type": "multipart/form-data; boundary=x"})
 
 
 def _common(bodies: dict[str, dict[str, Any]], long: dict[str, dict[str, Any]]) -> list[Maker]:
@@ -279,25 +285,25 @@ def _common(bodies: dict[str, dict[str, Any]], long: dict[str, dict[str, Any]]) 
         *wrong_fields(bodies, samples=CHAT in bodies and SPEECH in bodies),
         *broken_bodies(bodies),
         *broken_http(bodies),
-        *leavers(bodies, long),
+        *client_aborts(bodies, long),
     ]
 
 
 _LONG_SPEECH = {"max_tokens": 40, "modalities": ["text", "audio"], "min_tokens": 40}
-_PICTURE_FIELDS = {"prompt": "A hen", "size": "32x32", "num_inference_steps": "1"}
+_IMAGE_FIELDS = {"prompt": "A hen", "size": "32x32", "num_inference_steps": "1"}
 
 MAKERS: dict[str, list[Maker]] = {
     "omni": [
         *_common(OMNI_BODIES, {CHAT: _LONG_SPEECH, COMPLETIONS: {"max_tokens": 200, "min_tokens": 200}}),
         *broken_parts(),
     ],
-    "painting": [
-        *_common(PAINTING_BODIES, {IMAGES: {"num_inference_steps": 40}}),
-        *broken_uploads(EDITS, "image", _PICTURE_FIELDS),
+    "image": [
+        *_common(IMAGE_BODIES, {IMAGES: {"num_inference_steps": 40}}),
+        *broken_uploads(EDITS, "image", _IMAGE_FIELDS),
     ],
     "video": [
         *_common(VIDEO_BODIES, {}),
-        *broken_uploads(VIDEOS, "input_reference", {**_PICTURE_FIELDS, "num_frames": "5"}),
+        *broken_uploads(VIDEOS, "input_reference", {**_IMAGE_FIELDS, "num_frames": "5"}),
     ],
 }
-"""By kind of server. What stands twice is made twice as often."""
+"""By kind of server. An entry that appears twice is used twice as often."""

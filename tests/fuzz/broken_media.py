@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are no picture, sound or video, or are one that nobody should decode. Knows no request."""
+"""Files that are no valid image, audio or video, or that a server should not decode. Knows no request."""
 
 import io
 import random
@@ -18,15 +18,15 @@ Maker = Callable[[random.Random], bytes]
 
 
 @cache
-def picture(format: str) -> bytes:
+def image_file(format: str) -> bytes:
     buffer = io.BytesIO()
     make_image(0, 64, 48).save(buffer, format)
     return buffer.getvalue()
 
 
 @cache
-def sound(format: str) -> bytes:
-    """A second of it."""
+def audio_file(format: str) -> bytes:
+    """A second of audio."""
     samples = np.rint(make_audio(0, 1.0) * 32767).astype("<i2")
     buffer = io.BytesIO()
     if format == "wav":
@@ -58,7 +58,7 @@ def video() -> bytes:
 
 
 def png(width: int, height: int, data: bytes = b"", more: bytes = b"") -> bytes:
-    """A PNG file with this header, whatever its pixels are."""
+    """A PNG file with a header of this size, independent of its pixels."""
     header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + more + _chunk(b"IDAT", zlib.compress(data)) + _chunk(b"IEND", b"")
 
@@ -69,13 +69,13 @@ def _chunk(name: bytes, data: bytes) -> bytes:
 
 @cache
 def _bomb() -> bytes:
-    """36 megapixels of one colour in 100 KB; more than the server takes."""
+    """36 megapixels of one colour in 100 KB; more than the server's limit."""
     return png(6000, 6000, bytes((6000 * 3 + 1) * 6000))
 
 
 @cache
 def _text_bomb() -> bytes:
-    """A picture whose comment is 50 MB, packed."""
+    """An image with a compressed comment of 50 MB."""
     comment = b"Comment\0\0" + zlib.compress(bytes(50 << 20))
     return png(8, 8, bytes(25 * 8), _chunk(b"zTXt", comment))
 
@@ -94,7 +94,7 @@ def _wav(riff: int, rate: int, channels: int, bits: int, data: int) -> bytes:
 
 
 def _huge_video() -> bytes:
-    """A video whose container says that it is 65520 pixels wide and high, while its pictures are not."""
+    """A video with a container header of 65520x65520 pixels and smaller frames."""
     data = bytearray(video())
     for box, at in ((b"mp4v", 28), (b"tkhd", 80)):
         start = data.index(box)
@@ -104,11 +104,11 @@ def _huge_video() -> bytes:
     return bytes(data)
 
 
-PICTURES: dict[str, Maker] = {
-    "empty picture": lambda rng: b"",
-    "noise as picture": _garbage(b""),
-    "cut PNG": lambda rng: picture("PNG")[: rng.randrange(1, 60)],
-    "cut GIF": lambda rng: picture("GIF")[: rng.randrange(1, 20)],
+BROKEN_IMAGES: dict[str, Maker] = {
+    "empty image": lambda rng: b"",
+    "noise as image": _garbage(b""),
+    "cut PNG": lambda rng: image_file("PNG")[: rng.randrange(1, 60)],
+    "cut GIF": lambda rng: image_file("GIF")[: rng.randrange(1, 20)],
     "JPEG of noise": _garbage(b"\xff\xd8\xff\xe0"),
     "PNG of noise": _garbage(b"\x89PNG\r\n\x1a\n"),
     "WebP of noise": _garbage(b"RIFF\xff\xff\xff\x7fWEBPVP8 "),
@@ -117,45 +117,45 @@ PICTURES: dict[str, Maker] = {
     "PNG of size 0": lambda rng: png(0, rng.choice([0, 5])),
     "PNG bomb": lambda rng: _bomb(),
     "comment bomb": lambda rng: _text_bomb(),
-    "sound as picture": lambda rng: sound("wav"),
+    "audio as image": lambda rng: audio_file("wav"),
     "SVG": lambda rng: b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>",
     "PostScript": lambda rng: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n",
 }
 
-SOUNDS: dict[str, Maker] = {
-    "empty sound": lambda rng: b"",
-    "noise as sound": _garbage(b"\0"),
-    "cut WAV": lambda rng: sound("wav")[: rng.randrange(1, 44)],
-    "cut MP3": lambda rng: sound("mp3")[: rng.randrange(1, 40)],
-    "cut FLAC": lambda rng: sound("flac")[: rng.randrange(1, 40)],
+BROKEN_AUDIO: dict[str, Maker] = {
+    "empty audio": lambda rng: b"",
+    "noise as audio": _garbage(b"\0"),
+    "cut WAV": lambda rng: audio_file("wav")[: rng.randrange(1, 44)],
+    "cut MP3": lambda rng: audio_file("mp3")[: rng.randrange(1, 40)],
+    "cut FLAC": lambda rng: audio_file("flac")[: rng.randrange(1, 40)],
     "WAV of no channels": lambda rng: _wav(100, 16_000, 0, 16, 64),
     "WAV of no rate": lambda rng: _wav(100, 0, 1, 16, 64),
     "Ogg of noise": _garbage(b"OggS"),
     "FLAC of noise": _garbage(b"fLaC"),
     "playlist": lambda rng: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n",
     "concat list": lambda rng: b"ffconcat version 1.0\nfile /etc/passwd\n",
-    "picture as sound": lambda rng: picture("PNG"),
+    "image as audio": lambda rng: image_file("PNG"),
 }
 
-VIDEOS: dict[str, Maker] = {
+BROKEN_VIDEOS: dict[str, Maker] = {
     "empty video": lambda rng: b"",
     "noise as video": _garbage(b"\0"),
     "cut MP4": _truncated(video()),
     "MP4 of noise": _garbage(b"\0\0\0\x18ftypmp42"),
     "WebM of noise": _garbage(b"\x1a\x45\xdf\xa3"),
-    "sound as video": lambda rng: sound("wav"),
+    "audio as video": lambda rng: audio_file("wav"),
 }
 
-# What decoders may make something of, or not.
+# Files that some decoders read and others refuse.
 DOUBTFUL: dict[str, Maker] = {
     "MP4 of huge size": lambda rng: _huge_video(),
-    "PNG with a wrong byte": lambda rng: _with_a_wrong_byte(picture("PNG"), rng),
-    "JPEG with a wrong byte": lambda rng: _with_a_wrong_byte(picture("JPEG"), rng),
-    "half a JPEG": lambda rng: picture("JPEG")[: len(picture("JPEG")) // 2],
+    "PNG with a wrong byte": lambda rng: _with_a_wrong_byte(image_file("PNG"), rng),
+    "JPEG with a wrong byte": lambda rng: _with_a_wrong_byte(image_file("JPEG"), rng),
+    "half a JPEG": lambda rng: image_file("JPEG")[: len(image_file("JPEG")) // 2],
     "WAV of huge rate": lambda rng: _wav(2**32 - 1, 2**32 - 1, 65535, 65535, 2**32 - 1),
-    "WAV with a wrong byte": lambda rng: _with_a_wrong_byte(sound("wav"), rng, 60),
-    "MP3 with a wrong byte": lambda rng: _with_a_wrong_byte(sound("mp3"), rng),
-    "FLAC with a wrong byte": lambda rng: _with_a_wrong_byte(sound("flac"), rng),
+    "WAV with a wrong byte": lambda rng: _with_a_wrong_byte(audio_file("wav"), rng, 60),
+    "MP3 with a wrong byte": lambda rng: _with_a_wrong_byte(audio_file("mp3"), rng),
+    "FLAC with a wrong byte": lambda rng: _with_a_wrong_byte(audio_file("flac"), rng),
     "MP4 with a wrong byte": lambda rng: _with_a_wrong_byte(video(), rng),
 }
 
@@ -166,6 +166,6 @@ def _with_a_wrong_byte(whole: bytes, rng: random.Random, before: int | None = No
     return bytes(data)
 
 
-def doubtful_picture(rng: random.Random) -> tuple[str, bytes]:
+def doubtful_image(rng: random.Random) -> tuple[str, bytes]:
     name = rng.choice([name for name in DOUBTFUL if name.split()[-1] == "JPEG" or name.split()[0] in ("PNG", "JPEG")])
     return name, DOUBTFUL[name](rng)

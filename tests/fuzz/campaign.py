@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fires bad requests at a server, with good ones between them, and looks at what is left over afterwards."""
+"""Sends bad requests to a server, with good ones between them, and checks what it still holds afterwards."""
 
 import asyncio
 import base64
@@ -19,14 +19,14 @@ import soundfile
 from PIL import Image
 
 from tests.fuzz.bad_requests import CHAT, IMAGES, MAKERS, VIDEOS
-from tests.fuzz.described import described_shots
-from tests.fuzz.shots import Outcome, Shot, fire
+from tests.fuzz.described import described_requests
+from tests.fuzz.fuzz_requests import FuzzRequest, Outcome, send
 
 CONCURRENCY = 4
 GOOD_EVERY = 25
-HELD_EVERY = 1000
+PRINT_EVERY = 1000
 IDLE_LIMIT_S = 120.0
-MEDIA_TOLERANCE = 0.2  # A video's codec makes much of little; another request's media differs by more.
+MEDIA_TOLERANCE = 0.2  # A video codec amplifies rounding; another request's media differs by more.
 _GREEDY = {"temperature": 0, "max_tokens": 6, "min_tokens": 6}
 _CODES = {"temperature": 0, "max_tokens": 6, "min_tokens": 6, "detokenize": False}
 
@@ -39,19 +39,19 @@ GOOD: dict[str, tuple[str, dict[str, Any]]] = {
             "sampling_params_list": [_GREEDY, _CODES, None],
         },
     ),
-    "painting": (IMAGES, {"prompt": "A hen", "size": "32x32", "num_inference_steps": 2, "seed": 1}),
+    "image": (IMAGES, {"prompt": "A hen", "size": "32x32", "num_inference_steps": 2, "seed": 1}),
     "video": (VIDEOS, {"prompt": "A hen", "size": "32x32", "num_inference_steps": 1, "num_frames": 5, "seed": 1}),
 }
-"""A request that is always answered alike, by kind of server."""
+"""A request that always has the same answer, by kind of server."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a good request brought.
+    """The answer to a good request.
 
     Attributes:
-        text: All of it but the media.
-        media: Pixels or samples; 1.0 is the largest value. Their last bits depend on what is made beside them.
+        text: Everything but the media.
+        media: Pixels or samples; 1.0 is the largest value. Their last bits depend on concurrent requests.
     """
 
     text: str
@@ -66,12 +66,12 @@ class Answer:
 
 
 @dataclass
-class Held:
-    """What a server and its stages hold.
+class Usage:
+    """Resources of a server and its stages.
 
     Attributes:
-        server: Bytes of memory of the API process that are its own.
-        stages: Those of its children.
+        server: Bytes of private memory of the API process.
+        stages: Those of its child processes.
         files: Open files of all.
     """
 
@@ -91,25 +91,25 @@ class Held:
 class Summary:
     """
     Attributes:
-        counts: How often each status came, by endpoint.
-        faults: What went wrong.
-        accepted: Of requests that break the description, by endpoint: how many were answered well all the same.
-        before, after: What the server held after the first of the requests, and at the end.
+        counts: The number of answers by endpoint and status.
+        faults: Wrong outcomes.
+        accepted: By endpoint, the requests that are invalid by the description and were answered with 200.
+        before, after: The server's resources after the first requests, and at the end.
     """
 
     counts: Counter[tuple[str, int | str]] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     accepted: Counter[str] = field(default_factory=Counter)
     num_good: int = 0
-    before: Held = field(default_factory=lambda: Held(0, 0, 0))
-    after: Held = field(default_factory=lambda: Held(0, 0, 0))
+    before: Usage = field(default_factory=lambda: Usage(0, 0, 0))
+    after: Usage = field(default_factory=lambda: Usage(0, 0, 0))
 
     def take(self, outcome: Outcome) -> None:
-        self.counts[_template(outcome.shot), outcome.status] += 1
+        self.counts[_template(outcome.request), outcome.status] += 1
         if outcome.fault:
             self.faults.append(outcome.fault)
-        if outcome.status == 200 and outcome.shot.what.startswith("negative"):
-            self.accepted[_template(outcome.shot)] += 1
+        if outcome.status == 200 and outcome.request.what.startswith("negative"):
+            self.accepted[_template(outcome.request)] += 1
 
     def __str__(self) -> str:
         lines = [f"{count:6} {status!s:>9}  {endpoint}" for (endpoint, status), count in _by_text(self.counts)]
@@ -119,7 +119,7 @@ class Summary:
 
 
 class Campaign:
-    """One server under fire."""
+    """A test of one server."""
 
     def __init__(self, kind: str, port: int, pid: int, seed: int = 0) -> None:
         """
@@ -138,60 +138,60 @@ class Campaign:
         """
         Args:
             num_written: Requests from `bad_requests`.
-            num_described: Of either kind, for each operation of the server's description.
+            num_described: Requests of either kind for each operation of the server's description.
         """
         summary = Summary()
-        expected = self._ask_well()
-        shots = list(self._shots(num_written, num_described))
-        self._rng.shuffle(shots)
-        warm_up = max(len(shots) // 4, min(len(shots), 20))
-        for start in range(0, len(shots), GOOD_EVERY):
-            asyncio.run(self._fire_all(shots[start : start + GOOD_EVERY], summary))
+        expected = self._send_good()
+        fuzz_requests = list(self._requests(num_written, num_described))
+        self._rng.shuffle(fuzz_requests)
+        warm_up = max(len(fuzz_requests) // 4, min(len(fuzz_requests), 20))
+        for start in range(0, len(fuzz_requests), GOOD_EVERY):
+            asyncio.run(self._send_all(fuzz_requests[start : start + GOOD_EVERY], summary))
             summary.num_good += 1
-            if not (answer := self._ask_well()).is_like(expected):
+            if not (answer := self._send_good()).is_like(expected):
                 summary.faults.append(f"a good request was answered with {answer}, not {expected}")
-            done = min(start + GOOD_EVERY, len(shots))
-            if done % HELD_EVERY == 0:
+            done = min(start + GOOD_EVERY, len(fuzz_requests))
+            if done % PRINT_EVERY == 0:
                 self._wait_until_idle()
-                print(f"{done:6} bad requests: {self._held()}", flush=True)
+                print(f"{done:6} bad requests: {self._usage()}", flush=True)
             if start < warm_up <= start + GOOD_EVERY:
                 self._wait_until_idle()
-                summary.before = self._held()
+                summary.before = self._usage()
         self._wait_until_idle()
-        summary.after = self._held()
+        summary.after = self._usage()
         return summary
 
-    def _shots(self, num_written: int, num_described: int) -> Iterator[Shot]:
+    def _requests(self, num_written: int, num_described: int) -> Iterator[FuzzRequest]:
         makers = MAKERS[self._kind]
         for number in range(num_written):
             yield makers[number % len(makers)](self._rng)
         if num_described:
-            yield from described_shots(self._client.get("/openapi.json").json(), num_described, self._seed)
+            yield from described_requests(self._client.get("/openapi.json").json(), num_described, self._seed)
 
-    async def _fire_all(self, shots: Iterable[Shot], summary: Summary) -> None:
-        waiting = iter(shots)
+    async def _send_all(self, fuzz_requests: Iterable[FuzzRequest], summary: Summary) -> None:
+        waiting = iter(fuzz_requests)
 
-        async def shooter() -> None:
-            for shot in waiting:
-                summary.take(await fire(self._port, shot))
+        async def sender() -> None:
+            for request in waiting:
+                summary.take(await send(self._port, request))
 
-        await asyncio.gather(*(shooter() for _ in range(CONCURRENCY)))
+        await asyncio.gather(*(sender() for _ in range(CONCURRENCY)))
 
-    def _ask_well(self) -> Answer:
-        """What the answer to the good request is."""
+    def _send_good(self) -> Answer:
+        """The answer to the good request."""
         self._delete_videos()
         path, body = GOOD[self._kind]
         answer = self._client.post(path, json=body)
-        while answer.status_code == 429:  # Those who left have not been told of yet.
+        while answer.status_code == 429:  # Client aborts are not processed yet.
             time.sleep(float(answer.headers["Retry-After"]))
             answer = self._client.post(path, json=body)
         if answer.status_code != 200:
             return Answer(f"{answer.status_code} {answer.text}")
-        return {"omni": _spoken, "painting": _painted, "video": self._filmed}[self._kind](answer.json())
+        return {"omni": _read_speech, "image": _read_image, "video": self._read_video}[self._kind](answer.json())
 
-    def _filmed(self, video: dict[str, Any]) -> Answer:
+    def _read_video(self, video: dict[str, Any]) -> Answer:
         while video["status"] in ("queued", "in_progress"):
-            time.sleep(0.1)  # So clients do.
+            time.sleep(0.1)  # As clients poll.
             video = self._client.get(f"{VIDEOS}/{video['id']}").json()
         content = self._client.get(f"{VIDEOS}/{video['id']}/content").content
         self._client.delete(f"{VIDEOS}/{video['id']}")
@@ -204,14 +204,14 @@ class Campaign:
     def _wait_until_idle(self) -> None:
         """
         Raises:
-            TimeoutError: A stage has work left, or is not well.
+            TimeoutError: A stage still has work, or is not ready.
         """
         deadline = time.monotonic() + IDLE_LIMIT_S
         self._delete_videos()
         while busy := self._busy():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"left over: {busy}")
-            time.sleep(0.2)  # The stages are asked; none of them says by itself that it has nothing to do.
+            time.sleep(0.2)  # Stages send no event when they become idle.
 
     def _busy(self) -> list[str]:
         health = self._client.get("/health")
@@ -226,29 +226,29 @@ class Campaign:
                 for video in videos:
                     self._client.delete(f"{VIDEOS}/{video['id']}")
 
-    def _held(self) -> Held:
+    def _usage(self) -> Usage:
         processes = [self._process, *self._process.children(recursive=True)]
         server, *stages = (process.memory_full_info().uss for process in processes)
-        return Held(server, sum(stages), sum(process.num_fds() for process in processes))
+        return Usage(server, sum(stages), sum(process.num_fds() for process in processes))
 
 
-def _spoken(answer: dict[str, Any]) -> Answer:
+def _read_speech(answer: dict[str, Any]) -> Answer:
     message = answer["choices"][0]["message"]
     samples, _ = soundfile.read(io.BytesIO(base64.b64decode(message["audio"]["data"])))
     return Answer(repr(message["content"]), samples)
 
 
-def _painted(answer: dict[str, Any]) -> Answer:
+def _read_image(answer: dict[str, Any]) -> Answer:
     image = Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"])))
-    return Answer("painted", np.asarray(image) / 255)
+    return Answer("image", np.asarray(image) / 255)
 
 
-def _template(shot: Shot) -> str:
-    """The endpoint; made-up paths count together."""
-    path = shot.path.partition("?")[0]
-    if shot.what == "no such path":
+def _template(request: FuzzRequest) -> str:
+    """The endpoint; unknown paths count together."""
+    path = request.path.partition("?")[0]
+    if request.what == "no such path":
         return "(no such path)"
-    return f"{shot.method} {VIDEOS}/..." if path.startswith(VIDEOS + "/") else shot.endpoint
+    return f"{request.method} {VIDEOS}/..." if path.startswith(VIDEOS + "/") else request.endpoint
 
 
 def _by_text(counts: Counter[tuple[str, int | str]]) -> list[tuple[tuple[str, int | str], int]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that schemathesis makes of a server's own OpenAPI description: as it says, and against what it says."""
+"""Requests that schemathesis makes from a server's OpenAPI description: valid ones and invalid ones."""
 
 import random
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ import schemathesis
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
-from tests.fuzz.shots import Shot
+from tests.fuzz.fuzz_requests import FuzzRequest
 
-# vLLM's descriptions of them have so many branches that making one request takes seconds. Bad ones are written by hand.
+# Their descriptions in vLLM have so many branches that one request takes seconds to make. `bad_requests` has bad ones.
 _DEEP_FIELDS = ("messages", "tools")
 _PLAIN_MESSAGES = [{"role": "user", "content": "Hello"}]
-# A server that is asked to work as long as this description allows would be at it for the rest of the day.
-_LEAVES_AFTER_S = 2.0
+# Valid requests by this description may run for hours.
+_ABORT_AFTER_S = 2.0
 
 
-def described_shots(description: dict[str, Any], each: int, seed: int) -> Iterator[Shot]:
-    """About `each` requests of either kind for each operation that takes anything.
+def described_requests(description: dict[str, Any], each: int, seed: int) -> Iterator[FuzzRequest]:
+    """About `each` requests of either kind for each operation with parameters.
 
     Args:
         description: `/openapi.json`.
@@ -35,7 +35,7 @@ def described_shots(description: dict[str, Any], each: int, seed: int) -> Iterat
             continue
         for mode in GenerationMode:
             for case in _cases(operation, mode, each, seed):
-                yield _shot(case, f"{mode.value} by description", rng)
+                yield _fuzz_request(case, f"{mode.value} by description", rng)
 
 
 def _shortened(description: dict[str, Any]) -> dict[str, Any]:
@@ -63,18 +63,18 @@ def _cases(operation: Any, mode: GenerationMode, count: int, seed: int) -> list[
 
     try:
         collect()
-    except Unsatisfiable:  # Nothing can be wrong with it.
+    except Unsatisfiable:  # No invalid request is possible.
         return []
     return cases
 
 
-def _shot(case: Any, what: str, rng: random.Random) -> Shot:
+def _fuzz_request(case: Any, what: str, rng: random.Random) -> FuzzRequest:
     if isinstance(case.body, dict) and "messages" in case.body and rng.random() < 0.7:
-        case.body = {**case.body, "messages": _PLAIN_MESSAGES}  # So that the other fields are looked at, too.
+        case.body = {**case.body, "messages": _PLAIN_MESSAGES}  # So that the other fields are validated, too.
     arguments = case.as_transport_kwargs(base_url="http://127.0.0.1")
     prepared = requests.Request(**arguments).prepare()
     body = prepared.body or b""
     body = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
     headers = {"Content-Type": prepared.headers["Content-Type"]} if "Content-Type" in prepared.headers else {}
-    shot = Shot(what, case.method.upper(), prepared.path_url, body, headers, must_fail=False)
-    return replace(shot, leaves_after=_LEAVES_AFTER_S)
+    request = FuzzRequest(what, case.method.upper(), prepared.path_url, body, headers, must_fail=False)
+    return replace(request, abort_after_s=_ABORT_AFTER_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenTelemetry collector for tests: takes what exporters send over HTTP."""
+"""An OpenTelemetry collector for tests: receives spans over HTTP."""
 
 import threading
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Span:
 
 
 class Collector:
-    """Listens from the beginning; `url` is the endpoint."""
+    """Listens once constructed; `url` is the endpoint."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline of two stages, and one request that went through it."""
+"""A pipeline of two stages, and the summary of a request."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from vllm_omni.metrics.stats import StageMetrics
 
 @pytest.fixture
 def config() -> PipelineConfig:
-    """A thinker that writes text, and a talker that reads it and makes audio."""
+    """A thinker that outputs text, and a talker that reads it and outputs audio."""
     thinker = OmniStageConfig(
         stage_id=0, engine_args={"model_stage": "thinker"}, final_output=True, final_output_type="text"
     )
@@ -26,7 +26,7 @@ def config() -> PipelineConfig:
 
 @pytest.fixture
 def summarize():
-    """Makes the summary of a request that takes ten seconds from `arrival` on; other fields as given."""
+    """Makes the summary of a request that takes ten seconds from `arrival` on; `fields` replace others."""
 
     def summary(request_id: str = "7", arrival: float = 1000.0, **fields) -> RequestSummary:
         thinker = StageMetrics(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what observers have written, as Prometheus and Perfetto would."""
+"""Reads the output of observers, as Prometheus and Perfetto do."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 
 def scrape() -> dict[tuple[str, ...], float]:
-    """All samples of ours, by name and label values (labels in alphabetical order)."""
+    """All samples with our prefix, by name and label values (labels in alphabetical order)."""
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(generate_latest(get_prometheus_registry()).decode()):
         if family.name.startswith("vllm_omni:"):
@@ -26,7 +26,7 @@ def read_events(path: Path) -> list[dict]:
 
 
 def tracks(events: list[dict]) -> dict[tuple[str, str], list[dict]]:
-    """The slices of a timeline, by the names of their group and track as Perfetto shows them."""
+    """The slices of a timeline, by the names of their group and track in Perfetto."""
     named: dict[str, dict] = {"process_name": {}, "thread_name": {}}
     for event in events:
         if event["name"] in named:
@@ -41,7 +41,7 @@ def tracks(events: list[dict]) -> dict[tuple[str, str], list[dict]]:
 
 
 def assert_nested(slices: list[dict]) -> None:
-    """No two slices of a track overlap in part: a viewer could not draw them."""
+    """No two slices of a track overlap partially: a viewer cannot draw them."""
     for a in slices:
         assert a["dur"] >= 0, a
         for b in slices:

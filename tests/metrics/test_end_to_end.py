@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is seen of pipelines of real processes."""
+"""All observers on pipelines of real processes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ from tests.fork_server_cache import QuickForkServer
 from tests.metrics.collector import Collector
 from tests.metrics.reading import assert_nested, read_events, scrape, tracks
 from tests.orchestrator.pipelines import TRIANGLE, Caller, make_config, open_orchestrator
+from tests.orchestrator.test_failure import wait_until
 from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.pipeline import make_observers
 
@@ -27,7 +28,7 @@ STAGES = ("stage 0: a", "stage 1: b", "stage 2: c")
 
 @pytest.fixture
 def collector(monkeypatch) -> Iterator[Collector]:
-    """Gets the spans of the stages' processes."""
+    """Receives the spans of the stages' processes."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     collector = Collector()
     yield collector
@@ -36,24 +37,21 @@ def collector(monkeypatch) -> Iterator[Collector]:
 
 @pytest.fixture
 def spans_here(monkeypatch) -> InMemorySpanExporter:
-    """Gets the spans of this process, as if the program had set up OpenTelemetry itself."""
+    """Receives the spans of this process, as if the program had set up OpenTelemetry itself."""
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
     return exporter
 
 
-def test_a_pipeline_is_seen_in_every_way(
-    collector: Collector, spans_here: InMemorySpanExporter, tmp_path: Path
-) -> None:
+def test_all_observers_of_a_pipeline(collector: Collector, spans_here: InMemorySpanExporter, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     observers = make_observers(CONFIG, log_stats=True, trace_file=str(path), otlp_traces_endpoint=collector.url)
-    # A server of its own: one that is kept has the environment of the test that started it, without the collector's.
+    # A new fork server: a cached one has the environment of another test, without the collector's.
     orchestrator = open_orchestrator(
         CONFIG,
         server=QuickForkServer(),
         observers=observers,
-        records_stats=True,
         otlp_traces_endpoint=collector.url,
     )
     try:
@@ -66,7 +64,7 @@ def test_a_pipeline_is_seen_in_every_way(
         slow = caller.submit("slow", fake_seconds=0.5)
         orchestrator.abort([slow])
         caller.wait_one()
-        orchestrator.stats()
+        wait_until(lambda: all(stats.num_running == stats.queue_depth == 0 for stats in orchestrator.stats()))
         found = scrape()
     finally:
         orchestrator.close()
@@ -128,11 +126,11 @@ def check_spans(collector: Collector, spans_here: InMemorySpanExporter, whole: l
         assert len({span.process_id for span in spans}) == 3
 
 
-def test_a_vllm_stage_is_seen(
+def test_all_observers_of_a_vllm_stage(
     collector: Collector, spans_here: InMemorySpanExporter, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     with (
-        mock.patch("vllm_omni.entrypoints.launch.ForkServer", QuickForkServer),
+        mock.patch("vllm_omni.entrypoints.omni_base.ForkServer", QuickForkServer),
         OmniLLM(
             str(tiny_qwen3),
             dtype="float32",

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_omni.metrics.logs import about, get_logger
-from vllm_omni.metrics.summary_log import SummaryLog
+from vllm_omni.metrics.text import SummaryLog
 
 
 @pytest.fixture
 def records() -> Iterator[list[logging.LogRecord]]:
-    """What is logged below `vllm.omni`. vLLM's loggers do not propagate, so pytest's own fixture may hear nothing."""
+    """What is logged below `vllm.omni`. vLLM's loggers do not propagate, so pytest's own fixture may not see it."""
     found: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = found.append  # type: ignore[method-assign]
@@ -27,7 +27,7 @@ def texts(records: list[logging.LogRecord]) -> list[str]:
     return [record.getMessage() for record in records]
 
 
-def test_our_modules_log_where_vllm_logs():
+def test_loggers_are_below_vllm():
     assert get_logger("vllm_omni.stage.shell").name == "vllm.omni.stage.shell"
 
 
@@ -43,7 +43,7 @@ def test_a_line_names_its_request_and_its_stage(records):
     ]
 
 
-def test_a_line_says_where_it_was_logged(records):
+def test_a_line_has_the_file_that_logged_it(records):
     about(get_logger("vllm_omni.x"), request_id="7").error("failed")
     assert records[0].filename == "test_logs.py"
 
@@ -54,7 +54,7 @@ def test_an_id_cannot_break_a_line(records, request_id, shown):
     assert texts(records) == [f"request {shown}: failed: why"]
 
 
-def test_a_request_is_summed_up(records, summarize):
+def test_the_summary_of_a_request(records, summarize):
     SummaryLog().request_ended(summarize())
     assert texts(records) == [
         "request 7, stage 0 (thinker): 12 in, 5 out, 6.000 s, of which 1.000 s in the queue",
@@ -63,14 +63,14 @@ def test_a_request_is_summed_up(records, summarize):
     ]
 
 
-def test_a_request_for_a_picture_is_summed_up(records, summarize):
+def test_the_summary_of_a_request_for_an_image(records, summarize):
     SummaryLog().request_ended(
         summarize(stages=[], first_text=None, first_audio=None, audio_seconds=0.0, first_image=1003.0)
     )
     assert texts(records) == ["request 7: completed after 10.000 s, TTFI 3.000 s"]
 
 
-def test_a_failed_request_is_summed_up(records, summarize):
+def test_the_summary_of_a_failed_request(records, summarize):
     SummaryLog().request_ended(
         summarize(stages=[], outcome="StageDeadError", failed_stage="talker", first_text=None, first_audio=None)
     )

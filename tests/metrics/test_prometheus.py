@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scrape of vLLM's registry finds."""
+"""Scrapes of vLLM's registry."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def observer(config):
     observer.close()
 
 
-def test_the_figures_of_a_stage(observer):
+def test_the_metrics_of_a_stage(observer):
     observer.stage_stats(
         StageStats(
             stage_id=3,
@@ -65,13 +65,13 @@ def test_the_figures_of_a_stage(observer):
     }
 
 
-def test_the_latest_figures_count(observer):
+def test_only_the_latest_snapshot_counts(observer):
     observer.stage_stats(StageStats(stage_id=0, name="thinker", num_steps=1))
     observer.stage_stats(StageStats(stage_id=0, name="thinker", num_steps=5))
     assert scrape()["stage_steps_total", "0", "thinker"] == 5
 
 
-def test_a_completed_request_is_observed(observer, summarize):
+def test_a_completed_request_is_in_the_histograms(observer, summarize):
     observer.request_ended(summarize(first_image=1007.0))
     found = scrape()
     for name, value in (
@@ -89,7 +89,7 @@ def test_a_completed_request_is_observed(observer, summarize):
     assert found["time_to_first_token_seconds_bucket", "+Inf", "0"] == 1
 
 
-def test_requests_are_counted_by_how_they_ended(observer, summarize):
+def test_requests_are_counted_by_outcome(observer, summarize):
     observer.request_ended(summarize())
     observer.request_ended(summarize(outcome="RequestAbortedError"))
     observer.request_ended(summarize(outcome="StageDeadError", failed_stage="talker"))
@@ -100,7 +100,7 @@ def test_requests_are_counted_by_how_they_ended(observer, summarize):
         ("requests_total", "RequestAbortedError", "0", ""): 1,
         ("requests_total", "StageDeadError", "0", "talker"): 2,
     }
-    assert found["e2e_request_latency_seconds_count", "0"] == 1  # the failed ones would spoil it
+    assert found["e2e_request_latency_seconds_count", "0"] == 1  # completed requests only
 
 
 def test_two_pipelines_in_one_process(observer, config, summarize):
@@ -116,7 +116,7 @@ def test_two_pipelines_in_one_process(observer, config, summarize):
     assert scrape()["stage_steps_total", "0", "thinker"] == 1
 
 
-def test_a_closed_pipeline_leaves_nothing_in_the_registry(config):
+def test_a_closed_pipeline_is_removed_from_the_registry(config):
     first, second = PrometheusObserver(config), PrometheusObserver(config)
     first.close()
     first.close()
@@ -126,9 +126,9 @@ def test_a_closed_pipeline_leaves_nothing_in_the_registry(config):
     PrometheusObserver(config).close()
 
 
-def test_a_vllm_engine_in_the_process_does_not_remove_ours(observer):
+def test_vllm_does_not_unregister_the_collector(observer):
     observer.stage_stats(StageStats(stage_id=0, name="thinker"))
-    unregister_vllm_metrics()  # what vLLM does whenever it builds a logger of its own
+    unregister_vllm_metrics()  # vLLM does this whenever it makes a logger of its own
     assert scrape()["stage_steps_total", "0", "thinker"] == 0
 
 

@@ -1,8 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 import msgspec
+import pytest
 
-from vllm_omni.metrics.recorder import NullRecorder, StageRecorder
+from tests.metrics.clock import Clock
+from vllm_omni.metrics import recorder as recorder_module
+from vllm_omni.metrics.recorder import INTERVAL_S, StageRecorder
 from vllm_omni.metrics.stats import EdgeStats, StageStats
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(recorder_module, "time", clock)
+    return clock
 
 
 def work(recorder: StageRecorder) -> None:
@@ -15,13 +25,11 @@ def work(recorder: StageRecorder) -> None:
     recorder.window(6)
     recorder.step(0.5, 2)
     recorder.step(0.25, 1)
-    recorder.blocked(1.5)
-    recorder.failed("StageExecutionError")
-    recorder.completed()
-    recorder.aborted()
+    for outcome in ("StageExecutionError", "completed", "aborted"):
+        recorder.ended(outcome)
 
 
-def test_everything_that_happened_is_in_the_snapshot():
+def test_a_snapshot_has_all_counts():
     recorder = StageRecorder(5, "talker")
     work(recorder)
     assert recorder.snapshot(3, 2, (10, 64)) == StageStats(
@@ -34,7 +42,6 @@ def test_everything_that_happened_is_in_the_snapshot():
         num_completed=1,
         num_aborted=1,
         failures={"StageExecutionError": 1},
-        blocked_seconds=1.5,
         num_steps=2,
         step_seconds=0.75,
         num_scheduled=3,
@@ -47,7 +54,7 @@ def test_everything_that_happened_is_in_the_snapshot():
     )
 
 
-def test_a_snapshot_stays_what_it_is():
+def test_a_snapshot_does_not_change():
     recorder = StageRecorder(5, "talker")
     work(recorder)
     before = recorder.snapshot(0, 0)
@@ -57,23 +64,30 @@ def test_a_snapshot_stays_what_it_is():
     assert (after.failures, after.edges[4].num_bytes, after.num_steps) == ({"StageExecutionError": 2}, 400, 4)
 
 
-def test_two_stages_share_no_figures():
+def test_recorders_share_no_counts():
     first, second = StageRecorder(0, "first"), StageRecorder(1, "second")
     work(first)
     assert second.snapshot(0, 0) == StageStats(stage_id=1, name="second")
 
 
-def test_switched_off_it_still_tells_what_is_going_on_now():
-    recorder = NullRecorder(5, "talker")
-    work(recorder)
-    expected = StageStats(stage_id=5, name="talker", queue_depth=3, num_running=2, kv_blocks_used=1, kv_blocks_total=8)
-    assert not recorder.enabled
-    assert recorder.snapshot(3, 2, (1, 8)) == expected
+def test_a_change_makes_a_snapshot_due_after_the_interval(clock):
+    recorder = StageRecorder(5, "talker")
+    assert recorder.due is None
+    recorder.changed()
+    assert recorder.due == 1000.0
+    recorder.snapshot(0, 0)
+    assert recorder.due is None
+    for clock.now in (1000.01, 1000.02):
+        recorder.changed()
+        assert recorder.due == 1000.0 + INTERVAL_S
 
 
-def test_switched_off_it_overrides_all_that_counts():
-    counting = set(vars(StageRecorder)) - {"__init__", "snapshot", "_edge", "__module__", "__doc__"}
-    assert {name for name in counting if not name.startswith("__")} <= set(vars(NullRecorder))
+def test_blocked_time_is_counted_once_per_interval(clock):
+    recorder = StageRecorder(5, "talker")
+    for is_blocked, seconds in ((False, 1.0), (True, 2.0), (True, 3.0), (False, 4.0), (False, 5.0)):
+        recorder.set_blocked(is_blocked)
+        clock.now += seconds
+    assert recorder.snapshot(0, 0).blocked_seconds == 5.0
 
 
 def test_a_snapshot_crosses_processes():

@@ -7,19 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.metrics.clock import Clock
 from tests.metrics.reading import assert_nested, read_events, tracks
 from vllm_omni.metrics import timeline as timeline_module
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.metrics.timeline import Timeline
-
-
-class Clock:
-    """Stands in for the module `time`: requests of these tests live in the seconds after 1000."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +21,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def test_a_request_has_a_slice_in_each_stage_that_it_ran(config, summarize, tmp_path: Path):
+def test_a_request_has_a_slice_in_each_of_its_stages(config, summarize, tmp_path: Path):
     timeline = Timeline(tmp_path / "t.json", config)
     timeline.request_started("7", ["text", "audio"])
     timeline.request_ended(summarize(first_image=1007.0, num_images=2))
@@ -78,7 +70,7 @@ def test_requests_that_overlap_do_not_share_a_track(config, summarize, clock, tm
         assert_nested(slices)
 
 
-def test_a_request_that_waited_for_admission_does_not_cover_the_one_before(config, summarize, clock, tmp_path: Path):
+def test_time_before_admission_is_not_on_the_track(config, summarize, clock, tmp_path: Path):
     timeline = Timeline(tmp_path / "t.json", config)
     timeline.request_started("a", ["text"])
     timeline.request_ended(summarize("a", ended=1010.0))
@@ -92,7 +84,7 @@ def test_a_request_that_waited_for_admission_does_not_cover_the_one_before(confi
     assert second["args"]["seconds_until_admitted"] == 6.0
 
 
-def test_a_failed_request_shows_where_it_got_to(config, summarize, tmp_path: Path):
+def test_a_failed_request_shows_the_stages_that_finished(config, summarize, tmp_path: Path):
     timeline = Timeline(tmp_path / "t.json", config)
     timeline.request_started("7", ["audio"])
     done = summarize().stages[:1]
@@ -104,7 +96,7 @@ def test_a_failed_request_shows_where_it_got_to(config, summarize, tmp_path: Pat
     assert (args["outcome"], args["failed_stage"]) == ("StageDeadError", "talker")
 
 
-def test_a_stage_that_had_nothing_to_do_has_no_work(config, summarize, tmp_path: Path):
+def test_a_stage_without_work_has_no_queue_and_work_slices(config, summarize, tmp_path: Path):
     timeline = Timeline(tmp_path / "t.json", config)
     timeline.request_started("7", ["text"])
     timeline.request_ended(summarize(stages=[StageMetrics(stage_id=0, name="x", arrival=1001.0, finished=1001.5)]))
@@ -113,7 +105,7 @@ def test_a_stage_that_had_nothing_to_do_has_no_work(config, summarize, tmp_path:
     assert [e["name"] for e in by_track["stage 0: thinker", "slot 1000"]] == ["request 7"]
 
 
-def test_after_a_crash_only_the_bracket_is_missing(config, summarize, tmp_path: Path):
+def test_after_a_crash_only_the_closing_bracket_is_missing(config, summarize, tmp_path: Path):
     timeline = Timeline(tmp_path / "t.json", config)
     assert isinstance(json.loads((tmp_path / "t.json").read_text() + "]"), list)
     timeline.request_started("7", ["text"])
@@ -123,7 +115,7 @@ def test_after_a_crash_only_the_bracket_is_missing(config, summarize, tmp_path: 
     assert json.loads(text + "]") == read_events(tmp_path / "t.json")
 
 
-def test_a_full_disk_ends_the_file_and_not_the_pipeline(config, summarize, tmp_path: Path):
+def test_a_full_disk_ends_only_the_file(config, summarize, tmp_path: Path):
     resource = pytest.importorskip("resource")
     signal = pytest.importorskip("signal")
     timeline = Timeline(tmp_path / "t.json", config)
@@ -141,7 +133,7 @@ def test_a_full_disk_ends_the_file_and_not_the_pipeline(config, summarize, tmp_p
     assert (tmp_path / "t.json").read_text() == before
 
 
-def test_tracks_are_used_again(config, summarize, clock, tmp_path: Path):
+def test_tracks_are_reused(config, summarize, clock, tmp_path: Path):
     timeline = Timeline(tmp_path / "t.json", config)
     for i in range(100):
         clock.now = 1000.0 + 20 * i

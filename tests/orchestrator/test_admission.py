@@ -62,18 +62,18 @@ def test_who_waits_for_room_can_give_up() -> None:
     """What takes the room may be for ever, or the caller's own."""
     admission = Admission(max_inflight=1, max_queued=0)
     admission.put(request("a"), wait=True)
-    given_up = threading.Event()
+    cancelled = threading.Event()
     errors: list[Exception] = []
 
     def put() -> None:
         try:
-            admission.put(request("b"), wait=True, given_up=given_up)
+            admission.put(request("b"), wait=True, cancelled=cancelled)
         except PipelineFullError as error:
             errors.append(error)
 
     thread = threading.Thread(target=put)
     thread.start()
-    given_up.set()
+    cancelled.set()
     admission.release("b")
     thread.join(10)
     assert not thread.is_alive() and len(errors) == 1

@@ -27,7 +27,8 @@ from tests.orchestrator.pipelines import (
     state_of,
     texts,
 )
-from vllm_omni.distributed.messages import PROTOCOL_VERSION, DataMessage, PayloadRef, send
+from vllm_omni.distributed.messages import PROTOCOL_VERSION, DataMessage, InlineRef, send
+from vllm_omni.distributed.run_dir import stage_address
 from vllm_omni.errors import StageDeadError, StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
 from vllm_omni.inputs import StageRequest
@@ -196,7 +197,7 @@ def test_memory_that_is_full_fails_the_request_that_does_not_fit() -> None:
 
 def raw_socket(caller: Caller, stage_id: int) -> zmq.Socket:
     sock = zmq.Context.instance().socket(zmq.PUSH)
-    sock.connect(caller.orchestrator._run_dir.stage_address(stage_id, 0))
+    sock.connect(stage_address(caller.orchestrator._run_dir.path, stage_id, 0))
     return sock
 
 
@@ -205,7 +206,7 @@ def test_a_payload_that_cannot_be_decoded_fails_its_request() -> None:
         victim = caller.submit("p", fake_seconds=5, fake_only="a")
         wait_until(lambda: caller.orchestrator.activity()["a"] == 1)
         message = DataMessage(
-            request_id=victim, number=2, source=0, sequence=0, is_last=True, sent=0.0, payload=PayloadRef(sizes=[3])
+            request_id=victim, number=2, source=0, sequence=0, is_last=True, sent=0.0, payload=InlineRef(sizes=[3])
         )
         sock = raw_socket(caller, 1)
         send(sock, message, [b"bad"], sender=0)
@@ -222,7 +223,7 @@ def test_a_stage_of_another_version_is_replaced() -> None:
         sock.send(b"no header at all")
         sock.send(struct.pack("<4sHi", b"omni", PROTOCOL_VERSION + 1, 0) + b"from the future")
         wait_until(lambda: caller.orchestrator.health()[0].num_restarts == 1 and is_ready(caller))
-        assert f"it speaks protocol {PROTOCOL_VERSION + 1}" in caller.orchestrator.health()[0].last_death
+        assert f"its protocol version is {PROTOCOL_VERSION + 1}" in caller.orchestrator.health()[0].last_death
         caller.submit("next")
         assert isinstance(caller.wait_one(), CompletedEvent)
         sock.close(linger=0)

@@ -11,6 +11,7 @@ from tests.fork_server_cache import QuickForkServer
 from vllm_omni.orchestrator.fork_server import ForkServer, wait_for_all
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_parent_and_without_a_word(capfd: pytest.CaptureFixture) -> None:
     """Libraries complain about what is alive when an interpreter ends; here that is on purpose, and no news."""
     server = ForkServer()
@@ -26,6 +27,7 @@ def test_it_ends_with_its_parent_and_without_a_word(capfd: pytest.CaptureFixture
     assert "leaked" not in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_module_that_cannot_be_imported_is_an_error_at_once(capfd: pytest.CaptureFixture) -> None:
     with contextlib.closing(ForkServer(preload=["vllm_omni.no_such_module"])) as server:
         with pytest.raises(EOFError, match="server that starts stage processes died"):
@@ -34,6 +36,7 @@ def test_a_module_that_cannot_be_imported_is_an_error_at_once(capfd: pytest.Capt
     assert "no_such_module" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
     """Else a stage would have the id of another process, and be killed in its place."""
     with contextlib.closing(ForkServer()) as server:

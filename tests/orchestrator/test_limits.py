@@ -18,7 +18,7 @@ STAGES = (fake_stage(0, "quick"), fake_stage(1, "slow", (0,), "text"))
 @contextmanager
 def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
     config = make_config(*stages, **runtime)
-    orchestrator = open_orchestrator(config, records_stats=True)
+    orchestrator = open_orchestrator(config)
     try:
         orchestrator.wait_until_started()
         yield Caller(orchestrator, config)

@@ -67,7 +67,7 @@ def test_an_error_fails_its_own_request_and_says_where(caller: Caller) -> None:
     error = error_of(events[bad])
     assert isinstance(error, StageExecutionError) and error.recoverable
     assert (error.request_id, error.stage_id) == (bad, 1)
-    assert "stage 1 (b): RuntimeError: b was told to fail" in str(error)
+    assert "stage 1 (b): RuntimeError: b fails (fake_fail)" in str(error)
     assert "fake.py" in error.stage_traceback
 
 
@@ -132,6 +132,7 @@ def test_a_stage_that_cannot_start_ends_the_start_with_its_own_error() -> None:
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
+@pytest.mark.slow
 def test_a_start_that_takes_too_long_is_ended() -> None:
     orchestrator = open_orchestrator(CONFIG, init_timeout=0.2, server=ForkServer())
     with pytest.raises(StageStartError, match=r"init_timeout|timed out"):
@@ -139,6 +140,7 @@ def test_a_start_that_takes_too_long_is_ended() -> None:
     assert not orchestrator._run_dir.path.exists()
 
 
+@pytest.mark.slow
 def test_when_the_parent_is_killed_its_stages_go_too_and_the_next_start_cleans_up() -> None:
     script = textwrap.dedent("""
         import psutil, sys

@@ -27,6 +27,8 @@ from vllm_omni.inputs import StageRequest
 from vllm_omni.orchestrator import supervisor
 from vllm_omni.outputs import StageOutput
 
+pytestmark = pytest.mark.slow
+
 QUICKLY = {"backoff_s": 0.01, "max_restarts": 20}
 FAR = 1e6  # seconds: what is held up in a test stays so until the test ends it
 

@@ -67,7 +67,7 @@ class Gate(ForkServer):
 def running(*stages: dict) -> Iterator[tuple[Caller, Gate]]:
     config = make_config(*(stages or PAIR), restart={"backoff_s": 0.0, "max_restarts": 10})
     gate = Gate()
-    orchestrator = open_orchestrator(config, server=gate, records_stats=True)
+    orchestrator = open_orchestrator(config, server=gate)
     try:
         orchestrator.wait_until_started()
         yield Caller(orchestrator, config), gate
@@ -131,7 +131,7 @@ def test_the_last_word_of_a_dead_process_is_not_taken_for_its_successor() -> Non
         kill_and_wait(caller, "b")
         sock = zmq.Context.instance().socket(zmq.PUSH)
         sock.connect(caller.orchestrator._run_dir.orchestrator_address)
-        send(sock, ReadyMessage(stage_id=1, epoch=0), sender=1)
+        send(sock, ReadyMessage(stage_id=1, epoch=0, address="ipc://nowhere"), sender=1)
         caller.submit("p", fake_bytes=300_000)
         wait_until_a(caller, num_enqueued=1)
         assert state_of(caller.orchestrator)["b"] == "restarting"

@@ -81,9 +81,9 @@ def _gib(size: float) -> str:
 def _compute() -> list[dict[str, Any]]:
     import torch
 
-    from vllm_omni.entrypoints.cli.config import read_command
     from vllm_omni.entrypoints.cli.doctor_memory import MACHINES, MemoryPlanner
-    from vllm_omni.entrypoints.cli.serve import OmniServeCommand
+    from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args
+    from vllm_omni.entrypoints.resolve import read_pipeline
 
     machines = {machine.name: machine for machine in MACHINES}
     rows = []
@@ -97,8 +97,8 @@ def _compute() -> list[dict[str, Any]]:
                 torch.save({"Chelsie": voice}, path / "spk_dict.pt")
         planners = {}
         for name, options in dict.fromkeys((name, options) for name, _, options in ROWS):
-            parsed = OmniServeCommand().parse([str(Path(folder, name)), *options.split()])
-            planners[name, options] = MemoryPlanner(read_command(parsed).with_checkpoints, parsed.args.model)
+            args = make_omni_args(OmniServeCommand().parse([str(Path(folder, name)), *options.split()]))
+            planners[name, options] = MemoryPlanner(read_pipeline(args).with_checkpoints, args.model)
         for name, machine, options in ROWS:
             plan = planners[name, options].plan(machines[machine])
             stages = [

@@ -54,6 +54,7 @@ def test_a_torch_found_nowhere_says_where_it_was_looked_for(set_up):
         set_up.install_torch("python")
 
 
+@pytest.mark.slow
 def test_what_pip_says_is_returned_when_it_fails(capfd):
     pip_install = runpy.run_path(str(SCRIPTS / "set_up.py"))["pip_install"]
     said = pip_install(sys.executable, "--no-index", TORCH + ".1")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines that the tests do not have: what is asked of vLLM's platform when stages are placed."""
+"""Simulated machines: the answers of vLLM's platform when stages are placed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,14 +8,14 @@ import pytest
 
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.stage import budgets, cores, placement
+from vllm_omni.stage import budgets, cores, devices
 
 VARIABLE = "SOME_VISIBLE_DEVICES"
 
 
 @dataclass
 class FakePlatform:
-    """An accelerator platform; `sizes` is the memory of each device that is visible, in bytes."""
+    """An accelerator platform; `sizes` is the memory of each visible device, in bytes."""
 
     sizes: list[int]
     device_control_env_var: str = VARIABLE
@@ -33,7 +33,7 @@ class FakePlatform:
 def install(monkeypatch: pytest.MonkeyPatch, *sizes: int, visible: str | None = None) -> None:
     """Makes this process see accelerators of these sizes, in bytes."""
     platform = FakePlatform(list(sizes))
-    for module in (placement, budgets, cores):
+    for module in (devices, budgets, cores):
         monkeypatch.setattr(module, "current_platform", platform)
     monkeypatch.delenv(VARIABLE, raising=False)
     if visible is not None:
@@ -41,7 +41,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *sizes: int, visible: str | None = 
 
 
 def pipeline(*stages: dict[str, Any]) -> PipelineConfig:
-    """Stages a, b, c ...: each the keys of its `runtime`, and `engine_type` and `engine_args` where they matter."""
+    """Stages a, b, c ...: the keys of each one's `runtime`, and optionally `engine_type` and `engine_args`."""
     raw = []
     for i, runtime in enumerate(stages):
         runtime = dict(runtime)

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from typing import Any
 
 from vllm_omni.inputs import StageInput, StageRequest
-from vllm_omni.metrics.recorder import NullRecorder
+from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.outputs import StageOutput, merge_stage_outputs
 from vllm_omni.stage.engines.base import Error, InboxItem, NewRequest, Outbox, Result, StageEngine, Stream, StreamChunk
 
@@ -45,7 +45,7 @@ class WatchedInbox:
             return self._changed.wait_for(lambda: self._is_asleep, PATIENCE)
 
 
-class StepCounter(NullRecorder):
+class StepCounter(StageRecorder):
     """Counts the steps, and how many sequences took part."""
 
     def __init__(self) -> None:

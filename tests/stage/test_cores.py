@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cores a stage computes on, and with how many threads."""
+"""Which cores a stage runs on, and with how many threads."""
 
 import os
 from typing import Any
@@ -14,7 +14,7 @@ from .machines import install, pipeline
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of which this process may use eight cores; the user has said nothing about threads."""
+    """This process may use eight cores, and the user has not set the number of threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2, 10)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
@@ -26,19 +26,19 @@ def place(*stages: dict[str, Any]) -> list[tuple[list[int] | None, int | None]]:
 @pytest.mark.parametrize(
     ("stages", "placed"),
     [
-        # Nobody says anything: nobody is bound, threads are shared out.
+        # No process has `cpus`: none is bound, and they share the threads.
         ([{}], [(None, 8)]),
         ([{}, {}, {}], [(None, 2)] * 3),
         ([{}] * 6, [(None, 1)] * 6),
-        # Lists, which may overlap, and the others share the rest.
+        # Lists, which may overlap; the others share the rest.
         ([{"cpus": "2-4"}, {"cpus": "4,9"}], [([2, 3, 4], 3), ([4, 9], 2)]),
         ([{"cpus": "3-5"}, {}, {}], [([3, 4, 5], 3), ([2, 6, 7, 8, 9], 2), ([2, 6, 7, 8, 9], 2)]),
         # Numbers get cores of their own, in order, around the lists.
         ([{"cpus": 2}, {"cpus": "3"}, {"cpus": 3}, {}], [([2, 4], 2), ([3], 1), ([5, 6, 7], 3), ([8, 9], 2)]),
         ([{"cpus": 8}], [(list(range(2, 10)), 8)]),
-        # Nothing is left: the others run where there is room.
+        # No core is left: the other processes are not bound.
         ([{"cpus": "2-9"}, {}], [(list(range(2, 10)), 8), (None, 1)]),
-        # Stages of one process have the same.
+        # Stages of one process have the same cores.
         ([{"process": "x"}, {}, {"process": "x", "cpus": 2}], [([2, 3], 2), ([4, 5, 6, 7, 8, 9], 6), ([2, 3], 2)]),
         ([{"process": "x"}, {"process": "x"}, {}], [(None, 4)] * 3),
     ],
@@ -47,12 +47,12 @@ def test_cores(stages: list[dict[str, Any]], placed: list[tuple[list[int] | None
     assert place(*stages) == placed
 
 
-def test_threads_that_the_user_has_set_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_s_number_of_threads_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert place({"cpus": 2}, {}) == [([2, 3], None), ([4, 5, 6, 7, 8, 9], None)]
 
 
-def test_with_an_accelerator_only_those_who_ask_are_given_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_an_accelerator_only_stages_with_cpus_have_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, 1 << 30)
     assert place({}, {}) == [(None, None)] * 2
     assert place({"cpus": 2}, {}) == [([2, 3], 2), ([4, 5, 6, 7, 8, 9], None)]
@@ -65,10 +65,10 @@ def test_with_an_accelerator_only_those_who_ask_are_given_threads(monkeypatch: p
             [{}, {"cpus": "0-3"}],
             r"stage 1 \(b\): runtime.cpus names 0, 1, but this process may run on 2, 3, 4, 5, 6, 7",
         ),
-        ([{"cpus": 5}, {"cpus": 4}], r"ask for 9 cores \(a 5, b 4\), but of 8 .* 8 are left for them; ask for fewer"),
-        ([{"cpus": 5}, {"cpus": "2-5"}], r"ask for 5 cores \(a 5\), but of 8 that this process may use 4 are left"),
+        ([{"cpus": 5}, {"cpus": 4}], r"need 9 cores \(a 5, b 4\), but of 8 .* 8 are left for them; set smaller"),
+        ([{"cpus": 5}, {"cpus": "2-5"}], r"need 5 cores \(a 5\), but of 8 that this process may use 4 are left"),
     ],
 )
-def test_cores_that_are_not_there(stages: list[dict[str, Any]], says: str) -> None:
+def test_cores_that_do_not_exist(stages: list[dict[str, Any]], says: str) -> None:
     with pytest.raises(StageConfigError, match=says):
         place(*stages)

@@ -37,7 +37,7 @@ def assert_nothing_is_left(running: RunningEngine) -> None:
     engine = running.engine._engine
     runner = engine.model_executor.driver_worker.model_runner
     assert not engine.has_unfinished_requests() and not running.engine._requests
-    assert (runner.requests, runner.omni_info, runner._windows, len(runner.streams)) == ({}, {}, {}, 0)
+    assert (runner.requests, runner.omni_info, runner._windows, len(runner.states)) == ({}, {}, {}, 0)
     assert running.engine.kv_blocks() == (0, 0)
 
 

@@ -20,6 +20,8 @@ from tests.stage.test_llm_engine import (
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import InboxItem
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS = 16
 FEED = torch.randn(NUM_REQUESTS, 16, 128, generator=torch.Generator().manual_seed(4)) * 0.2
 PROMPTS = random_prompts(*range(3, 3 + 9 * NUM_REQUESTS, 9), seed=6)

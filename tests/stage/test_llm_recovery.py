@@ -67,6 +67,7 @@ def test_requests_that_were_preprocessed_by_their_caller(ar):
     assert "raise at 15" in ar.error("b").error
 
 
+@pytest.mark.slow
 def test_several_guilty_ones(ar):
     prompts = random_prompts(20, 11, 30, 12)
     good = [whole("a", prompts[0], greedy(25)), whole("c", prompts[2], greedy(25))]
@@ -82,10 +83,10 @@ def test_several_guilty_ones(ar):
     "parameters",
     [
         {},
-        {"temperature": 1.0, "seed": 3, "logprobs": 1},
-        {"temperature": 1.0, "seed": 3, "n": 2},
-        {"stop": ["never found"]},
-        {"stream_interval": 4},
+        pytest.param({"temperature": 1.0, "seed": 3, "logprobs": 1}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 1.0, "seed": 3, "n": 2}, marks=pytest.mark.slow),
+        pytest.param({"stop": ["never found"]}, marks=pytest.mark.slow),
+        pytest.param({"stream_interval": 4}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -128,6 +129,7 @@ def test_streams_with_input_in_windows_go_on(ar):
     assert_nothing_is_left(ar)
 
 
+@pytest.mark.slow
 def test_a_long_stream_outlives_any_number_of_guilty_ones(ar):
     feed = torch.randn(16, 128, generator=torch.Generator().manual_seed(2)) * 0.2
     prompts = random_prompts(20, 11)
@@ -180,6 +182,7 @@ def test_held_and_waiting_requests_go_on_with_their_chunks(ar):
     assert_nothing_is_left(ar)
 
 
+@pytest.mark.slow
 def test_suspects_do_not_wait_for_one_that_is_held(ar):
     """`held` is a suspect, too, and gets no input: the others finish all the same."""
     feed = torch.zeros(16, 128)
@@ -197,6 +200,7 @@ def test_suspects_do_not_wait_for_one_that_is_held(ar):
     assert_nothing_is_left(ar)
 
 
+@pytest.mark.slow
 def test_what_only_a_batch_raises_ends_too(ar, runner, monkeypatch):
     """Nobody is found out: alone they are fine, so they meet again, until one has met too often."""
     make_rows = runner._make_rows

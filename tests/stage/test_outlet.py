@@ -10,12 +10,14 @@ import pytest
 import torch
 import zmq
 
-from vllm_omni.config.stage_config import OmniStageConfig, WindowConfig
-from vllm_omni.distributed.messages import PayloadRef, SubmitMessage
+from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, WindowConfig
+from vllm_omni.distributed.messages import InlineRef, SubmitMessage
+from vllm_omni.distributed.run_dir import orchestrator_address
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.outlet import Outlet
 from vllm_omni.stage.spec import StageSpec, TargetSpec
 
+INLINE = ConnectorConfig(name="InlineConnector")
 IN_WINDOWS, WHOLE = 1, 2  # stages that read the output
 
 
@@ -23,14 +25,14 @@ IN_WINDOWS, WHOLE = 1, 2  # stages that read the output
 def outlet(tmp_path: Path) -> Iterator[Outlet]:
     windows = {IN_WINDOWS: WindowConfig(window_size=2, first_window_size=2, unit="rows"), WHOLE: WindowConfig()}
     targets = {
-        stage_id: TargetSpec(
-            epoch=None, window=window, reads=None, max_queued=1, high_watermark_bytes=1, shm_threshold_bytes=1
-        )
+        stage_id: TargetSpec(window=window, reads=None, max_queued=1, high_watermark_bytes=1, connector=INLINE)
         for stage_id, window in windows.items()
     }
     stage = OmniStageConfig(stage_id=0, final_output=True, final_output_type="audio")
     context = zmq.Context()
-    yield Outlet(StageSpec(stage=stage, run_dir=str(tmp_path), targets=targets), context)
+    orchestrator = orchestrator_address(tmp_path)
+    spec = StageSpec(stage=stage, run_dir=str(tmp_path), orchestrator=orchestrator, connector=INLINE, targets=targets)
+    yield Outlet(spec, context)
     context.destroy(linger=0)
 
 
@@ -55,7 +57,7 @@ def test_what_was_sent_is_held_only_for_those_who_read_it_whole(
         targets=targets,
         is_final=is_final,
         streams=streams,
-        payload=PayloadRef(sizes=[]),
+        payload=InlineRef(sizes=[]),
     )
     output, rows = outlet.output_stream(submit), []
     for _ in range(10):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage owes and is owed when a stage that it feeds dies and comes back."""
+"""Credit and payloads of a stage whose target dies and restarts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 import torch
 import zmq
 
-from vllm_omni.config.stage_config import WindowConfig
-from vllm_omni.distributed.messages import AbortMessage, recv_at_stage
+from vllm_omni.config.stage_config import ConnectorConfig, WindowConfig
+from vllm_omni.distributed.messages import AbortMessage, PeerUpMessage, recv_at_stage
 from vllm_omni.distributed.run_dir import stage_address
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.peers import Target
@@ -25,35 +25,37 @@ def context() -> Iterator[zmq.Context]:
     context.destroy(linger=0)
 
 
-def make_target(context: zmq.Context, run_dir: Path, epoch: int | None = 0, max_queued: int = 2) -> Target:
+def peer_up(run_dir: Path, epoch: int = 0) -> PeerUpMessage:
+    return PeerUpMessage(stage_id=1, epoch=epoch, address=stage_address(run_dir, 1, epoch))
+
+
+def make_target(context: zmq.Context, run_dir: Path) -> Target:
+    connector = ConnectorConfig(name="SharedMemoryConnector", extra={"shm_threshold_bytes": 512})
     spec = TargetSpec(
-        epoch=epoch,
-        window=WindowConfig(),
-        reads=None,
-        max_queued=max_queued,
-        high_watermark_bytes=1 << 20,
-        shm_threshold_bytes=512,
+        window=WindowConfig(), reads=None, max_queued=2, high_watermark_bytes=1 << 20, connector=connector
     )
     return Target(context, run_dir, 0, 1, spec)
 
 
-def test_what_a_dead_stage_has_not_taken_is_removed(context: zmq.Context, tmp_path: Path) -> None:
+def test_payloads_that_a_dead_stage_has_not_received_are_removed(context: zmq.Context, tmp_path: Path) -> None:
     target = make_target(context, tmp_path)
+    target.connect(peer_up(tmp_path))
     target.put("r", OUTPUT)
     assert list(tmp_path.glob("payload-*-to1-*"))
     target.disconnect()
     assert not list(tmp_path.glob("payload-*"))
 
 
-def test_what_was_begun_with_counts_in_the_next_process_too(context: zmq.Context, tmp_path: Path) -> None:
+def test_reserved_requests_count_in_the_next_process_too(context: zmq.Context, tmp_path: Path) -> None:
     target = make_target(context, tmp_path)
+    target.connect(peer_up(tmp_path))
     target.reserve("sent")
     target.put("sent", OUTPUT)
     target.reserve("to come")
     assert not target.takes_new_requests
     target.disconnect()
-    target.connect(1)
-    assert target.takes_new_requests, "the dead one will not give back what it was sent"
+    target.connect(peer_up(tmp_path, epoch=1))
+    assert target.takes_new_requests, "the dead process does not return the credit of what it was sent"
     target.reserve("another")
     assert not target.takes_new_requests, "two are to come"
     target.unreserve("to come")
@@ -62,16 +64,15 @@ def test_what_was_begun_with_counts_in_the_next_process_too(context: zmq.Context
     target.put("another", OUTPUT)
     target.unreserve("another")
     target.reserve("third")
-    assert not target.takes_new_requests, "what was sent is given back by the stage, and by nobody else"
+    assert not target.takes_new_requests, "only the stage returns the credit of what it was sent"
 
 
-def test_nothing_is_sent_to_a_stage_before_word_of_it(context: zmq.Context, tmp_path: Path) -> None:
-    target = make_target(context, tmp_path, epoch=None)
+def test_a_target_takes_requests_when_its_address_is_known(context: zmq.Context, tmp_path: Path) -> None:
+    target = make_target(context, tmp_path)
     assert not target.takes_new_requests
-    target.send(AbortMessage(request_ids=["lost"]))
     inbound = context.socket(zmq.PULL)
     inbound.bind(stage_address(tmp_path, 1, 3))
-    target.connect(3)
+    target.connect(peer_up(tmp_path, epoch=3))
     assert target.takes_new_requests
     target.send(AbortMessage(request_ids=["r"]))
     assert inbound.poll(5000)

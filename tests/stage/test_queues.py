@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from vllm_omni.config.stage_config import SegmentConfig
-from vllm_omni.distributed.messages import PayloadRef, SubmitMessage
+from vllm_omni.distributed.messages import InlineRef, SubmitMessage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import Completion, StageOutput
@@ -44,7 +44,7 @@ def make_state(request_id: str, clock: Clock, targets: Sequence[int] = (), arriv
         targets=list(targets),
         is_final=True,
         streams=True,
-        payload=PayloadRef(sizes=[]),
+        payload=InlineRef(sizes=[]),
     )
     return RequestState(
         submit=submit,
@@ -68,7 +68,7 @@ class Stage:
         self.requests[request_id] = state
         tokens = Completion(token_ids=[0] * num_tokens)
         segment = state.outputs.add(StageOutput(request_id=request_id, stage_id=0, completions=[tokens]))
-        self.times.note(state)
+        self.times.add(state)
         return segment
 
     def flush(self) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell of a stage between real sockets and an engine that only notes what it is given."""
+"""The shell of a stage with real sockets and an engine that only records its inbox."""
 
 import socket
 import threading
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from vllm_omni.config.stage_config import OmniStageConfig, WindowConfig
-from vllm_omni.distributed.connectors import ThresholdConnector
+from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, WindowConfig
+from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     AbortMessage,
@@ -22,15 +22,16 @@ from vllm_omni.distributed.messages import (
     ReadyMessage,
     ResultMessage,
     ShutdownMessage,
+    StatsMessage,
     SubmitMessage,
     recv_at_orchestrator,
     send,
 )
-from vllm_omni.distributed.payload_channel import PayloadChannel
-from vllm_omni.distributed.run_dir import orchestrator_address, stage_address
+from vllm_omni.distributed.payloads import PayloadSender
+from vllm_omni.distributed.run_dir import orchestrator_address
 from vllm_omni.inputs import StageInput, StageRequest
-from vllm_omni.metrics.recorder import NullRecorder
-from vllm_omni.metrics.tracing import StageTracer
+from vllm_omni.metrics.recorder import StageRecorder
+from vllm_omni.metrics.stats import StageStats
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Outbox, Result, StageEngine, Started, Stop
@@ -38,7 +39,7 @@ from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import SourceSpec, StageSpec
 
 
-class NotingEngine(StageEngine):
+class RecordingEngine(StageEngine):
     def start(self) -> None: ...
 
     def run(self) -> None: ...
@@ -48,13 +49,16 @@ class NotingEngine(StageEngine):
 
 
 class Joiner(StageInputProcessor):
-    """Joins what its sources said; has nothing to do for "nothing", and fails on "fail"."""
+    """Joins the texts of its sources; has no input for the engine on "nothing", and raises on "fail"."""
 
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
         words = [output.completions[0].text for _, output in sorted(sources.items())]
         if "fail" in words:
-            raise ValueError("told to fail")
+            raise ValueError("fails")
         return None if "nothing" in words else StageInput(additional_information={"words": words})
+
+
+CONNECTOR = ConnectorConfig(name="SharedMemoryConnector", extra={"shm_threshold_bytes": 512})
 
 
 class Peers:
@@ -63,12 +67,13 @@ class Peers:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.outbox = Outbox()
-        self.engine = NotingEngine(self.outbox)
+        self.engine = RecordingEngine(self.outbox)
         self.parent_end, lifeline = socket.socketpair()
         spec = StageSpec(
             stage=OmniStageConfig(stage_id=2),
-            sources={source: SourceSpec(epoch=0, window=WindowConfig()) for source in (0, 1)},
-            shm_threshold_bytes=512,
+            sources={source: SourceSpec(window=WindowConfig()) for source in (0, 1)},
+            orchestrator=orchestrator_address(run_dir),
+            connector=CONNECTOR,
             max_inflight=8,
             max_queued=4,
             run_dir=str(run_dir),
@@ -77,18 +82,22 @@ class Peers:
         self.orchestrator = self._context.socket(zmq.PULL)
         self.orchestrator.setsockopt(zmq.RCVTIMEO, 10_000)
         self.orchestrator.bind(orchestrator_address(run_dir))
-        shell = StageShell(spec, lifeline, self.outbox, NullRecorder(2, "joiner"), StageTracer())
+        shell = StageShell(spec, lifeline, self.outbox, StageRecorder(2, "joiner"))
         shell.attach(self.engine, Joiner(None))
         self.thread = threading.Thread(target=shell.run)
         self.thread.start()
         self.socket = self._context.socket(zmq.PUSH)
-        self.socket.connect(stage_address(run_dir, 2, 0))
-        self._channel = PayloadChannel(ThresholdConnector(run_dir, "peer", 512))
+        self._payloads = PayloadSender(make_connector(CONNECTOR, run_dir, "peer"))
+        self.stats: list[StageStats] = []
+
+    def start(self) -> None:
         self.outbox.put(Started())
-        assert isinstance(self.receive(), ReadyMessage)
+        ready = self.receive()
+        assert isinstance(ready, ReadyMessage)
+        self.socket.connect(ready.address)
 
     def submit(self, request_id: str, number: int) -> None:
-        payload, frames = self._channel.put(StageRequest(request_id=request_id))
+        payload, frames = self._payloads.put(StageRequest(request_id=request_id))
         message = SubmitMessage(
             request_id=request_id,
             number=number,
@@ -102,7 +111,7 @@ class Peers:
 
     def data(self, request_id: str, number: int, source: int, text: str) -> None:
         output = StageOutput(request_id=request_id, stage_id=source, completions=[Completion(text=text)])
-        payload, frames = self._channel.put(output)
+        payload, frames = self._payloads.put(output)
         self.send(self.data_message(request_id, number, source, payload), frames)
 
     def data_message(self, request_id: str, number: int, source: int, payload: PayloadRef) -> DataMessage:
@@ -114,10 +123,14 @@ class Peers:
         send(self.socket, message, frames, sender=ORCHESTRATOR)
 
     def receive(self) -> Message:
-        assert self.orchestrator.poll(10_000)
-        received = recv_at_orchestrator(self.orchestrator)
-        assert received is not None
-        return received[0]
+        """The next message to the orchestrator; snapshots before it are in `stats`."""
+        while self.orchestrator.poll(10_000):
+            received = recv_at_orchestrator(self.orchestrator)
+            assert received is not None
+            if not isinstance(received[0], StatsMessage):
+                return received[0]
+            self.stats.append(received[0].stats)
+        raise AssertionError("no message")
 
     def close(self) -> None:
         self.send(ShutdownMessage())
@@ -129,6 +142,7 @@ class Peers:
 @pytest.fixture
 def peers(tmp_path: Path) -> Iterator[Peers]:
     peers = Peers(tmp_path)
+    peers.start()
     yield peers
     peers.close()
 
@@ -138,7 +152,7 @@ def words(item: NewRequest | AbortRequest | Stop) -> list[str]:
     return item.stage_input.additional_information["words"]
 
 
-def test_a_request_begins_when_all_its_sources_have_spoken(peers: Peers) -> None:
+def test_a_request_starts_when_all_sources_have_sent_output(peers: Peers) -> None:
     peers.submit("r", 1)
     peers.submit("s", 2)
     peers.data("r", 1, 1, "b")
@@ -149,14 +163,14 @@ def test_a_request_begins_when_all_its_sources_have_spoken(peers: Peers) -> None
     assert words(peers.engine.next()) == ["a", "b"]
 
 
-def test_data_that_runs_ahead_waits_for_its_request(peers: Peers) -> None:
+def test_early_data_waits_for_its_request(peers: Peers) -> None:
     peers.data("r", 1, 0, "a")
     peers.data("r", 1, 1, "b" * 1000)
     peers.submit("r", 1)
     assert words(peers.engine.next()) == ["a", "b" * 1000]
 
 
-def test_data_that_comes_too_late_is_dropped(peers: Peers, tmp_path: Path) -> None:
+def test_late_data_is_dropped(peers: Peers, tmp_path: Path) -> None:
     peers.submit("r", 1)
     peers.send(AbortMessage(request_ids=["r"]))
     peers.data("r", 1, 0, "a" * 1000)
@@ -165,10 +179,10 @@ def test_data_that_comes_too_late_is_dropped(peers: Peers, tmp_path: Path) -> No
     peers.data("s", 2, 0, "c")
     peers.data("s", 2, 1, "d")
     assert words(peers.engine.next()) == ["c", "d"]
-    assert not list(tmp_path.glob("peer*"))  # the late payload was not left lying
+    assert not list(tmp_path.glob("peer*"))  # the late payload was removed
 
 
-def test_an_abort_forgets_data_that_ran_ahead(peers: Peers, tmp_path: Path) -> None:
+def test_an_abort_drops_early_data(peers: Peers, tmp_path: Path) -> None:
     peers.data("r", 1, 0, "a" * 1000)
     peers.send(AbortMessage(request_ids=["r"]))
     peers.submit("s", 2)
@@ -194,7 +208,7 @@ def test_results_of_aborted_requests_are_not_sent(peers: Peers) -> None:
     assert message.metrics.finished >= message.metrics.arrival > 0
 
 
-def test_nothing_to_do_is_an_empty_result(peers: Peers) -> None:
+def test_a_request_without_input_for_the_engine_has_an_empty_result(peers: Peers) -> None:
     peers.submit("r", 1)
     peers.data("r", 1, 0, "nothing")
     peers.data("r", 1, 1, "b")
@@ -202,21 +216,44 @@ def test_nothing_to_do_is_an_empty_result(peers: Peers) -> None:
     assert isinstance(message, ResultMessage) and message.request_id == "r"
 
 
-def test_an_input_processor_that_fails_fails_its_request(peers: Peers) -> None:
+def test_an_exception_of_the_input_processor_fails_its_request(peers: Peers) -> None:
     peers.submit("r", 1)
     peers.data("r", 1, 0, "fail")
     peers.data("r", 1, 1, "b")
     message = peers.receive()
-    assert isinstance(message, ErrorMessage) and message.error == "ValueError: told to fail"
+    assert isinstance(message, ErrorMessage) and message.error == "ValueError: fails"
     assert not message.invalid and "Joiner" not in message.error and "process" in message.traceback
 
 
 def test_a_payload_that_cannot_be_read_fails_its_request(peers: Peers) -> None:
     peers.submit("r", 1)
-    payload, frames = PayloadChannel(ThresholdConnector(peers.run_dir, "x", 512)).put([1, 2, 3])
+    payload, frames = PayloadSender(make_connector(CONNECTOR, peers.run_dir, "x")).put([1, 2, 3])
     peers.send(peers.data_message("r", 1, 0, payload), frames)
     message = peers.receive()
     assert isinstance(message, ErrorMessage) and message.request_id == "r"
+
+
+def test_a_snapshot_precedes_the_result_that_makes_the_stage_idle(peers: Peers) -> None:
+    for number, request_id in enumerate("rs", start=1):
+        peers.submit(request_id, number)
+        peers.data(request_id, number, 0, "a")
+        peers.data(request_id, number, 1, "b")
+        peers.engine.next()
+    with peers.outbox.batch():
+        for request_id in "rs":
+            peers.outbox.put(Result(request_id, StageOutput(request_id=request_id, stage_id=2)))
+    assert isinstance(peers.receive(), ResultMessage)
+    assert isinstance(peers.receive(), ResultMessage)
+    stats = peers.stats[-1]
+    assert (stats.num_enqueued, stats.num_completed, stats.num_running, stats.queue_depth) == (2, 2, 0, 0)
+
+
+def test_a_stage_that_loads_sends_no_snapshot(tmp_path: Path) -> None:
+    peers = Peers(tmp_path)
+    peers.send(AbortMessage(request_ids=["r"]))
+    peers.start()
+    assert len(peers.stats) == 1 and peers.stats[0].num_aborted == 0
+    peers.close()
 
 
 def test_shutdown_stops_the_engine(peers: Peers) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.engine.running import greedy, random_prompts
 from tests.stage.test_llm_engine import assert_equal, whole
 from tests.stage.test_llm_generation import audio, begin, chunk, window
-from vllm_omni.stage.engines.step_lock import FairLock
+from vllm_omni.stage.engines.base import FairLock
 
 
 def test_whoever_waits_longest_is_next():

@@ -75,6 +75,7 @@ def test_requests_fail_and_the_stage_comes_back(start: Callable[[PipelineConfig]
         assert "stage 1 (b): a step took longer than 1 s (runtime.step_timeout_s)" in str(error)
 
 
+@pytest.mark.slow
 def test_code_that_keeps_the_lock(start: Callable[[PipelineConfig], Caller]) -> None:
     stage = function_stage(0, "f", keep_the_lock, output="text")
     caller = start(make_config(limited(stage, 1.0), restart={"backoff_s": 0.01}))

@@ -127,13 +127,14 @@ def test_one_process_gives_the_same_results_as_three(together: Caller) -> None:
 def test_an_abort_and_an_error_stay_with_their_request_and_stage(together: Caller) -> None:
     slow = together.submit("slow", fake_seconds=30.0, fake_only="b")
     bad = together.submit("bad", fake_fail="a")
-    assert "stage 0 (a): RuntimeError: a was told to fail" in str(error_of(together.wait(1)[bad]))
+    assert "stage 0 (a): RuntimeError: a fails (fake_fail)" in str(error_of(together.wait(1)[bad]))
     together.orchestrator.abort([slow])
     assert isinstance(error_of(together.wait(1)[slow]), RequestAbortedError)
     good = together.submit("good")
     assert texts(together.wait(1)[good]) == ["good>a", "good>a+good>a>b>c"]
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_takes_all_its_stages_and_spares_the_others(start: Open) -> None:
     a, b, c = TRIANGLE
     leaving = function_stage(3, "leaving", leave, (0,), "nothing")
@@ -155,6 +156,7 @@ def test_a_process_that_ends_takes_all_its_stages_and_spares_the_others(start: O
     assert [stage.num_restarts for stage in orchestrator.health()] == [2, 2, 0, 2]
 
 
+@pytest.mark.slow
 def test_a_stage_that_cannot_start_is_named_among_those_of_its_process(start: Open) -> None:
     missing = fake_stage(1, "painter", output="image") | {"engine_type": "DiT"}
     missing["engine_args"] |= {"model": "no/checkpoint"}

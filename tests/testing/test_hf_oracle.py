@@ -12,6 +12,8 @@ from vllm import LLM, SamplingParams
 from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle, OracleResult
 from vllm_omni.testing.media import PROMPT_KINDS, make_prompt
 
+pytestmark = pytest.mark.slow
+
 THINKER_TOKENS, TALKER_TOKENS = 24, 24
 
 

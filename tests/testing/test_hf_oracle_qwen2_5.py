@@ -12,6 +12,8 @@ from vllm_omni.testing.hf_oracle import HFOracle, OracleResult
 from vllm_omni.testing.media import make_prompt
 from vllm_omni.testing.oracles.qwen2_5_omni import repair_talker_inputs, repair_talker_prefill
 
+pytestmark = pytest.mark.slow
+
 THINKER_TOKENS, TALKER_TOKENS = 16, 16
 
 

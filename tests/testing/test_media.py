@@ -85,6 +85,7 @@ def test_mixed_prompts_are_all_different(tiny_qwen3_omni_moe: Path) -> None:
     assert len({repr(prompt) + str(_sum(prompt)) for prompt in prompts}) == 8
 
 
+@pytest.mark.slow
 def test_seeds_make_different_prompts_of_every_kind(tiny_qwen3_omni_moe: Path) -> None:
     kinds = (*PROMPT_KINDS, *HARD_KINDS)
     first, second = (make_prompts(tiny_qwen3_omni_moe, kinds, seed=seed) for seed in (0, 1))

@@ -27,7 +27,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("name", TINY_CHECKPOINTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in TINY_CHECKPOINTS]
+)
 def test_a_seed_decides_every_byte(name: str, tmp_path: Path) -> None:
     first = contents(write_tiny_checkpoint(name, tmp_path / "first", seed=1))
     again = contents(write_tiny_checkpoint(name, tmp_path / "again", seed=1))
@@ -120,6 +122,7 @@ def test_the_size_told_counts_the_folders_of_a_pipeline(tmp_path: Path, capsys: 
     assert f"{megabytes:.1f} MB in" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])
 def test_the_large_size_is_large(name: str, tmp_path: Path) -> None:
     path = write_tiny_checkpoint(name, tmp_path, size="large")

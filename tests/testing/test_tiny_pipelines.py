@@ -13,6 +13,8 @@ from tests.diffusion.tiny_calls import SMALLEST, images_for, make_image
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "a red cat"
 # One of them asks what makes the pipeline compare with a negative prompt, if that takes more than a negative prompt.
 NEGATIVE: dict[str, dict[str, Any]] = {

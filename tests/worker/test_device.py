@@ -9,18 +9,15 @@ import torch
 from vllm import SamplingParams
 
 from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu
-from vllm_omni.core.sched.output import StreamWindow
+from vllm_omni.core.sched.output import RequestWindow
 from vllm_omni.model_executor.feedback import FedBack, FedBackRows
 from vllm_omni.model_executor.feedback_buffers import SlotBuffer, SlotRows
 from vllm_omni.model_executor.interfaces import RequestSpan
 from vllm_omni.worker.feedback_ar_model_runner import BatchSlots, EmittedRows, FeedbackARModelRunner
 from vllm_omni.worker.feedback_rows import RequestSlots, sort_rows
-from vllm_omni.worker.gpu_ar_model_runner import StepRows
-from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner, _to_host
-from vllm_omni.worker.host_copy import HostCopy
-from vllm_omni.worker.input_chunks import extend_information
-from vllm_omni.worker.row_ledger import RowLedger
-from vllm_omni.worker.streams import Streams
+from vllm_omni.worker.gpu_ar_model_runner import RowTracker, SelectedRows
+from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner, ModelStates, _to_host
+from vllm_omni.worker.gpu_model_runner import HostCopy, extend_information
 
 
 def is_host(tensor: torch.Tensor) -> bool:
@@ -37,9 +34,9 @@ def test_host_copies_wait_once(device: SimulatedDevice) -> None:
 
 def test_rows_of_a_step_leave_the_device(device: SimulatedDevice) -> None:
     spans = [RequestSpan("a", 0, 3, 0, 5, 5, SamplingParams()), RequestSpan("b", 3, 4, 2, 2, 3, SamplingParams())]
-    ledger = RowLedger(emits_prompt_rows=True)
-    rows = StepRows({"hidden": torch.arange(8.0, device=DEVICE).view(4, 2)}, ledger.select(spans)).wait()
-    (nothing, leaving) = ledger.hand_out(spans, rows)
+    tracker = RowTracker(emits_prompt_rows=True)
+    rows = SelectedRows({"hidden": torch.arange(8.0, device=DEVICE).view(4, 2)}, tracker.select(spans)).wait()
+    (nothing, leaving) = tracker.emit(spans, rows)
     assert nothing is None and leaving is not None
     assert is_host(leaving["hidden"]) and leaving["hidden"].tolist() == [[6, 7]]
 
@@ -60,13 +57,13 @@ def test_the_inputs_of_one_step_models_are_on_the_device(device: SimulatedDevice
     assert ids.tolist() == [0, 0, 0] and positions.tolist() == [0, 1, 0]
 
 
-def test_a_streams_state_stays_where_the_model_left_it(device: SimulatedDevice) -> None:
-    streams, state = Streams(), torch.ones(2, device=DEVICE)
-    streams.save(StreamWindow("a", 0, False), {"state": state})
-    assert streams.open(StreamWindow("a", 1, True))["state"] is state
+def test_a_model_s_state_stays_on_its_device(device: SimulatedDevice) -> None:
+    states, state = ModelStates(), torch.ones(2, device=DEVICE)
+    states.save(RequestWindow("a", 0, False), {"state": state})
+    assert states.load(RequestWindow("a", 1, True))["state"] is state
 
 
-def test_a_chunk_joins_what_a_model_has_moved_to_its_device(device: SimulatedDevice) -> None:
+def test_a_chunk_is_appended_on_the_device_of_the_value(device: SimulatedDevice) -> None:
     information = {"rows": torch.ones(1, 2, device=DEVICE), "codes": torch.zeros(1)}
     extend_information(information, {"rows": torch.zeros(1, 2), "codes": torch.ones(1)})
     assert on_cpu(information["rows"]).tolist() == [[1, 1], [0, 0]] and is_host(information["codes"])
@@ -88,7 +85,7 @@ def test_buffers_of_slots(device: SimulatedDevice) -> None:
 
 
 class Strategy:
-    """Adds a slot's number to what is fed back, and notes where that was."""
+    """Adds a slot's number to what is fed back, and checks the device."""
 
     def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         return torch.full((stop - start, 2), float(slot), device=DEVICE)

@@ -12,9 +12,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_omni.engine.settings import SHARES_PROCESS
-from vllm_omni.worker.gpu_ar_worker import GPUARWorker
-from vllm_omni.worker.gpu_generation_worker import GPUGenerationWorker
-from vllm_omni.worker.gpu_worker import is_device_broken
+from vllm_omni.worker.gpu_worker import GPUARWorker, GPUGenerationWorker, is_device_broken
 
 
 class InThisThread(WorkerProc, MultiprocExecutor):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and checks a stage configuration file. Every complaint names the file, the key and the remedy."""
+"""Loads and checks a stage configuration file. Every error names the file, the key and the remedy."""
 
 import importlib
 import re
@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 import yaml
 
-from vllm_omni.config.nearest import nearest
-from vllm_omni.config.placement import check_placement
-from vllm_omni.config.reading import convert, take_apart
+from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
 _READABLE = ("prompt", "prompt_token_ids", "completions", "tensors", "data")
@@ -23,8 +22,8 @@ def load_pipeline_config(path: str | Path) -> PipelineConfig:
     """Loads a stage configuration.
 
     Raises:
-        StageConfigError: The file is missing, is not YAML, has an unknown or mistyped key, names a stage that is not
-            there, has a cycle, or a dotted path that cannot be imported.
+        StageConfigError: The file is missing or not YAML, has an unknown key, a value of a wrong type, an unknown
+            stage, a cycle, or a dotted path that cannot be imported.
     """
     path = Path(path)
     try:
@@ -37,7 +36,7 @@ def load_pipeline_config(path: str | Path) -> PipelineConfig:
 
 
 def parse_pipeline_config(raw: Any, source: str) -> PipelineConfig:
-    """Checks a configuration that was read from `source` (used in messages). Raises as `load_pipeline_config`."""
+    """Parses a configuration from `source` (for messages). Raises as `load_pipeline_config`."""
     if not isinstance(raw, Mapping):
         raise StageConfigError(f"{source}: must be a mapping with the key 'stage_args'")
     try:
@@ -52,7 +51,7 @@ def parse_pipeline_config(raw: Any, source: str) -> PipelineConfig:
             _check_stage(stage)
             _check_input(config, stage)
         _check_runtime(config)
-        check_placement(config)
+        check_resources(config)
     except StageConfigError as error:
         raise StageConfigError(f"{source}: {error}") from error
     return config
@@ -62,7 +61,7 @@ def resolve_dotted_path(path: str, key: str) -> Any:
     """The object at `package.module.name`.
 
     Raises:
-        StageConfigError: Names the part that is not there, and near names.
+        StageConfigError: A part of the path does not exist; names it, and similar names.
     """
     module_name, _, name = path.rpartition(".")
     if not module_name:
@@ -79,8 +78,8 @@ def resolve_dotted_path(path: str, key: str) -> Any:
 
 
 def _explain(error: msgspec.ValidationError) -> str:
-    """Turns msgspec's complaint into one that names key and remedy."""
-    problem, location = take_apart(error)
+    """The message for an error of msgspec's, with key and remedy."""
+    problem, location = split_error(error)
     unknown = re.search(r"unknown field `(.+?)`", problem)
     if unknown is None:
         return f"{location or 'top level'}: {problem}"
@@ -111,17 +110,17 @@ def _check_ids(config: PipelineConfig) -> None:
     for stage in config.stage_args:
         for value, what in ((stage.stage_id, "stage_id"), (stage.name, "engine_args.model_stage")):
             if value in seen:
-                raise StageConfigError(f"stage_args: {what} {value!r} is given twice; every stage needs its own")
+                raise StageConfigError(f"stage_args: {what} {value!r} is given twice; it must be unique")
             seen.add(value)
     if not any(stage.final_output for stage in config.stage_args):
-        raise StageConfigError("stage_args: no stage has final_output: true; the caller would receive nothing")
+        raise StageConfigError("stage_args: no stage has final_output: true; callers would receive nothing")
 
 
 def _check_stage(stage: OmniStageConfig) -> None:
-    where = f"stage {stage.stage_id} ({stage.name})"
+    where = stage.label
     by_type = {"llm": ("AR", "generation"), "diffusion": ("DiT",), "function": ("function",)}
     if stage.stage_type and stage.kind not in by_type[stage.stage_type]:
-        raise StageConfigError(f"{where}: stage_type {stage.stage_type!r} contradicts engine_type; keep one of them")
+        raise StageConfigError(f"{where}: stage_type {stage.stage_type!r} contradicts engine_type; remove one of them")
     if stage.final_output and not stage.final_output_type:
         raise StageConfigError(f"{where}: final_output needs final_output_type, e.g. text or audio")
     if stage.runtime.requires_multimodal_data and stage.engine_input_source and stage.kind != "DiT":
@@ -144,11 +143,10 @@ def _check_stage(stage: OmniStageConfig) -> None:
 def _check_input(config: PipelineConfig, stage: OmniStageConfig) -> None:
     sources = [config.stages[source] for source in stage.engine_input_source]
     is_fed = sources and (stage.runs_vllm or stage.kind == "DiT")
-    takes_them_as_they_are = stage.kind == "DiT" and any(source.encodes_prompts for source in sources)
-    if is_fed and not stage.custom_process_input_func and not takes_them_as_they_are:
+    reads_encoded_prompts = stage.kind == "DiT" and any(source.encodes_prompts for source in sources)
+    if is_fed and not stage.custom_process_input_func and not reads_encoded_prompts:
         raise StageConfigError(
-            f"stage {stage.stage_id} ({stage.name}): custom_process_input_func is missing; it turns the sources' "
-            "outputs into input"
+            f"{stage.label}: custom_process_input_func is missing; it converts the sources' outputs to input"
         )
 
 
@@ -158,15 +156,14 @@ def _check_graph(config: PipelineConfig) -> None:
             if source not in config.stages:
                 known = ", ".join(map(str, config.stages))
                 raise StageConfigError(
-                    f"stage {stage.stage_id} ({stage.name}): engine_input_source names stage {source}, which is not "
-                    f"there; stages are {known}"
+                    f"{stage.label}: engine_input_source names stage {source}, which does not exist; stages are {known}"
                 )
     done: set[int] = set()
     while len(done) < len(config.stages):
         ready = {i for i, s in config.stages.items() if i not in done and set(s.engine_input_source) <= done}
         if not ready:
             cycle = sorted(set(config.stages) - done)
-            raise StageConfigError(f"engine_input_source: stages {cycle} wait for each other; remove one of the edges")
+            raise StageConfigError(f"engine_input_source: stages {cycle} form a cycle; remove one of the edges")
         done |= ready
 
 
@@ -182,7 +179,7 @@ def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -
             raise StageConfigError(f"{where}: {name} {size} is neither -1 (the whole result) nor a number of units")
     if window.streams and processor is not None and window.first_window_size < processor.min_first_window_size:
         raise StageConfigError(
-            f"{where}: first_window_size {window.first_window_size} is too small; {path} begins with "
+            f"{where}: first_window_size {window.first_window_size} is too small; {path} needs at least "
             f"{processor.min_first_window_size} {window.unit}"
         )
     if window.window_growth is not None and window.window_growth <= 1:
@@ -208,6 +205,6 @@ def _check_runtime(config: PipelineConfig) -> None:
         for name in (*stage.input_connectors.values(), *stage.output_connectors.values()):
             if name not in runtime.connectors:
                 raise StageConfigError(
-                    f"stage {stage.stage_id} ({stage.name}): connector {name!r} is not defined under "
+                    f"{stage.label}: connector {name!r} is not defined under "
                     f"runtime.connectors{nearest(name, runtime.connectors)}"
                 )

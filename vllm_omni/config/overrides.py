@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller says of a single stage, put over what its configuration says.
+"""A caller's values for a single stage, which replace those of the stage configuration.
 
-An override is written like the stage itself: `{"engine_args": {...}, "runtime": {...}, "default_sampling_params":
-{...}}`. A key that is none of these sections is an engine argument. Whether an engine has it is asked later.
+An override has the form of the stage: `{"engine_args": {...}, "runtime": {...}, "default_sampling_params": {...}}`. Any
+other key is an engine argument; engine arguments are checked later.
 """
 
 import re
@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 
-from vllm_omni.config.nearest import nearest
-from vllm_omni.config.reading import convert, take_apart
 from vllm_omni.config.stage_config import OmniStageConfig, StageRuntimeConfig
+from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
 SECTIONS = ("engine_args", "runtime", "default_sampling_params")
 
-# Engine arguments that say the same as a key of `runtime`, and would win over it.
+# Engine arguments that have the meaning of a key of `runtime`, and would win over it.
 _SAME_AS_RUNTIME = {
     "memory": ("gpu_memory_utilization", "kv_cache_memory_bytes"),
     "max_batch_size": ("max_num_seqs", "max_batch_size"),
@@ -26,26 +25,26 @@ _SAME_AS_RUNTIME = {
 
 
 def override_stage(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniStageConfig:
-    """The stage with an override's values; dicts below a section replace each other whole.
+    """The stage with an override's values; a dict below a section is replaced as a whole.
 
     Raises:
-        StageConfigError: A section is no mapping, or `runtime` has an unknown key or a value of the wrong type.
+        StageConfigError: A section is not a mapping, or `runtime` has an unknown key or a value of the wrong type.
     """
-    where = f"override for stage {stage.stage_id} ({stage.name})"
+    where = f"override for {stage.label}"
     sections = _sections(override, where)
-    said = sections["runtime"]
-    replaced = {same for key in said for same in _SAME_AS_RUNTIME.get(key, ())}
+    runtime = sections["runtime"]
+    replaced = {same for key in runtime for same in _SAME_AS_RUNTIME.get(key, ())}
     kept = {name: value for name, value in stage.engine_args.items() if name not in replaced}
     return msgspec.structs.replace(
         stage,
         engine_args=kept | sections["engine_args"],
-        runtime=_override_runtime(stage.runtime, said, where) if said else stage.runtime,
+        runtime=_override_runtime(stage.runtime, runtime, where) if runtime else stage.runtime,
         default_sampling_params=stage.default_sampling_params | sections["default_sampling_params"],
     )
 
 
 def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, mappings within mappings too; where both have a value, the second's."""
+    """A deep merge of two mappings; values of the second win."""
     merged = dict(first)
     for key, value in second.items():
         old = merged.get(key)
@@ -54,7 +53,7 @@ def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]
 
 
 def overridden_keys(override: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """The (section, key) pairs that an override gives a value."""
+    """The (section, key) pairs in an override."""
     return {(section, key) for section, values in _sections(override, "override").items() for key in values}
 
 
@@ -66,15 +65,15 @@ def _sections(override: Mapping[str, Any], where: str) -> dict[str, dict[str, An
         elif isinstance(value, Mapping):
             sections[key].update(value)
         else:
-            raise StageConfigError(f"{where}: {key} is a section, {value!r} is none; give one of its keys a value")
+            raise StageConfigError(f"{where}: {key} is a section, {value!r} is not a mapping; set one of its keys")
     return sections
 
 
-def _override_runtime(runtime: StageRuntimeConfig, said: Mapping[str, Any], where: str) -> StageRuntimeConfig:
+def _override_runtime(runtime: StageRuntimeConfig, values: Mapping[str, Any], where: str) -> StageRuntimeConfig:
     try:
-        return convert(msgspec.to_builtins(runtime) | dict(said), StageRuntimeConfig)
+        return convert(msgspec.to_builtins(runtime) | dict(values), StageRuntimeConfig)
     except msgspec.ValidationError as error:
-        problem, key = take_apart(error)
+        problem, key = split_error(error)
         if unknown := re.search(r"unknown field `(.+?)`", problem):
             known = StageRuntimeConfig.__struct_fields__
             near = nearest(unknown.group(1), known)

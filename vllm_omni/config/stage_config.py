@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stage configuration of a pipeline: typed, frozen, checked.
+"""The stage configuration of a pipeline: typed and frozen.
 
-`load_pipeline_config` reads the YAML file; `PipelineConfig` answers what the graph looks like. Nothing here knows how
-a stage is run, and no model is named.
+`load_pipeline_config` reads the YAML file; `PipelineConfig` describes the graph. Independent of how a stage is run, and
+of any model.
 """
 
 from collections.abc import Collection
@@ -18,23 +18,22 @@ SHARED_PROCESS = "shared"
 
 
 class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`stage_args[].runtime`: where a stage runs, and how much it takes on.
+    """`stage_args[].runtime`: where a stage runs, and its limits.
 
     Attributes:
-        process: `true`: the stage has a process of its own. A name: it shares one with all stages that say the same
-            name; `false` is the name `shared`.
-        devices: Accelerators that the stage may see (see `stage.placement.set_stage_gpu_devices`): a comma list
+        process: `true`: the stage has its own process. A name: it shares a process with all stages of that name;
+            `false` is the name `shared`.
+        devices: Accelerators that are visible to the stage (see `stage.devices.set_stage_gpu_devices`): a comma list
             (`"2,5"`), or a number or digit string, the logical index of one.
-        memory: What the stage may take of its device: a fraction of it (`0.3`), or bytes (`"20GiB"`).
-        cpus: Cores that the stage runs on: a list in Linux notation (`"0-3,8"`), or how many.
-        max_batch_size: Requests that the engine works on at once (its `max_num_seqs`).
-        max_inflight: Requests that the engine holds, computing or about to; default: what it can make use of.
-        max_queued: Requests that may wait in the stage for its engine. Above this, whoever feeds the stage waits.
-        step_timeout_s: Seconds that a step of the engine may take; then the process is ended and restarted. A step that
-            may compile something gets 600 s more: the first one, and any of a diffusion stage with `compile`. 0: no
-            limit.
+        memory: Limit of the stage's memory on each device: a fraction of the device (`0.3`), or bytes (`"20GiB"`).
+        cpus: Cores that the stage runs on: a list in Linux notation (`"0-3,8"`), or their number.
+        max_batch_size: Requests that the engine processes at once (its `max_num_seqs`).
+        max_inflight: Requests that the engine holds, running or waiting. Default: what it can use.
+        max_queued: Requests that may wait in the stage for its engine. Beyond that its sources wait.
+        step_timeout_s: Seconds that a step of the engine may take; then the process is killed and restarted. A step
+            that may compile gets 600 s more: the first one, and any of a diffusion stage with `compile`. 0: no limit.
         requires_multimodal_data: The stage reads the multimodal data of prompts. First stages always do; of the others
-            a diffusion stage can, which then gets the prompt's images.
+            only a diffusion stage can, and receives the prompt's images.
     """
 
     process: bool | str = True
@@ -52,23 +51,23 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """`stage_args[]`: one stage of a pipeline.
 
     Attributes:
-        stage_id: Unique number; stages are listed, and their sampling parameters given, in this order.
+        stage_id: Unique number; the order of stages and of their sampling parameters.
         engine_type: `AR` (tokens one by one), `generation` (one forward for each request), `DiT` (a diffusers
             pipeline), `function` (a plain Python function), `fake` (for tests).
-        stage_type: Older name of the same choice: `llm`, `diffusion` or `function`.
+        stage_type: Older form of `engine_type`: `llm`, `diffusion` or `function`.
         runtime: Where the stage runs.
         engine_args: Any argument of vLLM's `EngineArgs`, and `model_stage` (the stage's name), `model_arch`,
             `hf_config_name`, `worker_cls`, `scheduler_cls`, `engine_output_type`; of a diffusion stage the fields of
-            `DiTConfig`. `model` is the stage's own checkpoint, where it is not the pipeline's.
+            `DiTConfig`. `model` is the stage's own checkpoint. Default: the pipeline's.
         engine_input_source: Stages whose outputs this stage reads; none for the first stage.
         custom_process_input_func: Dotted path of the stage's `StageInputProcessor`.
         function: Dotted path of the callable of a `function` stage, called for each request.
-        batch_function: Instead of it: a callable that takes up to `runtime.max_batch_size` (default 8) requests.
-        is_comprehension: The stage that OpenAI's sampling fields apply to.
+        batch_function: Instead of `function`: a callable for up to `runtime.max_batch_size` (default 8) requests.
+        is_comprehension: OpenAI's sampling fields apply to this stage.
         final_output: Whether the caller receives the stage's output.
-        final_output_type: What that output is: `text`, `audio`, `image`, ...
+        final_output_type: The type of that output: `text`, `audio`, `image`, ...
         sample_rate: Samples per second of an audio output.
-        reads: What of its sources' outputs the stage reads (see `StageInputProcessor.reads`, which it replaces).
+        reads: Fields of its sources' outputs that the stage reads (replaces `StageInputProcessor.reads`).
         default_sampling_params: Fields of vLLM's `SamplingParams`; of a diffusion stage, of `DiffusionSamplingParams`.
         input_connectors, output_connectors: For each edge (`from_stage_0: name`, `to_stage_1: name`) a connector
             defined under `runtime.connectors`.
@@ -98,8 +97,13 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.engine_args.get("model_stage") or f"stage{self.stage_id}"
 
     @property
+    def label(self) -> str:
+        """The stage in messages: `stage 0 (thinker)`."""
+        return f"stage {self.stage_id} ({self.name})"
+
+    @property
     def kind(self) -> EngineType:
-        """What runs the stage, whichever of the two keys said so."""
+        """The engine type, from `engine_type`, `stage_type` or the scheduler."""
         if self.engine_type is not None:
             return self.engine_type
         if self.stage_type == "diffusion":
@@ -110,7 +114,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def vllm_engine_args(self) -> dict[str, Any]:
-        """`engine_args` but the checkpoint, with what `runtime` says of the engine unless they say it themselves."""
+        """`engine_args` without the checkpoint, with defaults from `runtime`."""
         batch = {} if self.runtime.max_batch_size is None else {"max_num_seqs": self.runtime.max_batch_size}
         return batch | {name: value for name, value in self.engine_args.items() if name != "model"}
 
@@ -126,7 +130,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def encodes_prompts(self) -> bool:
-        """Whether it is the part of a diffusion pipeline that encodes prompts, for a later stage."""
+        """Whether it encodes prompts for another diffusion stage (`part: encoder`)."""
         return self.kind == "DiT" and self.engine_args.get("part") == "encoder"
 
     @property
@@ -138,14 +142,14 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`runtime.edges[]`: how one stage's output reaches another.
 
     Attributes:
-        window_size: Units that are handed over at a time; -1: the whole result, when it is complete.
-        first_window_size: Units of the first window; default: what the consumer declares, else `window_size`.
-        window_growth: Each window is so many times as large as the one before it, until `window_size` is reached; above
-            1. Default: the second one has `window_size`.
-        left_context: Units before a window that are handed over again with it; default: what the consumer declares.
-        unit: What is counted: `tokens`, or the name of a tensor, whose rows are; default: what the consumer declares.
-        only_if_streaming: Cut into windows for callers who read along (`stream=True`), and hand the whole result over
-            for all others. For a consumer whose result is better when it sees everything.
+        window_size: Units in a window; -1: one window, the complete result.
+        first_window_size: Units in the first window. Default: declared by the consumer, else `window_size`.
+        window_growth: Ratio of the sizes of successive windows, above 1, until `window_size` is reached. Default: the
+            second window has `window_size`.
+        left_context: Units before a window that are sent again with it. Default: declared by the consumer.
+        unit: `tokens`, or the name of a tensor, whose rows are counted. Default: declared by the consumer.
+        only_if_streaming: Use windows for streaming clients (`stream=True`) only, and one window for other requests.
+            For a consumer whose result is better with the complete input.
     """
 
     source: int
@@ -159,25 +163,29 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`runtime.connectors`: a named way to move payloads.
+    """`runtime.connectors`: a named transport of payloads.
 
     Attributes:
         name: `SharedMemoryConnector` or `InlineConnector`.
-        extra: `shm_threshold_bytes` for the former: smaller payloads travel inline.
+        extra: `shm_threshold_bytes` of the former: smaller payloads are sent inline.
     """
 
     name: Literal["SharedMemoryConnector", "InlineConnector"]
     extra: dict[str, int] = {}
 
+    @property
+    def shm_threshold_bytes(self) -> int:
+        return self.extra["shm_threshold_bytes"]
+
 
 class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`runtime.defaults`: for edges and stages that say nothing else.
+    """`runtime.defaults`: for edges and stages without these keys.
 
     Attributes:
         window_size: As in `edges`.
         max_inflight, max_queued: As in a stage's `runtime`.
-        high_watermark_bytes: Bytes that may wait in a stage for its engine. Above this, whoever feeds it begins
-            nothing new.
+        high_watermark_bytes: Bytes that may wait in a stage for its engine. Beyond that its sources start no new
+            request.
     """
 
     window_size: int = -1
@@ -187,11 +195,11 @@ class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`runtime.ar`: when an autoregressive stage passes on what it has written, while somebody reads along.
+    """`runtime.ar`: when an autoregressive stage sends a segment of its output to a streaming client or a consumer.
 
     Attributes:
-        max_segment_tokens: As soon as it holds so many tokens ...
-        min_flush_interval_ms: ... or so many milliseconds have passed since it last did. The first token goes at once.
+        max_segment_tokens: When the segment has this many tokens ...
+        min_flush_interval_ms: ... or this many milliseconds after the last segment. The first token is sent at once.
     """
 
     max_segment_tokens: int = 8
@@ -204,8 +212,8 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         max_restarts: Restarts in `window_s` seconds; a stage that needs more stays dead. 0: never restart.
         window_s: See `max_restarts`.
-        backoff_s: Seconds before the first restart; doubled for each further one in the window.
-        max_backoff_s: Upper bound of that.
+        backoff_s: Seconds before the first restart; doubled for each further restart in the window.
+        max_backoff_s: Upper bound of the back-off.
     """
 
     max_restarts: int = 5
@@ -215,13 +223,13 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`runtime`: what holds for the whole pipeline.
+    """`runtime`: settings of the whole pipeline.
 
     Attributes:
-        max_inflight: Requests that the pipeline works on at once.
-        max_queued: Requests that wait to be admitted. Above this offline callers wait, and the asynchronous face
-            raises `PipelineFullError`.
-        request_timeout_s: Seconds from a request's arrival, waiting for its turn included, after which it fails with
+        max_inflight: Requests that the pipeline processes at once.
+        max_queued: Requests that may wait for admission. Beyond that `OmniLLM` blocks, and `AsyncOmniLLM` raises
+            `PipelineFullError`.
+        request_timeout_s: Seconds after a request's arrival, including the time in the queue, after which it fails with
             `RequestTimeoutError`. 0: no limit.
         stage_init_timeout: Seconds that a single stage may take to become ready.
     """
@@ -239,7 +247,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class WindowConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How one edge is cut into windows, all defaults filled in. See `EdgeConfig`."""
+    """The windows of one edge, all defaults filled in. See `EdgeConfig`."""
 
     window_size: int = -1
     first_window_size: int = -1
@@ -252,9 +260,9 @@ class WindowConfig(msgspec.Struct, frozen=True, kw_only=True):
     def streams(self) -> bool:
         return self.window_size != -1
 
-    def for_caller(self, reads_along: bool) -> "WindowConfig":
-        """How the edge is cut for a request of this caller."""
-        return WindowConfig() if self.only_if_streaming and not reads_along else self
+    def for_request(self, streams: bool) -> "WindowConfig":
+        """The windows of a request, which streams or not."""
+        return WindowConfig() if self.only_if_streaming and not streams else self
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -269,7 +277,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @cached_property
     def targets(self) -> dict[int, list[int]]:
-        """The stages that read each stage's output."""
+        """The stages that read each stage's output, by stage id."""
         return {
             stage_id: [s.stage_id for s in self.stage_args if stage_id in s.engine_input_source]
             for stage_id in self.stages
@@ -277,7 +285,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def adapter_stages(self) -> set[int]:
-        """The diffusion stages that a request's LoRA adapter is for."""
+        """The diffusion stages that apply a request's LoRA adapter."""
         stages = [stage for stage in self.stage_args if stage.kind == "DiT"]
         first = [stage for stage in stages if not stage.engine_input_source]
         if any(stage.encodes_prompts for stage in first):
@@ -286,7 +294,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def processes(self) -> list[list[OmniStageConfig]]:
-        """The stages of each process, in stage order; a process stands where its first stage does."""
+        """The stages of each process, in stage order; processes in the order of their first stages."""
         groups: dict[int | str, list[OmniStageConfig]] = {}
         for stage in self.stage_args:
             process = stage.runtime.process
@@ -296,11 +304,11 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def output_types(self) -> list[str]:
-        """The modalities that a request may ask for, in stage order."""
+        """The output modalities of the pipeline, in stage order."""
         return [s.final_output_type for s in self.stage_args if s.final_output and s.final_output_type]
 
     def final_stages(self, modalities: Collection[str]) -> list[int]:
-        """The stages whose outputs a request with these output modalities gets, in stage order."""
+        """The final stages of a request with these output modalities, in stage order."""
         return [s.stage_id for s in self.stage_args if s.final_output and s.final_output_type in modalities]
 
     def stages_for(self, modalities: list[str]) -> list[int]:
@@ -314,20 +322,21 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 todo += self.stages[stage_id].engine_input_source
         return sorted(needed)
 
-    def shm_threshold_bytes(self, stage: OmniStageConfig, target: int, default: int) -> int:
-        """From which size on the payloads from `stage` to `target` go through shared memory."""
+    def connector(self, stage: OmniStageConfig, target: int, shm_threshold_bytes: int) -> ConnectorConfig:
+        """The connector for payloads from `stage` to `target`.
+
+        Args:
+            shm_threshold_bytes: For connectors without this key.
+        """
         name = stage.output_connectors.get(f"to_stage_{target}") or self.stages[target].input_connectors.get(
             f"from_stage_{stage.stage_id}"
         )
-        if name is None:
-            return default
-        connector = self.runtime.connectors[name]
-        if connector.name == "InlineConnector":
-            return 1 << 62
-        return connector.extra.get("shm_threshold_bytes", default)
+        connector = ConnectorConfig(name="SharedMemoryConnector") if name is None else self.runtime.connectors[name]
+        extra = {"shm_threshold_bytes": shm_threshold_bytes} | connector.extra
+        return msgspec.structs.replace(connector, extra=extra)
 
     def window(self, source: int, target: int, declared: WindowConfig | None) -> WindowConfig:
-        """How the edge is cut; `declared` is what the consumer's `StageInputProcessor` says of it."""
+        """The windows of an edge; `declared` are those of the consumer's `StageInputProcessor`."""
         declared = declared or WindowConfig()
         edges = (edge for edge in self.runtime.edges if (edge.source, edge.to) == (source, target))
         edge = next(edges, EdgeConfig(source=source, to=target))
@@ -350,7 +359,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.runtime.defaults.max_queued if own is None else own
 
     def max_inflight(self, stage: OmniStageConfig) -> int | None:
-        """Requests that a stage's engine holds at once; None leaves it to the engine."""
+        """Requests that a stage's engine holds at once; None: the engine's default."""
         own = stage.runtime.max_inflight
         return self.runtime.defaults.max_inflight if own is None else own
 
@@ -366,7 +375,7 @@ def find_stage(config: PipelineConfig, key: str | int) -> OmniStageConfig:
     """The stage with this name or id.
 
     Raises:
-        StageConfigError: There is none; names those that there are.
+        StageConfigError: There is none; lists the stages.
     """
     for stage in config.stage_args:
         if key in (stage.name, stage.stage_id, str(stage.stage_id)):

@@ -15,10 +15,16 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.diffusion.call_arguments import call_arguments
 from vllm_omni.diffusion.input_images import read_images
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, takes_several_images
-from vllm_omni.diffusion.setting_checks import check_limits, check_text, check_values, draw_seeds, read_settings
+from vllm_omni.diffusion.request_settings import (
+    call_arguments,
+    check_limits,
+    check_text,
+    check_values,
+    draw_seeds,
+    read_settings,
+)
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.media import check_output_format

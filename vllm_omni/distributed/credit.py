@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may wait in a stage: its feeders count what they send, and it gives back what it has begun with.
+"""Credit limits what waits in a stage: its feeders spend it, and the stage returns it when it starts a request.
 
-A feeder that has spent its credit begins nothing new for that stage; what it has begun it finishes, and delivers. Only
-what waits for the stage's engine is kept back: data that waits for another source, or that a running request needs, is
-given back at once. So nobody ever waits for somebody who waits for him, and nothing is dropped.
+A feeder that has spent its credit starts no new request for that stage; requests that it has started it finishes and
+delivers. Credit is withheld only for requests that wait for the stage's engine: for data that waits for another source,
+or that a running request needs, it is returned immediately. So there is no cycle of waiting, and nothing is dropped.
 """
 
 _BATCHES = 4
-"""Parts of the credit that are given back at a time: fewer messages, and no stop and go."""
+"""Credit is returned in this many parts: fewer messages, and the feeder need not stop in between."""
 
 
 class Credit:
-    """The feeder's side: what one stage may be sent."""
+    """The feeder's side: limits what is sent to one stage."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max(1, max_requests)
@@ -28,18 +28,18 @@ class Credit:
         self._num_bytes += num_bytes
 
     def refund(self, num_requests: int, num_bytes: int) -> None:
-        # Of a process that is no more somebody may give back what its successor has never spent.
+        # A refund that was meant for a process that died may exceed what its successor has spent.
         self._num_requests = max(0, self._num_requests - num_requests)
         self._num_bytes = max(0, self._num_bytes - num_bytes)
 
     def reset(self) -> None:
-        """The stage has a new process, in which nothing waits."""
+        """The stage has a new process, in which nothing waits yet."""
         self._num_requests = 0
         self._num_bytes = 0
 
 
 class Refund:
-    """The stage's side: what is to be given back to one feeder."""
+    """The stage's side: credit to be returned to one feeder."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._min_requests = max(1, max_requests) / _BATCHES
@@ -51,8 +51,12 @@ class Refund:
         self._num_requests += num_requests
         self._num_bytes += num_bytes
 
+    def reset(self) -> None:
+        """The feeder's process has died."""
+        self._num_requests = self._num_bytes = 0
+
     def take_due(self) -> tuple[int, int] | None:
-        """Requests and bytes to give back now, if it is worth a message."""
+        """Requests and bytes to return now; None while there are too few for a message."""
         if self._num_requests < self._min_requests and self._num_bytes < self._min_bytes:
             return None
         due = self._num_requests, self._num_bytes

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message that crosses a process, on one page.
 
-    orchestrator -> stage         SubmitMessage, AbortMessage, PeerDownMessage, PeerUpMessage, StatsQuery,
-                                  ShutdownMessage
+    orchestrator -> stage         SubmitMessage, AbortMessage, PeerDownMessage, PeerUpMessage, ShutdownMessage
     stage -> next stage           DataMessage
-    stage -> whoever feeds it     RefundMessage
+    stage -> its feeders          RefundMessage
     stage -> orchestrator         ReadyMessage, OutputMessage, ResultMessage, ErrorMessage, StatsMessage, FaultMessage
 
-A message is one frame: a header that says who sent it in which version of this page, msgpack, and a payload that is
-carried inline. A larger payload is described by its `PayloadRef` and read through a connector.
+A message is one frame: a header with the sender and the version of this page, msgpack, and the payload if it is
+carried inline. Any other payload is described by its `PayloadRef` and read through a connector.
 
-`number` counts a pipeline's requests from 1. Each stage is told of the requests that it takes part in, in order,
-so a message that runs ahead of its `SubmitMessage` can be told from one that comes too late. `epoch` counts the
-processes that a stage has had, from 0.
+`number` counts a pipeline's requests from 1. Each stage receives its `SubmitMessage`s in this order, so it can tell
+data that arrives before its `SubmitMessage` from data that arrives too late. `epoch` counts the processes of a stage,
+from 0. A stage's `address` is a ZMQ endpoint that the stage chooses and announces in its `ReadyMessage`; the
+orchestrator passes it on to the stage's neighbours in a `PeerUpMessage`.
 """
 
 import struct
@@ -24,20 +24,32 @@ import zmq
 
 from vllm_omni.metrics.stats import StageMetrics, StageStats
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 ORCHESTRATOR = -1
-"""The sender that is no stage."""
+"""The orchestrator's id as a sender."""
 
 
-class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a payload is. `sizes` are its buffers' lengths in bytes; no `path` means inline."""
-
+class _Ref(msgspec.Struct, frozen=True, kw_only=True):
     sizes: list[int] = []
-    path: str | None = None
+    """Lengths of the payload's buffers in bytes."""
 
     @property
     def num_bytes(self) -> int:
         return sum(self.sizes)
+
+
+class InlineRef(_Ref, frozen=True, kw_only=True, tag="inline"):
+    """A payload that the message itself carries."""
+
+
+class SharedMemoryRef(_Ref, frozen=True, kw_only=True, tag="shm"):
+    """A payload in a file on a memory file system of this machine."""
+
+    path: str
+
+
+PayloadRef = InlineRef | SharedMemoryRef
+"""Where a payload is."""
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True):
@@ -45,7 +57,7 @@ class Message(msgspec.Struct, tag=True, kw_only=True):
 
 
 class SubmitMessage(Message):
-    """A request that this stage takes part in. The payload is its `StageRequest`."""
+    """A request that this stage works on. The payload is its `StageRequest`."""
 
     request_id: str
     number: int
@@ -56,7 +68,7 @@ class SubmitMessage(Message):
     is_final: bool
     """Whether the output also goes to the caller."""
     streams: bool
-    """Whether the caller reads it while it is made."""
+    """Whether the caller reads the output while it is made."""
     payload: PayloadRef
 
 
@@ -75,18 +87,15 @@ class PeerDownMessage(Message):
 
 
 class PeerUpMessage(Message):
-    """A stage takes requests again, in a new process, at a new address."""
+    """A process of a neighbour takes requests and data."""
 
     stage_id: int
     epoch: int
-
-
-class StatsQuery(Message):
-    """Answer with a `StatsMessage`."""
+    address: str
 
 
 class ShutdownMessage(Message):
-    """Finish nothing, leave nothing, exit."""
+    """Exit without finishing requests."""
 
 
 class DataMessage(Message):
@@ -104,7 +113,7 @@ class DataMessage(Message):
 
 
 class RefundMessage(Message):
-    """So much of what this stage was sent does not wait in it any more. See `distributed.credit`."""
+    """Credit that this stage returns to a feeder. See `distributed.credit`."""
 
     stage_id: int
     num_requests: int
@@ -112,14 +121,15 @@ class RefundMessage(Message):
 
 
 class ReadyMessage(Message):
-    """The stage takes requests. `epoch` says which of its processes speaks."""
+    """The stage's process of this epoch takes requests at this address."""
 
     stage_id: int
     epoch: int
+    address: str
 
 
 class OutputMessage(Message):
-    """A piece of a final stage's output, for a caller who reads along. The payload is a `StageOutput`."""
+    """A segment of a final stage's output, for a streaming client. The payload is a `StageOutput`."""
 
     request_id: str
     stage_id: int
@@ -133,7 +143,7 @@ class ResultMessage(Message):
     stage_id: int
     metrics: StageMetrics
     sent_to: dict[int, int]
-    """Epochs of the targets that have been sent the output; a target that was down gets it later, and is not here."""
+    """Epochs of the targets to which the output was sent. A target that was down gets it later and is not included."""
     payload: PayloadRef | None = None
 
 
@@ -141,8 +151,8 @@ class ErrorMessage(Message):
     """The stage failed this request.
 
     Attributes:
-        invalid: The request itself was at fault.
-        dead_stage: Not this stage is at fault but that one, which died with what the request needs.
+        invalid: The request is invalid.
+        dead_stage: Set if the failure is that stage's, which died with data of the request.
     """
 
     request_id: str
@@ -154,13 +164,13 @@ class ErrorMessage(Message):
 
 
 class StatsMessage(Message):
-    """What the stage has done since it started."""
+    """The stage's totals since it started."""
 
     stats: StageStats
 
 
 class FaultMessage(Message):
-    """A peer sent something that cannot be understood."""
+    """A peer sent a message that cannot be decoded."""
 
     stage_id: int
     peer: int
@@ -168,14 +178,7 @@ class FaultMessage(Message):
 
 
 StageInbound = (
-    SubmitMessage
-    | AbortMessage
-    | PeerDownMessage
-    | PeerUpMessage
-    | StatsQuery
-    | ShutdownMessage
-    | DataMessage
-    | RefundMessage
+    SubmitMessage | AbortMessage | PeerDownMessage | PeerUpMessage | ShutdownMessage | DataMessage | RefundMessage
 )
 OrchestratorInbound = (
     ReadyMessage | OutputMessage | ResultMessage | ErrorMessage | StatsMessage | FaultMessage | RefundMessage
@@ -192,7 +195,7 @@ Frames = Sequence[bytes | bytearray | memoryview]
 
 
 class MessageError(Exception):
-    """A message that cannot be understood. `sender` is the stage that sent it, None if not even that is readable."""
+    """A message cannot be decoded. `sender` is the stage that sent it, None if the header is unreadable too."""
 
     def __init__(self, reason: str, sender: int | None) -> None:
         super().__init__(reason)
@@ -208,16 +211,16 @@ def send(socket: zmq.Socket, message: Message, frames: Frames = (), *, sender: i
 
 
 def recv_at_stage(socket: zmq.Socket) -> tuple[StageInbound, list[memoryview]] | None:
-    """The next message for a stage and its payload frames, or None if nothing waits.
+    """The next message for a stage and its payload frames, or None if there is none.
 
     Raises:
-        MessageError: It cannot be understood. It is gone.
+        MessageError: It cannot be decoded; it is dropped.
     """
     return _recv(socket, _stage_decoder)
 
 
 def recv_at_orchestrator(socket: zmq.Socket) -> tuple[OrchestratorInbound, list[memoryview]] | None:
-    """The next message for the orchestrator and its payload frames, or None if nothing waits. Raises as above."""
+    """The next message for the orchestrator and its payload frames, or None if there is none. Raises as above."""
     return _recv(socket, _orchestrator_decoder)
 
 
@@ -243,5 +246,5 @@ def _read_header(data: memoryview) -> int:
     if mark != _MARK:
         raise MessageError("no header", None)
     if version != PROTOCOL_VERSION:
-        raise MessageError(f"it speaks protocol {version}, this process {PROTOCOL_VERSION}", sender)
+        raise MessageError(f"its protocol version is {version}, this process has {PROTOCOL_VERSION}", sender)
     return sender

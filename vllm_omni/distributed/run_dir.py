@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory that holds all that a pipeline has in the file system: its sockets and its payloads in flight.
+"""The directory of all files of a pipeline: its sockets and its payloads in flight.
 
-It lies on a memory file system where there is one, and is removed as a whole, so that nothing can be forgotten.
+It is on a memory file system where there is one, and is removed as a whole.
 
-Each process of the pipeline holds a shared lock on the directory for its life. So a directory that can be locked
-exclusively belongs to nobody any more. Containers may share the memory file system, and a process id of one means
-nothing in another; a lock means the same in all of them, and the kernel releases it however its holder ends.
+Each process of the pipeline holds a shared lock on the directory until it ends. So a directory that can be locked
+exclusively is unused. Containers may share the memory file system, and process ids of one are meaningless in another; a
+lock is valid in all of them, and the kernel releases it however its holder ends.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _RANDOM_PART, _LONGEST_SOCKET = "12345678", "stage-1000.100000.sock"
 
 
 class RunDir:
-    """Creates the directory, and removes those of pipelines that were killed."""
+    """Creates the directory, and removes those that killed pipelines have left."""
 
     def __init__(self) -> None:
         """
@@ -40,21 +40,18 @@ class RunDir:
     def orchestrator_address(self) -> str:
         return orchestrator_address(self.path)
 
-    def stage_address(self, stage_id: int, epoch: int) -> str:
-        return stage_address(self.path, stage_id, epoch)
-
     def remove_payloads(self, stage_id: int) -> None:
-        """Removes what nobody will ever read: what a stage's dead processes were sent, and what they sent themselves.
+        """Removes payloads that are never read: those sent to a stage's dead processes, and by them.
 
-        To be called before anything is sent to the stage's next process, or by it.
+        Called before anything is sent to or by the stage's next process.
         """
         for pattern in (f"payload-*-to{stage_id}-*", f"{payload_prefix('*', stage_id, '')}*"):
             self._remove(pattern)
 
     def remove_segments(self, stage_id: int) -> None:
-        """Removes the memory that a stage's dead processes kept for further payloads.
+        """Removes the segments that a stage's dead processes kept for reuse.
 
-        Not those payloads that are on their way: they have names of their own.
+        Payloads in flight are not affected: they have names of their own.
         """
         self._remove(f"pool-{payload_prefix('*', stage_id, '')}*")
 
@@ -72,23 +69,23 @@ def orchestrator_address(path: Path) -> str:
 
 
 def stage_address(path: Path, stage_id: int, epoch: int) -> str:
-    """Each process of a stage has an address of its own, so that nothing meant for a dead one reaches the next."""
+    """Each process of a stage has an address of its own, so that messages for a dead one do not reach the next."""
     return f"ipc://{path}/stage-{stage_id}.{epoch}.sock"
 
 
 def payload_prefix(pid: int | str, sender: int, receiver: int | str) -> str:
-    """How the names begin of the payloads that a process sends from one stage to another."""
+    """The prefix of the names of payloads that a process sends from one stage to another."""
     return f"payload-{pid}-from{sender}-to{receiver}"
 
 
 def remove_unread(path: Path, pid: int, sender: int, receiver: int) -> None:
-    """Removes the payloads that a process sent from one stage to another, and that this has not taken."""
+    """Removes the payloads that a process sent from one stage to another, and that were not received."""
     for payload in path.glob(f"{payload_prefix(pid, sender, receiver)}-*"):
         payload.unlink(missing_ok=True)
 
 
 def hold(path: Path) -> int:
-    """Keeps a run directory from being removed as a leftover; called once by each process that uses it.
+    """Locks a run directory so that it is not removed as unused; called once by each process that uses it.
 
     Returns:
         A file descriptor that holds the lock, and that stays open for the life of the process.
@@ -100,9 +97,9 @@ def hold(path: Path) -> int:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Removes the run directories under `parent` whose processes are all gone."""
+    """Removes the run directories under `parent` whose processes have all ended."""
     for path in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # It is in use, another user's, or gone by now.
+        with contextlib.suppress(OSError):  # It is in use, owned by another user, or removed already.
             lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
@@ -120,30 +117,30 @@ def _check_length(parent: Path) -> None:
     if excess > 0:
         raise OSError(
             errno.ENAMETOOLONG,
-            f"the paths of sockets in {parent} would have {excess} bytes more than the {_MAX_SOCKET_PATH} that the "
-            f"system takes; set TMPDIR to a shorter path, or make {_MEMORY_FILE_SYSTEM} writable",
+            f"the paths of sockets in {parent} would exceed the system's limit of {_MAX_SOCKET_PATH} bytes "
+            f"by {excess}; set TMPDIR to a shorter path, or make {_MEMORY_FILE_SYSTEM} writable",
         )
 
 
 def _create(parent: Path) -> tuple[Path, int]:
-    """Makes a directory and holds it."""
+    """Makes a directory and locks it."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         try:
             return path, hold(path)
         except FileNotFoundError:
-            continue  # Another process took it for a leftover before the lock was there.
+            continue  # Another process removed it before it was locked.
         except BaseException:
             path.rmdir()
             raise
 
 
 def _lock(path: Path, operation: int) -> int:
-    """Opens and locks a directory; what is locked is what `path` names, as long as the lock is held.
+    """Opens and locks a directory; `path` refers to it as long as the lock is held.
 
     Raises:
         FileNotFoundError: It was removed, perhaps by the process that had locked it before.
-        BlockingIOError: It is locked, and `operation` does not wait.
+        BlockingIOError: It is locked, and `operation` is non-blocking.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -22,10 +22,10 @@ from vllm_omni.errors import StageConfigError
 logger = init_logger("vllm.omni.engine.engine_args")
 
 _WORKERS = {  # by engine type, and whether vLLM's platform is the CPU
-    ("ar", False): "vllm_omni.worker.gpu_ar_worker.GPUARWorker",
-    ("ar", True): "vllm_omni.worker.cpu_ar_worker.CPUARWorker",
-    ("generation", False): "vllm_omni.worker.gpu_generation_worker.GPUGenerationWorker",
-    ("generation", True): "vllm_omni.worker.cpu_generation_worker.CPUGenerationWorker",
+    ("ar", False): "vllm_omni.worker.gpu_worker.GPUARWorker",
+    ("ar", True): "vllm_omni.worker.cpu_worker.CPUARWorker",
+    ("generation", False): "vllm_omni.worker.gpu_worker.GPUGenerationWorker",
+    ("generation", True): "vllm_omni.worker.cpu_worker.CPUGenerationWorker",
 }
 _SCHEDULERS = {
     "ar": "vllm_omni.core.sched.omni_ar_scheduler.OmniARScheduler",

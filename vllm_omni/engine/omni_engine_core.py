@@ -73,7 +73,7 @@ class OmniEngineCore(EngineCore):
         without having been.
         """
         # The workers may have missed which requests were finished before: the next step says it once more.
-        known_to_workers: list[list[str]] = self.collective_rpc("abandon_step")
+        known_to_workers: list[list[str]] = self.collective_rpc("discard_step")
         self.scheduler.reset_encoder_cache()
         self.model_executor.reset_encoder_cache()
         self.omni_scheduler.restart_requests({req_id for req_ids in known_to_workers for req_id in req_ids})

@@ -4,7 +4,9 @@
 It knows one stage only; how stages are joined is the orchestrator's business.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -21,9 +23,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.kv_hints import KvHintsEnvelope
 
-from vllm_omni.core.sched.output import OmniRequest, StreamWindow
+from vllm_omni.core.sched.output import OmniRequest, RequestWindow
 from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
-from vllm_omni.engine.module_scan import opaque_module_hidden
 from vllm_omni.engine.omni_engine_core import OmniEngineCore
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.engine.settings import OmniEngineSettings
@@ -179,18 +180,18 @@ class OmniLLMEngine(LLMEngine):
             if self.output_processor.request_states[req_id].request_index >= first:
                 self._core.ar_scheduler.discard_rows(req_id)
 
-    def set_window(self, request_id: str, window: StreamWindow) -> None:
-        """Says of a request of a one-step stage that was just added which part of a stream it is.
+    def set_window(self, request_id: str, window: RequestWindow) -> None:
+        """Marks a request of a one-step stage, just after it was added, as one window of the pipeline's request.
 
-        The model finds what it has remembered of the stream. Windows of a stream must be computed one after the other;
-        one whose step raised is computed again. Call `release_stream` when the stream has ended.
+        The model gets its state after the window before. Windows must be computed one after the other; one whose step
+        raised is computed again. Call `release_state` when the pipeline's request has ended.
         """
         for req_id in self._internal_ids(request_id):
             self._core.generation_scheduler.set_window(req_id, window)
 
-    def release_stream(self, stream_id: str) -> None:
-        """Makes the model forget a stream, however it has ended. Harmless for one that is unknown."""
-        self.collective_rpc("release_stream", args=(stream_id,))
+    def release_state(self, request_id: str) -> None:
+        """Removes the model's state of a pipeline's request; does nothing for an unknown one."""
+        self.collective_rpc("release_state", args=(request_id,))
 
     def has_work(self) -> bool:
         """Whether `step` would do anything. False also while every request is held: then only new input, a new request
@@ -287,3 +288,17 @@ def _as_preprocessed_prompt(
         "prompt": prompt_text,
         "prompt_token_ids": request.prompt_token_ids or [],
     }
+
+
+OPAQUE_MODULE = "llvmlite.binding.ffi"
+
+
+@contextmanager
+def opaque_module_hidden() -> Iterator[None]:
+    """Takes the module out of `sys.modules` meanwhile; those that have imported it keep it."""
+    module = sys.modules.pop(OPAQUE_MODULE, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            sys.modules[OPAQUE_MODULE] = module

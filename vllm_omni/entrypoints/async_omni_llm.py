@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Online inference with a pipeline of stages: for programs that serve many callers on one event loop."""
+"""Online inference with a pipeline of stages: concurrent requests on one event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
 class AsyncOmniLLM(OmniBase):
     """A pipeline of stages, each an engine in its own process.
 
-    Its constructor waits until the pipeline is ready, so make it before the event loop runs, or in a thread.
+    The constructor blocks until the pipeline is ready: call it before the event loop runs, or in a thread.
 
         async for event in llm.generate("Tell me a joke."):
             ...
@@ -32,7 +32,7 @@ class AsyncOmniLLM(OmniBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `OmniLLM`."""
         super().__init__(*args, **kwargs)
-        # One thread: tokenizers and processors are not made for several.
+        # One thread: tokenizers and processors are not thread-safe.
         self._preprocessing = ThreadPoolExecutor(1, thread_name_prefix="omni-preprocessing")
         self._num_preprocessing = 0
 
@@ -49,25 +49,25 @@ class AsyncOmniLLM(OmniBase):
         request_fields: Mapping[str, Any] | None = None,
         on_accepted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[OmniEvent, None]:
-        """The events of one prompt, as they happen; the last one is a `CompletedEvent` or an `ErrorEvent`.
+        """The events of one prompt as they occur; the last one is a `CompletedEvent` or an `ErrorEvent`.
 
         Leaving the loop early, closing the generator, or cancelling the task aborts the request.
 
         Args:
             prompt: A string or a dict (see `OmniPrompt`).
             sampling_params_list: As for `OmniLLM.generate`.
-            request_id: An id of the caller's for the events and errors; need not be unique. By default a number.
-            stream: Give the pieces of the output, as they are made; else only the last event.
+            request_id: The caller's id, for events and errors; need not be unique. Default: a number.
+            stream: Yield segments of the output as they are made; otherwise only the last event.
             keep_outputs: As for `OmniLLM.generate`.
             trace_headers: W3C trace context of the caller (`traceparent`, ...).
             lora_request: As for `OmniLLM.generate`.
             request_fields: Fields of vLLM's `EngineCoreRequest` for the stages that read the prompt, e.g. `priority`.
-            on_accepted: Called, on the event loop, when the pipeline has taken the request: long before the first event
-                where others are waiting, too.
+            on_accepted: Called, on the event loop, when the pipeline has accepted the request, which may then wait for
+                admission.
 
         Raises:
             InvalidRequestError: The prompt or a parameter is wrong.
-            PipelineFullError: As many requests as may wait are waiting. Says when to try again.
+            PipelineFullError: The queue is full; has the time after which to retry.
             PipelineClosedError: `close()` was called.
         """
         loop = asyncio.get_running_loop()
@@ -77,11 +77,11 @@ class AsyncOmniLLM(OmniBase):
         def on_event(event: OmniEvent) -> None:
             try:
                 loop.call_soon_threadsafe(events.put_nowait, event)
-            except RuntimeError:  # The loop was closed without a word to this generator: nobody waits any more.
-                orchestrator.give_up([internal_id])
+            except RuntimeError:  # The loop was closed while this generator was open.
+                orchestrator.cancel([internal_id])
 
         def build() -> PipelineRequest:
-            if not self.is_open:  # The prompt may have waited for its turn.
+            if not self.is_open:  # It may have been closed while the prompt waited for the thread.
                 raise PipelineClosedError("the pipeline was closed before the prompt was preprocessed")
             return self._pipeline.builder.build(
                 prompt,
@@ -96,30 +96,30 @@ class AsyncOmniLLM(OmniBase):
             )
 
         request = await self._preprocess(build)
-        internal_id = request.request_id  # `request` holds `on_event`, which must not hold it: it has all media.
+        internal_id = request.request_id  # `on_event` must not refer to `request`, which holds it and all media.
         orchestrator.submit(request, wait=False)
         try:
             if on_accepted is not None:
                 on_accepted()
             while not (event := await events.get()).is_terminal:
                 yield event
-        except BaseException:  # The caller has left, or was cancelled.
-            orchestrator.give_up([request.request_id])
+        except BaseException:  # The caller closed the generator, or was cancelled.
+            orchestrator.cancel([request.request_id])
             raise
         orchestrator.release(request.request_id)
         yield event
 
     def check_room(self) -> None:
-        """Raises what `generate` would raise at once, before anybody takes pains over a prompt.
+        """Raises the errors that `generate` would raise for any prompt.
 
         Raises:
-            PipelineFullError: As many requests as may wait are waiting.
+            PipelineFullError: The queue is full.
             PipelineClosedError: `close()` was called.
         """
         self._pipeline.orchestrator.check_room(self._num_preprocessing)
 
     async def _preprocess(self, build: Callable[[], PipelineRequest]) -> PipelineRequest:
-        """Runs `build` while the event loop goes on; raises at once where there will be no room for the request."""
+        """Runs `build` in the preprocessing thread; raises at once if the queue has no room for the request."""
         self.check_room()
         self._num_preprocessing += 1
         try:

@@ -1,23 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the offline and the asynchronous face of a pipeline have in common: its start, its end, and how it is."""
+"""The base of `OmniLLM` and `AsyncOmniLLM`: starts a pipeline, reports its state, ends it.
+
+Imports neither torch nor vLLM, so that a fork server can import them at the same time as this process.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from vllm_omni.entrypoints.launch import launch_pipeline
+from vllm_omni.config.omni_args import OmniArgs
+from vllm_omni.errors import PipelineStartError
+from vllm_omni.orchestrator.fork_server import ForkServer
+from vllm_omni.vllm_requirement import require_vllm
 
-if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
+if TYPE_CHECKING:
     from vllm_omni.config.stage_config import PipelineConfig
+    from vllm_omni.entrypoints.pipeline import Pipeline
     from vllm_omni.entrypoints.request_builder import RequestBuilder
     from vllm_omni.metrics.stats import StageStats
-    from vllm_omni.orchestrator.fork_server import ForkServer
     from vllm_omni.orchestrator.supervisor import StageHealth
+
+
+def start_fork_server() -> ForkServer:
+    """Starts the process that stages are forked from; it imports vLLM in the background.
+
+    Raises:
+        VllmRequirementError: vLLM is missing or is another version.
+        PipelineStartError: The system refuses a process, or files.
+    """
+    require_vllm()
+    try:
+        return ForkServer(preload=["vllm_omni.stage.engines.llm", "vllm.model_executor.model_loader"])
+    except OSError as error:
+        raise PipelineStartError.from_system(error) from error
+
+
+def launch_pipeline(args: OmniArgs, fork_server: ForkServer | None) -> Pipeline:
+    """Opens a pipeline on a fork server, which it owns from now on; None: a new one. Raises as `OmniBase`."""
+    server = fork_server or start_fork_server()
+    try:
+        from vllm_omni.entrypoints.pipeline import open_pipeline
+
+        return open_pipeline(server, args)
+    except BaseException:
+        server.close()
+        raise
 
 
 class OmniBase:
@@ -28,39 +59,14 @@ class OmniBase:
         model: str,
         stage_configs_path: str | None = None,
         *,
-        stage_overrides: Mapping[str | int, Mapping[str, Any]] | None = None,
-        log_stats: bool = False,
-        trace_file: str | None = None,
-        init_timeout: float = 600.0,
-        stage_init_timeout: float | None = None,
-        request_timeout_s: float | None = None,
-        max_inflight: int | None = None,
-        max_queued: int | None = None,
-        shm_threshold_bytes: int = 65536,
         fork_server: ForkServer | None = None,
-        **engine_args: Any,
+        **kwargs: Any,
     ) -> None:
         """
         Args:
-            model: A checkpoint: a directory, or a name on the Hugging Face hub. A stage can have one of its own
-                (`engine_args.model`), which may be a folder in this one.
-            stage_configs_path: A stage configuration (YAML), or the name of one that ships, without `.yaml`;
-                by default the one for the model, and for any diffusers pipeline a single stage that runs it.
-            stage_overrides: For single stages, by name or id: `{"talker": {"engine_args": {...}, "runtime": {...},
-                "default_sampling_params": {...}}}`; any other key is an engine argument.
-            log_stats: Keep count of what stages and requests do: logged, and in vLLM's Prometheus registry.
-            trace_file: Write a timeline of all requests to this file; it opens in Perfetto.
-            init_timeout: Seconds that the stages may take to become ready, all together.
-            stage_init_timeout: Seconds that a single stage may take, at the start and after a restart.
-            request_timeout_s: Seconds after which a request fails with `RequestTimeoutError`; 0: no limit.
-            max_inflight: Requests that the pipeline works on at once.
-            max_queued: Requests that wait beyond that, until callers wait (or get `PipelineFullError`).
-            shm_threshold_bytes: Data of at least this size passes between stages through shared memory.
-            fork_server: One that was started before (`launch.start_fork_server`), to be taken over.
-            engine_args: Arguments of vLLM's `EngineArgs` (`dtype`, `max_model_len`, ...) for every vLLM stage, and of
-                `DiTConfig` (`dtype`, `vae_tiling`, ...) for every diffusion stage.
-
-        What is None is as the stage configuration says.
+            model, stage_configs_path: See `OmniArgs`.
+            fork_server: The result of `start_fork_server`, owned by the pipeline from now on. Default: a new one.
+            kwargs: The other fields of `OmniArgs`. Any other keyword is an engine argument.
 
         Raises:
             VllmRequirementError: vLLM is missing or has another version.
@@ -68,24 +74,9 @@ class OmniBase:
             PipelineStartError: The system refuses what the pipeline needs, e.g. files or memory.
             StageStartError: A stage failed to start, or took too long.
         """
-        self._pipeline = launch_pipeline(
-            model,
-            stage_configs_path,
-            stage_overrides=stage_overrides or {},
-            runtime_overrides={
-                "stage_init_timeout": stage_init_timeout,
-                "request_timeout_s": request_timeout_s,
-                "max_inflight": max_inflight,
-                "max_queued": max_queued,
-            },
-            init_timeout=init_timeout,
-            shm_threshold_bytes=shm_threshold_bytes,
-            log_stats=log_stats,
-            trace_file=trace_file,
-            fork_server=fork_server,
-            engine_args=engine_args,
-        )
-        # Also runs when the interpreter exits, so that a forgotten close() leaves no process behind.
+        args = OmniArgs.from_kwargs(model=model, stage_configs_path=stage_configs_path, **kwargs)
+        self._pipeline = launch_pipeline(args, fork_server)
+        # Also runs when the interpreter exits, so that no process is left behind without close().
         self._finalizer = weakref.finalize(self, self._pipeline.orchestrator.close)
 
     @property
@@ -95,25 +86,27 @@ class OmniBase:
 
     @property
     def builder(self) -> RequestBuilder:
-        """What turns prompts into requests; for who renders prompts himself, as an API server does."""
+        """Builds requests from prompts; for callers that render prompts themselves, such as an API server."""
         return self._pipeline.builder
 
     @property
     def voices(self) -> list[str]:
-        """What a prompt can name as `additional_information={"speaker": ...}`, the default voice first."""
+        """The values of a prompt's `additional_information={"speaker": ...}`, the default voice first."""
         return self._pipeline.builder.voices
 
     @property
     def is_open(self) -> bool:
-        """False as soon as `close()` was called."""
+        """False after `close()`."""
         return self._finalizer.alive
 
     def health(self) -> list[StageHealth]:
-        """How each stage is: `starting`, `ready`, `restarting` or `dead`, in stage order."""
+        """The state of each stage in stage order: `starting`, `ready`, `restarting` or `dead`."""
         return self._pipeline.orchestrator.health()
 
     def stats(self) -> list[StageStats]:
-        """What each stage holds now and, with `log_stats`, has done so far; asks the stages.
+        """The last snapshot of each stage: what it holds, and totals since its process started.
+
+        A stage sends a snapshot every 0.05 seconds while it works, and one when it becomes idle.
 
         Raises:
             PipelineClosedError: `close()` was called.
@@ -121,8 +114,8 @@ class OmniBase:
         return self._pipeline.orchestrator.stats()
 
     def stats_table(self) -> str:
-        """`stats()` as a table to print."""
-        from vllm_omni.metrics.table import format_stage_table
+        """`stats()` as a printable table."""
+        from vllm_omni.metrics.text import format_stage_table
 
         return format_stage_table(self.stats())
 

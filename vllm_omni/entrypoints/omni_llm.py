@@ -81,28 +81,27 @@ class OmniLLM(OmniBase):
         Args:
             prompts: A prompt or several; each a string or a dict (see `OmniPrompt`).
             sampling_params_list: One `SamplingParams` for each stage, in stage order (`DiffusionSamplingParams` for a
-                diffusion stage), or a dict of those of its fields that shall not be as the configuration says; None, or
-                None in a stage's place, means the configuration's defaults. For a pipeline of one stage it need not be
-                a list. What diffusion parameters leave at their own defaults is as the configuration says.
-            use_tqdm: Show a progress bar on stderr: prompts done, and how many each stage has work with. None: yes, but
-                not with `stream`, whose caller shows something itself.
-            stream: Return an iterator over the events of all prompts, as they happen, instead of waiting for the end.
-                A prompt's events have its `request_id`: "0", "1", ... in the order of all prompts ever given. One that
-                fails ends with an `ErrorEvent`, and nothing is raised for it. Closing the iterator aborts the rest.
-            keep_outputs: With `stream`, the last event of a prompt has its outputs whole. False: of text, tokens and
-                tensors it has only what is new since the event before, and this process does not hold all of a long
-                output until its end.
-            lora_request: The LoRA adapter that the first stage runs with: one for all prompts, or a list with one (or
-                None) for each. A vLLM stage needs vLLM's `enable_lora`, e.g.
-                `stage_overrides={"thinker": {"enable_lora": True}}`; a diffusion stage needs nothing.
+                diffusion stage), or a dict of the fields that differ from the configuration; None, or
+                None for a stage, means the configuration's defaults. For a pipeline of one stage it need not be a list.
+                Diffusion parameters at their own defaults are those of the configuration.
+            use_tqdm: Show a progress bar on stderr: completed prompts, and running prompts of each stage. None: only
+                without `stream`.
+            stream: Return an iterator over the events of all prompts as they occur, instead of waiting for the end.
+                A prompt's events have its `request_id`: "0", "1", ... in the order of all prompts so far. A prompt that
+                fails ends with an `ErrorEvent`; no error is raised for it. Closing the iterator aborts the others.
+            keep_outputs: With `stream`, the last event of a prompt has its complete outputs. False: it has only the
+                text, tokens and tensors since the event before, and this process does not hold a long output in memory.
+            lora_request: The LoRA adapter of the first stage: one for all prompts, or a list with one (or None) for
+                each. A vLLM stage needs vLLM's `enable_lora`, e.g.
+                `stage_overrides={"thinker": {"enable_lora": True}}`.
 
         Returns:
             The outputs in the order of the prompts; for each prompt one output for each final stage that its
-            `modalities` ask for, in stage order. With `stream`, events.
+            `modalities` select, in stage order. With `stream`, events.
 
         Raises:
-            InvalidRequestError: A prompt or a parameter is wrong. No prompt of this call is run to its end.
-            RequestError: A prompt failed inside a stage. The others were completed: see the error's `results`.
+            InvalidRequestError: A prompt or a parameter is wrong. All prompts of this call are aborted.
+            RequestError: A prompt failed inside a stage. The others completed: see the error's `results`.
             PipelineClosedError: `close()` was called.
         """
         batch = _Batch(self, _pair(_as_list(prompts), lora_request), sampling_params_list, stream, keep_outputs)
@@ -157,8 +156,8 @@ class OmniLLM(OmniBase):
             modalities: The outputs, e.g. `["text", "audio"]`; default: all that the pipeline has.
             additional_information: As in `OmniPrompt`, e.g. `{"speaker": "ethan"}`.
             chat_template: A Jinja template instead of the model's own.
-            chat_template_content_format: How the template takes a message's content.
-            add_generation_prompt: End with the beginning of the answer.
+            chat_template_content_format: Format of a message's content in the template.
+            add_generation_prompt: Append the start of the answer.
             continue_final_message: Continue the last message; needs `add_generation_prompt=False`.
             tools: Tools that the template describes to the model.
             chat_template_kwargs: Further variables of the template.
@@ -191,7 +190,7 @@ class OmniLLM(OmniBase):
 
 
 class _Batch:
-    """The prompts of one call. A thread of its own builds and submits them, and waits where the pipeline is full."""
+    """The prompts of one call. Its own thread builds and submits them, and blocks while the pipeline is full."""
 
     def __init__(
         self,
@@ -201,18 +200,18 @@ class _Batch:
         streams: bool,
         keep_outputs: bool,
     ) -> None:
-        self._owner = owner  # Keeps it from being closed as long as somebody reads its events.
+        self._owner = owner  # Prevents that it is closed by its finalizer while its events are read.
         self._pipeline = owner._pipeline
         self._prompts = prompts
         self._sampling_params_list = sampling_params_list
         self._streams = streams
         self._keep_outputs = keep_outputs
         self._events: queue.SimpleQueue[OmniEvent | Exception] = queue.SimpleQueue()
-        self._is_given_up = threading.Event()
+        self._is_cancelled = threading.Event()
         self._running: dict[str, None] = {}  # an ordered set
 
     def events(self, use_tqdm: bool) -> Iterator[OmniEvent]:
-        """All events of all prompts; the terminal ones are as many as the prompts."""
+        """All events of all prompts, one terminal event for each prompt."""
         feeder = threading.Thread(target=self._submit_all, name="omni-feeder", daemon=True)
         try:
             feeder.start()
@@ -224,7 +223,7 @@ class _Batch:
                         bar.advance()
                     yield event
         finally:
-            self._give_up(feeder)
+            self._cancel(feeder)
 
     def _next_event(self, bar: _ProgressBar) -> OmniEvent:
         while True:
@@ -241,12 +240,12 @@ class _Batch:
         del self._running[request_id]
         self._pipeline.orchestrator.release(request_id)
 
-    # On the feeder's thread.
+    # Called on the feeder's thread.
 
     def _submit_all(self) -> None:
         try:
             for prompt, lora_request in self._prompts:
-                if self._is_given_up.is_set():
+                if self._is_cancelled.is_set():
                     return
                 self._submit(prompt, lora_request)
         except Exception as error:
@@ -263,23 +262,23 @@ class _Batch:
         )
         self._running[request.request_id] = None
         orchestrator = self._pipeline.orchestrator
-        orchestrator.submit(request, given_up=self._is_given_up)
-        if self._is_given_up.is_set():  # It may have come too late for `_give_up`.
-            orchestrator.give_up([request.request_id])
+        orchestrator.submit(request, cancelled=self._is_cancelled)
+        if self._is_cancelled.is_set():  # `_cancel` may have run before it was in `_running`.
+            orchestrator.cancel([request.request_id])
 
-    def _give_up(self, feeder: threading.Thread) -> None:
-        """Ends what is still running: the caller does not want it any more, or there was an error."""
+    def _cancel(self, feeder: threading.Thread) -> None:
+        """Aborts running prompts, after the iterator was closed or an error was raised."""
         if not self._owner.is_open:
-            return  # All has ended, maybe with the interpreter: then threads stand still, and modules are empty.
-        self._is_given_up.set()
+            return  # Possibly at interpreter exit: threads do not run then, and modules are empty.
+        self._is_cancelled.set()
         if self._running:
-            self._pipeline.orchestrator.give_up(list(self._running))
+            self._pipeline.orchestrator.cancel(list(self._running))
         if feeder.is_alive():
             feeder.join()
 
 
 class _ProgressBar:
-    """Prompts done, and with how many each stage has work. Where it is not shown, all that it does is count."""
+    """Completed prompts, and running prompts of each stage. If it is not shown, it only counts."""
 
     interval_s = 0.5
 
@@ -291,7 +290,7 @@ class _ProgressBar:
 
     @property
     def seconds_until_due(self) -> float | None:
-        """None: it need not be refreshed."""
+        """None: never."""
         return None if self._due is None else max(0.0, self._due - time.monotonic())
 
     def advance(self) -> None:
@@ -319,7 +318,7 @@ def _as_list(prompts: Prompts) -> Sequence[str | OmniPrompt]:
 def _pair(
     prompts: Sequence[str | OmniPrompt], lora_request: LoRARequest | Sequence[LoRARequest | None] | None
 ) -> list[tuple[str | OmniPrompt, LoRARequest | None]]:
-    """Each prompt with its adapter."""
+    """Pairs of a prompt and its adapter."""
     if not isinstance(lora_request, (list, tuple)):
         return [(prompt, cast("LoRARequest | None", lora_request)) for prompt in prompts]
     if len(lora_request) != len(prompts):

@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens a pipeline for a checkpoint: has its configuration resolved, checks all arguments, starts the stages.
+"""Opens a pipeline for a checkpoint: resolves its configuration, starts the stages, and makes its request builder."""
 
-Shared by the offline and the asynchronous face.
-"""
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from vllm.engine.arg_utils import EngineArgs
 
 from vllm_omni.config.dit_config import parse_dit_config
+from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
-from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.entrypoints.request_builder import RequestBuilder
-from vllm_omni.entrypoints.resolve import resolve_pipeline
-from vllm_omni.errors import StageConfigError
+from vllm_omni.entrypoints.resolve import ResolvedPipeline, resolve_pipeline
 from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.model_executor.registry import OMNI_MODELS
 from vllm_omni.orchestrator.fork_server import ForkServer
@@ -26,55 +18,39 @@ from vllm_omni.stage.cores import place_cores
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A running pipeline and what builds its requests."""
+    """A running pipeline and its request builder."""
 
     config: PipelineConfig
     orchestrator: Orchestrator
     builder: RequestBuilder
 
 
-def open_pipeline(
-    server: ForkServer,
-    model: str,
-    stage_configs_path: str | None,
-    *,
-    stage_overrides: Mapping[str | int, Mapping[str, Any]],
-    runtime_overrides: Mapping[str, Any],
-    init_timeout: float,
-    shm_threshold_bytes: int,
-    log_stats: bool,
-    trace_file: str | None,
-    engine_args: dict[str, Any],
-) -> Pipeline:
-    """Starts a pipeline on a fork server, which it takes over, and waits until it takes requests.
+def open_pipeline(server: ForkServer, args: OmniArgs) -> Pipeline:
+    """Starts a pipeline on a fork server, which it owns from now on, and waits until it accepts requests.
 
-    The other arguments, and errors, are those of `OmniLLM`.
+    Raises as `OmniLLM`.
     """
-    config = resolve_pipeline(
-        model,
-        stage_configs_path,
-        stage_overrides=stage_overrides,
-        runtime_overrides=runtime_overrides,
-        engine_args=engine_args,
-    ).config
+    resolved = resolve_pipeline(args)
+    config = resolved.config
     placements = place_cores(config)
-    server.preload(_modules_to_preload(config, check_engine_args(config, model), model))
-    traces_endpoint = engine_args.get("otlp_traces_endpoint")
-    observers = make_observers(config, log_stats=log_stats, trace_file=trace_file, otlp_traces_endpoint=traces_endpoint)
+    server.preload(_modules_to_preload(resolved, args.model))
+    traces_endpoint = args.engine_args.get("otlp_traces_endpoint")
+    observers = make_observers(
+        config, log_stats=args.log_stats, trace_file=args.trace_file, otlp_traces_endpoint=traces_endpoint
+    )
     orchestrator = Orchestrator(
         config,
-        model,
-        shm_threshold_bytes=shm_threshold_bytes,
-        init_timeout=init_timeout,
+        args.model,
+        shm_threshold_bytes=args.shm_threshold_bytes,
+        init_timeout=args.init_timeout,
         server=server,
         placements=placements,
         observers=observers,
-        records_stats=log_stats,
         otlp_traces_endpoint=traces_endpoint,
     )
     try:
-        # While the stages start: this process needs a tokenizer and a preprocessor of its own.
-        builder = RequestBuilder(config, model)
+        # While the stages start: this process needs its own tokenizer and preprocessor.
+        builder = RequestBuilder(config, args.model)
         orchestrator.wait_until_started()
     except BaseException:
         orchestrator.close()
@@ -89,70 +65,51 @@ def make_observers(
     trace_file: str | None = None,
     otlp_traces_endpoint: str | None = None,
 ) -> list[PipelineObserver]:
-    """The observers that are wanted.
+    """The enabled observers.
 
     Args:
         config: The pipeline.
-        log_stats: Log a summary of each request, and offer all figures to Prometheus.
+        log_stats: Log a summary of each request, and export all metrics to Prometheus.
         trace_file: Write a timeline of all requests to this file.
         otlp_traces_endpoint: Send OpenTelemetry spans there.
 
     Raises:
         OSError: `trace_file` cannot be written.
-        VllmRequirementError: OpenTelemetry is wanted and not installed.
+        VllmRequirementError: OpenTelemetry is enabled but not installed.
     """
-    # Imported where wanted, because they bring OpenTelemetry or Prometheus along; first those that may raise.
+    # Imported on demand, because they import OpenTelemetry or Prometheus; first the observers that may raise.
     observers: list[PipelineObserver] = []
     if otlp_traces_endpoint is not None:
-        from vllm_omni.metrics.otel import RequestSpans
+        from vllm_omni.metrics.tracing import RequestTracer
 
-        observers.append(RequestSpans(otlp_traces_endpoint))
+        observers.append(RequestTracer(otlp_traces_endpoint))
     if trace_file is not None:
         from vllm_omni.metrics.timeline import Timeline
 
         observers.append(Timeline(trace_file, config))
     if log_stats:
         from vllm_omni.metrics.prometheus import PrometheusObserver
-        from vllm_omni.metrics.summary_log import SummaryLog
+        from vllm_omni.metrics.text import SummaryLog
 
         observers += [SummaryLog(), PrometheusObserver(config)]
     return observers
 
 
-def check_engine_args(config: PipelineConfig, model: str) -> list[EngineArgs]:
-    """The engine arguments of all vLLM stages; refuses wrong ones, of any stage, before one is started.
-
-    Raises:
-        StageConfigError: A stage has an argument that its engine does not know, or that has a wrong value.
-    """
-    checked = []
-    for stage in config.stage_args:
-        where = f"stage {stage.stage_id} ({stage.name})"
-        if stage.kind == "DiT":
-            parse_dit_config(stage.dit_engine_args, where)
-        if stage.runs_vllm:
-            checkpoint = stage.checkpoint(model)
-            try:
-                checked.append(create_engine_args(checkpoint, engine_type=stage.kind.lower(), **stage.vllm_engine_args))
-            except (ValueError, TypeError) as error:
-                raise StageConfigError(f"{where}: engine_args: {error}") from error
-    return checked
-
-
-def _modules_to_preload(config: PipelineConfig, engine_args: list[EngineArgs], model: str) -> list[str]:
-    """What the stages would import otherwise, each for itself."""
-    paths = [stage.custom_process_input_func for stage in config.stage_args]
-    paths += [path for args in engine_args for path in (args.worker_cls, args.scheduler_cls) if isinstance(path, str)]
-    paths += [OMNI_MODELS.get(stage.engine_args.get("model_arch", "")) for stage in config.stage_args]
+def _modules_to_preload(resolved: ResolvedPipeline, model: str) -> list[str]:
+    """Modules that each stage would import otherwise."""
+    stages = resolved.config.stage_args
+    paths = [stage.custom_process_input_func for stage in stages]
+    paths += [p for args in resolved.engine_args for p in (args.worker_cls, args.scheduler_cls) if isinstance(p, str)]
+    paths += [OMNI_MODELS.get(stage.engine_args.get("model_arch", "")) for stage in stages]
     modules = {path.replace(":", ".").rpartition(".")[0] for path in paths if path is not None}
-    for stage in config.stage_args:
+    for stage in stages:
         if stage.kind == "DiT":
             modules |= {"vllm_omni.stage.engines.diffusion", *_pipeline_module(stage, model)}
     return sorted(modules)
 
 
 def _pipeline_module(stage: OmniStageConfig, model: str) -> list[str]:
-    """The module of a diffusion stage's pipeline; none where it is code that comes with the checkpoint."""
-    config = parse_dit_config(stage.dit_engine_args, f"stage {stage.stage_id} ({stage.name})")
+    """The module of a diffusion stage's pipeline; none if it is code that comes with the checkpoint."""
+    config = parse_dit_config(stage.dit_engine_args, stage.label)
     module = PipelineInfo.load(stage.checkpoint(model), config).pipeline_class.__module__
     return [module] if module.startswith("diffusers.") else []

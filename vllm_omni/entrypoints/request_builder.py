@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a prompt into what each stage of a pipeline is told.
+"""Builds the requests of each stage from a prompt.
 
 Rendering, tokenizing and multimodal preprocessing happen here, in the caller's process, with vLLM's own input
-processor; the first stage receives a request that is ready for its engine. A diffusion stage is told what it shall
-make. Wrong input is refused here.
+processor; the first stage receives a request that is ready for its engine. Wrong input is refused here.
 """
 
 import dataclasses
@@ -20,10 +19,11 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers import ChatParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-from vllm_omni.config.nearest import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.engine.engine_args import create_config_for_inputs, create_engine_args
+from vllm_omni.config.utils import nearest
+from vllm_omni.engine.engine_args import create_config_for_inputs
 from vllm_omni.engine.input_processor import OmniInputProcessor
+from vllm_omni.entrypoints.resolve import make_engine_args
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import OmniPrompt, StageRequest
@@ -41,12 +41,12 @@ StageSamplingParams = SamplingParams | DiffusionSamplingParams | Mapping[str, An
 
 
 class RequestBuilder:
-    """Builds the requests of one pipeline. For use from any thread."""
+    """Builds the requests of one pipeline. Thread-safe."""
 
     def __init__(self, config: PipelineConfig, model: str) -> None:
         self._config = config
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # tokenizers and processors are not made for several threads at once
+        self._lock = threading.Lock()  # tokenizers and processors are not thread-safe
         self._input_processors = {
             stage.stage_id: _make_input_processor(stage, model)
             for stage in config.stage_args
@@ -81,22 +81,22 @@ class RequestBuilder:
         """
         Args:
             sampling_params_list: One for each stage, in stage order; None, or a None in it, means the defaults. A
-                dict says what differs from them, `SamplingParams` say all. A pipeline of one stage takes a single one.
+                dict replaces single defaults, `SamplingParams` all of them. A pipeline of one stage takes a single one.
             on_event: See `PipelineRequest`.
-            request_id: The caller's own id for it; by default a number.
+            request_id: The caller's id. Default: a number.
             streams, keep_outputs: See `PipelineRequest`.
             trace_headers: W3C trace context of the caller.
-            lora_request: The adapter that the first stage runs with; if that only encodes prompts for a diffusion
-                stage, the latter does.
+            lora_request: The adapter of the first stage; if that only encodes prompts for a diffusion stage, of the
+                latter.
             request_fields: Fields of vLLM's `EngineCoreRequest` for the stages that read the prompt, e.g. `priority`.
 
         Raises:
-            InvalidRequestError: The prompt or the parameters are wrong; says what, and what would be right.
+            InvalidRequestError: The prompt or the parameters are wrong; with the remedy.
         """
         arrival = time.monotonic()
         number = next(self._ids)
         external_id = str(number) if request_id is None else request_id
-        # A caller's id may come again; ours never does, so that nothing late can be taken for something new.
+        # A caller's id may be reused; ours is unique, so that no late message is assigned to a new request.
         internal_id = external_id if request_id is None else f"{request_id}-{number}"
         try:
             with self._lock:
@@ -121,7 +121,7 @@ class RequestBuilder:
 
     @property
     def input_processors(self) -> Mapping[int, OmniInputProcessor]:
-        """What preprocesses prompts for the vLLM stages that read them, by stage id."""
+        """The input processors of the vLLM stages that read prompts, by stage id."""
         return self._input_processors
 
     @property
@@ -131,13 +131,13 @@ class RequestBuilder:
 
     @property
     def prompt_stage(self) -> OmniStageConfig | None:
-        """The vLLM stage that a chat is rendered for: of those that read prompts the one that `is_comprehension`, else
-        the first; None if no vLLM stage reads prompts."""
+        """The vLLM stage that a chat is rendered for: of the stages that read prompts the one with `is_comprehension`,
+        else the first; None if no vLLM stage reads prompts."""
         reading = [stage for stage in self._config.stage_args if stage.stage_id in self._input_processors]
         return next((stage for stage in reading if stage.is_comprehension), reading[0] if reading else None)
 
     def default_values(self, stage: OmniStageConfig) -> Mapping[str, Any]:
-        """The sampling parameters of a vLLM stage where a request does not say: its own, else the checkpoint's."""
+        """The default sampling parameters of a vLLM stage: those of its configuration, else of the checkpoint."""
         if not stage.default_sampling_params and stage.stage_id in self._input_processors:
             return self._input_processors[stage.stage_id].model_config.get_diff_sampling_param()
         return stage.default_sampling_params
@@ -150,7 +150,7 @@ class RequestBuilder:
         lora_request: LoRARequest | None,
         request_fields: Mapping[str, Any],
     ) -> tuple[dict[int, StageRequest], list[int]]:
-        """What each stage is told, and which are final."""
+        """The request of each stage, and the final stages."""
         modalities = self._check_modalities(prompt.get("modalities"))
         given = self._params_by_stage(sampling_params_list)
         params = self._sampling_params(given)
@@ -171,13 +171,14 @@ class RequestBuilder:
             for name, value in request_fields.items():
                 setattr(engine_request, name, value)
         first = next(iter(engine_requests.values()), None)
+        information = prompt.get("additional_information") or {}
         original = StageRequest(
             request_id=request_id,
             modalities=modalities,
             prompt=prompt.get("prompt"),
             prompt_token_ids=[] if first is None else first.prompt_token_ids or [],
             mm_metadata={} if first is None else _mm_metadata(first, self._mm_metadata_keys),
-            options=_plain_values(prompt.get("additional_information") or {}),
+            options={key: value for key, value in information.items() if not isinstance(value, torch.Tensor)},
         )
         stages = {
             stage_id: msgspec.structs.replace(
@@ -197,15 +198,15 @@ class RequestBuilder:
         """The prompt with its `messages`, if it has any, rendered as `engine_input`."""
         if "messages" not in prompt:
             return prompt
-        beside = [key for key in _RAW_PROMPT_KEYS if key in prompt]
-        if beside:
-            raise ValueError(f"a prompt has messages, or {beside[0]}; not both")
+        others = [key for key in _RAW_PROMPT_KEYS if key in prompt]
+        if others:
+            raise ValueError(f"a prompt has messages or {others[0]}, not both")
         if self.prompt_stage is None:
-            raise ValueError("no stage of this pipeline has a chat template; give a prompt instead of messages")
+            raise ValueError("no stage of this pipeline has a chat template; use prompt instead of messages")
         processor = self._input_processors[self.prompt_stage.stage_id]
         try:
             engine_input = processor.render_chat(prompt["messages"], prompt.get("chat_params") or ChatParams())
-        except (NotImplementedError, OSError) as error:  # Of media that vLLM cannot load.
+        except (NotImplementedError, OSError) as error:  # media that vLLM cannot load
             raise ValueError(f"messages: {error}") from error
         rendered = {key: value for key, value in prompt.items() if key not in ("messages", "chat_params")}
         return cast(OmniPrompt, {**rendered, "prompt": engine_input.get("prompt"), "engine_input": engine_input})
@@ -215,7 +216,7 @@ class RequestBuilder:
         if modalities is None:
             return known
         if not isinstance(modalities, (list, tuple)) or not modalities:
-            raise ValueError(f"modalities must be a list of some of {known}, not {modalities!r}")
+            raise ValueError(f"modalities must be a list of values in {known}, not {modalities!r}")
         for modality in modalities:
             if modality not in known:
                 raise ValueError(f"this pipeline cannot output {modality!r}{nearest(modality, known)} (it has {known})")
@@ -224,7 +225,7 @@ class RequestBuilder:
     def _params_by_stage(
         self, given: Sequence[StageSamplingParams] | StageSamplingParams
     ) -> dict[int, StageSamplingParams]:
-        """What the caller says of each stage."""
+        """The caller's parameters of each stage."""
         if given is None:
             return {}
         stages = self._config.stage_args
@@ -256,11 +257,13 @@ class RequestBuilder:
         lora_request: LoRARequest | None,
     ) -> dict[int, DiffusionRequest]:
         if prompt.get("negative_prompt") is not None and not self._diffusion_processors:
-            raise ValueError("negative_prompt is for diffusion stages, and this pipeline has none; leave it out")
+            raise ValueError("negative_prompt is for diffusion stages, and this pipeline has none; remove it")
         for encoder, reader in self._encoded_for.items():
             if given.get(encoder) is not None:
                 names = [self._config.stages[stage_id].name for stage_id in (encoder, reader)]
-                raise ValueError(f"stage {names[0]!r} encodes prompts as stage {names[1]!r} needs them: give it None")
+                raise ValueError(
+                    f"stage {names[0]!r} uses the sampling parameters of stage {names[1]!r}: set it to None"
+                )
         return {
             stage_id: processor.process(
                 prompt,
@@ -272,15 +275,15 @@ class RequestBuilder:
         }
 
     def _engine_prompt(self, prompt: OmniPrompt, processor: OmniInputProcessor) -> dict[str, Any]:
-        """What a vLLM stage takes of a prompt."""
+        """The part of a prompt that a vLLM stage reads."""
         if "engine_input" in prompt:
             return {**prompt["engine_input"], "additional_information": prompt.get("additional_information")}
-        left_out = {"modalities", "negative_prompt"}
+        excluded = {"modalities", "negative_prompt"}
         if not processor.model_config.is_multimodal_model and any(
             later.reads_images for later in self._diffusion_processors.values()
         ):
-            left_out.add("multi_modal_data")  # It is for the stage that paints, not for the one that only writes.
-        return {key: value for key, value in prompt.items() if key not in left_out and value is not None}
+            excluded.add("multi_modal_data")  # It is for the diffusion stage; this stage reads text only.
+        return {key: value for key, value in prompt.items() if key not in excluded and value is not None}
 
     def _make_default_params(self, stage: OmniStageConfig) -> SamplingParams:
         try:
@@ -290,33 +293,32 @@ class RequestBuilder:
 
 
 def _make_input_processor(stage: OmniStageConfig, model: str) -> OmniInputProcessor:
-    args = create_engine_args(stage.checkpoint(model), engine_type=stage.kind.lower(), **stage.vllm_engine_args)
-    return OmniInputProcessor(create_config_for_inputs(args))
+    return OmniInputProcessor(create_config_for_inputs(make_engine_args(stage, model)))
 
 
 def _make_diffusion_processor(stage: OmniStageConfig, model: str) -> "DiffusionInputProcessor":
-    # Imported here: a pipeline without diffusion stages needs nothing of diffusers.
+    # Imported here: a pipeline without diffusion stages does not need diffusers.
     from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
 
     return DiffusionInputProcessor(stage, stage.checkpoint(model))
 
 
 def _encoded_for(config: PipelineConfig) -> dict[int, int]:
-    """The stages that only encode prompts, each with the diffusion stage that it does this for.
+    """The stages that only encode prompts, each with the diffusion stage that reads its output.
 
     Raises:
-        StageConfigError: There is none, or the two do not have the same default settings.
+        StageConfigError: No diffusion stage reads it, or the two have different default settings.
     """
     found = {}
     for stage in config.stage_args:
         if stage.encodes_prompts:
-            where = f"stage {stage.stage_id} ({stage.name})"
+            where = stage.label
             readers = [i for i in config.targets[stage.stage_id] if config.stages[i].kind == "DiT"]
             if not readers:
                 raise StageConfigError(f"{where}: part: encoder, but no diffusion stage reads it")
             if stage.default_sampling_params != config.stages[readers[0]].default_sampling_params:
                 raise StageConfigError(
-                    f"{where}: default_sampling_params must be those of stage {readers[0]}, for which it encodes"
+                    f"{where}: default_sampling_params must be those of stage {readers[0]}, its reader"
                 )
             found[stage.stage_id] = readers[0]
     return found
@@ -336,7 +338,7 @@ def list_voices(processors: Mapping[int, StageInputProcessor]) -> list[str]:
 
 
 def _mm_metadata(request: OmniEngineCoreRequest, keys: set[str]) -> dict[str, torch.Tensor]:
-    """The declared multimodal fields of a request, its items stacked in prompt order."""
+    """The declared multimodal fields of a request, items stacked in prompt order."""
     items: dict[str, list[torch.Tensor]] = {}
     for feature in request.mm_features or ():
         for key, element in (feature.data or {}).items():
@@ -357,15 +359,11 @@ def _as_prompt(prompt: str | OmniPrompt) -> OmniPrompt:
     return prompt
 
 
-def _plain_values(information: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in information.items() if not isinstance(value, torch.Tensor)}
-
-
 def _as_sampling_params(
     value: SamplingParams | DiffusionSamplingParams | Mapping[str, Any], stage: OmniStageConfig
 ) -> SamplingParams:
     if isinstance(value, DiffusionSamplingParams):
-        raise TypeError(f"stage {stage.name!r} writes tokens: give SamplingParams, not DiffusionSamplingParams")
+        raise TypeError(f"stage {stage.name!r} generates tokens: use SamplingParams, not DiffusionSamplingParams")
     if not isinstance(value, SamplingParams):
         known = SamplingParams.__struct_fields__
         for key in value:
@@ -373,17 +371,17 @@ def _as_sampling_params(
                 raise ValueError(f"unknown sampling parameter {key!r} for stage {stage.name!r}{nearest(key, known)}")
     params = value.clone() if isinstance(value, SamplingParams) else make_sampling_params(value)
     if params.n > 1 and not (stage.final_output and stage.final_output_type == "text"):
-        raise ValueError(f"n={params.n} for stage {stage.name!r}: only a stage that writes text for the caller takes n")
+        raise ValueError(f"n={params.n} for stage {stage.name!r}: only a final stage with text output supports n")
     for name in params.__struct_fields__:
         number = getattr(params, name)
         if isinstance(number, int) and not -(1 << 63) <= number < 1 << 63:
-            raise ValueError(f"{name} must be an integer of 64 bits")
+            raise ValueError(f"{name} must be a 64-bit integer")
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
 
 
 def make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
-    """vLLM's sampling parameters; `structured_outputs`, too, may be a dict of its fields."""
+    """vLLM's sampling parameters; `structured_outputs` may also be a dict of its fields."""
     constraint = values.get("structured_outputs")
     if isinstance(constraint, Mapping):
         known = [field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init]

@@ -1,31 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which stages a checkpoint runs as, and with which arguments. Starts nothing, loads no weights, touches no device."""
+"""The stages that a checkpoint runs as, and their arguments. Starts nothing, loads no weights, touches no device."""
 
+import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
+import msgspec
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_omni.config.dit_config import DIT_SETTINGS, parse_dit_config
 from vllm_omni.config.loader import load_pipeline_config
-from vllm_omni.config.paths import find_stage_configs, stage_configs_dir
-from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.omni_args import OmniArgs
+from vllm_omni.config.overrides import merge, override_stage
+from vllm_omni.config.resources import check_resources
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, find_stage
+from vllm_omni.config.utils import find_stage_configs, nearest, stage_configs_dir
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model
+from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.hf_override import load_hf_config
-from vllm_omni.entrypoints.stage_arguments import apply_arguments, resolve_checkpoints
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.budgets import apply_budgets
+
+# vLLM's cache has a half in each process, and the halves disagree after a refused request.
+_FOR_VLLM_STAGES = {"mm_processor_cache_gb": 0}
+# Arguments that the pipeline itself reads.
+_FOR_ALL = {"otlp_traces_endpoint", "trust_remote_code"}
+_OWN_ARGUMENTS = {
+    name
+    for name, parameter in inspect.signature(create_engine_args).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
 
 
 @dataclass(frozen=True)
 class ReadPipeline:
-    """A pipeline's configuration for any machine, and how it came to be.
+    """A pipeline's configuration for any machine, after each step of its resolution.
 
     Attributes:
-        source: The file that was read; None for a diffusers model, whose only stage needs none.
-        loaded: What the file says.
+        source: The stage configuration file; None for a diffusers model, whose only stage needs none.
+        loaded: The content of the file.
         with_arguments: The same with the caller's arguments.
-        with_checkpoints: The same with checkpoints found.
+        with_checkpoints: The same with the stages' own checkpoints resolved.
     """
 
     source: Path | None
@@ -39,93 +57,77 @@ class ResolvedPipeline(ReadPipeline):
     """A pipeline's configuration for this machine.
 
     Attributes:
-        config: The same with budgets turned into engine arguments: what is run.
+        config: The same with budgets converted to engine arguments: what runs.
+        engine_args: Of the vLLM stages, in stage order.
     """
 
     config: PipelineConfig
+    engine_args: list[EngineArgs]
 
 
-def resolve_pipeline(
-    model: str,
-    stage_configs_path: str | None,
-    *,
-    stage_overrides: Mapping[str | int, Mapping[str, Any]],
-    runtime_overrides: Mapping[str, Any],
-    engine_args: Mapping[str, Any],
-) -> ResolvedPipeline:
-    """Finds a checkpoint's configuration and applies arguments, which are those of `OmniLLM`.
+def resolve_pipeline(args: OmniArgs) -> ResolvedPipeline:
+    """Finds a checkpoint's stage configuration, applies arguments, and checks the arguments of all engines.
 
     Raises:
         StageConfigError: There is no such checkpoint, or the configuration or an argument is wrong, or does not fit
             this machine's devices.
     """
-    read = read_pipeline(
-        model,
-        stage_configs_path,
-        stage_overrides=stage_overrides,
-        runtime_overrides=runtime_overrides,
-        engine_args=engine_args,
-    )
-    return ResolvedPipeline(**vars(read), config=apply_budgets(read.with_checkpoints))
+    read = read_pipeline(args)
+    config = apply_budgets(read.with_checkpoints)
+    return ResolvedPipeline(**vars(read), config=config, engine_args=_check_engine_args(config, args.model))
 
 
-def read_pipeline(
-    model: str,
-    stage_configs_path: str | None,
-    *,
-    stage_overrides: Mapping[str | int, Mapping[str, Any]],
-    runtime_overrides: Mapping[str, Any],
-    engine_args: Mapping[str, Any],
-) -> ReadPipeline:
-    """The same, for any machine: this one's devices are not looked at.
+def read_pipeline(args: OmniArgs) -> ReadPipeline:
+    """The same for any machine: independent of this machine's devices.
 
     Raises:
         StageConfigError: There is no such checkpoint, or the configuration or an argument is wrong.
     """
-    source = _source(model, stage_configs_path, engine_args)
-    loaded = _one_diffusion_stage(model, engine_args) if source is None else load_pipeline_config(source)
-    said = {key: value for key, value in runtime_overrides.items() if value is not None}
-    with_arguments = apply_arguments(loaded.with_runtime(**said), engine_args, stage_overrides)
-    return ReadPipeline(source, loaded, with_arguments, resolve_checkpoints(with_arguments, model))
+    source = _source(args)
+    loaded = _single_diffusion_stage(args) if source is None else load_pipeline_config(source)
+    with_arguments = apply_arguments(
+        loaded.with_runtime(**args.runtime_overrides), args.engine_args, args.stage_overrides
+    )
+    return ReadPipeline(source, loaded, with_arguments, resolve_checkpoints(with_arguments, args.model))
 
 
-def has_vllm_stages(model: str, stage_configs_path: str | None, engine_args: Mapping[str, Any]) -> bool:
-    """Whether any stage of a checkpoint's pipeline is a vLLM engine. Raises as `resolve_pipeline`."""
-    source = _source(model, stage_configs_path, engine_args)
+def has_vllm_stages(args: OmniArgs) -> bool:
+    """Whether any stage of a checkpoint's pipeline is a vLLM engine. Raises as `read_pipeline`."""
+    source = _source(args)
     return source is not None and any(stage.runs_vllm for stage in load_pipeline_config(source).stage_args)
 
 
-def _source(model: str, stage_configs_path: str | None, engine_args: Mapping[str, Any]) -> Path | None:
-    return _find_file(model, engine_args) if stage_configs_path is None else find_stage_configs(stage_configs_path)
-
-
-def _find_file(model: str, engine_args: Mapping[str, Any]) -> Path | None:
-    """The stage configuration that ships for a checkpoint; None for a diffusers pipeline."""
-    _check_is_checkpoint(model)
-    if is_diffusers_model(model, engine_args.get("revision")):
-        return None
-    try:
-        hf_config = load_hf_config(model, engine_args)
-    except (OSError, ValueError) as error:
-        problem = str(error).strip().split("\n")[0]
-        raise StageConfigError(f"{model}: is no checkpoint that can be read: {problem}") from error
-    shipped = stage_configs_dir() / f"{hf_config.model_type}.yaml"
-    # A model without a pipeline of its own is one that vLLM serves alone.
-    return shipped if shipped.exists() else stage_configs_dir() / "text.yaml"
-
-
-def _check_is_checkpoint(model: str) -> None:
-    if not Path(model).exists() and (not model or model.startswith(("/", ".", "~")) or model.count("/") > 1):
+def _source(args: OmniArgs) -> Path | None:
+    """The stage configuration of a checkpoint; None for a diffusers pipeline."""
+    if args.stage_configs_path is not None:
+        return find_stage_configs(args.stage_configs_path)
+    model = args.model
+    if not Path(model).exists() and (not model or _is_path(model)):
         raise StageConfigError(
             f"{model!r} is no checkpoint: there is no such folder, and it is no name on the Hugging Face hub "
             "(NAME or ORGANIZATION/NAME)"
         )
+    if is_diffusers_model(model, args.engine_args.get("revision")):
+        return None
+    try:
+        hf_config = load_hf_config(model, args.engine_args)
+    except (OSError, ValueError) as error:
+        problem = str(error).strip().split("\n")[0]
+        raise StageConfigError(f"{model}: the checkpoint cannot be read: {problem}") from error
+    shipped = stage_configs_dir() / f"{hf_config.model_type}.yaml"
+    # A model without a stage configuration is a model that vLLM serves alone.
+    return shipped if shipped.exists() else stage_configs_dir() / "text.yaml"
 
 
-def _one_diffusion_stage(model: str, engine_args: Mapping[str, Any]) -> PipelineConfig:
-    """Any diffusers pipeline as the pipeline's only stage; what it makes is what its class says."""
-    known = {name: value for name, value in engine_args.items() if name in DiTConfig.__struct_fields__}
-    info = PipelineInfo.load(model, parse_dit_config(known, model))
+def _is_path(name: str) -> bool:
+    """Whether it cannot be a name on the Hugging Face hub."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def _single_diffusion_stage(args: OmniArgs) -> PipelineConfig:
+    """A diffusers pipeline as the only stage; the output type follows from the pipeline's class."""
+    settings = {name: value for name, value in args.engine_args.items() if name in DIT_SETTINGS}
+    info = PipelineInfo.load(args.model, parse_dit_config(settings, args.model))
     stage = OmniStageConfig(
         stage_id=0,
         engine_type="DiT",
@@ -134,3 +136,102 @@ def _one_diffusion_stage(model: str, engine_args: Mapping[str, Any]) -> Pipeline
         final_output_type=info.output_type,
     )
     return PipelineConfig(stage_args=[stage])
+
+
+def apply_arguments(
+    config: PipelineConfig, engine_args: Mapping[str, Any], overrides: Mapping[str | int, Mapping[str, Any]]
+) -> PipelineConfig:
+    """Gives every stage the `engine_args` that its engine has, and its own `overrides`.
+
+    Args:
+        overrides: By stage name or id; see `config.overrides`.
+
+    Raises:
+        StageConfigError: No stage has an argument, or an override is wrong or for an unknown stage.
+    """
+    known = _FOR_ALL.union(*(_known_arguments(stage) for stage in config.stage_args))
+    for name in engine_args:
+        if name not in known:
+            raise StageConfigError(f"no stage of this pipeline has an engine argument {name!r}{nearest(name, known)}")
+    by_stage = _overrides_by_stage(config, overrides)
+    placed = [override_stage(s, {"runtime": by_stage[s.stage_id].get("runtime", {})}) for s in config.stage_args]
+    check_resources(config.with_stage_args(placed))
+    stages = []
+    for stage in config.stage_args:
+        known = _known_arguments(stage)
+        if stage.stage_id not in config.adapter_stages:
+            known.discard("lora_modules")
+        shared = {name: value for name, value in engine_args.items() if name in known}
+        added = (_FOR_VLLM_STAGES if stage.runs_vllm else {}) | shared
+        stage = msgspec.structs.replace(stage, engine_args=stage.engine_args | added)
+        stages.append(override_stage(stage, by_stage[stage.stage_id]))
+    return config.with_stage_args(stages)
+
+
+def _overrides_by_stage(
+    config: PipelineConfig, overrides: Mapping[str | int, Mapping[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    by_stage: dict[int, dict[str, Any]] = {stage_id: {} for stage_id in config.stages}
+    for key, values in overrides.items():
+        stage_id = find_stage(config, key).stage_id
+        if not isinstance(values, Mapping):
+            raise StageConfigError(f"override for stage {key}: {values!r} is not a mapping of keys to values")
+        by_stage[stage_id] = merge(by_stage[stage_id], values)
+    return by_stage
+
+
+def _known_arguments(stage: OmniStageConfig) -> set[str]:
+    if stage.runs_vllm:
+        return {field.name for field in dataclasses.fields(EngineArgs)} | _OWN_ARGUMENTS
+    return set(DIT_SETTINGS) if stage.kind == "DiT" else set()
+
+
+def resolve_checkpoints(config: PipelineConfig, model: str) -> PipelineConfig:
+    """Replaces every stage's own `engine_args.model` by an absolute path or a name on the hub.
+
+    Raises:
+        StageConfigError: It is a path that does not exist.
+    """
+    stages = []
+    for stage in config.stage_args:
+        own = stage.engine_args.get("model")
+        if own is not None:
+            where = f"{stage.label}: engine_args.model"
+            engine_args = stage.engine_args | {"model": _resolve_checkpoint(own, model, where)}
+            stage = msgspec.structs.replace(stage, engine_args=engine_args)
+        stages.append(stage)
+    return config.with_stage_args(stages)
+
+
+def _resolve_checkpoint(own: Any, model: str, where: str) -> str:
+    """A directory in the pipeline's checkpoint, a path, or a name on the hub, in this order."""
+    if not isinstance(own, str) or not own:
+        raise StageConfigError(f"{where}: {own!r} is no checkpoint; write a path or a name on the hub")
+    for path in (Path(model) / own, Path(own).expanduser()):
+        if path.exists():
+            return str(path.resolve())
+    if _is_path(own):
+        raise StageConfigError(
+            f"{where}: there is no {own!r}, neither in {model!r} nor as a path; write a path or a name on the hub"
+        )
+    return own
+
+
+def _check_engine_args(config: PipelineConfig, model: str) -> list[EngineArgs]:
+    """The engine arguments of all vLLM stages; wrong arguments of any stage are refused before one is started."""
+    checked = []
+    for stage in config.stage_args:
+        where = stage.label
+        if stage.kind == "DiT":
+            parse_dit_config(stage.dit_engine_args, where)
+        if stage.runs_vllm:
+            try:
+                checked.append(make_engine_args(stage, model))
+            except (ValueError, TypeError) as error:
+                raise StageConfigError(f"{where}: engine_args: {error}") from error
+    return checked
+
+
+def make_engine_args(stage: OmniStageConfig, model: str) -> EngineArgs:
+    """The engine arguments of a vLLM stage of a pipeline for `model`."""
+    return create_engine_args(stage.checkpoint(model), engine_type=stage.kind.lower(), **stage.vllm_engine_args)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How our log lines name the request and the stage that they are about.
+"""Loggers, and the request and stage that a log line names.
 
-All of our modules log below `vllm.omni`, so that vLLM's handler, format and `VLLM_LOGGING_LEVEL` apply to them. Imports
-nothing of ours, and not vLLM.
+All modules log below `vllm.omni`, so that vLLM's handler, format and `VLLM_LOGGING_LEVEL` apply to them. Imports
+neither other modules of the package nor vLLM.
 """
 
 import logging
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def get_logger(module: str) -> logging.Logger:
-    """The logger of one of our modules: `vllm_omni.stage.shell` logs as `vllm.omni.stage.shell`."""
+    """The logger of a module of the package: `vllm_omni.stage.shell` logs as `vllm.omni.stage.shell`."""
     return logging.getLogger("vllm.omni" + module.removeprefix("vllm_omni"))
 
 
 class ContextLogger(logging.LoggerAdapter):
-    """A logger whose lines begin with what they are about: `request 7, stage 1 (talker): ...`.
+    """A logger whose lines start with a request and a stage: `request 7, stage 1 (talker): ...`.
 
     log = about(logger, stage=stage.label)
     log.warning("...")
@@ -39,7 +39,7 @@ def about(
 ) -> ContextLogger:
     """A logger for lines about a request, a stage (its label, `stage 1 (talker)`), or both.
 
-    What `logger` already names stays named.
+    What `logger` already names is kept.
     """
     if isinstance(logger, ContextLogger):
         return ContextLogger(logger.logger, request_id or logger.request_id, stage or logger.stage)
@@ -47,5 +47,5 @@ def about(
 
 
 def _printable(request_id: str) -> str:
-    """An id is the caller's to choose: it must not begin a new line, nor be taken for a format."""
+    """The caller chooses the id: it must neither start a new line nor act as a format string."""
     return "".join(c if c.isprintable() and c != "%" else "?" for c in request_id)

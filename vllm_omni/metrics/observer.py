@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the orchestrator tells of its requests and stages, and who listens.
+"""Observers of a pipeline: the orchestrator calls them as requests start and end and as stages send statistics.
 
-`entrypoints.pipeline.make_observers` makes those that are switched on. They run on the orchestrator's thread and must
-not block. Exporters run code of others, so what an observer raises is logged by the `CompositeObserver`, and goes no
-further.
+`entrypoints.pipeline.make_observers` makes the configured ones. They run on the orchestrator's thread and must not
+block. Exporters run third-party code, so the `CompositeObserver` logs an observer's exception and does not raise it.
 """
 
 import contextlib
@@ -11,28 +10,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_omni.metrics.logs import get_logger
-from vllm_omni.metrics.stats import StageMetrics, StageStats
+from vllm_omni.metrics.stats import COMPLETED, StageMetrics, StageStats
 
 logger = get_logger(__name__)
-
-COMPLETED = "completed"
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestSummary:
-    """How one request went. Times are `time.monotonic()` seconds.
+    """Metrics of one request. Times are `time.monotonic()` seconds.
 
     Attributes:
         arrival, ended: When it was submitted, and when its terminal event was made.
         outcome: `completed`, or the name of the error's class, e.g. `RequestTimeoutError`.
         failed_stage: Name of the stage that failed it; None where no stage did.
-        stages: What each stage that finished its work on it did, in stage order.
+        stages: Metrics of each stage that finished it, in stage order.
         first_text, first_audio: When the first piece of text and of audio reached the orchestrator; None if none did.
         first_image: When the first preview, image or video did.
-        num_text_tokens: Tokens of the text that the caller got.
-        audio_seconds: Length of the audio that the caller got.
-        num_images: Images and videos that the caller got.
-        text_stage_id: The final stage that wrote the text; None where there is none.
+        num_text_tokens: Tokens of the text in the final outputs.
+        audio_seconds: Length of the audio in the final outputs.
+        num_images: Images and videos in the final outputs.
+        text_stage_id: The final stage that wrote the text; None without text.
     """
 
     request_id: str
@@ -56,25 +53,25 @@ class RequestSummary:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from submission to the first piece of text; the whole text, where it is not streamed."""
+        """Seconds from submission to the first piece of text; to the whole text where it is not streamed."""
         return None if self.first_text is None else self.first_text - self.arrival
 
     @property
     def ttfa(self) -> float | None:
-        """Seconds from submission to the first piece of audio; all of it, where it is not streamed."""
+        """Seconds from submission to the first piece of audio; to all of it where it is not streamed."""
         return None if self.first_audio is None else self.first_audio - self.arrival
 
     @property
     def ttfi(self) -> float | None:
-        """Seconds from submission to the first preview; to the image or video itself, where there are no previews."""
+        """Seconds from submission to the first preview; to the image or video itself without previews."""
         return None if self.first_image is None else self.first_image - self.arrival
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds for each token of the text after the first one, in the stage that wrote it.
+        """Mean seconds per token of the text after the first one, in the stage that wrote it.
 
-        Where nobody read along the stage does not know when the first token was there: then the mean over all tokens
-        since it started.
+        Without streaming the stage does not record the time of the first token: then the mean over all tokens, from
+        the stage's start.
         """
         stage = next((stage for stage in self.stages if stage.stage_id == self.text_stage_id), None)
         if stage is None:
@@ -87,12 +84,12 @@ class RequestSummary:
 
     @property
     def real_time_factor(self) -> float | None:
-        """Completion time divided by the length of the audio; below 1 it was made faster than it plays."""
+        """Completion time divided by the length of the audio; below 1 it is generated faster than it plays."""
         return self.seconds / self.audio_seconds if self.audio_seconds > 0 else None
 
 
 class PipelineObserver:
-    """Hears what a pipeline does. This one does nothing with it."""
+    """Base class: ignores everything."""
 
     def request_started(
         self, request_id: str, modalities: list[str], trace_headers: Mapping[str, str] | None = None
@@ -100,26 +97,26 @@ class PipelineObserver:
         """A request was submitted.
 
         Args:
-            modalities: The outputs that it asks for.
-            trace_headers: W3C trace context of the caller, where it has one.
+            modalities: The requested outputs.
+            trace_headers: W3C trace context of the caller, if any.
 
         Returns:
-            The trace context that the stages are given (`StageRequest.trace_headers`); empty where nothing is traced.
+            The trace context for the stages (`StageRequest.trace_headers`); empty without tracing.
         """
         return {}
 
     def request_ended(self, summary: RequestSummary) -> None:
-        """A request that was started has its terminal event. Called once for each."""
+        """A started request has its terminal event. Called once for each."""
 
     def stage_stats(self, stats: StageStats) -> None:
-        """A stage sent its figures."""
+        """A stage sent its statistics."""
 
     def close(self) -> None:
-        """The pipeline has ended; nothing is called after this."""
+        """The pipeline is closed. This is the last call."""
 
 
 class CompositeObserver(PipelineObserver):
-    """Tells several observers. Raises nothing: where one fails, this is logged once for each of its methods."""
+    """Calls several observers. Raises nothing: a failure is logged once for each method of an observer."""
 
     def __init__(self, observers: Sequence[PipelineObserver]) -> None:
         self._observers = observers
@@ -157,4 +154,4 @@ class CompositeObserver(PipelineObserver):
             if (observer, method) not in self._failed:
                 self._failed.add((observer, method))
                 name = f"{type(observer).__name__}.{method}"
-                logger.exception("%s failed, requests go on; further failures of it are not logged", name)
+                logger.exception("%s failed, requests continue; further failures of it are not logged", name)

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of pipelines and their stages in vLLM's Prometheus registry, so that they appear on its `/metrics` page.
+"""Metrics of pipelines and their stages in vLLM's Prometheus registry, so that they appear on its `/metrics` page.
+
+Names are vLLM's where vLLM has the metric; docs/observability.md lists all of them, which a test checks. Counters get
+the ending `_total` from Prometheus.
 
 A registry takes each name once, so all pipelines of a process share one collector, which tells them apart by the label
-`pipeline`: 0 for the first one, and so on. Metrics are made when somebody scrapes, and not before. Which there are is
-said in `prometheus_metrics`.
+`pipeline`: 0 for the first one, and so on. Samples are computed during a scrape, not before.
 """
 
 import bisect
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,19 +22,100 @@ from prometheus_client.registry import Collector
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.metrics.observer import COMPLETED, PipelineObserver, RequestSummary
-from vllm_omni.metrics.prometheus_metrics import (
-    EDGE_COUNTERS,
-    PREFIX,
-    REQUEST_HISTOGRAMS,
-    STAGE_COUNTERS,
-    STAGE_GAUGES,
+from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
+from vllm_omni.metrics.stats import COMPLETED, EdgeStats, StageStats
+
+PREFIX = "vllm_omni:"
+
+_Stats = TypeVar("_Stats")
+
+# Seconds per request, seconds per token (both as vLLM's), and completion time divided by the length of the audio.
+_REQUEST_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_FACTOR_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0, 10.0, 100.0)
+
+
+@dataclass(frozen=True)
+class StageMetric(Generic[_Stats]):
+    """A gauge or a counter, computed from the statistics of a stage or an edge."""
+
+    name: str
+    help: str
+    value: Callable[[_Stats], float]
+
+
+@dataclass(frozen=True)
+class RequestHistogram:
+    """Observed once for each completed request that has this value."""
+
+    name: str
+    help: str
+    bounds: Sequence[float]
+    value: Callable[[RequestSummary], float | None]
+
+
+STAGE_GAUGES: tuple[StageMetric[StageStats], ...] = (
+    StageMetric("num_requests_waiting", "Requests waiting for the stage's engine.", lambda s: s.queue_depth),
+    StageMetric("num_requests_running", "Requests in the stage's engine.", lambda s: s.num_running),
+    StageMetric("kv_blocks_used", "KV cache blocks in use.", lambda s: s.kv_blocks_used),
+    StageMetric("kv_blocks", "KV cache blocks of the engine.", lambda s: s.kv_blocks_total),
 )
-from vllm_omni.metrics.stats import StageStats
+
+STAGE_COUNTERS: tuple[StageMetric[StageStats], ...] = (
+    StageMetric("stage_enqueued", "Requests that entered the stage's queue.", lambda s: s.num_enqueued),
+    StageMetric("stage_dequeued", "Requests that the engine took from that queue.", lambda s: s.num_dequeued),
+    StageMetric("stage_completed", "Requests that the stage completed.", lambda s: s.num_completed),
+    StageMetric("stage_aborted", "Requests that were aborted in the stage.", lambda s: s.num_aborted),
+    StageMetric(
+        "stage_blocked_seconds",
+        "Time in which the stage started no request because a consumer had no room.",
+        lambda s: s.blocked_seconds,
+    ),
+    StageMetric("stage_steps", "Engine steps.", lambda s: s.num_steps),
+    StageMetric("stage_step_seconds", "Duration of engine steps, summed.", lambda s: s.step_seconds),
+    StageMetric("stage_scheduled", "Batch sizes of all engine steps, summed.", lambda s: s.num_scheduled),
+)
+
+EDGE_COUNTERS: tuple[StageMetric[EdgeStats], ...] = (
+    StageMetric("edge_payloads", "Payloads received from the source.", lambda e: e.num_payloads),
+    StageMetric("edge_bytes", "Bytes received from the source.", lambda e: e.num_bytes),
+    StageMetric("edge_seconds", "Time from sending to receipt, summed over payloads.", lambda e: e.seconds),
+    StageMetric("edge_windows", "Windows of the source's output passed to the stage.", lambda e: e.num_windows),
+)
+
+REQUEST_HISTOGRAMS = (
+    RequestHistogram(
+        "time_to_first_token_seconds", "From submission to the first text.", _REQUEST_BOUNDS, lambda r: r.ttft
+    ),
+    RequestHistogram(
+        "request_time_per_output_token_seconds",
+        "Mean time per token of the text after its first.",
+        _TOKEN_BOUNDS,
+        lambda r: r.tpot,
+    ),
+    RequestHistogram(
+        "time_to_first_audio_seconds", "From submission to the first audio.", _REQUEST_BOUNDS, lambda r: r.ttfa
+    ),
+    RequestHistogram(
+        "time_to_first_image_seconds",
+        "From submission to the first preview, image or video.",
+        _REQUEST_BOUNDS,
+        lambda r: r.ttfi,
+    ),
+    RequestHistogram(
+        "e2e_request_latency_seconds", "From submission to completion.", _REQUEST_BOUNDS, lambda r: r.seconds
+    ),
+    RequestHistogram(
+        "real_time_factor",
+        "Completion time divided by the length of the audio.",
+        _FACTOR_BOUNDS,
+        lambda r: r.real_time_factor,
+    ),
+)
 
 
 class _Histogram:
-    """How many values lie below each bound. Written by one thread, read by any."""
+    """Counts values by bucket. Written by one thread, read by any."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -48,12 +133,12 @@ class _Histogram:
 
 
 class PrometheusObserver(PipelineObserver):
-    """Keeps the figures of one pipeline for whoever scrapes.
+    """Keeps the statistics of one pipeline for scrapes.
 
     Attributes:
-        stages: The latest figures of each stage, by id.
-        outcomes: Requests by how they ended, and the name of the stage that failed them, if one did.
-        histograms: What is observed of each completed request, by metric name.
+        stages: The latest statistics of each stage, by id.
+        outcomes: Number of requests by outcome and by the name of the stage that failed them, if one did.
+        histograms: Values of completed requests, by metric name.
     """
 
     def __init__(self, config: PipelineConfig) -> None:
@@ -69,7 +154,7 @@ class PrometheusObserver(PipelineObserver):
     def request_ended(self, summary: RequestSummary) -> None:
         self.outcomes[summary.outcome, summary.failed_stage or ""] += 1
         if summary.outcome != COMPLETED:
-            return  # How long a request took to fail says nothing about how long one takes.
+            return  # Histograms hold completed requests only.
         for metric in REQUEST_HISTOGRAMS:
             value = metric.value(summary)
             if value is not None:
@@ -83,7 +168,7 @@ class PrometheusObserver(PipelineObserver):
 
 
 class _PipelinesCollector(Collector):
-    """What all pipelines of this process show. In the registry while there is one."""
+    """Collects the metrics of all pipelines of this process. Registered while there is one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -93,7 +178,7 @@ class _PipelinesCollector(Collector):
     def add(self, pipeline: PrometheusObserver) -> None:
         with self._lock:
             number = next(i for i in itertools.count() if i not in self._pipelines)
-            self._pipelines = {**self._pipelines, number: pipeline}  # `collect` may be reading the old one
+            self._pipelines = {**self._pipelines, number: pipeline}  # a copy: `collect` may be reading the old one
             if self._registry is None:
                 self._registry = get_prometheus_registry()
                 self._registry.register(self)
@@ -112,14 +197,14 @@ class _PipelinesCollector(Collector):
         return _families([(str(i), pipeline) for i, pipeline in self._pipelines.items()])
 
 
-# One for the process, as is the registry that it stands in.
+# One for the process, like the registry.
 _collector = _PipelinesCollector()
 
 _Pipelines = Sequence[tuple[str, PrometheusObserver]]
 
 
 def _families(pipelines: _Pipelines) -> Iterator[Metric]:
-    # Copies, because each pipeline's thread goes on writing.
+    # Copies, because each pipeline's thread keeps writing.
     stages = [(number, p, stats) for number, p in pipelines for stats in list(p.stages.values())]
     yield from _stage_families(stages)
     yield from _edge_families(stages)
@@ -158,7 +243,7 @@ def _edge_families(stages: _Stages) -> Iterator[Metric]:
 def _request_families(pipelines: _Pipelines) -> Iterator[Metric]:
     requests = CounterMetricFamily(
         f"{PREFIX}requests",
-        "Requests by how they ended, and the stage that failed them.",
+        "Requests by outcome and by the stage that failed them.",
         labels=["pipeline", "outcome", "stage"],
     )
     for number, pipeline in pipelines:

@@ -1,56 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what a stage does, inside its process.
+"""Counts what a stage does, inside its process."""
 
-A stage makes a `StageRecorder` or a `NullRecorder` in its constructor and calls it without asking which it has. Takes
-no time itself: callers measure, and may skip that where `enabled` is false.
-"""
+import time
 
 import msgspec
 
-from vllm_omni.metrics.stats import EdgeStats, StageStats
+from vllm_omni.metrics.stats import COMPLETED, EdgeStats, StageStats
+
+ABORTED = "aborted"
+INTERVAL_S = 0.05
+"""Shortest time between two snapshots, but for those of a stage that becomes idle."""
 
 
 class StageRecorder:
     """The running totals of one stage.
 
-    `step` belongs to the engine's thread and everything else to the IO thread. Each figure has one writer, so there is
-    no lock; a snapshot may miss the step that is just being counted.
+    The engine's thread calls `step`, the IO thread everything else. Each figure has one writer, so there is no lock; a
+    snapshot may miss the step that is being counted.
 
     Attributes:
-        enabled: Whether figures are kept; where not, callers need not measure.
+        due: When the next snapshot is to be sent (`time.monotonic()`); None while nothing has changed.
     """
 
-    enabled = True
-
     def __init__(self, stage_id: int, name: str) -> None:
+        self.due: float | None = None
         self._stats = StageStats(stage_id=stage_id, name=name)
+        self._blocked_since: float | None = None
+        self._last_snapshot = float("-inf")
 
     def enqueued(self) -> None:
-        """A request has all that it needs to begin, and waits for the engine."""
+        """A request has enough input to start, and waits for the engine."""
         self._stats.num_enqueued += 1
 
     def dequeued(self) -> None:
-        """A request was handed from the queue to the engine."""
+        """A request was passed from the queue to the engine."""
         self._stats.num_dequeued += 1
 
-    def completed(self) -> None:
-        self._stats.num_completed += 1
-
-    def aborted(self) -> None:
-        self._stats.num_aborted += 1
-
-    def failed(self, cause: str) -> None:
-        """A request failed here.
+    def ended(self, outcome: str) -> None:
+        """A request ended here.
 
         Args:
-            cause: The name of an error class: few different values, since each becomes a time series.
+            outcome: `COMPLETED`, `ABORTED`, or the name of an error class: few different values, since each becomes a
+                time series.
         """
-        failures = self._stats.failures
-        failures[cause] = failures.get(cause, 0) + 1
+        if outcome == COMPLETED:
+            self._stats.num_completed += 1
+        elif outcome == ABORTED:
+            self._stats.num_aborted += 1
+        else:
+            self._stats.failures[outcome] = self._stats.failures.get(outcome, 0) + 1
 
-    def blocked(self, seconds: float) -> None:
-        """For this long the stage began nothing new, because a consumer was above its watermark."""
-        self._stats.blocked_seconds += seconds
+    def set_blocked(self, is_blocked: bool) -> None:
+        """Whether only a consumer without room keeps the stage from starting a request."""
+        if is_blocked and self._blocked_since is None:
+            self._blocked_since = time.monotonic()
+        elif not is_blocked and self._blocked_since is not None:
+            self._stats.blocked_seconds += time.monotonic() - self._blocked_since
+            self._blocked_since = None
 
     def received(self, source: int, num_bytes: int, seconds: float) -> None:
         """A payload arrived from stage `source`, `seconds` after it was sent."""
@@ -60,7 +66,7 @@ class StageRecorder:
         edge.seconds += seconds
 
     def window(self, source: int) -> None:
-        """A window of what stage `source` made was handed to this stage."""
+        """A window of the output of stage `source` was passed to this stage."""
         self._edge(source).num_windows += 1
 
     def step(self, seconds: float, batch_size: int) -> None:
@@ -69,14 +75,20 @@ class StageRecorder:
         self._stats.step_seconds += seconds
         self._stats.num_scheduled += batch_size
 
+    def changed(self) -> None:
+        """Something has changed: a snapshot is due, at once if the last one is old enough."""
+        if self.due is None:
+            self.due = max(time.monotonic(), self._last_snapshot + INTERVAL_S)
+
     def snapshot(self, queue_depth: int, num_running: int, kv_blocks: tuple[int, int] = (0, 0)) -> StageStats:
-        """A copy of the totals, with what only the caller knows.
+        """A copy of the totals, with current values from the caller.
 
         Args:
             queue_depth: Requests that wait for the engine.
-            num_running: Requests that the engine holds.
-            kv_blocks: KV cache blocks that are held, and that there are.
+            num_running: Requests in the engine.
+            kv_blocks: KV cache blocks in use, and of the engine.
         """
+        self.due, self._last_snapshot = None, time.monotonic()
         used, total = kv_blocks
         return msgspec.structs.replace(
             self._stats,
@@ -90,36 +102,3 @@ class StageRecorder:
 
     def _edge(self, source: int) -> EdgeStats:
         return self._stats.edges.setdefault(source, EdgeStats())
-
-
-class NullRecorder(StageRecorder):
-    """Keeps nothing; its snapshots hold what the caller passes and otherwise zeros."""
-
-    enabled = False
-
-    def enqueued(self) -> None:
-        pass
-
-    def dequeued(self) -> None:
-        pass
-
-    def completed(self) -> None:
-        pass
-
-    def aborted(self) -> None:
-        pass
-
-    def failed(self, cause: str) -> None:
-        pass
-
-    def blocked(self, seconds: float) -> None:
-        pass
-
-    def received(self, source: int, num_bytes: int, seconds: float) -> None:
-        pass
-
-    def window(self, source: int) -> None:
-        pass
-
-    def step(self, seconds: float, batch_size: int) -> None:
-        pass

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of one stage, as it sends them to the orchestrator, and of one request there.
+"""Statistics of a stage, as it sends them to the orchestrator, and metrics of one request in a stage.
 
-Counts and seconds of a stage are totals since its process started; a rate is the difference of two snapshots. Knows
-neither how they are gathered (`recorder`) nor where they are shown (`table`, `prometheus`).
+Counts and seconds of a stage are totals since its process started; a rate is the difference of two snapshots.
 """
 
 import msgspec
+
+COMPLETED = "completed"
+"""Outcome of a request. Other outcomes are `aborted` (in a stage) and names of error classes."""
 
 
 class StageMetrics(msgspec.Struct, kw_only=True):
     """What one stage did for one request. Times are `time.monotonic()` seconds, comparable on one machine.
 
     Attributes:
-        arrival: Enough input of the request had reached the stage to begin with it.
-        started: It was handed to the engine.
-        first_output: The first piece of output was there; None where the output came in one piece.
-        finished: The engine was done with the request.
+        arrival: Enough input of the request had arrived to start it.
+        started: It was passed to the engine.
+        first_output: The first piece of output was available; None where the output came in one piece.
+        finished: The engine had finished the request.
         num_input_tokens, num_output_tokens: Rows read and tokens written (0 where a stage has none).
         num_chunks: Pieces in which the output left the engine.
     """
@@ -32,17 +34,17 @@ class StageMetrics(msgspec.Struct, kw_only=True):
 
     @property
     def seconds(self) -> float:
-        """Seconds from `arrival` to the end."""
+        """Seconds from `arrival` to `finished`."""
         return self.finished - self.arrival
 
 
 class EdgeStats(msgspec.Struct, kw_only=True):
-    """What came to a stage from one of its sources.
+    """What a stage received from one of its sources.
 
     Attributes:
         num_payloads, num_bytes: Payloads that arrived, and their size.
         seconds: Time from sending to receipt, summed over the payloads.
-        num_windows: Windows that were handed to the stage; one for each request where the edge does not stream.
+        num_windows: Windows passed to the stage; one for each request where the edge does not stream.
     """
 
     num_payloads: int = 0
@@ -55,15 +57,15 @@ class StageStats(msgspec.Struct, kw_only=True):
     """A snapshot of one stage.
 
     Attributes:
-        queue_depth: Requests that have all they need to begin, and wait for the engine.
-        num_running: Requests that the engine holds.
-        num_enqueued, num_dequeued: Requests that entered that queue, and that were taken from it by the engine.
-        num_completed, num_aborted: How requests ended here; `failures` counts the others by cause.
+        queue_depth: Requests that have enough input to start, and wait for the engine.
+        num_running: Requests in the engine.
+        num_enqueued, num_dequeued: Requests that entered that queue, and that the engine took from it.
+        num_completed, num_aborted: Requests by outcome; `failures` counts the others.
         failures: Number of failed requests by cause, the name of an error class.
-        blocked_seconds: Time in which the stage began nothing new because a consumer was above its watermark.
-        num_steps, step_seconds: Engine steps, and the time that they took.
+        blocked_seconds: Time in which the stage started no request because a consumer was above its watermark.
+        num_steps, step_seconds: Engine steps, and their duration, summed.
         num_scheduled: Batch sizes of all steps, summed.
-        kv_blocks_used, kv_blocks_total: KV cache blocks held, and there are; 0 where the engine has none.
+        kv_blocks_used, kv_blocks_total: KV cache blocks in use, and of the engine; 0 where it has none.
         edges: What came from each source, by stage id.
     """
 

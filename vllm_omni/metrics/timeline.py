@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trace_file=`: a timeline that opens in Perfetto (https://ui.perfetto.dev), in Chrome's trace event format.
 
-There is a group of tracks for the requests and one for each stage. A request that is admitted takes the lowest free
-slot, and keeps that track in all groups until it ends: so requests that overlap never share a track, and what is on a
-track nests.
+There is a group of tracks for the requests and one for each stage. An admitted request takes the lowest free slot and
+keeps that track in all groups until it ends: requests that overlap never share a track, and the slices of a track nest.
 
-Events are written when a request ends; only what is running is kept in memory. Each write is complete in itself, so
+Events are written when a request ends; only running requests are kept in memory. Each write contains whole events, so
 that a file whose process was killed lacks only its closing bracket, which Perfetto does not need.
 
 Format: "Trace Event Format", Google; the JSON array form.
@@ -30,7 +29,7 @@ logger = get_logger(__name__)
 
 Event = dict[str, Any]
 
-# Perfetto shows `NAME NUMBER` of a group and of a track. It takes process 0 for the idle process, and draws the track
+# Perfetto shows `NAME NUMBER` of a group and of a track. It treats process 0 as the idle process, and shows the track
 # with its group's number first, as that of a main thread.
 _REQUESTS_PID = 1
 _FIRST_STAGE_PID = 2
@@ -57,7 +56,7 @@ class Timeline(PipelineObserver):
         self._origin = time.monotonic()
         self._running: dict[str, _Running] = {}
         self._free_slots: list[int] = []
-        # Unbuffered: each write is whole events, whatever becomes of the process afterwards.
+        # Unbuffered: the file holds whole events even if the process is killed.
         self._file = self._path.open("wb", buffering=0)
         self._separator = b"[\n"
         names = {_REQUESTS_PID: "requests"}
@@ -96,7 +95,7 @@ class Timeline(PipelineObserver):
         try:
             _write_all(self._file, b"".join([*lines, end]))
         except OSError as error:
-            logger.error("%s ends here, the pipeline goes on: %s", self._path, error)
+            logger.error("%s is not written any further, the pipeline continues: %s", self._path, error)
             self._file.close()
 
     def _request_events(self, summary: RequestSummary, running: _Running) -> Iterator[Event]:
@@ -132,7 +131,7 @@ class Timeline(PipelineObserver):
             "num_chunks": stage.num_chunks,
         }
         yield self._slice(name, "stage", stage.arrival, stage.finished) | {"args": args}
-        if stage.started:  # A stage that had nothing to do for this request handed nothing to its engine.
+        if stage.started:  # Not set where the stage had nothing to do for the request.
             yield self._slice("queue", "queue", stage.arrival, stage.started)
             yield self._slice("work", "work", stage.started, stage.finished)
 
@@ -141,7 +140,7 @@ class Timeline(PipelineObserver):
         return {"name": name, "cat": category, "ph": "X", "ts": start, "dur": self._timestamp(end) - start}
 
     def _timestamp(self, seconds: float) -> int:
-        """Whole microseconds, so that what ends where something else begins does so in the file too."""
+        """Whole microseconds, so that a slice that ends where another begins also does so in the file."""
         return round((seconds - self._origin) * 1e6)
 
 
@@ -155,7 +154,7 @@ def _thread_name(pid: int, slot: int) -> Event:
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:
-    """Writes all of it or, with an error, nothing of it."""
+    """Writes all of the data or, with an error, nothing of it."""
     size = file.tell()
     rest = memoryview(data)
     try:

@@ -88,7 +88,7 @@ class FeedbackStrategy(ABC):
         be drawn a second time."""
 
     @abstractmethod
-    def remember(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
+    def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """
         Args:
             slots: `[N]` int64, the requests that sample a token in this step.

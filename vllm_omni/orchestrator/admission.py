@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many requests a pipeline takes: those it works on, and those that wait for their turn.
+"""Limits the requests of a pipeline: those in flight, and those that wait.
 
-Callers put requests in from any thread; the orchestrator takes them out.
+Callers put requests from any thread; the orchestrator takes them.
 """
 
 import threading
@@ -15,7 +15,7 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 
 class Admission:
-    """A line with a limit. A request counts from `put` until `release`, when its caller has taken its last event."""
+    """A bounded queue. A request counts from `put` until `release`, when its caller has received its last event."""
 
     def __init__(self, max_inflight: int, max_queued: int) -> None:
         self._max_queued = max_queued
@@ -27,25 +27,25 @@ class Admission:
         self._last_release = time.monotonic()
         self._seconds_per_request = 0.0
 
-    def put(self, request: PipelineRequest, wait: bool, given_up: threading.Event | None = None) -> None:
+    def put(self, request: PipelineRequest, wait: bool, cancelled: threading.Event | None = None) -> None:
         """
         Args:
             wait: Wait for room, instead of raising.
-            given_up: Ends the waiting. Whoever sets it releases the request, whether it is in already or not.
+            cancelled: Ends the waiting when it is set. Its setter releases the request, queued or not.
 
         Raises:
             PipelineFullError: There is no room.
             PipelineClosedError: The pipeline is closed.
         """
         with self._changed:
-            while wait and self._is_full() and not self._is_closed and not (given_up and given_up.is_set()):
+            while wait and self._is_full() and not self._is_closed and not (cancelled and cancelled.is_set()):
                 self._changed.wait()
             self._check_room()
             self._open.add(request.request_id)
             self._waiting.append(request)
 
     def check_room(self, num_coming: int = 0) -> None:
-        """Raises what `put` would raise without `wait`, if `num_coming` others were in."""
+        """Raises what `put` would raise without `wait` after `num_coming` further requests."""
         with self._changed:
             self._check_room(num_coming)
 
@@ -63,7 +63,7 @@ class Admission:
             )
 
     def peek(self) -> PipelineRequest | None:
-        """Whose turn it is."""
+        """The next request."""
         with self._changed:
             return self._waiting[0] if self._waiting else None
 
@@ -72,7 +72,7 @@ class Admission:
             return self._waiting.popleft()
 
     def withdraw(self, request_id: str) -> PipelineRequest | None:
-        """Takes a request out of the line, if it is still in it."""
+        """Removes a request from the queue, if it is still there."""
         with self._changed:
             for request in self._waiting:
                 if request.request_id == request_id:
@@ -81,16 +81,16 @@ class Admission:
         return None
 
     def release(self, request_id: str) -> None:
-        """Makes room: the caller has taken the request's last event. Harmless if it has none here."""
+        """The caller has received the request's last event. No effect if it was released already."""
         with self._changed:
             if request_id in self._open:
                 self._open.remove(request_id)
                 self._note_release()
-            # All of them: one may wait with the very request that is given up here.
+            # All of them: one may be waiting with the request that is cancelled here.
             self._changed.notify_all()
 
     def close(self) -> list[PipelineRequest]:
-        """Nothing is let in any more; returns those that were waiting."""
+        """Refuses further requests; returns those that were waiting."""
         with self._changed:
             self._is_closed = True
             waiting, self._waiting = list(self._waiting), deque()
@@ -103,6 +103,6 @@ class Admission:
         self._seconds_per_request += 0.1 * (elapsed - self._seconds_per_request)
 
     def _retry_after(self) -> float:
-        """Until about half of those that wait have had their turn."""
+        """Seconds until about half of the waiting requests have been admitted."""
         seconds = self._seconds_per_request * max(1, self._max_queued // 2)
         return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S)

@@ -4,11 +4,11 @@
 Importing vLLM takes seconds; a fork takes milliseconds. Unlike `multiprocessing`'s fork server this one belongs to one
 pipeline, ends with it, and does not run the user's main module again in every child.
 
-Parent and server talk over a `SOCK_SEQPACKET` socket, one request and one reply at a time; replies carry the number of
-their request, so that one that nobody waits for any more is not taken for another's. Each child has two socket pairs.
-Its *lifeline* leads to the parent: end-of-file tells either side that the other is gone, and all that is ever sent on
-it is the last words of a stage that fails. The other leads from the server to the parent: the server reaps its children
-as they end, and sends their wait status there. Neither the parent nor the server ever waits for a child.
+Parent and server communicate over a `SOCK_SEQPACKET` socket, one request and one reply at a time; replies carry the
+number of their request, so that a reply after a timeout is not mistaken for that of another request. Each child has two
+socket pairs. Its *lifeline* connects it to the parent: end-of-file means that the other side is gone, and the only data
+ever sent is the error of a stage that fails. The other pair connects the server to the parent: the server reaps its
+children when they end, and sends their wait status. Neither the parent nor the server ever waits for a child.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ _head = struct.Struct("<4sI")  # verb, number
 _WORKER = "vllm_omni.stage.worker"
 # With the caller's import path: what the caller can import, such as a function next to its script, its stages can too.
 _COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import main; main()"
-_DIED = "the server that starts stage processes died; what it wrote on stderr says why"
+_DIED = "the server that starts stage processes died; its stderr has the reason"
 
 
 class StageProcess:
-    """A forked stage as its parent sees it. Nothing here waits.
+    """The parent's handle of a forked stage process. No method waits.
 
     Attributes:
         has_ended: Whether the end of the process is known.
@@ -48,47 +48,47 @@ class StageProcess:
         """
         Args:
             lifeline: See the module.
-            exit_status: Gets the wait status when the server has reaped the process.
+            exit_status: Receives the wait status when the server has reaped the process.
         """
         self.pid = pid
         self.has_ended = False
         self._lifeline = lifeline
         self._exit_status = exit_status
-        self._last_words = b""
+        self._error = b""
         self._status: int | None = None
 
     @property
     def is_ending(self) -> bool:
-        """Whether the process has sent last words, or let go of its lifeline: it serves no more."""
-        return bool(self._last_words) or self._lifeline.fileno() < 0
+        """Whether the process has sent an error, or closed its lifeline: it does not serve any more."""
+        return bool(self._error) or self._lifeline.fileno() < 0
 
     def filenos(self) -> list[int]:
-        """What becomes readable when there is something for `update`."""
+        """File descriptors that become readable when `update` has something to do."""
         return [sock.fileno() for sock in (self._exit_status, self._lifeline) if sock.fileno() >= 0]
 
     def update(self) -> None:
-        """Takes note of what has become known of the end of the process."""
-        # The status first: it comes after the end, so that all last words are there then.
+        """Reads what has been received about the end of the process."""
+        # The status first: it is sent after the end, so the error has been received by then.
         status, server_is_gone = _receive(self._exit_status)
         if status:
             self._status = int(status)
-        words, is_closed = _receive(self._lifeline)
-        self._last_words += words
+        error, is_closed = _receive(self._lifeline)
+        self._error += error
         self.has_ended = self._status is not None or (server_is_gone and is_closed)
         if is_closed:
-            self.kill()  # Without its lifeline it would outlive its parent.
+            self.kill()  # Without its lifeline it would not end with its parent.
 
     def kill(self) -> None:
-        if self._status is None:  # Once it is reaped, its id may be another process's.
+        if self._status is None:  # Once it is reaped, its id may belong to another process.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> str:
-        """Forgets the process, whether it has ended or not; says how it ended."""
+        """Releases the process, whether it has ended or not; returns how it ended."""
         self._lifeline.close()
         self._exit_status.close()
-        if self._last_words:
-            return self._last_words.decode(errors="replace")
+        if self._error:
+            return self._error.decode(errors="replace")
         if self._status is None:
             return "it ended" if self.has_ended else "it was killed, and has not ended yet"
         if os.WIFSIGNALED(self._status):
@@ -97,7 +97,7 @@ class StageProcess:
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, bool]:
-    """What can be received without waiting, and whether that was all that will ever come; then the socket is closed."""
+    """The data that can be received without waiting, and whether the stream has ended; then the socket is closed."""
     received = b""
     while sock.fileno() >= 0:
         try:
@@ -129,7 +129,7 @@ def wait_for_all(processes: Sequence[StageProcess], timeout: float) -> list[Stag
 
 
 class ForkServer:
-    """Starts the server, and forks stages from it. Starts another one, should it die. For use from any thread."""
+    """Starts the server, and forks stages from it; replaces a server that dies. For use from any thread."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         """
@@ -156,7 +156,7 @@ class ForkServer:
             except BaseException:
                 self._control.close()
                 raise
-        if self._is_closed:  # in the meantime, by somebody who could only end the one before
+        if self._is_closed:  # in the meantime, by another thread, which ended the previous server
             self._end()
             raise EOFError(_DIED)
 
@@ -172,7 +172,7 @@ class ForkServer:
         Waits up to `timeout` seconds for the server to finish its imports.
 
         Raises:
-            EOFError: The server died; what it wrote on stderr says why.
+            EOFError: The server died; its stderr has the reason.
             TimeoutError: It did not finish its imports in time.
         """
         with self._lock:
@@ -217,7 +217,7 @@ class ForkServer:
             TimeoutError: It did not answer in `timeout` seconds.
         """
         if self._control.fileno() < 0:
-            raise EOFError(_DIED)  # and the next one could not be started
+            raise EOFError(_DIED)  # The next one could not be started.
         number = next(self._numbers)
         self._control.settimeout(max(0.001, timeout))
         socket.send_fds(self._control, [_head.pack(verb, number) + body], fds)
@@ -236,7 +236,7 @@ def serve(control: socket.socket) -> None:
 
 
 class _Server:
-    """What runs in the server's process."""
+    """The server's process."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -260,7 +260,7 @@ class _Server:
                 return
 
     def _answer(self) -> bool:
-        """Does what the parent requests; false if there is no parent any more."""
+        """Handles a request of the parent; false if the parent is gone."""
         message, fds, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE, 2, socket.MSG_CMSG_CLOEXEC)
         if not message:
             return False
@@ -291,7 +291,7 @@ class _Server:
         return pid
 
     def _release(self, exit_status: socket.socket) -> None:
-        """Releases, in a child, what is the server's: held there it would hide the server's end from the parent."""
+        """Closes the server's sockets in a child: kept open there, they would hide the server's end from the parent."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ends = (self._control, self._death_reader, self._death_writer, exit_status, *self._exit_statuses.values())
@@ -308,7 +308,7 @@ def _load(modules: Sequence[str]) -> None:
 def _run_stage(spec: bytes, lifeline: socket.socket) -> NoReturn:
     status = 1
     try:
-        stages = importlib.import_module(_WORKER).main(spec, lifeline)  # noqa: F841 (see there why they are kept)
+        stages = importlib.import_module(_WORKER).main(spec, lifeline)  # noqa: F841 (kept alive: see there)
         status = 0
     except BaseException as error:
         traceback.print_exc()
@@ -321,7 +321,7 @@ def _run_stage(spec: bytes, lifeline: socket.socket) -> NoReturn:
 
 
 def main() -> None:
-    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    # Ctrl-C reaches the whole process group; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     with _ending_with_parent(control):
@@ -329,18 +329,18 @@ def main() -> None:
             importlib.import_module(module)
     _freeze()
     serve(control)
-    # Not by the interpreter's own end: it cannot take down what is frozen, and libraries complain about that.
+    # Skips the interpreter's finalization: it cannot collect frozen objects, and libraries warn about that.
     os._exit(0)
 
 
 @contextlib.contextmanager
 def _ending_with_parent(control: socket.socket) -> Iterator[None]:
-    """Imports take seconds: if the parent goes meanwhile, so does this process. The watch ends before any fork."""
+    """Ends this process if the parent ends during the imports, which take seconds. The thread ends before any fork."""
     stop_reader, stop_writer = os.pipe()
 
     def watch() -> None:
         poller = select.poll()
-        poller.register(control, 0)  # for the hang-up alone
+        poller.register(control, 0)  # POLLHUP only
         poller.register(stop_reader, select.POLLIN)
         if any(fd == control.fileno() for fd, _ in poller.poll()):
             os._exit(1)
@@ -349,7 +349,7 @@ def _ending_with_parent(control: socket.socket) -> Iterator[None]:
     thread.start()
     try:
         yield
-    finally:  # Else a failed import would wait for the thread, and the parent for the server.
+    finally:  # Otherwise a failed import would wait for the thread, and the parent for the server.
         os.write(stop_writer, b"\0")
         thread.join()
         os.close(stop_reader)
@@ -357,6 +357,6 @@ def _ending_with_parent(control: socket.socket) -> Iterator[None]:
 
 
 def _freeze() -> None:
-    """Keeps the collector from touching, and so copying, the pages that children share."""
+    """Keeps the garbage collector from writing to, and so copying, the pages that children share."""
     gc.collect()
     gc.freeze()

@@ -1,43 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage as its parent sees it: what is sent to it, across the deaths and restarts of its process."""
+"""The orchestrator's handle of a stage, across restarts of its process."""
 
 import os
 from enum import Enum
 
 import zmq
 
-from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.distributed.connectors import ThresholdConnector
+from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig
+from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.credit import Credit
-from vllm_omni.distributed.messages import ORCHESTRATOR, AbortMessage, Message, SubmitMessage, send
-from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.messages import (
+    ORCHESTRATOR,
+    AbortMessage,
+    Message,
+    PeerUpMessage,
+    SubmitMessage,
+    send,
+)
+from vllm_omni.distributed.payloads import PayloadSender
 from vllm_omni.distributed.run_dir import RunDir, payload_prefix, remove_unread
 from vllm_omni.inputs import StageRequest
 
 
 class StageState(Enum):
     STARTING = "starting"
-    """Its process loads what it needs."""
+    """Its process loads the model."""
     READY = "ready"
     """It takes requests."""
     RESTARTING = "restarting"
     """Its process died, and the next one is due or loading."""
     DEAD = "dead"
-    """Its process died too often. Only a new pipeline helps."""
+    """Its process died too often, and is not restarted."""
 
 
 class OmniStage:
     """Handle of one stage. Belongs to the orchestrator's thread.
 
     Attributes:
-        state: What it is doing.
         epoch: Counts its processes, from 0.
         death: How its last process ended; empty if none has.
-        credit: What it may be sent, where it is a first stage.
+        credit: Limits what is sent to it, where it is a first stage.
     """
 
     def __init__(
-        self, config: OmniStageConfig, run_dir: RunDir, context: zmq.Context, shm_threshold_bytes: int, credit: Credit
+        self, config: OmniStageConfig, run_dir: RunDir, context: zmq.Context, connector: ConnectorConfig, credit: Credit
     ) -> None:
         self.config = config
         self.state = StageState.STARTING
@@ -46,11 +52,10 @@ class OmniStage:
         self.credit = credit
         self._run_dir = run_dir
         self._context = context
-        self._socket: zmq.Socket
-        self._connect()
+        self._address = ""
+        self._socket: zmq.Socket | None = None
         prefix = payload_prefix(os.getpid(), ORCHESTRATOR, config.stage_id)
-        connector = ThresholdConnector(run_dir.path, prefix, shm_threshold_bytes)
-        self._channel = PayloadChannel(connector)
+        self._payloads = PayloadSender(make_connector(connector, run_dir.path, prefix))
 
     @property
     def stage_id(self) -> int:
@@ -65,9 +70,9 @@ class OmniStage:
         return self.state is StageState.READY
 
     @property
-    def serving_epoch(self) -> int | None:
-        """Where its peers find it: the process that serves, or is the first to; None while one is awaited."""
-        return self.epoch if self.state in (StageState.STARTING, StageState.READY) else None
+    def peer_up(self) -> PeerUpMessage:
+        """Announces its process to its neighbours. Of a stage that is ready."""
+        return PeerUpMessage(stage_id=self.stage_id, epoch=self.epoch, address=self._address)
 
     def submit(
         self,
@@ -79,8 +84,9 @@ class OmniStage:
         is_final: bool,
         streams: bool,
     ) -> None:
-        """Gives the stage its part of a request."""
-        payload, frames = self._channel.put(request)
+        """Sends the stage its part of a request. The stage is ready."""
+        assert self._socket is not None
+        payload, frames = self._payloads.put(request)
         message = SubmitMessage(
             request_id=request.request_id,
             number=number,
@@ -95,16 +101,22 @@ class OmniStage:
         send(self._socket, message, frames, sender=ORCHESTRATOR)
 
     def abort(self, request_ids: list[str]) -> None:
-        self.tell(AbortMessage(request_ids=request_ids))
-
-    def tell(self, message: Message) -> None:
-        """Sends to the stage, if it is there to listen."""
-        if self.is_ready:
-            self.send(message)
+        self.send(AbortMessage(request_ids=request_ids))
 
     def send(self, message: Message) -> None:
-        """Sends to the stage's process; one that is still loading, or not even there, gets it when it listens."""
-        send(self._socket, message, sender=ORCHESTRATOR)
+        """Sends to the stage's process. Does nothing unless the stage is ready: a new process knows no request."""
+        if self._socket is not None:
+            send(self._socket, message, sender=ORCHESTRATOR)
+
+    def on_ready(self, address: str) -> None:
+        """Its process takes requests at this address."""
+        self.state = StageState.READY
+        self._address = address
+        self._socket = self._context.socket(zmq.PUSH)
+        # Without a high-water mark: admission and the stage's watermark limit what is sent.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
 
     def on_death(self, how: str) -> None:
         """Its process ended. What was sent to it is lost; the next one has another address."""
@@ -112,13 +124,7 @@ class OmniStage:
         self.death = how
         self.credit.reset()
         self.epoch += 1
-        self._socket.close(linger=0)
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
         remove_unread(self._run_dir.path, os.getpid(), ORCHESTRATOR, self.stage_id)
-        self._connect()
-
-    def _connect(self) -> None:
-        self._socket = self._context.socket(zmq.PUSH)
-        # Without a limit of its own: what is sent is bounded by admission and by the stage's watermark.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(self._run_dir.stage_address(self.config.stage_id, self.epoch))

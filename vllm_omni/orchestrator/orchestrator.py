@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a pipeline: admits requests, gives each to the stages that it needs, and reports how it went.
+"""Runs a pipeline: admits requests, submits each to the stages that it needs, and reports their events.
 
-One thread does it all and sleeps while nothing happens. Payloads pass from stage to stage without coming here; only
-the outputs of final stages do. Which stages a request needs, and what they are told, is decided by its caller.
+One thread does everything and sleeps while nothing happens. Payloads go directly from stage to stage; only the outputs
+of final stages come here. The caller decides which stages a request needs, and what they receive.
 """
 
 import collections
@@ -17,8 +17,7 @@ from concurrent.futures import Future
 
 import zmq
 
-from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.distributed.connectors import ThresholdConnector
+from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, PipelineConfig
 from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.messages import (
     ErrorMessage,
@@ -32,7 +31,7 @@ from vllm_omni.distributed.messages import (
     StatsMessage,
     recv_at_orchestrator,
 )
-from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.errors import PipelineClosedError, PipelineStartError, StageStartError
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
@@ -43,14 +42,14 @@ from vllm_omni.orchestrator.omni_stage import OmniStage
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
 from vllm_omni.orchestrator.spec_factory import SpecFactory
-from vllm_omni.orchestrator.stats_inquiry import StatsInquiry
 from vllm_omni.orchestrator.supervisor import StageHealth, Supervisor
 from vllm_omni.stage.spec import StagePlacement
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 
+_CLOSED = "the pipeline is closed; make a new one"
 _OPEN_FILES, _OPEN_FILES_PER_STAGE = 16, 8
-"""More than a pipeline opens: ZMQ's context, and for each stage sockets, connections and what its start takes."""
+"""Upper bounds: for ZMQ's context, and for the sockets, connections and start of each stage."""
 
 
 class Orchestrator:
@@ -66,38 +65,36 @@ class Orchestrator:
         server: ForkServer,
         placements: Mapping[int, StagePlacement] | None = None,
         observers: Sequence[PipelineObserver] = (),
-        records_stats: bool = False,
         otlp_traces_endpoint: str | None = None,
     ) -> None:
         """
         Args:
             config: The stages.
             model: The checkpoint that all of them load from.
-            shm_threshold_bytes: Payloads of at least this size go through shared memory, where an edge says nothing.
+            shm_threshold_bytes: Payloads of at least this size go through shared memory, unless an edge sets another.
             init_timeout: Seconds that the stages may take to become ready, all together.
             server: Stages are forked from it. It is closed with the pipeline, and if this fails.
             placements: The cores of the stages, by stage id; those of other stages are left to the system.
-            observers: Are told how requests go; closed as the server is.
-            records_stats: The stages keep count of what they do.
-            otlp_traces_endpoint: Where spans go.
+            observers: Notified of requests; closed as the server is.
+            otlp_traces_endpoint: Where stages send spans.
 
         Raises:
-            PipelineStartError: The system refuses files, sockets or threads. Nothing is left.
+            PipelineStartError: The system refuses files, sockets or threads. Nothing is left open.
         """
         self._config = config
         self._init_timeout = init_timeout
         self._server = server
         self._observer = CompositeObserver(observers)
-        self._specs = SpecFactory(
-            config, model, shm_threshold_bytes, placements or {}, records_stats, otlp_traces_endpoint
+        self._connector = ConnectorConfig(
+            name="SharedMemoryConnector", extra={"shm_threshold_bytes": shm_threshold_bytes}
         )
-        self._shm_threshold_bytes = shm_threshold_bytes
+        self._specs = SpecFactory(config, model, self._connector, placements or {}, otlp_traces_endpoint)
         self._started: Future[None] = Future()
         self._closing = False
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._admission = Admission(config.runtime.max_inflight, config.runtime.max_queued)
-        self._inquiries: list[StatsInquiry] = []
-        # May be taken twice by one thread: where the garbage collector closes a forgotten pipeline in its middle.
+        self._stats: dict[int, StageStats] = {}  # replaced as a whole, so any thread may read it
+        # Reentrant: the garbage collector may close an unreferenced pipeline while this thread holds the lock.
         self._lock = threading.RLock()
         # A daemon: at interpreter exit it must outlive the main thread until `close` has run.
         self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
@@ -120,84 +117,84 @@ class Orchestrator:
         """
         self._started.result()
 
-    def submit(self, request: PipelineRequest, *, wait: bool = True, given_up: threading.Event | None = None) -> None:
+    def submit(self, request: PipelineRequest, *, wait: bool = True, cancelled: threading.Event | None = None) -> None:
         """Starts a request; its `on_event` will be called with exactly one terminal event, after any others.
 
         Args:
             wait: Where as many requests as may wait are waiting: wait too, instead of raising.
-            given_up: Once it is set, and `give_up` called with this request, waits no longer.
+            cancelled: Once it is set, and `cancel` was called with this request, stops waiting.
 
         Raises:
-            PipelineFullError: There is no room, and `wait` is false, or the request was given up.
+            PipelineFullError: There is no room, and `wait` is false, or the request was cancelled.
             PipelineClosedError: The pipeline is closed.
         """
-        self._admission.put(request, wait, given_up)
-        with contextlib.suppress(PipelineClosedError):  # Then the request ends with those that wait.
+        self._admission.put(request, wait, cancelled)
+        with contextlib.suppress(PipelineClosedError):  # The request ends with those that wait.
             self._command(lambda: self._router.watch_deadline(request))
 
     def check_room(self, num_coming: int = 0) -> None:
-        """Raises what `submit` would raise without `wait`, before anybody takes pains over a request.
+        """Raises what `submit` would raise without `wait`: for callers to check before they prepare a request.
 
         Args:
-            num_coming: Requests of the caller's that are being prepared, and will be submitted before this one.
+            num_coming: Requests that the caller is preparing, and submits before this one.
         """
         self._admission.check_room(num_coming)
 
     def release(self, request_id: str) -> None:
-        """Makes room for another request. For callers to say when they have taken a request's last event."""
+        """Makes room for another request. Called when the caller has received a request's last event."""
         self._admission.release(request_id)
 
-    def give_up(self, request_ids: list[str]) -> None:
-        """Aborts and releases requests whose events nobody waits for any more. Harmless for those that have ended."""
+    def cancel(self, request_ids: list[str]) -> None:
+        """Aborts and releases requests whose events are not read any more. No effect on those that have ended."""
         with contextlib.suppress(PipelineClosedError):
             self.abort(request_ids)
         for request_id in request_ids:
             self._admission.release(request_id)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Stops working on these requests; those still running end with `RequestAbortedError`."""
+        """Aborts these requests; those still running end with `RequestAbortedError`."""
         self._command(lambda: self._router.abort(request_ids))
 
     def health(self) -> list[StageHealth]:
-        """How the stages are, in stage order."""
+        """The state of each stage, in stage order."""
         return self._supervisor.health
 
     def activity(self) -> dict[str, int]:
-        """How many requests each stage has work with, by stage name, in stage order."""
+        """The number of requests that each stage works on, by stage name, in stage order."""
         return self._router.activity()
 
-    def stats(self, timeout: float = 5.0) -> list[StageStats]:
-        """What the stages have done so far, in stage order; a stage that does not answer in time is left out.
+    def stats(self) -> list[StageStats]:
+        """The last snapshot of each stage, in stage order; a stage without a process is left out.
 
         Raises:
             PipelineClosedError: The pipeline is closed.
         """
-        inquiry = StatsInquiry()
-        self._command(lambda: self._ask_for_stats(inquiry))
-        return inquiry.wait(timeout)
+        if self._closing:
+            raise PipelineClosedError(_CLOSED)
+        return [stats for _, stats in sorted(self._stats.items())]
 
     def close(self) -> None:
-        """Stops all stages and removes all that the pipeline left in the system. May be called twice."""
+        """Stops all stages and removes their files. May be called twice."""
         with self._lock:
             if not self._closing:
                 self._closing = True
                 self._wake()
-        if threading.current_thread() is not self._thread:  # The collector runs on any thread, on this one too.
+        if threading.current_thread() is not self._thread:  # The garbage collector may call this on any thread.
             self._thread.join()
 
     def _command(self, command: Callable[[], None]) -> None:
         """Runs a function on the orchestrator's thread, soon."""
         with self._lock:
             if self._closing:
-                raise PipelineClosedError("the pipeline is closed; make a new one")
+                raise PipelineClosedError(_CLOSED)
             self._commands.append(command)
             self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # The pipe is full of wake-ups already.
+        with contextlib.suppress(BlockingIOError):  # The pipe holds wake-ups already.
             os.write(self._wake_writer, b"\0")
 
-    # The orchestrator's thread: its life.
+    # The orchestrator's thread.
 
     def _run(self) -> None:
         try:
@@ -216,7 +213,7 @@ class Orchestrator:
                 self._started.set_exception(error)
 
     def _open(self, cleanup: contextlib.ExitStack) -> None:
-        """Makes what the stages connect to; `cleanup` takes all of it down again, in the opposite order."""
+        """Creates sockets, directory and handles; `cleanup` closes them in the opposite order."""
         cleanup.callback(self._observer.close)
         cleanup.callback(self._server.close)
         self._wake_reader, self._wake_writer = os.pipe()
@@ -231,17 +228,14 @@ class Orchestrator:
         self._inbound = context.socket(zmq.PULL)
         self._inbound.setsockopt(zmq.RCVHWM, 0)
         self._inbound.bind(self._run_dir.orchestrator_address)
-        connector = ThresholdConnector(self._run_dir.path, "orchestrator", self._shm_threshold_bytes)
         self._stages = {
-            stage_id: OmniStage(stage, self._run_dir, context, self._shm_threshold_bytes, self._make_credit(stage))
+            stage_id: OmniStage(stage, self._run_dir, context, self._connector, self._make_credit(stage))
             for stage_id, stage in self._config.stages.items()
         }
-        self._router = RequestRouter(
-            self._config, self._stages, self._admission, PayloadChannel(connector), self._observer
-        )
+        self._router = RequestRouter(self._config, self._stages, self._admission, PayloadReceiver(), self._observer)
         self._supervisor = Supervisor(
             [[self._stages[stage.stage_id] for stage in group] for group in self._config.processes],
-            lambda stage: self._specs.make(stage, self._stages, self._run_dir),
+            lambda stage: self._specs.make(stage, self._run_dir),
             self._server,
             self._config.runtime.restart,
             self._config.runtime.stage_init_timeout,
@@ -272,7 +266,7 @@ class Orchestrator:
                 raise StageStartError(f"{stage.label} failed to start: {stage.death}", stage.stage_id)
             if not stage.is_ready and time.monotonic() >= deadline:
                 raise StageStartError(
-                    f"{stage.label} was not ready after {self._init_timeout:g} s; give more time with init_timeout=",
+                    f"{stage.label} was not ready after {self._init_timeout:g} s; raise init_timeout",
                     stage.stage_id,
                 )
 
@@ -281,7 +275,7 @@ class Orchestrator:
         return min((due for due in times if due is not None), default=None)
 
     def _poll(self, due: float | None) -> None:
-        """Sleeps until something happens or is due, and takes note of what happened."""
+        """Sleeps until a message, a wake-up, a death or `due`; handles messages and deaths."""
         poller = zmq.Poller()
         poller.register(self._inbound, zmq.POLLIN)
         poller.register(self._wake_reader, zmq.POLLIN)
@@ -291,9 +285,9 @@ class Orchestrator:
         ready = dict(poller.poll(timeout))
         if self._wake_reader in ready:
             os.read(self._wake_reader, 65536)
-        # What a stage said before it died counts, so messages come first.
+        # Messages that a stage sent before it died are valid, so they come first.
         self._take_messages()
-        self._supervisor.take_down_dead({fd for fd in ready if isinstance(fd, int)})
+        self._supervisor.handle_deaths({fd for fd in ready if isinstance(fd, int)})
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -308,8 +302,6 @@ class Orchestrator:
             self._closing = True
         self._run_commands()
         self._router.end_all()
-        for inquiry in self._inquiries:
-            inquiry.end()
 
     # Messages.
 
@@ -328,7 +320,7 @@ class Orchestrator:
         stage = self._stages[message.stats.stage_id if isinstance(message, StatsMessage) else message.stage_id]
         match message:
             case ReadyMessage():
-                self._on_ready(stage, message.epoch)
+                self._on_ready(stage, message)
             case OutputMessage():
                 self._router.on_output(stage, message, frames)
             case ResultMessage():
@@ -343,41 +335,34 @@ class Orchestrator:
                 self._on_fault(message.peer, message.error)
 
     def _on_fault(self, peer: int | None, error: str) -> None:
-        """A stage that cannot be understood is of no use: a request that it works on would wait for ever."""
+        """Kills a stage whose messages cannot be decoded: its requests would never end."""
         stage = None if peer is None else self._stages.get(peer)
         if stage is None:
-            logger.error("a message from nobody that we know cannot be understood: %s", error)
+            logger.error("a message from an unknown sender cannot be decoded: %s", error)
         else:
-            self._supervisor.kill(stage, f"a message from it could not be understood: {error}")
+            self._supervisor.kill(stage, f"a message from it could not be decoded: {error}")
 
-    def _on_ready(self, stage: OmniStage, epoch: int) -> None:
-        if epoch != stage.epoch:
-            return  # The last word of a process that is no more.
-        self._supervisor.on_ready(stage)
+    def _on_ready(self, stage: OmniStage, message: ReadyMessage) -> None:
+        if message.epoch != stage.epoch:
+            return  # Sent by a process that has died since.
+        self._supervisor.on_ready(stage, message.address)
         if stage.epoch > 0:
-            logger.warning("%s: serves again", stage.label)
+            logger.warning("%s: ready again", stage.label)
             self._run_dir.remove_payloads(stage.stage_id)
-            self._router.on_stage_up(stage)
+        self._router.on_stage_up(stage)
 
     def _on_stage_down(self, stage: OmniStage) -> None:
         self._router.on_stage_down(stage)
         self._run_dir.remove_segments(stage.stage_id)
-        for inquiry in self._inquiries:
-            inquiry.give_up_on(stage.stage_id)
-
-    def _ask_for_stats(self, inquiry: StatsInquiry) -> None:
-        self._inquiries = [other for other in self._inquiries if not other.is_answered]
-        self._inquiries.append(inquiry)
-        inquiry.ask(self._stages.values())
+        self._stats = {stage_id: stats for stage_id, stats in self._stats.items() if stage_id != stage.stage_id}
 
     def _on_stats(self, stats: StageStats) -> None:
+        self._stats = {**self._stats, stats.stage_id: stats}
         self._observer.stage_stats(stats)
-        for inquiry in self._inquiries:
-            inquiry.answer(stats)
 
 
 def _check_open_files(count: int) -> None:
-    """Raises `OSError` where so many files more cannot be opened: libzmq would end the process instead."""
+    """Raises `OSError` where so many more files cannot be opened: libzmq would abort the process."""
     with contextlib.ExitStack() as opened:
         for _ in range(count):
             opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request as the orchestrator is given it, and what it keeps of it until its terminal event."""
+"""A request as the orchestrator receives it, and its state until its terminal event."""
 
 import time
 from collections.abc import Callable
@@ -26,13 +26,13 @@ class PipelineRequest:
 
     Attributes:
         request_id: Unique in the pipeline's life.
-        external_id: The id that the caller knows; events carry it.
-        stages: What each stage that it needs is told, by stage id.
+        external_id: The caller's id; events carry it.
+        stages: The input of each stage that it needs, by stage id.
         final_stages: The stages whose output the caller receives.
-        streams: The caller wants the pieces of the output as they are made.
-        keep_outputs: The last event has the outputs whole; else, where the caller `streams`, only the last segment of
-            each, so that no more of them is held.
-        on_event: Takes the request's events, on the orchestrator's thread; must not block. The last one is terminal.
+        streams: The caller reads the output while it is made.
+        keep_outputs: The last event has the whole outputs. Otherwise, where `streams` is set, it has only the last
+            segment of each, and no earlier ones are kept.
+        on_event: Called with each event, on the orchestrator's thread; must not block. The last one is terminal.
         timeout_s: Seconds from `arrival` after which the request fails; None: never.
         arrival: `time.monotonic()` of its making.
         trace_headers: W3C trace context of the caller, where it has one.
@@ -55,12 +55,12 @@ class PipelineRequest:
 
 
 class RequestRecord:
-    """A request that the pipeline works on.
+    """The state of a request in flight.
 
     Attributes:
         number: See `messages`.
         pending: Stages that have not answered.
-        unsubmitted: Stages that have not been told of it, because they are being restarted.
+        unsubmitted: Stages to which it was not submitted because they are restarting.
     """
 
     def __init__(self, request: PipelineRequest, number: int, config: PipelineConfig) -> None:
@@ -85,18 +85,18 @@ class RequestRecord:
         return [i for i in self._config.targets[stage_id] if i in self.request.stages]
 
     def is_working(self, stage_id: int) -> bool:
-        """Whether the stage has input of this request to work on, as far as is known here, and has not answered."""
+        """Whether the stage has input of this request, as far as the orchestrator can tell, and has not answered."""
         return stage_id in self.pending and not any(
             self._waits_for(source, stage_id) for source in self.sources(stage_id)
         )
 
     def _waits_for(self, source: int, stage_id: int) -> bool:
-        if self._config.window(source, stage_id, None).for_caller(self.request.streams).streams:
+        if self._config.window(source, stage_id, None).for_request(self.request.streams).streams:
             return source in self.pending and not self.is_working(source)
         return source in self.pending
 
     def add_piece(self, stage_id: int, piece: StageOutput) -> None:
-        """A piece of a final stage's output; tells a caller who reads along."""
+        """A segment of a final stage's output; creates the events of a streaming client."""
         output_type = self._config.stages[stage_id].final_output_type or ""
         is_progress = piece.step is not None
         if not is_progress or piece.is_last:
@@ -119,7 +119,7 @@ class RequestRecord:
     def finish(self, stage_id: int, metrics: StageMetrics) -> None:
         """The stage is done with the request."""
         self.pending.discard(stage_id)
-        self.unsubmitted.discard(stage_id)  # What a dead process said last may come after word of its death.
+        self.unsubmitted.discard(stage_id)  # The last message of a dead process may arrive after its death was noticed.
         self._metrics[stage_id] = metrics
 
     def complete(self) -> CompletedEvent:
@@ -141,7 +141,7 @@ class RequestRecord:
         self.request.on_event(ErrorEvent(**self._next_event(), error=error))
 
     def summarize(self, outcome: str = COMPLETED, failed_stage: str | None = None) -> RequestSummary:
-        """What is told of the request when it has ended."""
+        """The summary of an ended request, for observers."""
         text_stage = next((i for i in self._pieces if self._config.stages[i].final_output_type == "text"), None)
         text_metrics = None if text_stage is None else self._metrics.get(text_stage)
         return RequestSummary(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of a pipeline: which stages hear of them, what comes back, and how they end.
+"""Routes the requests of a pipeline: submits them to stages, collects outputs, and ends them.
 
-Belongs to the orchestrator's thread. Knows nothing of sockets and processes.
+Belongs to the orchestrator's thread. Does not depend on sockets or processes.
 """
 
 import heapq
@@ -13,10 +13,9 @@ from vllm_omni.distributed.messages import (
     OutputMessage,
     PayloadRef,
     PeerDownMessage,
-    PeerUpMessage,
     ResultMessage,
 )
-from vllm_omni.distributed.payload_channel import PayloadChannel
+from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.errors import (
     InvalidRequestError,
     RequestAbortedError,
@@ -33,59 +32,59 @@ from vllm_omni.outputs import StageOutput
 
 
 class RequestRouter:
-    """Each request that was admitted, until its terminal event."""
+    """Owns each admitted request until its terminal event."""
 
     def __init__(
         self,
         config: PipelineConfig,
         stages: Mapping[int, OmniStage],
         admission: Admission,
-        channel: PayloadChannel,
+        payloads: PayloadReceiver,
         observer: PipelineObserver,
     ) -> None:
         self._config = config
         self._stages = stages
         self._admission = admission
-        self._channel = channel
+        self._payloads = payloads
         self._observer = observer
         self._number = 0
         self._records: dict[str, RequestRecord] = {}
-        self._deadlines: list[tuple[float, str]] = []  # a heap; requests that have ended stay in it until their time
+        self._deadlines: list[tuple[float, str]] = []  # a heap; includes ended requests
 
     @property
     def due(self) -> float | None:
-        """When `end_overdue` has something to do."""
+        """When `end_overdue` must be called (`time.monotonic()`)."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def activity(self) -> dict[str, int]:
-        """How many requests each stage has work with, by stage name, in stage order. For any thread."""
+        """The number of requests that each stage works on, by stage name, in stage order. For any thread."""
         records = list(self._records.values())
         return {
             stage.name: sum(record.is_working(stage.stage_id) for record in records)
             for stage in self._config.stage_args
         }
 
-    # How requests begin.
+    # Starting requests.
 
     def watch_deadline(self, request: PipelineRequest) -> None:
-        """The request has arrived, and waits for admission."""
+        """The request has arrived and waits for admission."""
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.request_id))
 
     def admit(self) -> None:
-        """Begins with those whose turn it is, as long as there is room."""
+        """Starts waiting requests in order, as long as there is room."""
         while len(self._records) < self._config.runtime.max_inflight:
             request = self._admission.peek()
             if request is None or not self._takes_new(request):
                 return
-            self._begin(self._admission.take())
+            self._start(self._admission.take())
 
     def _takes_new(self, request: PipelineRequest) -> bool:
-        """Whether the stages that it begins with have room for more."""
+        """Whether its first stages accept more requests."""
         firsts = (stage_id for stage_id in request.stages if not self._config.stages[stage_id].engine_input_source)
         return not any(self._stages[stage_id].credit.is_spent for stage_id in firsts)
 
-    def _begin(self, request: PipelineRequest) -> None:
+    def _start(self, request: PipelineRequest) -> None:
         self._number += 1
         record = RequestRecord(request, self._number, self._config)
         self._records[request.request_id] = record
@@ -93,13 +92,13 @@ class RequestRouter:
         headers = self._observer.request_started(request.request_id, modalities, request.trace_headers)
         for stage_request in request.stages.values():
             stage_request.trace_headers = headers
-        # The last stages first, so that they know of a request before its data comes.
+        # The last stages first, so that a stage usually gets a request before its data.
         for stage_id in sorted(request.stages, reverse=True):
             if request.request_id in self._records:
                 self._submit_to(self._stages[stage_id], record)
 
     def _submit_to(self, stage: OmniStage, record: RequestRecord) -> None:
-        """Tells the stage of a request, now or when it has been restarted."""
+        """Submits a request to the stage, now or when it has restarted."""
         request = record.request
         if stage.state is StageState.DEAD:
             self._fail_dead(record, stage)
@@ -117,10 +116,10 @@ class RequestRouter:
                     streams=request.streams,
                 )
             except Exception as error:
-                text = f"the request's data could not be handed over: {type(error).__name__}: {error}"
+                text = f"the request's data could not be sent: {type(error).__name__}: {error}"
                 self._fail(record, StageExecutionError(text, request.external_id, stage.stage_id))
 
-    # What stages say of them.
+    # Messages from stages.
 
     def on_output(self, stage: OmniStage, message: OutputMessage, frames: list[memoryview]) -> None:
         self._take_piece(stage, message.request_id, message.payload, frames, is_last=False)
@@ -134,7 +133,7 @@ class RequestRouter:
         record.finish(message.stage_id, message.metrics)
         for target, epoch in message.sent_to.items():
             if target in record.pending and epoch != self._stages[target].epoch:
-                self._fail_dead(record, self._stages[target])  # It was sent to a process that is no more.
+                self._fail_dead(record, self._stages[target])  # It was sent to a process that has died.
                 return
         if not record.pending:
             del self._records[message.request_id]
@@ -158,20 +157,20 @@ class RequestRouter:
     ) -> None:
         record = self._records.get(request_id)
         if record is None:  # It has ended.
-            self._channel.discard(payload)
+            self._payloads.discard(payload)
             return
         try:
-            piece = self._channel.get(StageOutput, payload, frames)
+            piece = self._payloads.get(StageOutput, payload, frames)
             piece.is_last = is_last
             record.add_piece(stage.stage_id, piece)
         except Exception as error:
             text = f"the output of {stage.label} could not be read: {type(error).__name__}: {error}"
             self._fail(record, StageExecutionError(text, record.request.external_id, stage.stage_id))
 
-    # Stages that die and come back.
+    # Stages that die and restart.
 
     def on_stage_down(self, stage: OmniStage) -> None:
-        """Fails the requests that the stage's process held; those that it knew nothing of wait for the next one."""
+        """Fails the requests whose data the stage's process held; the others wait for the next process."""
         finished = []
         for record in list(self._records.values()):
             if stage.stage_id not in record.request.stages:
@@ -182,39 +181,43 @@ class RequestRouter:
                 record.unsubmitted.add(stage.stage_id)
             else:
                 finished.append(record.request.request_id)
-        self._tell_others(stage, PeerDownMessage(stage_id=stage.stage_id, finished=finished))
+        for neighbour in self._neighbours(stage):
+            neighbour.send(PeerDownMessage(stage_id=stage.stage_id, finished=finished))
 
     def on_stage_up(self, stage: OmniStage) -> None:
-        """The stage takes requests again: it is told of those that waited for it, in order, then its data may come."""
+        """A new process of the stage takes requests. It gets those that waited for it, in order, then their data."""
+        for neighbour in self._neighbours(stage):
+            if neighbour.is_ready:
+                stage.send(neighbour.peer_up)
         for record in sorted(self._records.values(), key=lambda record: record.number):
             if stage.stage_id in record.unsubmitted:
                 self._submit_to(stage, record)
-        self._tell_others(stage, PeerUpMessage(stage_id=stage.stage_id, epoch=stage.epoch))
+        for neighbour in self._neighbours(stage):
+            neighbour.send(stage.peer_up)
 
     def _is_lost(self, record: RequestRecord, stage: OmniStage) -> bool:
-        """Whether the stage's process took something of the request with it that is not to be had again."""
+        """Whether the stage's process held data of the request that cannot be recovered."""
         if stage.stage_id in record.pending:
-            return stage.state is StageState.DEAD or self._has_begun(stage, record)
-        # What it had made for a stage that is away it had kept until that comes back.
+            return stage.state is StageState.DEAD or self._has_input(stage, record)
+        # It kept its output for a target that was restarting.
         return any(target in record.unsubmitted for target in record.targets(stage.stage_id))
 
-    def _has_begun(self, stage: OmniStage, record: RequestRecord) -> bool:
-        """Whether some input of the request was sent to the stage, as far as is known here.
+    def _has_input(self, stage: OmniStage, record: RequestRecord) -> bool:
+        """Whether some input of the request was sent to the stage, as far as the orchestrator can tell.
 
-        A source that hands over windows knows better, and will say so.
+        A source that sends windows has the exact state, and reports it.
         """
         if stage.stage_id in record.unsubmitted:
             return False
         sources = record.sources(stage.stage_id)
         return not sources or any(source not in record.pending for source in sources)
 
-    def _tell_others(self, stage: OmniStage, message: PeerDownMessage | PeerUpMessage) -> None:
-        """Also those that are still loading: the peers that they were told of at their start may be gone by now."""
-        for other in self._stages.values():
-            if other is not stage and other.state is not StageState.DEAD:
-                other.send(message)
+    def _neighbours(self, stage: OmniStage) -> list[OmniStage]:
+        """The stages that it sends data to, or gets data from."""
+        stage_ids = {*stage.config.engine_input_source, *self._config.targets[stage.stage_id]}
+        return [self._stages[stage_id] for stage_id in sorted(stage_ids)]
 
-    # How requests end.
+    # Ending requests.
 
     def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -236,7 +239,7 @@ class RequestRouter:
             self._fail(record, RequestAbortedError(text, record.request.external_id))
 
     def _end(self, request_id: str, make_error: Callable[[str], RequestError]) -> None:
-        """Ends a request, whether it works or waits. Does nothing if it has ended."""
+        """Ends a request, running or waiting. Does nothing if it has ended."""
         waiting = self._admission.withdraw(request_id)
         if waiting is not None:
             self._end_waiting(waiting, make_error(waiting.external_id))
@@ -245,7 +248,7 @@ class RequestRouter:
             self._fail(record, make_error(record.request.external_id))
 
     def _end_waiting(self, request: PipelineRequest, error: RequestError) -> None:
-        """Ends a request that no stage has heard of."""
+        """Ends a request that was not submitted to any stage."""
         self._observer.request_started(request.request_id, [], request.trace_headers)
         self._report_failure(RequestRecord(request, 0, self._config), error)
 
@@ -254,7 +257,7 @@ class RequestRouter:
         self._fail(record, StageDeadError(text, record.request.external_id, stage.stage_id))
 
     def _fail(self, record: RequestRecord, error: RequestError) -> None:
-        """Ends a request with an error and makes every stage forget it."""
+        """Ends a request with an error and aborts it at every stage."""
         del self._records[record.request.request_id]
         for stage_id in record.request.stages:
             self._stages[stage_id].abort([record.request.request_id])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a pipeline's configuration to what each stage's process is told."""
+"""Makes the start parameters of each stage process from the pipeline's configuration."""
 
 from collections.abc import Mapping
 
 from vllm_omni.config.loader import resolve_dotted_path
-from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, WindowConfig
+from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, PipelineConfig, WindowConfig
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.orchestrator.omni_stage import OmniStage
@@ -18,54 +18,45 @@ class SpecFactory:
         self,
         config: PipelineConfig,
         model: str,
-        shm_threshold_bytes: int,
+        connector: ConnectorConfig,
         placements: Mapping[int, StagePlacement],
-        records_stats: bool,
         otlp_traces_endpoint: str | None,
     ) -> None:
         self._config = config
         self._model = model
-        self._shm_threshold_bytes = shm_threshold_bytes
+        self._connector = connector
         self._placements = placements
-        self._records_stats = records_stats
         self._otlp_traces_endpoint = otlp_traces_endpoint
 
-    def make(self, stage: OmniStage, stages: Mapping[int, OmniStage], run_dir: RunDir) -> StageSpec:
-        """
-        Args:
-            stages: All stages, for where their processes are now.
-        """
+    def make(self, stage: OmniStage, run_dir: RunDir) -> StageSpec:
         config, runtime = stage.config, self._config.runtime
         return StageSpec(
             stage=config,
             model=config.checkpoint(self._model),
             epoch=stage.epoch,
             run_dir=str(run_dir.path),
-            sources={
-                source: SourceSpec(epoch=stages[source].serving_epoch, window=self._window(source, config))
-                for source in config.engine_input_source
-            },
+            orchestrator=run_dir.orchestrator_address,
+            sources={source: SourceSpec(window=self._window(source, config)) for source in config.engine_input_source},
             targets={
-                target: self._make_target(config, stages[target]) for target in self._config.targets[config.stage_id]
+                target: self._make_target(config, self._config.stages[target])
+                for target in self._config.targets[config.stage_id]
             },
             segments=runtime.ar if config.kind == "AR" else None,
             max_inflight=self._config.max_inflight(config),
             max_queued=self._config.max_queued(config),
             high_watermark_bytes=runtime.defaults.high_watermark_bytes,
-            shm_threshold_bytes=self._shm_threshold_bytes,
+            connector=self._connector,
             placement=self._placements.get(config.stage_id, StagePlacement()),
-            records_stats=self._records_stats,
             otlp_traces_endpoint=self._otlp_traces_endpoint,
         )
 
-    def _make_target(self, stage: OmniStageConfig, target: OmniStage) -> TargetSpec:
+    def _make_target(self, stage: OmniStageConfig, target: OmniStageConfig) -> TargetSpec:
         return TargetSpec(
-            epoch=target.serving_epoch,
-            window=self._window(stage.stage_id, target.config),
-            reads=self._reads(target.config),
-            max_queued=self._config.max_queued(target.config),
+            window=self._window(stage.stage_id, target),
+            reads=self._reads(target),
+            max_queued=self._config.max_queued(target),
             high_watermark_bytes=self._config.runtime.defaults.high_watermark_bytes,
-            shm_threshold_bytes=self._config.shm_threshold_bytes(stage, target.stage_id, self._shm_threshold_bytes),
+            connector=self._config.connector(stage, target.stage_id, self._connector.shm_threshold_bytes),
         )
 
     def _window(self, source: int, target: OmniStageConfig) -> WindowConfig:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the processes of a pipeline's stages running: starts them, notices their deaths, restarts them, ends them.
+"""Keeps the processes of a pipeline's stages running: starts, restarts and stops them.
 
-Knows nothing of requests. Belongs to the orchestrator's thread, except where it says otherwise.
+Does not depend on requests. Belongs to the orchestrator's thread, except where noted.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ logger = logging.getLogger("vllm.omni.orchestrator")
 
 _SHUTDOWN_GRACE_S = 10.0
 _END_GRACE_S = 2.0
-"""How long a process that is ending, or was killed, may take for it until it is given up."""
+"""How long to wait for the end of a process that is ending or was killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageHealth:
-    """How a stage is.
+    """The state of a stage.
 
     Attributes:
         state: `starting`, `ready`, `restarting` or `dead`.
-        num_restarts: How often its process had to be replaced.
+        num_restarts: How often its process was replaced.
         last_death: How its last process ended; empty if none has.
     """
 
@@ -51,9 +51,9 @@ class StageGroup:
     Attributes:
         process: Their process; None while there is none.
         end_reason: Why we ended the process; empty if we did not.
-        fork_due: When the next one is to be started; None if it need not be.
+        fork_due: When the next process is started; None if none is due.
         ready_due: When it must be ready; None once it is.
-        end_due: When it must have ended; None while it need not.
+        end_due: When it must have ended; None while it is not ending.
     """
 
     def __init__(self, stages: list[OmniStage]) -> None:
@@ -80,8 +80,8 @@ class Supervisor:
     """Owns the stages' processes.
 
     Attributes:
-        restarts: Whether dead processes are replaced: not while the pipeline starts.
-        health: How the stages are, as of the last change; replaced as a whole, so any thread may read it.
+        restarts: Whether dead processes are replaced; false while the pipeline starts.
+        health: The state of the stages, as of the last change; replaced as a whole, so any thread may read it.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Supervisor:
         """
         Args:
             groups: The stages of each process.
-            make_spec: Says what a new process of a stage is told.
+            make_spec: Makes the start parameters of a stage's new process.
             restart: How often, and when, a process is replaced.
             stage_init_timeout: Seconds that a process may take to become ready.
             command: Runs a function on the orchestrator's thread.
-            on_down: Is told of each stage whose process died, or could not be started again.
+            on_down: Called for each stage whose process died, or could not be started again.
         """
         self.restarts = False
         self.groups = [StageGroup(stages) for stages in groups]
@@ -115,7 +115,7 @@ class Supervisor:
 
     @property
     def due(self) -> float | None:
-        """When `act_on_time` has something to do."""
+        """When `act_on_time` must be called (`time.monotonic()`)."""
         times = [group.due for group in self.groups if group.due is not None]
         return min(times) if times else None
 
@@ -134,20 +134,20 @@ class Supervisor:
                 raise StageStartError(message, group.stages[0].stage_id) from error
             group.ready_due = time.monotonic() + self._stage_init_timeout
 
-    def on_ready(self, stage: OmniStage) -> None:
-        """The stage has said that it takes requests."""
-        stage.state = StageState.READY
+    def on_ready(self, stage: OmniStage, address: str) -> None:
+        """The stage has announced that it takes requests at this address."""
+        stage.on_ready(address)
         group = self._group_of(stage)
         if all(one.is_ready for one in group.stages):
             group.ready_due = None
         self.health = self._make_health()
 
     def filenos(self) -> list[int]:
-        """What becomes readable when a process ends, or is about to."""
+        """File descriptors that become readable when a process ends, or is about to."""
         return [fd for group in self.groups if group.process is not None for fd in group.process.filenos()]
 
-    def take_down_dead(self, readable: set[int]) -> None:
-        """Takes down the stages of processes that have ended; only those with a readable file number can have."""
+    def handle_deaths(self, readable: set[int]) -> None:
+        """Handles processes that have ended; only those with a readable file descriptor can have."""
         for group in self.groups:
             if group.process is None or readable.isdisjoint(group.process.filenos()):
                 continue
@@ -158,22 +158,22 @@ class Supervisor:
                 self._expect_end(group)
 
     def act_on_time(self) -> None:
-        """Starts processes that are due, and ends those that are overdue."""
+        """Starts processes that are due, and kills those that are overdue."""
         now = time.monotonic()
         for group in self.groups:
             if group.due is None or now < group.due:
                 continue
             if group.process is None:
-                self._begin_restart(group)
+                self._restart_group(group)
             elif group.end_due is not None:
                 group.process.kill()
                 self._on_death(group)
             else:
                 limit = f"{self._stage_init_timeout:g} s"
-                self._end(group, f"it was not ready after {limit}; give more time with stage_init_timeout")
+                self._end(group, f"it was not ready after {limit}; raise stage_init_timeout")
 
     def kill(self, stage: OmniStage, reason: str) -> None:
-        """Ends a process that is of no use any more. Its death is noticed like any other."""
+        """Kills a stage's process. Its death is handled like any other."""
         self._end(self._group_of(stage), reason)
 
     def _end(self, group: StageGroup, reason: str) -> None:
@@ -187,9 +187,11 @@ class Supervisor:
             group.end_due = time.monotonic() + _END_GRACE_S
 
     def stop_all(self) -> None:
-        """Asks all stages to stop, waits for some time, and kills those that are left."""
+        """Tells all stages to stop, waits for some time, and kills those that are left, or are still loading."""
         running = {group.process: group for group in self.groups if group.process is not None}
-        for group in running.values():
+        for process, group in running.items():
+            if not all(stage.is_ready for stage in group.stages):
+                process.kill()
             for stage in group.stages:
                 stage.send(ShutdownMessage())
         left = wait_for_all(list(running), _SHUTDOWN_GRACE_S)
@@ -224,14 +226,18 @@ class Supervisor:
         if len(group.deaths) > self._restart.max_restarts:
             for stage in group.stages:
                 stage.state = StageState.DEAD
-            logger.error("%s: died (%s), and is not restarted any more", group.label, group.stages[0].death)
+            logger.error(
+                "%s: died (%s); it is not restarted, because it died too often (runtime.restart)",
+                group.label,
+                group.stages[0].death,
+            )
             return
         backoff = self._restart.backoff_s * 2 ** (len(group.deaths) - 1)
         group.fork_due = now + min(backoff, self._restart.max_backoff_s)
-        logger.error("%s: died (%s), is restarted in %.1f s", group.label, group.stages[0].death, group.fork_due - now)
+        logger.error("%s: died (%s); restarting in %.1f s", group.label, group.stages[0].death, group.fork_due - now)
 
-    def _begin_restart(self, group: StageGroup) -> None:
-        """On a thread of its own: if the fork server has died too, the next one takes seconds to be ready."""
+    def _restart_group(self, group: StageGroup) -> None:
+        """Forks on another thread: if the fork server has died too, its replacement takes seconds to start."""
         group.fork_due = None
         specs = self._encode_specs(group)
 
@@ -252,7 +258,7 @@ class Supervisor:
 
     def _on_forked(self, group: StageGroup, process: StageProcess) -> None:
         group.process = process
-        if not all(stage.is_ready for stage in group.stages):  # It may have been faster than word of it.
+        if not all(stage.is_ready for stage in group.stages):  # It may be ready already.
             group.ready_due = time.monotonic() + self._stage_init_timeout
 
     def _encode_specs(self, group: StageGroup) -> bytes:

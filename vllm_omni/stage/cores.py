@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which CPU cores a stage gets, and how many threads compute there.
 
-The parent decides and checks for all stages before anything starts; a stage's process binds itself. It knows no engine.
+The parent assigns and checks the cores of all stages before anything starts; a stage's process binds itself.
 """
 
 import os
@@ -9,68 +9,68 @@ import os
 import torch
 from vllm.platforms import current_platform
 
-from vllm_omni.config.placement import process_cpus
+from vllm_omni.config.resources import process_cpus
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.spec import StagePlacement
 
-_Said = list[tuple[list[OmniStageConfig], list[int] | int | None]]
+_Requested = list[tuple[list[OmniStageConfig], list[int] | int | None]]
 
 
 def place_cores(config: PipelineConfig) -> dict[int, StagePlacement]:
     """The cores and threads of each stage, by stage id; stages of one process have the same.
 
-    A list of cores is taken as it is; lists may overlap. A number gets that many of the cores that no list names, in
-    order. Who says nothing shares all that is left, with an equal part of the threads on a CPU; where no stage says
-    anything, none is bound. A user's `OMP_NUM_THREADS` wins over every number of threads decided here.
+    A list of cores is used as it is; lists may overlap. A number gets that many of the cores that no list names, in
+    order. Processes without `runtime.cpus` share the remaining cores, with an equal part of the threads on a CPU; if no
+    process has it, none is bound. A user's `OMP_NUM_THREADS` overrides every number of threads.
 
     Raises:
-        StageConfigError: There is no such core, or there are not so many.
+        StageConfigError: A core does not exist, or there are too few.
     """
     allowed = sorted(os.sched_getaffinity(0))
-    said: _Said = [(process, process_cpus(process)) for process in config.processes]
-    listed = {core for _, cpus in said if isinstance(cpus, list) for core in cpus}
+    requested: _Requested = [(process, process_cpus(process)) for process in config.processes]
+    listed = {core for _, cpus in requested if isinstance(cpus, list) for core in cpus}
     free = [core for core in allowed if core not in listed]
-    _check_lists(said, allowed)
-    _check_numbers(said, free, allowed)
+    _check_lists(requested, allowed)
+    _check_numbers(requested, free, allowed)
     placements: dict[int, StagePlacement] = {}
-    for process, cpus in said:
+    for process, cpus in requested:
         if isinstance(cpus, int):
             number = cpus
             cpus, free = free[:number], free[number:]
         if cpus is not None:
             placement = StagePlacement(cpus=cpus, num_threads=_num_threads(len(cpus)))
             placements |= {stage.stage_id: placement for stage in process}
-    silent = [process for process, cpus in said if cpus is None]
-    rest = StagePlacement(cpus=free if placements and free else None, num_threads=_share(len(free), len(silent)))
-    return placements | {stage.stage_id: rest for process in silent for stage in process}
+    others = [process for process, cpus in requested if cpus is None]
+    rest = StagePlacement(cpus=free if placements and free else None, num_threads=_share(len(free), len(others)))
+    return placements | {stage.stage_id: rest for process in others for stage in process}
 
 
 def bind_cores(placement: StagePlacement) -> None:
-    """Binds this process. To be called while it has one thread: only later ones inherit its cores."""
+    """Binds this process. Call it while the process has one thread: only later threads inherit the cores."""
     if placement.cpus is not None:
         os.sched_setaffinity(0, placement.cpus)
     if placement.num_threads is not None:
         torch.set_num_threads(placement.num_threads)
 
 
-def _check_lists(said: _Said, allowed: list[int]) -> None:
-    for process, cpus in said:
+def _check_lists(requested: _Requested, allowed: list[int]) -> None:
+    for process, cpus in requested:
         unknown = set(cpus) - set(allowed) if isinstance(cpus, list) else set()
         if unknown:
             raise StageConfigError(
-                f"stage {process[0].stage_id} ({process[0].name}): runtime.cpus names {_join(unknown)}, but this "
-                f"process may run on {_join(allowed)} only; name some of these"
+                f"{process[0].label}: runtime.cpus names {_join(unknown)}, but this process may run on "
+                f"{_join(allowed)} only; name some of these"
             )
 
 
-def _check_numbers(said: _Said, free: list[int], allowed: list[int]) -> None:
-    wanted = {process[0].name: cpus for process, cpus in said if isinstance(cpus, int)}
+def _check_numbers(requested: _Requested, free: list[int], allowed: list[int]) -> None:
+    wanted = {process[0].name: cpus for process, cpus in requested if isinstance(cpus, int)}
     if sum(wanted.values()) > len(free):
         each = ", ".join(f"{name} {number}" for name, number in wanted.items())
         raise StageConfigError(
-            f"runtime.cpus: the stages ask for {sum(wanted.values())} cores ({each}), but of {len(allowed)} that this "
-            f"process may use {len(free)} are left for them; ask for fewer"
+            f"runtime.cpus: the stages need {sum(wanted.values())} cores ({each}), but of {len(allowed)} that this "
+            f"process may use {len(free)} are left for them; set smaller numbers"
         )
 
 
@@ -79,7 +79,7 @@ def _join(numbers: set[int] | list[int]) -> str:
 
 
 def _share(num_cores: int, num_processes: int) -> int | None:
-    """Threads of a process among some that share cores. With an accelerator the work is there, and torch decides."""
+    """Threads of each process that shares cores. With an accelerator torch decides."""
     if not current_platform.is_cpu() or not num_processes:
         return None
     return _num_threads(max(1, num_cores // num_processes))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much device memory a stage needs, computed from its checkpoint's configuration before anything is loaded.
 
-The stage's own model is built on the meta device: its parameters have shapes and dtypes, but no memory. Weights and KV
-cache follow exactly from it. Activations are estimates (see `_activations`). No GPU is needed, nothing is measured.
+The stage's model is built on the meta device: its parameters have shapes and dtypes, but no memory. Weights and KV
+cache are exact; activations are estimates (see `_activations`). No GPU is needed, nothing is measured.
 """
 
 import logging
@@ -42,7 +42,7 @@ OVERHEAD_BYTES = 512 << 20
 """CUDA graphs and the workspaces of libraries, in a vLLM stage's budget. An assumption."""
 
 CONTEXT_BYTES = 512 << 20
-"""What CUDA takes of a device for each process that uses it, outside all budgets. An assumption."""
+"""CUDA context of each process on a device, outside all budgets. An assumption."""
 
 _POSITIONS_PER_MEDIA_TOKEN = 4  # Encoders merge 2 x 2 patches, or as many audio frames, into one token of the prompt.
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
@@ -56,7 +56,7 @@ class StageNeeds:
 
     Attributes:
         weights: Bytes of parameters and buffers.
-        activations: The peak of one step; None: not known.
+        activations: The peak of one step; None: unknown.
         overhead: See `OVERHEAD_BYTES`.
         kv_token: KV cache of one token of a long request; 0 for a model without KV cache.
         kv_request: KV cache of one request of `max_model_len` tokens, which vLLM requires to start.
@@ -78,18 +78,18 @@ class StageNeeds:
 
     @property
     def total(self) -> int:
-        """The least that the stage starts with."""
+        """The minimum with which the stage starts."""
         return self.without_kv_cache + self.kv_request
 
 
 def stage_needs(config: PipelineConfig, stage: OmniStageConfig, model: str) -> StageNeeds | None:
-    """What a stage of a pipeline needs on an accelerator; None for one that runs no model.
+    """Memory of a stage on an accelerator; None for a stage without a model.
 
     A stage on several devices is counted as if it ran on one. Reads configurations and other small files, which are
     downloaded for a name on the hub.
 
     Raises:
-        StageConfigError: It cannot be computed; says why.
+        StageConfigError: It cannot be computed; the message says why.
     """
     if stage.runs_vllm:
         return _of_vllm(config, stage, stage.checkpoint(model))
@@ -101,7 +101,7 @@ def stage_needs(config: PipelineConfig, stage: OmniStageConfig, model: str) -> S
 def _of_diffusers(stage: OmniStageConfig, model: str) -> StageNeeds:
     from vllm_omni.diffusion.loader import weight_bytes  # imports diffusers
 
-    config = parse_dit_config(stage.dit_engine_args, f"stage {stage.stage_id} ({stage.name})")
+    config = parse_dit_config(stage.dit_engine_args, stage.label)
     return StageNeeds(weights=weight_bytes(model, config, torch.device("cuda")), activations=None)
 
 
@@ -145,7 +145,7 @@ def _dtype(vllm_config: VllmConfig) -> torch.dtype:
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """vLLM's layers read the size of their parallel group, which has to be there; here it has one member."""
+    """vLLM's layers read the size of their parallel group: makes a group of one member."""
     if torch.distributed.is_initialized():
         yield
         return
@@ -161,7 +161,7 @@ def _one_rank() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """vLLM's warnings are about this machine, which need not be the one that is computed for."""
+    """Silences vLLM's warnings: they are about this machine, which may not be the target."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -171,7 +171,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _weights(module: nn.Module, quantized_bytes: int | None) -> int:
-    """Bytes of parameters and buffers; where the weights are quantized, those of linear layers and experts are."""
+    """Bytes of parameters and buffers; quantization applies to linear layers and experts."""
     size = sum(buffer.nbytes for buffer in module.buffers())
     counted: set[int] = set()
     for layer in module.modules():
@@ -204,7 +204,7 @@ def _kv_cache_specs(vllm_config: VllmConfig) -> Iterator[Any]:
 
 
 def _rows_of_a_step(config: PipelineConfig, stage: OmniStageConfig, vllm_config: VllmConfig) -> int:
-    """Rows of input that a step has at most: fewer where every request comes in windows."""
+    """Maximal input rows of a step: fewer if all requests come in windows."""
     scheduler = vllm_config.scheduler_config
     if stage.kind != "generation" or stage.custom_process_input_func is None:
         return scheduler.max_num_batched_tokens
@@ -221,8 +221,8 @@ def _activations(module: nn.Module, vllm_config: VllmConfig, num_rows: int) -> i
 
     A language model: the outputs of all linear layers of its widest layer, for `max_num_batched_tokens` tokens, and
     float32 logits for `max_num_seqs` requests, twice. Encoders: likewise, for one input that fills a prompt of
-    `max_model_len` tokens, because the profiling run encodes the largest input that there can be. The outputs of a
-    layer are not all needed at the same time; that covers residuals and temporary copies.
+    `max_model_len` tokens, because the profiling run encodes the largest possible input. The outputs of a layer
+    do not all exist at the same time; the difference covers residuals and temporary copies.
     """
     if isinstance(module, SupportsActivationEstimate):
         return module.activation_bytes(num_rows)
@@ -239,7 +239,7 @@ def _activations(module: nn.Module, vllm_config: VllmConfig, num_rows: int) -> i
 
 
 def _encoder_names(module: nn.Module, vllm_config: VllmConfig) -> tuple[str, ...]:
-    """Beginnings of the names of the parts that encode media."""
+    """Name prefixes of the modules that encode media."""
     if not isinstance(module, SupportsMultiModal) or not vllm_config.model_config.is_multimodal_model:
         return ()
     language: Any = module.get_language_model()
@@ -247,7 +247,7 @@ def _encoder_names(module: nn.Module, vllm_config: VllmConfig) -> tuple[str, ...
 
 
 def _layer_widths(module: nn.Module, num_experts_per_token: int) -> dict[str, int]:
-    """Values that the linear layers of each layer make of one position, by the layer's name."""
+    """Output values of the linear layers of each layer for one position, by the layer's name."""
     widths: dict[str, int] = defaultdict(int)
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, VocabParallelEmbedding)):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a stage's output goes: to the stages that read it, and to the orchestrator.
-
-Belongs to the stage's IO thread.
-"""
+"""Sends a stage's output to the stages that read it, and to the orchestrator. Belongs to the stage's IO thread."""
 
 import os
 import time
@@ -14,7 +11,7 @@ import msgspec
 import zmq
 
 from vllm_omni.config.stage_config import WindowConfig
-from vllm_omni.distributed.connectors import ThresholdConnector
+from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     DataMessage,
@@ -27,8 +24,8 @@ from vllm_omni.distributed.messages import (
     SubmitMessage,
     send,
 )
-from vllm_omni.distributed.payload_channel import PayloadChannel
-from vllm_omni.distributed.run_dir import orchestrator_address, payload_prefix
+from vllm_omni.distributed.payloads import PayloadSender
+from vllm_omni.distributed.run_dir import payload_prefix
 from vllm_omni.outputs import StageOutput, reads_tensors
 from vllm_omni.stage.peers import Target, make_socket
 from vllm_omni.stage.request_state import OutputStream, RequestState
@@ -37,7 +34,7 @@ from vllm_omni.stage.spec import StageSpec
 
 
 class Outlet:
-    """Sends pieces of output, trimmed to what each reader reads. Keeps what is for a stage that is being restarted."""
+    """Sends segments of output, with the fields that each consumer reads. Keeps what a restarting stage is to get."""
 
     def __init__(self, spec: StageSpec, context: zmq.Context) -> None:
         run_dir = Path(spec.run_dir)
@@ -46,8 +43,8 @@ class Outlet:
         self._hides_tensors = spec.stage.final_output_type == "text"
         prefix = payload_prefix(os.getpid(), self._stage_id, ORCHESTRATOR)
         self._orchestrator = make_socket(context, zmq.PUSH)
-        self._orchestrator.connect(orchestrator_address(run_dir))
-        self._channel = PayloadChannel(ThresholdConnector(run_dir, prefix, spec.shm_threshold_bytes))
+        self._orchestrator.connect(spec.orchestrator)
+        self._payloads = PayloadSender(make_connector(spec.connector, run_dir, prefix))
         self.targets = {
             target: Target(context, run_dir, self._stage_id, target, target_spec)
             for target, target_spec in spec.targets.items()
@@ -55,34 +52,34 @@ class Outlet:
         self._backlog: dict[int, list[tuple[RequestState, StageOutput]]] = defaultdict(list)
 
     def has_room(self, targets: Sequence[int]) -> bool:
-        """Whether all these stages have room for more requests."""
+        """Whether all these stages accept more requests."""
         return all(self.targets[target].takes_new_requests for target in targets)
 
     def reserve(self, state: RequestState) -> None:
-        """A request is begun with: its outputs will be sent."""
+        """A request is started: its outputs will be sent."""
         for target in state.submit.targets:
             self.targets[target].reserve(state.request_id)
 
     def streams(self, state: RequestState) -> bool:
-        """Whether somebody reads this request's output while it is made."""
+        """Whether a consumer reads this request's output while it is made."""
         submit = state.submit
         return (submit.is_final and submit.streams) or any(self._window(submit, i).streams for i in submit.targets)
 
     def reads_tensors(self, state: RequestState) -> bool:
-        """Whether somebody reads more of this request's output than its tokens."""
+        """Whether a consumer reads more of this request's output than its tokens."""
         if state.submit.is_final and not self._hides_tensors:
             return True
         return any(reads_tensors(self.targets[target].spec.reads) for target in state.submit.targets)
 
     def output_stream(self, submit: SubmitMessage) -> OutputStream:
-        """Of a request's output: when it is passed on."""
+        """The state of a request's output: when segments of it are sent."""
         streams = [self._window(submit, target).streams for target in submit.targets]
         if submit.is_final:
             streams.append(submit.streams)
         return OutputStream(self._segmenter(submit), keeps_whole=not all(streams))
 
     def _segmenter(self, submit: SubmitMessage) -> Segmenter:
-        """Only tokens come in so small pieces that they are gathered."""
+        """Only tokens arrive in pieces so small that they are collected."""
         if self._segments is None:
             return Segmenter()
         windows = [self._window(submit, target) for target in submit.targets]
@@ -92,35 +89,39 @@ class Outlet:
         return Segmenter(readers)
 
     def _window(self, submit: SubmitMessage, target: int) -> WindowConfig:
-        """How a stage that reads this request's output cuts it."""
-        return self.targets[target].spec.window.for_caller(submit.streams)
+        """How a target cuts this request's output into windows."""
+        return self.targets[target].spec.window.for_request(submit.streams)
 
-    def tell(self, message: Message, frames: Frames = ()) -> None:
+    def send(self, message: Message, frames: Frames = ()) -> None:
         """Sends to the orchestrator."""
         send(self._orchestrator, message, frames, sender=self._stage_id)
 
     def send_segment(self, state: RequestState, segment: StageOutput) -> None:
-        """Sends a piece to those who read along.
+        """Sends a segment to the streaming consumers.
 
         Raises:
-            Exception: It holds something that cannot be sent.
+            Exception: It has a value that cannot be sent.
         """
         for target in state.submit.targets:
             if self._window(state.submit, target).streams:
                 self._send_data(state, target, segment)
         if state.submit.is_final and state.submit.streams:
-            payload, frames = self._channel.put(self._for_caller(segment))
-            self.tell(OutputMessage(request_id=state.request_id, stage_id=self._stage_id, payload=payload), frames)
+            payload, frames = self._payloads.put(self._for_caller(segment))
+            self.send(OutputMessage(request_id=state.request_id, stage_id=self._stage_id, payload=payload), frames)
 
-    def send_result(self, state: RequestState, last_piece: StageOutput) -> None:
-        """Sends what is left to those who read along, all of it to the others, and word of the end. Raises as above."""
+    def finish(self, state: RequestState, last_piece: StageOutput) -> tuple[ResultMessage, Frames]:
+        """Sends the rest of the output to the targets that stream it, and all of it to the others. Raises as above.
+
+        Returns:
+            The message for the orchestrator, to be sent next.
+        """
         segment, whole = state.outputs.finish(last_piece)
         for target in state.submit.targets:
             self._send_data(state, target, segment if self._window(state.submit, target).streams else whole)
         payload: PayloadRef | None = None
         frames: Frames = ()
         if state.submit.is_final:
-            payload, frames = self._channel.put(self._for_caller(segment if state.submit.streams else whole))
+            payload, frames = self._payloads.put(self._for_caller(segment if state.submit.streams else whole))
         epochs = {target: self.targets[target].epoch for target in state.submit.targets}
         message = ResultMessage(
             request_id=state.request_id,
@@ -129,7 +130,7 @@ class Outlet:
             sent_to={target: epoch for target, epoch in epochs.items() if epoch is not None},
             payload=payload,
         )
-        self.tell(message, frames)
+        return message, frames
 
     def on_target_up(self, message: PeerUpMessage) -> dict[str, Exception]:
         """Connects to a target's new process and sends what was kept for it.
@@ -137,8 +138,7 @@ class Outlet:
         Returns:
             Why the output of some requests could not be sent.
         """
-        target = self.targets[message.stage_id]
-        target.connect(message.epoch)
+        self.targets[message.stage_id].connect(message)
         errors: dict[str, Exception] = {}
         for state, output in self._backlog.pop(message.stage_id, ()):
             try:

@@ -51,8 +51,8 @@ class FlushTimes:
         self._heap: list[tuple[float, str]] = []
         self._entered: set[str] = set()
 
-    def note(self, state: RequestState) -> None:
-        """The request's engine has made some output."""
+    def add(self, state: RequestState) -> None:
+        """The engine has made output of the request."""
         due = state.outputs.due
         if due is not None and state.request_id not in self._entered:
             self._entered.add(state.request_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage's shell remembers of one request: what has arrived of its input, what has left of its output."""
+"""The state of one request in a stage: the input that has arrived, the output that was sent."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ class InputCall:
 class InputStreams:
     """Joins the streams of a request's sources into calls of the stage input processor.
 
-    A source that is handed over whole is in every call, and none is made without it. Of every other one each call has
-    the next window, as long as there is one: the call waits for the slowest.
+    A source that is not cut into windows is in every call, and no call is made before it is complete. Every other
+    source adds its next window to each call, while there is one: the call waits for the slowest source.
     """
 
     def __init__(self, windows: Mapping[int, WindowConfig]) -> None:
@@ -36,7 +36,7 @@ class InputStreams:
         self._is_done = False
 
     def add(self, source: int, piece: StageOutput) -> int:
-        """Takes in a piece; returns the number of windows that it completed."""
+        """Adds a piece; returns the number of windows that it completed."""
         windows = self._states[source].add(piece)
         if source in self._windows:
             self._windows[source].extend(windows)
@@ -50,7 +50,7 @@ class InputStreams:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `next_call` has something to give."""
+        """Whether `next_call` can be called."""
         if self._is_done or len(self._whole) < len(self._states) - len(self._windows):
             return False
         open_sources = [s for s, queue in self._windows.items() if queue or not self.has_ended(s)]
@@ -66,12 +66,12 @@ class InputStreams:
 
 
 class OutputStream:
-    """One request's output on its way out: in segments to those who read along, whole to the others."""
+    """One request's output: in segments for streaming consumers, whole for the others."""
 
     def __init__(self, segmenter: Segmenter, keeps_whole: bool) -> None:
         """
         Args:
-            keeps_whole: Somebody reads it whole.
+            keeps_whole: A consumer reads it whole.
         """
         self._segmenter = segmenter
         self._keeps_whole = keeps_whole
@@ -79,23 +79,23 @@ class OutputStream:
 
     @property
     def due(self) -> float | None:
-        """When a segment must go (`time.monotonic()`), whatever else happens."""
+        """When a segment must be sent (`time.monotonic()`); None while nothing is held for a time limit."""
         return self._segmenter.due
 
     def add(self, piece: StageOutput) -> StageOutput | None:
-        """Takes in a piece of output; returns a segment if one is due."""
+        """Adds a piece of output; returns a segment if one is due."""
         return self._keep(self._segmenter.add(piece))
 
     def flush_if_due(self) -> StageOutput | None:
         return self._keep(self._segmenter.flush_if_due())
 
     def finish(self, piece: StageOutput) -> tuple[StageOutput, StageOutput]:
-        """Takes in the last piece; returns the last segment, and the whole (where it is kept, else the same)."""
+        """Adds the last piece; returns the last segment, and the whole output (without `keeps_whole` the segment)."""
         segment = self._segmenter.finish(piece)
         return segment, merge_stage_outputs([*self._segments, segment])
 
     def _keep(self, segment: StageOutput | None) -> StageOutput | None:
-        # How far a stage has come is no part of the whole.
+        # Progress reports are not part of the output.
         if segment is not None and segment.step is None and self._keeps_whole:
             self._segments.append(segment)
         return segment
@@ -103,12 +103,11 @@ class OutputStream:
 
 @dataclass(slots=True)
 class RequestState:
-    """A request that this stage works on, or waits for the inputs of.
+    """A request that runs in this stage, or waits for its inputs.
 
     Attributes:
-        streamed_to: Targets that have been sent a part of the output.
-        num_received, num_sent: Pieces that have come from each source, and gone to each target.
-        owed: Feeders, requests and bytes to give back when the request does not wait any more.
+        num_received, num_sent: Pieces received from each source, and sent to each target.
+        owed: Feeders, requests and bytes to refund when the request leaves the queue.
     """
 
     submit: SubmitMessage

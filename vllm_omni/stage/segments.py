@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a stage passes on what its engine has made so far (design document 002, section 6).
+"""When a stage sends output of a running request, in segments (design document 002, section 6).
 
-Whoever reads along says when the next piece is of use to him; a segment goes to all of them when it is to one.
+Each streaming consumer has a `Reader`, which decides when a segment is due; it is sent to all of them as soon as it is
+due for one.
 """
 
 import time
@@ -14,24 +15,24 @@ from vllm_omni.stage.window import WindowSizes
 
 
 class Reader(Protocol):
-    """One who reads along."""
+    """The flush policy of a streaming consumer."""
 
     def add(self, piece: StageOutput) -> bool:
-        """Takes note of the next piece. Whether all that is held must go now."""
+        """Counts the next piece. Whether all held pieces must be sent now."""
         ...
 
     @property
     def due(self) -> float | None:
-        """When what is held must go, in seconds on the clock; None: whenever enough is there."""
+        """When held pieces must be sent, in seconds on the clock; None: no time limit."""
         ...
 
-    def note_flush(self) -> None:
-        """What was held has gone."""
+    def flushed(self) -> None:
+        """All held pieces were sent."""
         ...
 
 
 class CallerReader:
-    """The pipeline's caller: so many tokens, or so much time. The first token goes at once."""
+    """The pipeline's caller: due after a number of tokens or a time. The first token is sent at once."""
 
     def __init__(self, config: SegmentConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """
@@ -51,12 +52,12 @@ class CallerReader:
     def due(self) -> float:
         return self._last_flush + self._config.min_flush_interval_ms / 1000
 
-    def note_flush(self) -> None:
+    def flushed(self) -> None:
         self._num_tokens, self._last_flush = 0, self._clock()
 
 
 class WindowReader:
-    """A stage that reads in windows: the next one is complete."""
+    """A stage that reads in windows: due when the next window is complete."""
 
     def __init__(self, config: WindowConfig) -> None:
         self._unit = config.unit
@@ -67,8 +68,8 @@ class WindowReader:
     def due(self) -> None:
         return None
 
-    def note_flush(self) -> None:
-        """What has gone without it is part of the next window all the same."""
+    def flushed(self) -> None:
+        """Does nothing: pieces that were sent early still count for the next window."""
 
     def add(self, piece: StageOutput) -> bool:
         self._num_missing -= self._count(piece)
@@ -92,7 +93,7 @@ class Segmenter:
     def __init__(self, readers: Sequence[Reader] = (), clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            readers: Who reads along; without any, every piece goes at once.
+            readers: One for each streaming consumer; without any, every piece is sent at once.
             clock: Seconds.
         """
         self._readers = readers
@@ -101,14 +102,14 @@ class Segmenter:
 
     @property
     def due(self) -> float | None:
-        """When the pieces held must go, on the clock; None while nothing is held, or nobody minds the time."""
+        """When held pieces must be sent, on the clock; None while nothing is held, or without a time limit."""
         if not self._pieces:
             return None
         times = [reader.due for reader in self._readers]
         return min((due for due in times if due is not None), default=None)
 
     def add(self, piece: StageOutput) -> StageOutput | None:
-        """Takes in a piece; returns a segment if one is due."""
+        """Adds a piece; returns a segment if one is due."""
         self._pieces.append(piece)
         is_due = [reader.add(piece) for reader in self._readers]
         return self._flush() if any(is_due) or not self._readers or piece.step is not None else None
@@ -118,7 +119,7 @@ class Segmenter:
         return self._flush() if due is not None and self._clock() >= due else None
 
     def finish(self, piece: StageOutput) -> StageOutput:
-        """The last segment: the last piece and what was held before it."""
+        """The last segment: the held pieces and this one."""
         self._pieces.append(piece)
         segment = self._flush()
         segment.is_last = True
@@ -129,5 +130,5 @@ class Segmenter:
         segment.is_last = False
         self._pieces = []
         for reader in self._readers:
-            reader.note_flush()
+            reader.flushed()
         return segment

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a stage process is told when it starts."""
+"""The start parameters of a stage process."""
 
 import msgspec
 
-from vllm_omni.config.stage_config import OmniStageConfig, SegmentConfig, WindowConfig
+from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, SegmentConfig, WindowConfig
 
 
 class StagePlacement(msgspec.Struct, kw_only=True, frozen=True):
@@ -22,11 +22,9 @@ class SourceSpec(msgspec.Struct, kw_only=True):
     """A stage whose output this one reads.
 
     Attributes:
-        epoch: Counts its processes; part of its address. None while it has none that serves: word of that will come.
         window: How its output is cut into windows.
     """
 
-    epoch: int | None
     window: WindowConfig
 
 
@@ -34,50 +32,48 @@ class TargetSpec(msgspec.Struct, kw_only=True):
     """A stage that reads this one's output.
 
     Attributes:
-        epoch: As in `SourceSpec`.
-        window: How it cuts the output into windows; it gets segments of it, while it is made, if it does.
-        reads: What of the output it reads (see `StageInputProcessor.reads`).
+        window: How it cuts the output into windows; if it does, it gets segments while the output is made.
+        reads: The fields of the output that it reads (see `StageInputProcessor.reads`).
         max_queued, high_watermark_bytes: What may wait in it for its engine.
-        shm_threshold_bytes: From this size on, payloads to it go through shared memory.
+        connector: How payloads travel to it.
     """
 
-    epoch: int | None
     window: WindowConfig
     reads: list[str] | None
     max_queued: int
     high_watermark_bytes: int
-    shm_threshold_bytes: int
+    connector: ConnectorConfig
 
 
 class StageSpec(msgspec.Struct, kw_only=True):
-    """What one stage is and where its peers are. Crosses to the child as JSON.
+    """One stage and its neighbours. Passed to the child process as JSON.
 
     Attributes:
         stage: Its configuration, overrides applied.
         model: The stage's checkpoint.
-        epoch: Counts the processes that the stage has had, from 0.
+        epoch: Counts the processes of the stage, from 0.
         run_dir: The pipeline's directory of sockets and payloads.
+        orchestrator: The address of the orchestrator.
         sources, targets: Its neighbours, by stage id.
-        segments: When its output is passed on to a caller while it is made; None: whenever there is some.
-        max_inflight: Requests that its engine holds at once; None leaves it to the engine.
-        max_queued, high_watermark_bytes: What may wait in it for its engine; then those who feed it wait.
-        shm_threshold_bytes: From this size on, payloads to the orchestrator go through shared memory.
-        placement: The cores that it may use.
-        records_stats: It keeps count of what it does.
-        otlp_traces_endpoint: Where its spans go; None: it makes none.
+        segments: When output is sent to a streaming client; None: as soon as it is made.
+        max_inflight: Requests that its engine holds at once; None: the engine's capacity.
+        max_queued, high_watermark_bytes: Requests and bytes that may wait in it for its engine before its feeders wait.
+        connector: How payloads travel to the orchestrator.
+        placement: Its cores and threads.
+        otlp_traces_endpoint: Where its spans go; None: no spans.
     """
 
     stage: OmniStageConfig
     model: str = ""
     epoch: int = 0
     run_dir: str
+    orchestrator: str
     sources: dict[int, SourceSpec] = {}
     targets: dict[int, TargetSpec] = {}
     segments: SegmentConfig | None = None
     max_inflight: int | None = None
     max_queued: int = 64
     high_watermark_bytes: int = 256 << 20
-    shm_threshold_bytes: int = 65536
+    connector: ConnectorConfig
     placement: StagePlacement = StagePlacement()
-    records_stats: bool = False
     otlp_traces_endpoint: str | None = None

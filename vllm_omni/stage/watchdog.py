@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a stage's process when a step of its engine takes too long: nobody outside of it can see that it hangs.
+"""Ends a stage's process when a step of its engine takes too long: other processes cannot detect that it hangs.
 
-An engine notes when each of its steps begins and ends, which costs about a microsecond. One thread for all engines of
-the process sleeps until the first of their steps can be overdue, and without a time limit while none of them works.
+An engine records the start and end of each step, which costs about a microsecond. One thread for all engines of the
+process sleeps until the first of their steps can be overdue, and without a timeout while none of them steps.
 
-Code that keeps the interpreter's lock stops that thread as well. So it sets a timer of faulthandler before it sleeps,
-whose own thread needs no lock: that one ends the process, without last words, if this thread does not wake up in time.
+Code that holds the interpreter's lock stops that thread as well. So the thread sets a timer of faulthandler before it
+sleeps, whose own thread needs no lock: it ends the process, without an error message, if the watchdog does not wake up
+in time.
 """
 
 import faulthandler
@@ -19,16 +20,16 @@ from typing import NoReturn
 
 _STDERR = 2
 COMPILE_S = 600.0
-"""How much longer a step may take that may compile or record something first."""
+"""Additional time for a step that may compile or record something first."""
 
 
 class StepTimer:
-    """The time that a step of one engine may take. A context manager around each step, on the engine's thread.
+    """The time limit of an engine's steps. A context manager around each step, on the engine's thread.
 
     Attributes:
         label: The stage's.
-        limit_s: Seconds that the step may take that runs, or the next.
-        deadline: When the step that runs is overdue; infinite while none does.
+        limit_s: Limit of the running or the next step, in seconds.
+        deadline: When the running step is overdue; infinite while none runs.
         thread_id: The engine's thread.
     """
 
@@ -42,8 +43,8 @@ class StepTimer:
         """
         Args:
             limit_s: For a step that compiles nothing.
-            always_compiles: Any step may compile something; else the first one alone.
-            wake_before: Gets each deadline; None: nobody watches.
+            always_compiles: Any step may compile something; otherwise only the first one.
+            wake_before: Called with each deadline; None: no watchdog.
         """
         self.label = label
         self.limit_s = limit_s + COMPILE_S
@@ -61,7 +62,7 @@ class StepTimer:
         self.limit_s = self._later_limit_s
 
     def restart(self) -> None:
-        """The step has made progress: its time begins again."""
+        """The step has made progress: its time limit starts again."""
         if self._wake_before is not None:
             self.deadline = time.monotonic() + self.limit_s
             self._wake_before(self.deadline)
@@ -71,16 +72,16 @@ class Watchdog:
     """Watches the engines of a process.
 
     Attributes:
-        wakes_at: When its thread looks at them next; infinite: when the next step begins.
+        wakes_at: When its thread checks them next; infinite: when the next step starts.
     """
 
-    def __init__(self, die: Callable[[str], NoReturn]) -> None:
+    def __init__(self, exit_process: Callable[[str], NoReturn]) -> None:
         """
         Args:
-            die: Ends the process; gets its last words.
+            exit_process: Ends the process with this error message.
         """
         self.wakes_at = math.inf
-        self._die = die
+        self._exit_process = exit_process
         self._timers: list[StepTimer] = []
         self._lock = threading.Lock()
         self._is_due = threading.Event()
@@ -99,17 +100,17 @@ class Watchdog:
     def _wake_before(self, deadline: float) -> None:
         if deadline < self.wakes_at:
             with self._lock:
-                self._set_timer(deadline)  # Here and now: the step may keep the lock from its begin on.
+                self._set_timer(deadline)  # Here: the step may hold the lock from its start on.
                 self._is_due.set()
 
     def _run(self) -> None:
         while True:
             self._is_due.clear()
-            self.wakes_at = math.inf  # Before it looks: a step that begins meanwhile wakes it again.
-            self._is_due.wait(self._look())
+            self.wakes_at = math.inf  # Before the check: a step that starts meanwhile wakes it again.
+            self._is_due.wait(self._check())
 
-    def _look(self) -> float | None:
-        """Ends the process if a step is overdue. Seconds until the first can be; None while there is none."""
+    def _check(self) -> float | None:
+        """Ends the process if a step is overdue. Seconds until the first can be; None while none runs."""
         with self._lock:
             first = min(self._timers, key=lambda timer: timer.deadline)
             deadline = first.deadline
@@ -124,12 +125,12 @@ class Watchdog:
             return seconds
 
     def _set_timer(self, deadline: float) -> None:
-        # Any step may keep the lock for as long as it may take.
+        # Any step may hold the lock for its whole time limit.
         longest = max(timer.limit_s for timer in self._timers)
         faulthandler.dump_traceback_later(deadline - time.monotonic() + longest, exit=True, file=_STDERR)
 
     def _end(self, timer: StepTimer) -> NoReturn:
-        words = f"{timer.label}: a step took longer than {timer.limit_s:g} s (runtime.step_timeout_s)"
+        message = f"{timer.label}: a step took longer than {timer.limit_s:g} s (runtime.step_timeout_s)"
         stack = "".join(traceback.format_stack(sys._current_frames()[timer.thread_id]))
-        print(f"{words}; its engine is here:\n{stack}", file=sys.stderr, flush=True)
-        self._die(words)
+        print(f"{message}; its engine is here:\n{stack}", file=sys.stderr, flush=True)
+        self._exit_process(message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cutting the stream of one source into the windows that a stage works on (design document 002, sections 6 and 10)."""
+"""Cuts the output of a source into the windows that a stage reads (design document 002, sections 6 and 10)."""
 
 import math
 
@@ -11,7 +11,7 @@ from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
 
 
 class WindowSizes:
-    """The sizes of the windows of one stream: the first one, growing ones, and then `window_size` for ever."""
+    """The sizes of the windows of one stream: the first one, growing ones, and then always `window_size`."""
 
     def __init__(self, config: WindowConfig) -> None:
         self._config = config
@@ -26,9 +26,9 @@ class WindowSizes:
 class WindowState:
     """One request's stream on one edge.
 
-    With `window_size` -1 there is one window, the whole result, when it is complete. With n there is a window for
-    every n units, the first ones smaller (see `WindowSizes`), each with up to `left_context` units before it, and one
-    for what is left at the end. Only the unit itself is cut; all else that has arrived goes with the next window.
+    With `window_size` -1 there is one window, the whole output, when it is complete. With n there is a window for every
+    n units, the first ones smaller (see `WindowSizes`), each with up to `left_context` units before it, and one for the
+    rest at the end. Only the unit is cut; all other fields are part of the next window.
     """
 
     def __init__(self, config: WindowConfig) -> None:
@@ -40,14 +40,14 @@ class WindowState:
         self.has_ended = False
 
     def add(self, piece: StageOutput) -> list[StageOutput]:
-        """Takes in the next piece; returns the windows that it completes."""
+        """Adds the next piece; returns the windows that it completes."""
         self.has_ended = piece.is_last
         if not self._config.streams:
             self._pieces.append(piece)
             return [merge_stage_outputs(self._take_pieces())] if piece.is_last else []
         self._pieces.append(self._units.take_from(piece))
         windows = []
-        while self._num_waiting() >= self._sizes.current + piece.is_last:  # the last window is not left without units
+        while self._num_waiting() >= self._sizes.current + piece.is_last:  # keeps units for the last window
             windows.append(self._cut(self._sizes.current, is_last=False))
             self._sizes.advance()
         if piece.is_last:
@@ -68,7 +68,7 @@ class WindowState:
         return window
 
     def _take_pieces(self) -> list[StageOutput]:
-        """What goes with the next window. The last of it stays, emptied, to tell whose it is."""
+        """The pieces for the next window. An empty piece with the same ids replaces them."""
         pieces = self._pieces
         last = pieces[-1]
         self._pieces = [StageOutput(request_id=last.request_id, stage_id=last.stage_id)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a stage process: for each stage in it an engine, and an IO thread around that.
+"""The main function of a stage process: an engine and an IO thread for each of its stages.
 
-Most processes hold one stage. It knows no kind of engine and no model.
+Most processes have one stage.
 """
 
 import os
@@ -18,35 +18,37 @@ from typing import NoReturn, TypeVar
 import msgspec
 from vllm.utils.system_utils import decorate_logs, set_process_title
 
+from vllm_omni.config.dit_config import parse_dit_config
+from vllm_omni.config.resources import parse_memory
+from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.distributed.run_dir import hold
-from vllm_omni.metrics.recorder import NullRecorder, StageRecorder
+from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
 from vllm_omni.stage.cores import bind_cores
-from vllm_omni.stage.engines import make_stage_engine
+from vllm_omni.stage.devices import alone_on_devices, set_stage_gpu_devices
 from vllm_omni.stage.engines.base import Outbox, StageEngine, Started
-from vllm_omni.stage.placement import alone_on_devices, set_stage_gpu_devices
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import StageSpec
 from vllm_omni.stage.watchdog import Watchdog
 
 _T = TypeVar("_T")
+_FUNCTION_BATCH_SIZE = 8
 
 
 class HostedStage:
-    """One stage of this process. Its IO thread runs from the beginning, and sees if the parent goes."""
+    """One stage of this process. Its IO thread runs from the start, and detects the end of the parent."""
 
     engine: StageEngine
 
     def __init__(self, spec: StageSpec, lifeline: socket.socket, watchdog: Watchdog) -> None:
         self.spec = spec
         self._watchdog = watchdog
-        self.label = f"stage {spec.stage.stage_id} ({spec.stage.name})"
+        self.label = spec.stage.label
         self._lifeline = lifeline
         self._outbox = Outbox()
-        recorder = StageRecorder if spec.records_stats else NullRecorder
-        self._recorder = recorder(spec.stage.stage_id, spec.stage.name)
-        self._tracer = make_stage_tracer(spec.otlp_traces_endpoint)
+        self._recorder = StageRecorder(spec.stage.stage_id, spec.stage.name)
+        self._tracer = None if spec.otlp_traces_endpoint is None else StageTracer(spec.otlp_traces_endpoint)
         self._shell = StageShell(spec, lifeline, self._outbox, self._recorder, self._tracer)
         self._threads: list[threading.Thread] = []
         self._start_thread("io", self._shell.run)
@@ -60,7 +62,7 @@ class HostedStage:
         self._shell.attach(self.engine, load_stage_input_processor(stage, self.spec.model))
 
     def start(self) -> None:
-        """Starts the engine; the stage takes requests from now on."""
+        """Starts the engine; then the stage accepts requests."""
         with alone_on_devices(self.spec.run_dir, self.spec.stage):
             self.engine.start()
         self._outbox.put(Started())
@@ -69,55 +71,55 @@ class HostedStage:
         self._start_thread("engine", self.engine.run)
 
     def join(self) -> None:
-        """Waits until its threads have ended, which they do when the stage is told to."""
+        """Waits until its threads have ended, after a `ShutdownMessage`."""
         for thread in self._threads:
             thread.join()
-        self._tracer.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     def _start_thread(self, what: str, work: Callable[[], None]) -> None:
         thread = threading.Thread(
-            target=self.run_or_die, args=(work,), name=f"{self.spec.stage.name}-{what}", daemon=True
+            target=self.run_or_exit, args=(work,), name=f"{self.spec.stage.name}-{what}", daemon=True
         )
         thread.start()
         self._threads.append(thread)
 
-    def run_or_die(self, work: Callable[[], _T]) -> _T:
-        """Does a part of the stage's work. If it fails, the process ends with the stage's error as its last words."""
+    def run_or_exit(self, work: Callable[[], _T]) -> _T:
+        """Runs a part of the stage's work. If it raises, the process ends and reports the error over the lifeline."""
         try:
             return work()
         except BaseException as error:
             try:
                 traceback.print_exc()
             finally:
-                _die(self._lifeline, f"{self.label}: {type(error).__name__}: {error}")
+                _exit_process(self._lifeline, f"{self.label}: {type(error).__name__}: {error}")
 
 
-def _die(lifeline: socket.socket, last_words: str) -> NoReturn:
+def _exit_process(lifeline: socket.socket, message: str) -> NoReturn:
     try:
         sys.stdout.flush()
-        lifeline.sendall(last_words.encode())
+        lifeline.sendall(message.encode())
     finally:
         os._exit(1)
 
 
 def main(spec_bytes: bytes, lifeline: socket.socket) -> list[HostedStage]:
-    """The whole life of a stage process; returns when every stage in it was told to stop.
+    """Runs a stage process; returns when all of its stages have been shut down.
 
     Args:
         spec_bytes: A list of `StageSpec` as JSON.
-        lifeline: Its end-of-file says that the parent is gone. Gets the last words of a stage that fails in a thread,
+        lifeline: Its end-of-file means that the parent is gone. Receives the error of a stage that fails in a thread,
             or whose step takes too long.
 
     Returns:
-        The stages. Whoever lets go of them has their engines taken apart, which takes seconds; the end of the process
-        does it at once.
+        The stages. Deleting them destroys their engines, which takes seconds; the end of the process is faster.
 
     Raises:
-        Exception: A stage that has the process to itself could not start, or its engine broke; its parent is told.
+        Exception: The only stage of the process could not start, or its engine broke; the caller reports it.
     """
     specs = msgspec.json.decode(spec_bytes, type=list[StageSpec])
     _set_up_process(specs)
-    watchdog = Watchdog(partial(_die, lifeline))
+    watchdog = Watchdog(partial(_exit_process, lifeline))
     stages = [HostedStage(spec, lifeline, watchdog) for spec in specs]
     if len(stages) == 1:
         _run_alone(stages[0], watchdog)
@@ -127,7 +129,7 @@ def main(spec_bytes: bytes, lifeline: socket.socket) -> list[HostedStage]:
 
 
 def _run_alone(stage: HostedStage, watchdog: Watchdog) -> None:
-    """The engine has the main thread."""
+    """Runs the engine on the main thread."""
     stage.make_engine()
     watchdog.start()
     stage.start()
@@ -137,16 +139,16 @@ def _run_alone(stage: HostedStage, watchdog: Watchdog) -> None:
 
 
 def _run_together(stages: list[HostedStage], watchdog: Watchdog) -> None:
-    """Every engine has a thread of its own.
+    """Runs every engine on a thread of its own.
 
-    They start one after the other, and all before any works: vLLM sets defaults of the whole process while it loads.
+    Engines start one after the other, and all before any steps: vLLM sets defaults of the whole process while it loads.
     """
     for stage in stages:
-        stage.run_or_die(stage.make_engine)
+        stage.run_or_exit(stage.make_engine)
     watchdog.start()
-    in_order = sorted(stages, key=lambda stage: not stage.run_or_die(stage.engine.must_start_first))
+    in_order = sorted(stages, key=lambda stage: not stage.run_or_exit(stage.engine.must_start_first))
     for stage in in_order:
-        stage.run_or_die(stage.start)
+        stage.run_or_exit(stage.start)
     for stage in stages:
         stage.run_in_thread()
     for stage in stages:
@@ -157,26 +159,39 @@ def _run_together(stages: list[HostedStage], watchdog: Watchdog) -> None:
 
 def _set_up_process(specs: list[StageSpec]) -> None:
     hold(Path(specs[0].run_dir))
-    # vLLM leaves a rendezvous file in the temporary directory; here it goes with everything else.
+    # vLLM leaves a rendezvous file in the temporary directory; it is removed with the run directory.
     tempfile.tempdir = specs[0].run_dir
     name = "+".join(spec.stage.name for spec in specs)
     set_process_title(name, prefix="vllm_omni")
     decorate_logs(name)
     bind_cores(specs[0].placement)
-    for spec in specs:  # Those that name devices name the same.
+    for spec in specs:  # All stages that name devices name the same.
         if spec.stage.runtime.devices is not None:
-            set_stage_gpu_devices(spec.stage.runtime.devices, f"stage {spec.stage.stage_id} ({spec.stage.name})")
+            set_stage_gpu_devices(spec.stage.runtime.devices, spec.stage.label)
             break
 
 
-def make_stage_tracer(otlp_traces_endpoint: str | None) -> StageTracer:
-    """The tracer of a stage; one that does nothing where there is no endpoint.
+def make_stage_engine(stage: OmniStageConfig, model: str, outbox: Outbox) -> StageEngine:
+    """The engine of a stage, not started."""
+    # Engines are imported here: each stage loads only its own libraries.
+    if stage.runs_vllm:
+        from vllm_omni.stage.engines.llm import LLMStageEngine
 
-    Raises:
-        VllmRequirementError: OpenTelemetry is not installed.
-    """
-    if otlp_traces_endpoint is None:
-        return StageTracer()
-    from vllm_omni.metrics.otel import OtelStageTracer
+        return LLMStageEngine(outbox, stage.stage_id, model, stage.kind.lower(), stage.vllm_engine_args)
+    if stage.kind == "function":
+        from vllm_omni.stage.engines.function import BatchFunctionStageEngine, FunctionStageEngine
 
-    return OtelStageTracer(otlp_traces_endpoint)
+        if stage.batch_function is not None:
+            batch_size = stage.runtime.max_batch_size or _FUNCTION_BATCH_SIZE
+            return BatchFunctionStageEngine(outbox, stage.stage_id, stage.batch_function, batch_size)
+        assert stage.function is not None
+        return FunctionStageEngine(outbox, stage.stage_id, stage.function)
+    if stage.kind == "fake":
+        from vllm_omni.stage.engines.fake import FakeStageEngine
+
+        return FakeStageEngine(outbox, stage.stage_id, stage.name)
+    from vllm_omni.stage.engines.diffusion import DiffusionStageEngine
+
+    config = parse_dit_config(stage.dit_engine_args, stage.label)
+    memory = None if stage.runtime.memory is None else parse_memory(stage.runtime.memory)
+    return DiffusionStageEngine(outbox, stage.stage_id, model, config, memory)

@@ -1,17 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the omni workers on the CPU share."""
+"""The workers and model runners on the CPU: those of the GPU, over vLLM's CPU worker and runner."""
 
+import contextlib
+import ctypes
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_omni.worker.gpu_worker import OmniGPUWorker
-from vllm_omni.worker.timer_slack import patient_threads
+from vllm_omni.errors import StageConfigError
+from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
+from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
+from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner
+from vllm_omni.worker.gpu_worker import GPUARWorker, GPUGenerationWorker, OmniGPUWorker
+
+_PR_SET_TIMERSLACK = 29
+_SLACK_NS = 200_000_000
+
+
+class CPUIdleGenerators(GPUModelRunner):
+    """Stands before vLLM's runner in the order of bases, and after ours."""
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
+        """Removes the generators of requests that do not sample in this step, and puts them back after it.
+
+        vLLM draws for them too and then resets their generators, which a CPU generator does not support: a request
+        with a seed and a chunked prefill would raise, and fail the step for its whole batch.
+        """
+        sample_tokens: Any = super().sample_tokens  # its decorator hides the type
+        generators = self.input_batch.generators
+        if self.execute_model_state is None or not generators:
+            return sample_tokens(grammar_output)
+        idle = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
+        removed = {index: generators.pop(index) for index in idle if index in generators}
+        try:
+            return sample_tokens(grammar_output)
+        finally:
+            generators.update(removed)
+
+
+class OmniPunicaWrapperCPU(PunicaWrapperCPU):
+    """LoRA on the CPU where a request has no adapter.
+
+    vLLM marks the rows of such a request with the index -1. Its kernels for accelerators skip them; those for the CPU
+    read -1 as the last adapter. An adapter's result is linear in its input, so zeros in these rows add nothing.
+
+    The class holds no state of its own: vLLM builds its own class, and `adopt` turns the instance into this one.
+    """
+
+    @classmethod
+    def adopt(cls, wrapper: Any) -> None:
+        assert isinstance(wrapper, PunicaWrapperCPU), f"{type(wrapper).__name__} is not the CPU's"
+        wrapper.__class__ = cls
+
+    def add_lora_linear(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super().add_lora_linear(y, _with_adapter(x, self.token_lora_indices), *args, **kwargs)
+
+    def add_lora_embedding(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super().add_lora_embedding(y, _with_adapter(x, self.token_lora_indices), *args, **kwargs)
+
+    def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super().add_lora_logits(y, _with_adapter(x, self.sampler_indices), *args, **kwargs)
+
+
+class CPULoRA(CPUModelRunner):
+    """A base of the runners of stages that can have adapters."""
+
+    def load_lora_model(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> nn.Module:
+        if vllm_config.model_config.is_moe:
+            raise StageConfigError(
+                "enable_lora: vLLM has no CPU kernels for LoRA on a mixture of experts; set enable_lora to false"
+            )
+        model = super().load_lora_model(model, vllm_config, device)
+        for wrapper in self.lora_manager._adapter_manager.punica_wrapper_mapping.values():
+            OmniPunicaWrapperCPU.adopt(wrapper)
+        return model
+
+
+class CPUARModelRunner(GPUARModelRunner, CPUIdleGenerators, CPULoRA, CPUModelRunner):
+    pass
+
+
+class CPUFeedbackARModelRunner(FeedbackARModelRunner, CPUIdleGenerators, CPUModelRunner):
+    pass
+
+
+class CPUGenerationModelRunner(GPUGenerationModelRunner, CPUModelRunner):
+    pass
 
 
 class OmniCPUWorker(OmniGPUWorker, CPUWorker):
-    """vLLM's CPU worker with a runner of ours."""
+    """vLLM's CPU worker with one of our runners."""
 
     def init_device(self) -> None:
-        # vLLM's CPU worker has no hook for its runner, so the one it has made, which holds no weights yet, is replaced.
-        with patient_threads():
+        # vLLM's CPU worker has no hook for its runner, so the one it made, which holds no weights yet, is replaced.
+        with long_timer_slack():
             super().init_device()
         self.model_runner = self._make_model_runner()  # type: ignore[assignment]
+
+
+class CPUARWorker(OmniCPUWorker, GPUARWorker):
+    omni_runner_cls = CPUARModelRunner
+    feedback_runner_cls = CPUFeedbackARModelRunner
+
+
+class CPUGenerationWorker(OmniCPUWorker, GPUGenerationWorker):
+    omni_runner_cls = CPUGenerationModelRunner
+
+
+@contextlib.contextmanager
+def long_timer_slack() -> Iterator[None]:
+    """Timeouts of the threads that are started inside may expire 0.2 s late; other waits are not affected.
+
+    vLLM creates a dozen gloo groups for an engine, also for a world of one process, and each has a thread that checks
+    every 10 ms whether the group has ended. In an idle pipeline of three stages these threads alone would take several
+    percent of a core. In return a group takes up to 0.2 s longer to end. Not for a GPU: threads that its libraries
+    start would be late too.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK_NS))  # of this thread; threads that it starts inherit it
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # back to the default
+
+
+def _with_adapter(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """`[num_rows, ...]`, zero where a row's index is that of no adapter."""
+    return rows.masked_fill((indices < 0)[:, None], 0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model runner of talkers: what a step has sampled is made into the next step's input, inside the step.
+"""The model runner of talkers: what a step sampled becomes the next step's input, inside the step.
 
-It keeps requests in slots and sorts the rows of a step; what the rows hold is the business of the model's
-`FeedbackStrategy`. A request's slot is taken with its first step and released when it has ended, however it ended.
+It keeps requests in slots and sorts the rows of a step; the model's `FeedbackStrategy` computes the rows. A request
+takes a slot with its first step and releases it when it ends, however it ends.
 """
 
 from typing import Any
@@ -16,18 +16,15 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from vllm_omni.core.sched.output import InputChunk, OmniModelRunnerOutput
 from vllm_omni.model_executor.feedback import FedBackRows, FeedbackStrategy, InputPiece, SupportsFeedback
-from vllm_omni.worker.feedback_rows import RequestSlots, Rows, StepRows, sort_rows
-from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
-from vllm_omni.worker.host_copy import HostCopy
-
-Outputs = dict[str, torch.Tensor]
+from vllm_omni.worker.feedback_rows import RequestSlots, StepRows, TokenRows, sort_rows
+from vllm_omni.worker.gpu_model_runner import HostCopy, OmniGPUModelRunner, Outputs
 
 
 class FeedbackARModelRunner(OmniGPUModelRunner):
     """vLLM's two phases around a model that declares `SupportsFeedback`.
 
     Attributes:
-        slots: Of all requests that have begun.
+        slots: Of all requests that have started.
     """
 
     strategy: FeedbackStrategy
@@ -46,20 +43,20 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         assert isinstance(model, SupportsFeedback)
         self.strategy = model.make_feedback_strategy(self.scheduler_config.max_num_seqs)
 
-    def abandon_step(self) -> list[str]:
-        return [*super().abandon_step(), *self.slots.req_ids]
+    def discard_step(self) -> list[str]:
+        return [*super().discard_step(), *self.slots.req_ids]
 
-    # ---- requests come and go
+    # ---- requests start and end
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         corrections = super()._update_states(scheduler_output)
         for data in scheduler_output.scheduled_new_reqs:
-            self.omni_info.pop(data.req_id, None)  # The strategy has what it needs of it.
+            self.omni_info.pop(data.req_id, None)  # The strategy has taken what it needs.
         self._batch.update(self.input_batch.req_ids, self.slots, self.device)
         return corrections
 
-    def _remember_input(self, data: NewRequestData) -> None:
-        super()._remember_input(data)
+    def _add_input(self, data: NewRequestData) -> None:
+        super()._add_input(data)
         assert data.sampling_params is not None, "stages take no pooling requests"
         information = dict(self.omni_info.get(data.req_id, {}))
         is_complete = data.req_id not in self.open_inputs
@@ -68,20 +65,18 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         self._batch.clear()
 
     def _extend_inputs(self, input_chunks: dict[str, list[InputChunk]]) -> None:
-        missing = [
-            (req_id, chunk) for req_id, chunks in input_chunks.items() for chunk in self._missing(req_id, chunks)
-        ]
-        if missing:
-            self.strategy.extend([self._as_piece(req_id, chunk) for req_id, chunk in missing])
-        for req_id, chunk in missing:
-            self._note_arrived(req_id, chunk)
+        new = [(req_id, chunk) for req_id, chunks in input_chunks.items() for chunk in self._new_chunks(req_id, chunks)]
+        if new:
+            self.strategy.extend([self._as_piece(req_id, chunk) for req_id, chunk in new])
+        for req_id, chunk in new:
+            self._mark_received(req_id, chunk)
 
     def _as_piece(self, req_id: str, chunk: InputChunk) -> InputPiece:
         information = {} if chunk.information is None else chunk.information.to_dict()
         return InputPiece(self.slots[req_id], information, chunk.is_last)
 
-    def _forget(self, req_id: str) -> None:
-        super()._forget(req_id)
+    def _remove_input(self, req_id: str) -> None:
+        super()._remove_input(req_id)
         slot = self.slots.release(req_id)
         if slot is not None:
             self.strategy.end(slot)
@@ -91,7 +86,7 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
 
     def _preprocess(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        self.is_token_ids.np[:num_tokens] = False  # vLLM need not embed what is overwritten below.
+        self.is_token_ids.np[:num_tokens] = False  # vLLM does not embed what is overwritten below.
         prepared = super()._preprocess(scheduler_output, *args, **kwargs)
         self._write_inputs(self._sort_rows(), self.inputs_embeds.gpu[:num_tokens])
         return prepared
@@ -124,9 +119,9 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
             emitted += self._unemitted(step.known, fed_back.outputs)
         self._emitted = EmittedRows.join(emitted) if emitted else None
 
-    def _unemitted(self, known: Rows, outputs: Outputs) -> list[tuple[np.ndarray, Outputs]]:
-        """Of the rows that are computed again those that have not left: a row leaves with the step that samples the
-        next token, so the last token's has been made by a step that raised."""
+    def _unemitted(self, known: TokenRows, outputs: Outputs) -> list[tuple[np.ndarray, Outputs]]:
+        """Of the rows that are computed again those that have not left. A row leaves with the step that samples the
+        next token, so only a step that raised can have computed the last token's row."""
         num_reqs = self.input_batch.num_reqs
         num_tokens = self.input_batch.num_tokens_no_spec[:num_reqs] - self.input_batch.num_prompt_tokens[:num_reqs]
         indices = np.flatnonzero(known.frames == num_tokens[known.requests] - 1)
@@ -135,8 +130,8 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         where = self._to_device(indices)
         return [(known.requests[indices], {name: output[where] for name, output in outputs.items()})]
 
-    def _take_rows(self, rows: Rows, num_tokens: int) -> tuple[torch.Tensor | slice, FedBackRows]:
-        """Where the rows are in the step, and what they feed back, in one copy to the device."""
+    def _take_rows(self, rows: TokenRows, num_tokens: int) -> tuple[torch.Tensor | slice, FedBackRows]:
+        """The rows' indices in the step, and what they feed back, in one copy to the device."""
         if rows.num_rows == num_tokens == self.input_batch.num_reqs:  # One row for each request of the batch.
             where: torch.Tensor | slice = slice(0, num_tokens)
             slots, frames = self._batch.device_slots, self._to_device(rows.frames)
@@ -147,32 +142,32 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return async_tensor_h2d(array, device=self.device)
 
-    # ---- after it
+    # ---- after the forward
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
         state = self.execute_model_state
         if state is not None:
-            self._remember(state)
-        sample_tokens: Any = super().sample_tokens  # whose type its decorator hides
+            self._save_hidden_states(state)
+        sample_tokens: Any = super().sample_tokens  # its decorator hides the type
         output = sample_tokens(grammar_output)
         if state is None or self._emitted is None:
             return output
         emitted, self._emitted = self._emitted, None
         return OmniModelRunnerOutput.from_base(output, emitted.wait(len(output.req_ids)))
 
-    def _remember(self, state: ExecuteModelState) -> None:
-        """A request samples unless its prompt, or what it computes again, goes on in the next step."""
+    def _save_hidden_states(self, state: ExecuteModelState) -> None:
+        """A request samples unless its prompt, or what it computes again, continues in the next step."""
         idle = self.discard_request_mask.np[: self.input_batch.num_reqs]
         slots, hidden_states = self._batch.device_slots, state.sample_hidden_states
         if idle.any():
             samples = self._to_device(np.flatnonzero(~idle))
             slots, hidden_states = slots[samples], hidden_states[samples]
-        self.strategy.remember(slots, hidden_states)
+        self.strategy.save_hidden_states(slots, hidden_states)
 
 
 class BatchSlots:
-    """The slots of the batch's requests, looked up again only when the batch has changed.
+    """The slots of the batch's requests, looked up again only when the batch changes.
 
     Attributes:
         slots: `[R]` int64.
@@ -186,7 +181,7 @@ class BatchSlots:
         self._req_ids: list[str] = []
 
     def clear(self) -> None:
-        """A request came or went; another may come by its id."""
+        """A request started or ended; another can have its id."""
         self._req_ids = []
 
     def update(self, req_ids: list[str], slots: RequestSlots, device: torch.device) -> None:
@@ -198,11 +193,11 @@ class BatchSlots:
 
 
 class EmittedRows:
-    """The outputs of rows on their way to the CPU."""
+    """The outputs of rows, while they are copied to the CPU."""
 
     @classmethod
     def join(cls, parts: list[tuple[np.ndarray, Outputs]]) -> "EmittedRows":
-        """Of one part or more, of different requests and with outputs of the same names."""
+        """Of one or several parts, of different requests and with outputs of the same names."""
         (requests, outputs), *others = parts
         for more_requests, more in others:
             requests = np.concatenate((requests, more_requests))
@@ -212,7 +207,7 @@ class EmittedRows:
     def __init__(self, requests: np.ndarray, outputs: Outputs) -> None:
         """
         Args:
-            requests: `[N]`, the rows' requests, by their index in the batch; none has two.
+            requests: `[N]`, the rows' requests, by their index in the batch; at most one row each.
             outputs: By name, `[N, ...]`.
         """
         self._requests = requests

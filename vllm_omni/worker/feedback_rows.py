@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a step are prompt and which feed a sampled token back, and whose they are. Numbers only, on the host.
+"""Sorts the rows of a step: which belong to a prompt, which feed a sampled token back, and to which request.
 
-This file knows no model, no runner and no tensor.
+Numbers on the host only: this file knows no model, no runner and no tensor.
 """
 
 import heapq
@@ -46,7 +46,7 @@ class RequestSlots:
         return slot
 
     def release(self, req_id: str) -> int | None:
-        """The slot that a request had, which is free now; None if it had none."""
+        """Frees a request's slot and returns it; None if it had none."""
         slot = self._slots.pop(req_id, None)
         if slot is not None:
             heapq.heappush(self._free, slot)
@@ -60,12 +60,12 @@ class RequestSlots:
         return np.array([self._slots[req_id] for req_id in req_ids], dtype=np.int64)
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """Rows of a step that feed a token back, `[N]` int64 each, in batch order.
 
     Attributes:
         rows: In the step's flat batch.
-        requests: Whose they are, in the batch.
+        requests: Their requests, by index in the batch.
         slots: Of these requests.
         frames: Tokens that the request had sampled before the one of this row.
     """
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
 
 
 class PromptRows(NamedTuple):
-    """Rows `[start, stop)` of a slot's prompt, which begin at `row` of the step's flat batch."""
+    """Rows `[start, stop)` of a slot's prompt, from `row` of the step's flat batch on."""
 
     slot: int
     row: int
@@ -93,13 +93,13 @@ class StepRows(NamedTuple):
     """
     Attributes:
         prompts: For each request with prompt rows in this step.
-        new: Rows of tokens that have not been fed back yet.
-        known: Rows of tokens that have; computed again, since their request was preempted.
+        new: Rows of tokens that were not fed back yet.
+        known: Rows of tokens that were; computed again because their request was preempted.
     """
 
     prompts: list[PromptRows]
-    new: Rows
-    known: Rows | None
+    new: TokenRows
+    known: TokenRows | None
 
 
 def sort_rows(
@@ -112,7 +112,7 @@ def sort_rows(
         computed, prompt, counts: `[R]` each: the tokens computed before this step, of the prompt, and of this step.
 
     Raises:
-        RuntimeError: A request has several rows whose token was not fed back yet: each needs the step before it.
+        RuntimeError: A request has several rows whose token was not fed back yet: each needs the row before it.
     """
     frames = computed - prompt
     if (frames >= 0).all() and len(counts) == counts.sum():
@@ -121,12 +121,12 @@ def sort_rows(
     else:
         requests, rows, frames = _fed_back(computed, prompt, counts)
         prompts = _prompts(slots, computed, prompt, counts)
-    fed = Rows(rows, requests, slots[requests], frames.astype(np.int64))
+    fed = TokenRows(rows, requests, slots[requests], frames.astype(np.int64))
     is_known = fed.frames < num_frames[fed.slots]
     if not is_known.any():
         step = StepRows(prompts, fed, None)
     else:
-        step = StepRows(prompts, *(Rows(*(part[mask] for part in fed)) for mask in (~is_known, is_known)))
+        step = StepRows(prompts, *(TokenRows(*(part[mask] for part in fed)) for mask in (~is_known, is_known)))
     if (step.new.frames != num_frames[step.new.slots]).any():
         raise RuntimeError("a step holds several tokens of one request that were never fed back")
     return step

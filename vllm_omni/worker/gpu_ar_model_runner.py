@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model runner of autoregressive stages: vLLM's two phases, and the model's rows beside the sampled tokens."""
+"""The model runner of autoregressive stages: vLLM's two phases, and the model's rows beside the sampled tokens.
 
+A row is the model's output at one position of a request. Every row leaves the engine exactly once: a request that was
+preempted, or whose step raised, computes again rows that have left, and a chunked prefill computes rows in steps that
+sample nothing, which vLLM must not see as outputs.
+"""
+
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -11,9 +17,7 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from vllm_omni.core.sched.output import OmniModelRunnerOutput
 from vllm_omni.model_executor.interfaces import RequestSpan
-from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
-from vllm_omni.worker.host_copy import HostCopy
-from vllm_omni.worker.row_ledger import RowLedger, Rows
+from vllm_omni.worker.gpu_model_runner import HostCopy, OmniGPUModelRunner, Outputs
 
 
 class GPUARModelRunner(OmniGPUModelRunner):
@@ -24,13 +28,13 @@ class GPUARModelRunner(OmniGPUModelRunner):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self._ledger: RowLedger | None = None
+        self._row_tracker: RowTracker | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         if not self.settings.emits_rows:
             return
-        self._ledger = RowLedger(self.hooks.emits_prompt_rows)
+        self._row_tracker = RowTracker(self.hooks.emits_prompt_rows)
         if self.hooks.aux_layers:
             model = self.get_model()
             assert supports_eagle3(model), f"{type(model).__name__} declares layers but has no way to capture them"
@@ -39,31 +43,31 @@ class GPUARModelRunner(OmniGPUModelRunner):
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
-        sample_tokens: Any = super().sample_tokens  # whose type its decorator hides
-        state = self.execute_model_state
-        if state is None or (self._ledger is None and self.hooks.postprocess is None):
+        sample_tokens: Any = super().sample_tokens  # its decorator hides the type
+        state, tracker = self.execute_model_state, self._row_tracker
+        if state is None or (tracker is None and self.hooks.postprocess is None):
             return sample_tokens(grammar_output)
         # Before vLLM's bookkeeping, which appends the sampled tokens to the requests.
         spans = self.spans
-        rows = None if self._ledger is None else self._take_rows(state, spans, self._ledger)
+        rows = None if tracker is None else self._select_rows(state, spans, tracker)
         output = sample_tokens(grammar_output)
         if self.hooks.postprocess is not None:
-            self._remember(state, spans)
-        if self._ledger is None or rows is None:
+            self._run_postprocess(state, spans)
+        if tracker is None or rows is None:
             return output
-        return OmniModelRunnerOutput.from_base(output, self._ledger.hand_out(spans, rows.wait()))
+        return OmniModelRunnerOutput.from_base(output, tracker.emit(spans, rows.wait()))
 
-    def _forget(self, req_id: str) -> None:
-        super()._forget(req_id)
-        if self._ledger is not None:
-            self._ledger.forget(req_id)
+    def _remove_input(self, req_id: str) -> None:
+        super()._remove_input(req_id)
+        if self._row_tracker is not None:
+            self._row_tracker.remove(req_id)
 
-    def _take_rows(self, state: ExecuteModelState, spans: list[RequestSpan], ledger: RowLedger) -> "StepRows":
-        selected = ledger.select(spans)
+    def _select_rows(self, state: ExecuteModelState, spans: list[RequestSpan], tracker: "RowTracker") -> "SelectedRows":
+        selected = tracker.select(spans)
         is_read = any(start < stop for start, stop in selected)
-        return StepRows(self._make_rows(state, spans) if is_read else {}, selected)
+        return SelectedRows(self._make_rows(state, spans) if is_read else {}, selected)
 
-    def _make_rows(self, state: ExecuteModelState, spans: list[RequestSpan]) -> Rows:
+    def _make_rows(self, state: ExecuteModelState, spans: list[RequestSpan]) -> Outputs:
         """Outputs by name, each `[num_tokens, ...]`, on the model's device."""
         hidden_states = _unpadded(state.hidden_states, spans)
         if self.hooks.output is None:
@@ -72,25 +76,80 @@ class GPUARModelRunner(OmniGPUModelRunner):
         aux = None if aux is None else [_unpadded(layer, spans) for layer in aux]
         return self.hooks.output.make_omni_output(hidden_states, aux, self.preprocessed, spans)
 
-    def _remember(self, state: ExecuteModelState, spans: list[RequestSpan]) -> None:
+    def _run_postprocess(self, state: ExecuteModelState, spans: list[RequestSpan]) -> None:
         assert self.hooks.postprocess is not None
         updates = self.hooks.postprocess.postprocess(_unpadded(state.hidden_states, spans), spans)
         for span, update in zip(spans, updates, strict=True):
             span.additional_information.update(update)
 
 
-class StepRows:
-    """The rows of one step on their way to the CPU; only those that leave are copied."""
+class RowTracker:
+    """Tracks which rows of each request have left. A request has rows for its prompt and its generated tokens but one.
 
-    def __init__(self, outputs: Rows, selected: list[tuple[int, int]]) -> None:
+    Rows leave with the step that samples a token, and a request has the token only if that step succeeded. So of a
+    request with tokens all rows but the last one's have left; only requests without a token need an entry here.
+    """
+
+    def __init__(self, emits_prompt_rows: bool) -> None:
+        self._emits_prompt_rows = emits_prompt_rows
+        self._next_position: dict[str, int] = {}
+        self._pending: dict[str, dict[str, list[torch.Tensor]]] = {}
+
+    def select(self, spans: list[RequestSpan]) -> list[tuple[int, int]]:
+        """For each span the rows `[start, stop)` of the flat batch that have not left yet; may be empty."""
+        return [(span.stop - (self._num_new(span) if span.emits_rows else 0), span.stop) for span in spans]
+
+    def emit(self, spans: list[RequestSpan], rows: list[Outputs]) -> list[Outputs | None]:
+        """
+        Args:
+            spans: As for `select`.
+            rows: For each span its selected rows, in memory of their own.
+
+        Returns:
+            For each span everything that leaves with this step: None while the prompt is incomplete.
+        """
+        return [self._emit_one(span, span_rows) for span, span_rows in zip(spans, rows, strict=True)]
+
+    def remove(self, req_id: str) -> None:
+        self._next_position.pop(req_id, None)
+        self._pending.pop(req_id, None)
+
+    def _num_new(self, span: RequestSpan) -> int:
+        first = 0 if self._emits_prompt_rows else span.num_prompt_tokens
+        has_tokens = span.num_tokens > span.num_prompt_tokens
+        first = max(first, span.num_tokens - 1 if has_tokens else self._next_position.get(span.req_id, 0))
+        return min(max(span.position + span.num_rows - first, 0), span.num_rows)
+
+    def _emit_one(self, span: RequestSpan, rows: Outputs) -> Outputs | None:
+        if not span.samples:
+            end = span.position + span.num_rows
+            self._next_position[span.req_id] = max(end, self._next_position.get(span.req_id, 0))
+            self._add_pending(span.req_id, rows)
+            return None
+        if span.req_id in self._pending:
+            self._add_pending(span.req_id, rows)
+            rows = {name: torch.cat(chunks) for name, chunks in self._pending[span.req_id].items()}
+        self.remove(span.req_id)
+        return rows or None
+
+    def _add_pending(self, req_id: str, rows: Outputs) -> None:
+        pending = self._pending.setdefault(req_id, defaultdict(list))
+        for name, chunk in rows.items():
+            pending[name].append(chunk)
+
+
+class SelectedRows:
+    """The selected rows of one step, while they are copied to the CPU."""
+
+    def __init__(self, outputs: Outputs, selected: list[tuple[int, int]]) -> None:
         self._names = list(outputs)
         self._sizes = [stop - start for start, stop in selected]
         leaving = outputs.values() if any(self._sizes) else ()
-        self._copy = HostCopy([_select_rows(output, selected) for output in leaving])
+        self._copy = HostCopy([_select(output, selected) for output in leaving])
 
-    def wait(self) -> list[Rows]:
-        """For each request its rows, in memory of their own; an empty dict where it has none."""
-        rows: list[Rows] = [{} for _ in self._sizes]
+    def wait(self) -> list[Outputs]:
+        """For each request its rows, in memory of their own; an empty dict for no rows."""
+        rows: list[Outputs] = [{} for _ in self._sizes]
         for name, tensor in zip(self._names, self._copy.wait(), strict=False):
             for request_rows, part in zip(rows, tensor.split(self._sizes), strict=True):
                 if len(part):
@@ -98,7 +157,7 @@ class StepRows:
         return rows
 
 
-def _select_rows(output: torch.Tensor, selected: list[tuple[int, int]]) -> torch.Tensor:
+def _select(output: torch.Tensor, selected: list[tuple[int, int]]) -> torch.Tensor:
     if sum(stop - start for start, stop in selected) == len(output):
         return output
     return torch.cat([output[start:stop] for start, stop in selected])

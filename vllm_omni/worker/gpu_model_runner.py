@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the autoregressive and the one-step model runner share: the state of requests and the hooks before a forward.
+"""The base of our model runners: requests' additional information, the model's hooks before a forward, host copies.
 
-Prompt embeddings are overlaid by vLLM itself. Which rows leave the engine is the runners' own business.
+vLLM itself overlays prompt embeddings. Each subclass decides which rows leave the engine.
 """
 
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -14,20 +18,61 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_omni.core.sched.output import InputChunk, OmniNewRequestData, OmniSchedulerOutput
 from vllm_omni.engine.settings import OmniEngineSettings
-from vllm_omni.model_executor.interfaces import RequestSpan
-from vllm_omni.worker.input_chunks import extend_information
-from vllm_omni.worker.model_hooks import ModelHooks
+from vllm_omni.model_executor.interfaces import (
+    RequestSpan,
+    SupportsAuxHiddenStates,
+    SupportsInputChunks,
+    SupportsOmniOutput,
+    SupportsPostprocess,
+    SupportsPreprocess,
+)
+
+Outputs = dict[str, torch.Tensor]
+"""Outputs of a model by name."""
+
+
+@dataclass(frozen=True)
+class ModelHooks:
+    """The hooks of `model_executor.interfaces` that a model has.
+
+    Attributes:
+        preprocess, output, postprocess, input_chunks: The model, where it has the hook.
+        aux_layers: The layers whose inputs are captured.
+        takes_information: Its forward takes `runtime_additional_information`.
+    """
+
+    preprocess: SupportsPreprocess | None = None
+    output: SupportsOmniOutput | None = None
+    postprocess: SupportsPostprocess | None = None
+    input_chunks: SupportsInputChunks | None = None
+    aux_layers: tuple[int, ...] = ()
+    takes_information: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ModelHooks":
+        return cls(
+            preprocess=model if isinstance(model, SupportsPreprocess) else None,
+            output=model if isinstance(model, SupportsOmniOutput) else None,
+            postprocess=model if isinstance(model, SupportsPostprocess) else None,
+            input_chunks=model if isinstance(model, SupportsInputChunks) else None,
+            aux_layers=tuple(model.omni_aux_hidden_state_layers) if isinstance(model, SupportsAuxHiddenStates) else (),
+            takes_information="runtime_additional_information" in inspect.signature(model.forward).parameters,
+        )
+
+    @property
+    def emits_prompt_rows(self) -> bool:
+        return self.output is None or self.output.omni_output_rows == "all"
 
 
 class OmniGPUModelRunner(GPUModelRunner):
     """vLLM's model runner, with additional information of requests and the model's hooks.
 
     Attributes:
-        omni_info: Each request's additional information, by vLLM's internal id, tensors on the CPU. It lives from the
+        omni_info: Each request's additional information, by vLLM's internal id, tensors on the CPU. It exists from the
             request's first step to its end, preemptions included, and the model's hooks may write to it.
-        open_inputs: Requests of whose input more is to come.
-        num_chunks: How many chunks of their input have arrived, of those that have any.
-        without_rows: Requests that emit nothing but tokens, because nobody reads more.
+        open_inputs: Requests whose input is not complete.
+        num_chunks: How many chunks of its input a request has received; absent for none.
+        without_rows: Requests that emit tokens only.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -38,7 +83,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         self.num_chunks: dict[str, int] = {}
         self.without_rows: set[str] = set()
         self.hooks = ModelHooks()
-        self.preprocessed: dict[str, torch.Tensor] = {}
+        self.preprocessed: Outputs = {}
         self._num_scheduled: dict[str, int] = {}
         self._spans: list[RequestSpan] | None = None
         self._draws: dict[str, tuple[int, torch.Tensor]] = {}  # tokens at the last draw; the generator before it
@@ -47,15 +92,15 @@ class OmniGPUModelRunner(GPUModelRunner):
         super().load_model(*args, **kwargs)
         self.hooks = ModelHooks.of(self.get_model())
 
-    def abandon_step(self) -> list[str]:
-        """Forgets the step that raised. Returns all requests that are known here."""
+    def discard_step(self) -> list[str]:
+        """Discards the step that raised. Returns the ids of all requests that are held here."""
         self.execute_model_state = None
         self._spans = None
         return [*self.requests, *self.omni_info, *self.open_inputs, *self.num_chunks, *self.without_rows]
 
     @property
     def spans(self) -> list[RequestSpan]:
-        """The requests of the current step, in batch order: made when first asked for."""
+        """The requests of the current step, in batch order; made on first use."""
         if self._spans is None:
             self._spans = self._make_spans()
         return self._spans
@@ -64,16 +109,16 @@ class OmniGPUModelRunner(GPUModelRunner):
         # Before vLLM's, which asks for M-RoPE positions. Ended requests first: an id may end and start in one step.
         self._spans, self._num_scheduled = None, scheduler_output.num_scheduled_tokens
         for req_id in scheduler_output.finished_req_ids:
-            self._forget(req_id)
+            self._remove_input(req_id)
         for data in scheduler_output.scheduled_new_reqs:
-            self._remember_input(data)
+            self._add_input(data)
         if isinstance(scheduler_output, OmniSchedulerOutput):
             self._extend_inputs(scheduler_output.input_chunks)
         return super()._update_states(scheduler_output)
 
-    def _remember_input(self, data: NewRequestData) -> None:
+    def _add_input(self, data: NewRequestData) -> None:
         if not isinstance(data, OmniNewRequestData):
-            return  # It brought nothing besides its prompt.
+            return  # It has a prompt only.
         if data.additional_information is not None:
             self.omni_info[data.req_id] = data.additional_information.to_dict()
         if not data.is_input_complete:
@@ -83,15 +128,15 @@ class OmniGPUModelRunner(GPUModelRunner):
 
     def _extend_inputs(self, input_chunks: dict[str, list[InputChunk]]) -> None:
         for req_id, chunks in input_chunks.items():
-            for chunk in self._missing(req_id, chunks):
+            for chunk in self._new_chunks(req_id, chunks):
                 self._extend_input(req_id, chunk)
-                self._note_arrived(req_id, chunk)
+                self._mark_received(req_id, chunk)
 
-    def _missing(self, req_id: str, chunks: list[InputChunk]) -> list[InputChunk]:
-        """Those that have not arrived yet: after a step that raised they are sent again."""
+    def _new_chunks(self, req_id: str, chunks: list[InputChunk]) -> list[InputChunk]:
+        """Those that were not received yet: after a step that raised chunks are sent again."""
         return [chunk for chunk in chunks if chunk.index >= self.num_chunks.get(req_id, 0)]
 
-    def _note_arrived(self, req_id: str, chunk: InputChunk) -> None:
+    def _mark_received(self, req_id: str, chunk: InputChunk) -> None:
         self.num_chunks[req_id] = chunk.index + 1
         if chunk.is_last:
             self.open_inputs.discard(req_id)
@@ -103,9 +148,9 @@ class OmniGPUModelRunner(GPUModelRunner):
             self.hooks.input_chunks.extend_information(information, more, chunk.is_last)
         else:
             extend_information(information, more)
-        self.omni_info[req_id] = information  # the whole chunk, or nothing of it
+        self.omni_info[req_id] = information  # the whole chunk, or, if the hook raises, nothing of it
 
-    def _forget(self, req_id: str) -> None:
+    def _remove_input(self, req_id: str) -> None:
         self.omni_info.pop(req_id, None)
         self.open_inputs.discard(req_id)
         self.num_chunks.pop(req_id, None)
@@ -116,11 +161,12 @@ class OmniGPUModelRunner(GPUModelRunner):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
         if self.execute_model_state is not None:
             self._prepare_draws()
-        sample_tokens: Any = super().sample_tokens  # whose type its decorator hides
+        sample_tokens: Any = super().sample_tokens  # its decorator hides the type
         return sample_tokens(grammar_output)
 
     def _prepare_draws(self) -> None:
-        """Lets a request with a seed draw each token once: a token that a step which raised has drawn, too."""
+        """A request with a seed draws each token from the same state of its generator, also after a step that raised
+        and had drawn it."""
         for index, generator in self.input_batch.generators.items():
             req_id = self.input_batch.req_ids[index]
             num_tokens = len(self.requests[req_id].output_token_ids)
@@ -162,7 +208,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         return buffer[:num_input_tokens]
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.hooks.wants_information:
+        if self.hooks.takes_information:
             kwargs["runtime_additional_information"] = [span.additional_information for span in self.spans]
         return super()._model_forward(*args, **kwargs)
 
@@ -189,3 +235,39 @@ class OmniGPUModelRunner(GPUModelRunner):
             )
             start = stop
         return spans
+
+
+class HostCopy:
+    """Asynchronous copies to pinned memory of the CPU. Other work may be queued on the device before `wait`."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._copies = [_start_copy(tensor) for tensor in tensors]
+        self._done: torch.cuda.Event | None = None
+        if any(tensor.is_cuda for tensor in tensors):
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors on the CPU. One that was on the CPU is returned itself, so it may still be the model's."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copies
+
+
+def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def extend_information(information: dict[str, Any], chunk: dict[str, Any]) -> None:
+    """Appends a chunk's tensors to those of the same name along their first dimension; replaces everything else.
+
+    For models without a hook for it.
+    """
+    for name, value in chunk.items():
+        known = information.get(name)
+        if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor):
+            value = torch.cat((known, value.to(known.device)))
+        information[name] = value

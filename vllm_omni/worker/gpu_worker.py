@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all omni workers share: they build a runner of ours, can give up a step, and name a broken device."""
+"""The workers on a GPU: they build our model runners, can discard a failed step, and report a broken device."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
+from vllm.model_executor.model_loader.utils import get_model_cls
+from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_omni.engine.settings import SHARES_PROCESS
+from vllm_omni.model_executor.feedback import SupportsFeedback
+from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
+from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
+from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner
 from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
 
 _BROKEN_DEVICE = "the device cannot be used any more: "
 
 
 @contextlib.contextmanager
-def _name_broken_device() -> Iterator[None]:
-    """vLLM's multiprocess executor passes on an exception's text, and not its class."""
+def _mark_broken_device() -> Iterator[None]:
+    """vLLM's multiprocess executor transfers an exception's text, and not its class."""
     try:
         yield
     except torch.AcceleratorError as error:
@@ -25,7 +33,7 @@ def _name_broken_device() -> Iterator[None]:
 
 
 def is_device_broken(error: Exception) -> bool:
-    """Whether an exception out of a step, of a worker in this process or in another, says that of its device."""
+    """Whether an exception out of a step, of a worker in this process or in another, means a broken device."""
     return isinstance(error, torch.AcceleratorError) or _BROKEN_DEVICE in str(error)
 
 
@@ -41,19 +49,55 @@ class OmniGPUWorker(Worker):
         return self._choose_model_runner()(self.vllm_config, self.device)
 
     def _choose_model_runner(self) -> type[OmniGPUModelRunner]:
-        """Asked once, before anything is loaded."""
+        """Called once, before anything is loaded."""
         return self.omni_runner_cls
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        with _name_broken_device():
+        with _mark_broken_device():
             return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        with _name_broken_device():
+        with _mark_broken_device():
             return super().sample_tokens(grammar_output)
 
-    def abandon_step(self) -> list[str]:
-        """Forgets the step that raised. Returns all requests that the runner knows."""
+    def discard_step(self) -> list[str]:
+        """Discards the step that raised. Returns the ids of all requests that the runner holds."""
         runner = self.model_runner
         assert isinstance(runner, OmniGPUModelRunner)
-        return runner.abandon_step()
+        return runner.discard_step()
+
+
+class GPUARWorker(OmniGPUWorker):
+    """The worker of autoregressive stages. The class of the model selects one of two model runners."""
+
+    omni_runner_cls = GPUARModelRunner
+    feedback_runner_cls: ClassVar[type[FeedbackARModelRunner]] = FeedbackARModelRunner
+
+    def _choose_model_runner(self) -> type[OmniGPUModelRunner]:
+        has_feedback = issubclass(get_model_cls(self.model_config), SupportsFeedback)
+        return self.feedback_runner_cls if has_feedback else self.omni_runner_cls
+
+
+class GPUGenerationWorker(OmniGPUWorker):
+    """The worker of one-step generation stages."""
+
+    omni_runner_cls = GPUGenerationModelRunner
+
+    def init_device(self) -> None:
+        """vLLM bounds a stage's memory by the size of its KV cache. Here is no KV cache, so torch bounds it."""
+        super().init_device()
+        assert self.device is not None
+        additional = cast(dict[str, Any], self.vllm_config.additional_config)
+        if self.device.type == "cuda" and not additional.get(SHARES_PROCESS):
+            torch.cuda.set_per_process_memory_fraction(self.cache_config.gpu_memory_utilization, self.device)
+
+    def release_state(self, request_id: str) -> None:
+        """Removes the model's state of a request."""
+        runner = self.model_runner
+        assert isinstance(runner, GPUGenerationModelRunner)
+        runner.states.release(request_id)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Seeds, as vLLM's does at its end: no graphs, sampler or KV cache need a warm-up."""
+        set_random_seed(self.model_config.seed)
+        return CompilationTimes(language_model=0.0, encoder=0.0)

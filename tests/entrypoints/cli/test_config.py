@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from vllm_omni.config.loader import load_pipeline_config, parse_pipeline_config
-from vllm_omni.config.paths import stage_configs_dir
+from vllm_omni.config.utils import stage_configs_dir
 
 
 def sources(text: str) -> dict[str, list[str]]:
@@ -82,7 +82,7 @@ def test_a_diffusion_model_needs_no_file(run, tiny_diffusion) -> None:
         (["--stage.1.runtime.devises", "1"], "there is no runtime.devises; did you mean 'devices'?"),
         (["--stage-configs-path", "/nowhere.yaml"], "/nowhere.yaml: cannot be read"),
         (["--vae-tiling"], "no stage of this pipeline has an engine argument 'vae_tiling'"),
-        (["--stage.talker.runtime.memory", "1PiB"], "stage 1 (talker): runtime.memory '1PiB' is no amount of memory"),
+        (["--stage.talker.runtime.memory", "1PiB"], "(talker): runtime.memory '1PiB' is not an amount of memory"),
     ],
 )
 def test_a_wrong_configuration_is_one_message(run, tiny_qwen3_omni_moe: Path, given: list[str], words: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni doctor`: what it finds on machines that are not as they should be."""
+"""`vllm-omni doctor`: its findings on misconfigured machines."""
 
 import socket
 import subprocess
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni.entrypoints.cli import doctor, doctor_checks, doctor_memory
-from vllm_omni.entrypoints.cli.doctor_checks import Finding, Platform
+from vllm_omni.entrypoints.cli import doctor, doctor_memory
+from vllm_omni.entrypoints.cli.doctor import Finding, Platform
 from vllm_omni.errors import VllmRequirementError
 from vllm_omni.stage.memory_needs import StageNeeds
 
@@ -26,9 +26,9 @@ def levels(findings) -> list[str]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks that import torch or vLLM in processes of their own."""
-    monkeypatch.setattr(doctor_checks, "check_companions", lambda: [])
-    monkeypatch.setattr(doctor_checks, "check_encoders", lambda: [])
-    monkeypatch.setattr(doctor_checks, "probe_platform", lambda: (CPU, [Finding("OK", "platform", "cpu")]))
+    monkeypatch.setattr(doctor, "check_companions", lambda: [])
+    monkeypatch.setattr(doctor, "check_encoders", lambda: [])
+    monkeypatch.setattr(doctor, "probe_platform", lambda: (CPU, [Finding("OK", "platform", "cpu")]))
 
 
 def free_port() -> int:
@@ -42,10 +42,10 @@ def test_the_real_platform_and_encoders_are_found(monkeypatch, capsys) -> None:
         exec(code, {})  # A new process would import vLLM for seconds.
         return subprocess.CompletedProcess([], 0, capsys.readouterr().out, "")
 
-    monkeypatch.setattr(doctor_checks, "_python", in_this_process)
-    platform, findings = doctor_checks.probe_platform()
+    monkeypatch.setattr(doctor, "_python", in_this_process)
+    platform, findings = doctor.probe_platform()
     assert platform is not None and levels(findings) == ["OK"]
-    assert set(levels(doctor_checks.check_encoders())) == {"OK"}
+    assert set(levels(doctor.check_encoders())) == {"OK"}
 
 
 def test_a_model_that_fits(run, quick, monkeypatch, tiny_qwen3: Path) -> None:
@@ -81,7 +81,7 @@ def test_what_fits_instead(run, quick, monkeypatch, tiny_qwen3_omni_moe: Path) -
     said = run(*arguments)
     assert said.code == 1
     assert "thinker needs 60.0 GiB, and its budget is 58.4 GiB" in said.out
-    assert "or use what fits: --stage-configs-path qwen3_omni_moe_2x80gb" in said.out
+    assert "or use one that fits: --stage-configs-path qwen3_omni_moe_2x80gb" in said.out
     assert run(*arguments, "--stage-configs-path", "qwen3_omni_moe_2x80gb").code == 0
 
 
@@ -91,7 +91,7 @@ def test_what_fits_instead(run, quick, monkeypatch, tiny_qwen3_omni_moe: Path) -
         (["MODEL", "--gpus", "2"], "another machine is given as: vllm-omni doctor MODEL --gpus N --gpu-memory SIZE"),
         (["--gpus", "2", "--gpu-memory", "79GiB"], "another machine is given as"),
         (["MODEL", "--gpus", "0", "--gpu-memory", "79GiB"], "another machine is given as"),
-        (["MODEL", "--gpu-memory", "much"], "--gpu-memory 'much' is no amount of memory"),
+        (["MODEL", "--gpu-memory", "much"], "--gpu-memory 'much' is not an amount of memory"),
         (["MODEL", "--gpu-memory", "0.5"], "--gpu-memory 0.5: write bytes with a unit, e.g. 79GiB"),
     ],
 )
@@ -102,10 +102,10 @@ def test_a_machine_that_is_given_wrongly(run, arguments: list[str], words: str) 
 
 def test_it_is_installed_from_a_checkout(monkeypatch) -> None:
     """The package of the same name on a package index is another project."""
-    monkeypatch.setattr(doctor_checks, "_metadata_of", lambda name, key="Version": None)
-    finding = next(f for f in doctor_checks.check_packages() if "only importable" in f.message)
-    monkeypatch.setattr(doctor_checks, "find_spec", lambda name: None)
-    (missing,) = doctor_checks.check_python()
+    monkeypatch.setattr(doctor, "_metadata_of", lambda name, key="Version": None)
+    finding = next(f for f in doctor.check_packages() if "only importable" in f.message)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    (missing,) = doctor.check_python()
     for remedy in (finding.remedy, missing.remedy):
         assert "from a checkout" in remedy and 'pip install ".[cpu]" --extra-index-url' in remedy
         assert "pip install vllm-omni" not in remedy
@@ -121,14 +121,14 @@ def test_a_vllm_that_is_missing(run, quick, monkeypatch) -> None:
     def refuse() -> None:
         raise VllmRequirementError("vllm_omni needs vLLM 0.32, and found no vLLM.\nInstall one of\n    pip install ...")
 
-    monkeypatch.setattr(doctor_checks, "require_vllm", refuse)
-    monkeypatch.setattr(doctor_checks, "find_vllm", dict)
-    monkeypatch.setattr(doctor_checks, "probe_platform", lambda: (None, [Finding("FAIL", "platform", "no", "mend")]))
+    monkeypatch.setattr(doctor, "require_vllm", refuse)
+    monkeypatch.setattr(doctor, "find_vllm", dict)
+    monkeypatch.setattr(doctor, "probe_platform", lambda: (None, [Finding("FAIL", "platform", "no", "fix")]))
     said = run("doctor", "MODEL", "--port", free_port())
     assert said.code == 1
     assert "FAIL  vllm            vllm_omni needs vLLM 0.32, and found no vLLM." in said.out
     assert "-> Install one of" in said.out
-    assert "MODEL is not checked: that needs a vLLM that works" in said.out
+    assert "MODEL is not checked: that needs a working vLLM" in said.out
 
 
 def test_it_imports_neither_vllm_nor_torch() -> None:
@@ -140,7 +140,7 @@ def test_versions_that_were_not_tested(monkeypatch) -> None:
     monkeypatch.setattr(
         metadata, "requires", lambda name: ["nosuch-package>=1", "pyyaml>=99", "pytest>=99; extra == 'x'"]
     )
-    findings = {finding.subject: finding for finding in doctor_checks.check_packages()}
+    findings = {finding.subject: finding for finding in doctor.check_packages()}
     assert findings["nosuch-package"].level == "FAIL"
     assert findings["pyyaml"].level == "WARN" and findings["pyyaml"].remedy == 'pip install "pyyaml>=99"'
     assert "pytest" not in findings
@@ -148,18 +148,18 @@ def test_versions_that_were_not_tested(monkeypatch) -> None:
 
 def test_a_torchvision_of_another_build(monkeypatch) -> None:
     error = "RuntimeError: operator torchvision::nms does not exist"
-    monkeypatch.setattr(doctor_checks, "find_spec", lambda name: True)
-    monkeypatch.setattr(doctor_checks, "import_error", lambda name: error)
-    monkeypatch.setattr(doctor_checks, "_metadata_of", lambda name, key="Version": "2.13.0+cpu")
-    findings = list(doctor_checks.check_companions())
+    monkeypatch.setattr(doctor, "find_spec", lambda name: True)
+    monkeypatch.setattr(doctor, "import_error", lambda name: error)
+    monkeypatch.setattr(doctor, "_metadata_of", lambda name, key="Version": "2.13.0+cpu")
+    findings = list(doctor.check_companions())
     assert levels(findings) == ["FAIL", "WARN", "WARN"]
     assert error in findings[0].message and "--index-url https://download.pytorch.org/whl/cpu" in findings[0].remedy
 
 
 def test_a_vllm_that_does_not_import(monkeypatch) -> None:
     broken = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: libcudart.so.13: cannot open")
-    monkeypatch.setattr(doctor_checks, "_python", lambda code: broken)
-    platform, (finding,) = doctor_checks.probe_platform()
+    monkeypatch.setattr(doctor, "_python", lambda code: broken)
+    platform, (finding,) = doctor.probe_platform()
     assert platform is None
     assert (finding.level, "libcudart.so.13" in finding.message) == ("FAIL", True)
 
@@ -167,28 +167,28 @@ def test_a_vllm_that_does_not_import(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ('{"type": "", "devices": []}', "nothing that it can run on"),
+        ('{"type": "", "devices": []}', "no usable device"),
         ('{"type": "cuda", "devices": []}', "no device is visible"),
     ],
 )
 def test_no_device(monkeypatch, answer: str, words: str) -> None:
     done = subprocess.CompletedProcess([], 0, f"\nPROBE{answer}\n", "")
-    monkeypatch.setattr(doctor_checks, "_python", lambda code: done)
-    platform, (finding,) = doctor_checks.probe_platform()
+    monkeypatch.setattr(doctor, "_python", lambda code: done)
+    platform, (finding,) = doctor.probe_platform()
     assert platform is None and finding.level == "FAIL" and words in finding.message
 
 
 def test_a_platform_that_hangs(monkeypatch) -> None:
-    monkeypatch.setattr(doctor_checks, "_PROBE", "import time; time.sleep(3600)")
-    monkeypatch.setattr(doctor_checks, "_PYTHON_TIMEOUT_S", 0.1)
-    platform, (finding,) = doctor_checks.probe_platform()
+    monkeypatch.setattr(doctor, "_PROBE", "import time; time.sleep(3600)")
+    monkeypatch.setattr(doctor, "_PYTHON_TIMEOUT_S", 0.1)
+    platform, (finding,) = doctor.probe_platform()
     assert platform is None and finding.level == "FAIL" and "it hangs" in finding.message
 
 
 @pytest.mark.parametrize(("mib", "level"), [(4096, "OK"), (300, "WARN"), (64, "WARN")])
 def test_shared_memory(monkeypatch, tmp_path: Path, mib: int, level: str) -> None:
-    monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda path: Usage(0, 0, mib << 20))
-    (finding,) = doctor_checks.check_shared_memory(512 << 20, tmp_path)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(0, 0, mib << 20))
+    (finding,) = doctor.check_shared_memory(512 << 20, tmp_path)
     assert finding.level == level
     assert ("--shm-size" in finding.remedy) == (level != "OK")
 
@@ -198,19 +198,19 @@ def test_a_port_that_is_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        (finding,) = doctor_checks.check_port("127.0.0.1", port)
+        (finding,) = doctor.check_port("127.0.0.1", port)
     assert finding.level == "FAIL" and str(port) in finding.message and "--port" in finding.remedy
-    assert levels(doctor_checks.check_port("127.0.0.1", free_port())) == ["OK"]
+    assert levels(doctor.check_port("127.0.0.1", free_port())) == ["OK"]
 
 
 @pytest.mark.parametrize(("said", "level"), [(None, "OK"), ("1", "OK"), ("2", "WARN"), ("all", "WARN")])
 def test_threads_of_stages_on_a_cpu(monkeypatch, said: str | None, level: str) -> None:
-    monkeypatch.setattr(doctor_checks.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if said is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", said)
-    assert levels(doctor_checks.check_threads("cpu", 3)) == [level]
-    assert levels(doctor_checks.check_threads("cuda", 3)) == ["OK"]
+    assert levels(doctor.check_threads("cpu", 3)) == [level]
+    assert levels(doctor.check_threads("cuda", 3)) == ["OK"]
 
 
 def test_options_of_a_model_without_a_model(run) -> None:

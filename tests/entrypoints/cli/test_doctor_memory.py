@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether stages fit a machine that the tests do not have. What they need is made up here."""
+"""Whether stages fit into the memory of a machine. Their needs are fake."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.stage.machines import pipeline
-from vllm_omni.config.paths import find_stage_configs, shipped_variants, stage_configs_dir
 from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.config.utils import find_stage_configs, shipped_variants, stage_configs_dir
 from vllm_omni.entrypoints.cli import doctor_memory
 from vllm_omni.entrypoints.cli.doctor_memory import Machine, MemoryPlan, MemoryPlanner, as_table
 from vllm_omni.errors import StageConfigError
@@ -21,7 +21,7 @@ NEEDS = StageNeeds(weights=10 * GIB, activations=2 * GIB, kv_token=1 << 20, kv_r
 
 
 @pytest.fixture(autouse=True)
-def made_up_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def needs(config: PipelineConfig, stage: Any, model: str) -> StageNeeds | None:
         if stage.name == "f":
             raise StageConfigError("no such thing")
@@ -50,7 +50,7 @@ def plan(*stages: dict[str, Any], gib: tuple[float, ...] = (40,)) -> MemoryPlan:
         ([{}, {"engine_type": "fake"}], (15,)),
     ],
 )
-def test_what_fits(stages: list[dict[str, Any]], gib: tuple[float, ...]) -> None:
+def test_stages_that_fit(stages: list[dict[str, Any]], gib: tuple[float, ...]) -> None:
     found = plan(*stages, gib=gib)
     assert (found.problems, found.verdict) == ([], "fits")
 
@@ -67,7 +67,7 @@ def test_what_fits(stages: list[dict[str, Any]], gib: tuple[float, ...]) -> None
         ([{"engine_type": "DiT", "memory": "9GiB"}], (40,), ["a needs 10.0 GiB, and its budget is 9.0 GiB"]),
     ],
 )
-def test_what_does_not_fit(stages: list[dict[str, Any]], gib: tuple[float, ...], words: list[str]) -> None:
+def test_stages_that_do_not_fit(stages: list[dict[str, Any]], gib: tuple[float, ...], words: list[str]) -> None:
     found = plan(*stages, gib=gib)
     assert found.verdict == "does not fit"
     (problem,) = found.problems
@@ -75,18 +75,18 @@ def test_what_does_not_fit(stages: list[dict[str, Any]], gib: tuple[float, ...],
         assert word in problem
 
 
-def test_a_shorter_prompt_is_no_remedy_where_the_weights_do_not_fit() -> None:
+def test_a_lower_max_model_len_is_no_remedy_if_the_weights_do_not_fit() -> None:
     (problem,) = plan({"memory": "9GiB"}).problems
     assert "max_model_len" not in problem
 
 
-def test_what_is_not_computed_is_reported_as_not_known() -> None:
+def test_memory_that_cannot_be_computed_is_not_known() -> None:
     found = plan({"memory": "13GiB"}, {"engine_type": "DiT"})
     assert (found.problems, found.verdict) == ([], "not known")
     assert "activations are not computed" in as_table(found)
     named = plan({"devices": "GPU-a"})
     assert (named.problems, named.verdict) == ([], "not known")
-    assert "devices are counted by number only" in as_table(named)
+    assert "give devices by number" in as_table(named)
     failed = plan(*[{"memory": 0.1}] * 2, *[{"engine_type": "fake"}] * 3, {"memory": 0.1}, gib=(200,))
     assert failed.verdict == "not known"
     assert "not computed: no such thing" in as_table(failed)
@@ -102,7 +102,7 @@ def test_the_table() -> None:
     ]  # fmt: skip
 
 
-def test_on_two_devices_each_has_half() -> None:
+def test_two_devices_have_half_of_the_memory_each() -> None:
     stage = {"devices": "0,1", "engine_args": {"tensor_parallel_size": 2}, "memory": "10GiB"}
     (found,) = plan(stage, gib=(40, 40)).stages
     assert found.needed == 6.5 * GIB
@@ -118,7 +118,7 @@ def test_a_shipped_configuration_is_found_by_its_name(tmp_path: Path, monkeypatc
     assert find_stage_configs("qwen3_omni_moe_2x80gb.yaml") == Path("qwen3_omni_moe_2x80gb.yaml")
     assert find_stage_configs("nothing") == Path("nothing")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").touch()  # A file of the caller's wins.
+    (tmp_path / "text").touch()  # A file of this name wins.
     assert find_stage_configs("text") == Path("text")
 
 

@@ -47,6 +47,7 @@ def test_omni_is_refused_where_it_means_nothing(run):
     assert "--omni is for bench serve; leave it out for the other benchmarks" in said.err
 
 
+@pytest.mark.slow
 def test_vllm_itself_hands_omni_to_us():
     """vLLM's own `vllm` script, not ours."""
     code = "import sys; sys.argv = ['vllm', 'bench', '--omni']; import vllm.entrypoints.cli.main as m; m.main()"

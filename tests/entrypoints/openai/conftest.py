@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applications that are opened once and shared by all tests of a session."""
+"""Applications that all tests of a session share."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ def fresh_environment() -> None:
 
 
 @pytest.fixture(scope="session")
-def painting_app(tiny_diffusion: Callable[[str], Path]) -> Iterator[FastAPI]:
-    """Of a model that paints, also after a picture."""
+def image_app(tiny_diffusion: Callable[[str], Path]) -> Iterator[FastAPI]:
+    """Of an image model that also takes images."""
     with serving(tiny_diffusion("z_image"), max_pixels=128 * 128) as app:
         yield app

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of a pipeline of fake stages, in this process, and a client of it that may leave at any moment."""
+"""The server of a pipeline of fake stages, in this process, and a client that can disconnect at any moment."""
 
 import asyncio
 import json
@@ -18,20 +18,20 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancell
 from tests.entrypoints.fake_pipelines import ask
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
-from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
 
 
-class Question(BaseModel):
-    """What the fake stages shall do."""
+class AskRequest(BaseModel):
+    """A request: what the fake stages do."""
 
     stream: bool = False
     options: dict[str, Any] = {}
 
 
 class FakeServer:
-    """The application, with an endpoint `/v1/ask` through which a request can say what the fake stages do."""
+    """The application, with an endpoint `/v1/ask` whose requests set what the fake stages do."""
 
     def __init__(self, llm: AsyncOmniLLM, *flags: str, shutdown_timeout: float = 0) -> None:
         args = OmniServeCommand().parse(["fake", *flags]).args
@@ -41,14 +41,14 @@ class FakeServer:
         @self.app.post("/v1/ask")
         @with_cancellation
         @load_aware_call
-        async def answer(question: Question, raw_request: Request) -> Any:
+        async def answer(question: AskRequest, raw_request: Request) -> Any:
             events = self._answer(question)
             if question.stream:
-                first = await anext(events)  # So that what fails at once has its own status.
+                first = await anext(events)  # An error before it has an HTTP status.
                 return StreamingResponse(_all(first, events))
             return JSONResponse({"text": [text async for text in events][-1]})
 
-    async def _answer(self, question: Question) -> AsyncGenerator[str, None]:
+    async def _answer(self, question: AskRequest) -> AsyncGenerator[str, None]:
         async with aclosing(self.client.run(ask(**question.options), stream=question.stream)) as events:
             async for event in events:
                 if isinstance(event, ARSegmentEvent) and question.stream:
@@ -76,8 +76,8 @@ async def _all(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[st
             yield text
 
 
-class Visit:
-    """One request, as a web server gives it to an application."""
+class AppRequest:
+    """One request, as a web server passes it to an application."""
 
     def __init__(self, app: FastAPI, path: str, body: dict[str, Any] | None = None) -> None:
         self._app = app
@@ -98,7 +98,7 @@ class Visit:
         }
         self._content = b"" if body is None else json.dumps(body).encode()
         self._is_sent = False
-        self._left = asyncio.Event()
+        self._disconnected = asyncio.Event()
         self._got_chunk = asyncio.Event()
         self.chunks: list[bytes] = []
         self.status = 0
@@ -109,12 +109,12 @@ class Visit:
         if not self._is_sent:
             self._is_sent = True
             return {"type": "http.request", "body": self._content, "more_body": False}
-        await self._left.wait()
+        await self._disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: dict[str, Any]) -> None:
-        if self._left.is_set():
-            raise OSError("the client has left")
+        if self._disconnected.is_set():
+            raise OSError("the client has disconnected")
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
@@ -125,10 +125,10 @@ class Visit:
     async def first_chunk(self) -> None:
         await self._got_chunk.wait()
 
-    async def leave(self) -> None:
-        """Hangs up; comes back when the application has done whatever it does then."""
-        self._left.set()
-        await asyncio.gather(self._task, return_exceptions=True)  # Nobody hears what goes wrong with the answer.
+    async def disconnect(self) -> None:
+        """Disconnects; returns when the application has handled it."""
+        self._disconnected.set()
+        await asyncio.gather(self._task, return_exceptions=True)  # There is no client for errors.
         await settled()
 
     async def end(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Visit:
 
 
 async def settled() -> None:
-    """Waits for all tasks of requests that were left."""
+    """Waits for all tasks of aborted requests."""
     others = [task for task in asyncio.all_tasks() if "FakeServer" in repr(task.get_coro())]
     if others:
         await asyncio.wait(others)

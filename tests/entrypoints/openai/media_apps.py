@@ -19,16 +19,16 @@ from vllm import envs
 from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
-from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_connector import CONNECTOR_NAME, install
+from vllm_omni.entrypoints.openai.media_input import CONNECTOR_NAME, install
 
 Result = TypeVar("Result")
 MODEL = "tiny"
 
 
 def use_server_environment() -> None:
-    """That of a server, whatever tests before have left: vLLM caches the environment from an engine's start on."""
+    """Sets a server's environment, independent of earlier tests: vLLM caches it from the start of an engine."""
     envs.disable_envs_cache()
     os.environ["VLLM_MEDIA_CONNECTOR"] = CONNECTOR_NAME
 
@@ -70,7 +70,7 @@ def use(app: FastAPI, main: Callable[[openai.AsyncOpenAI], Awaitable[Result]]) -
 
 
 def ask(app: FastAPI, method: str, path: str, **request: Any) -> httpx2.Response:
-    """One request by whoever has no client."""
+    """One request without OpenAI's client."""
 
     async def main(client: openai.AsyncOpenAI) -> httpx2.Response:
         return await client._client.request(method, path, **request)

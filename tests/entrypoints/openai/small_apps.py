@@ -58,6 +58,6 @@ def ask(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response:
 
 
 async def pieces(*chunks: bytes) -> AsyncIterator[bytes]:
-    """A body whose length nobody says beforehand."""
+    """A body of unknown length."""
     for chunk in chunks:
         yield chunk

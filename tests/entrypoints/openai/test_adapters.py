@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters that the operator has registered, as requests to a model that paints name them."""
+"""LoRA adapters of the server in requests to an image model."""
 
 import base64
 import io
@@ -19,6 +19,8 @@ from vllm_omni import OmniLLM
 from vllm_omni.errors import StageConfigError, StageStartError
 from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
 
+pytestmark = pytest.mark.slow
+
 SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1, "height": 32, "width": 32}
 
 
@@ -28,15 +30,15 @@ def ink(tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="module")
-def app(painting_app: FastAPI, ink: Path) -> FastAPI:
-    return with_flags(painting_app, "--lora-modules", f"ink={ink}", f"pen={ink.parent}")
+def app(image_app: FastAPI, ink: Path) -> FastAPI:
+    return with_flags(image_app, "--lora-modules", f"ink={ink}", f"pen={ink.parent}")
 
 
 def pixels(b64: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(b64)))).astype(float)
 
 
-def paint(app: FastAPI, **fields: Any) -> np.ndarray:
+def generate(app: FastAPI, **fields: Any) -> np.ndarray:
     answer = ask(app, "POST", "/v1/images/generations", json={"prompt": "a hen", **SMALL, **fields})
     assert answer.status_code == 200, answer.text
     return pixels(answer.json()["data"][0]["b64_json"])
@@ -50,10 +52,10 @@ def chat(app: FastAPI, **fields: Any) -> np.ndarray:
     return pixels(part["image_url"]["url"].partition(",")[2])
 
 
-def test_an_adapter_is_named_as_the_model_or_beside_it(app: FastAPI) -> None:
-    plain, inked = paint(app), paint(app, model="ink")
+def test_an_adapter_is_named_by_model_or_by_lora(app: FastAPI) -> None:
+    plain, adapted = generate(app), generate(app, model="ink")
 
-    assert np.abs(plain - inked).max() > 10
+    assert np.abs(plain - adapted).max() > 10
     for way in (
         {"lora": "ink"},
         {"extra_body": {"lora": "ink"}},
@@ -61,12 +63,12 @@ def test_an_adapter_is_named_as_the_model_or_beside_it(app: FastAPI) -> None:
         {"model": "ink", "lora": "ink", "lora_scale": 1.0},
         {"lora": "pen"},  # the same file
     ):
-        np.testing.assert_array_equal(paint(app, **way), inked)
-        np.testing.assert_array_equal(chat(app, **way), inked)
-    weak = paint(app, extra_body={"lora": "ink", "lora_scale": 0.3})
-    assert np.abs(weak - inked).max() > 1 and np.abs(weak - plain).max() > 1
+        np.testing.assert_array_equal(generate(app, **way), adapted)
+        np.testing.assert_array_equal(chat(app, **way), adapted)
+    weak = generate(app, extra_body={"lora": "ink", "lora_scale": 0.3})
+    assert np.abs(weak - adapted).max() > 1 and np.abs(weak - plain).max() > 1
     np.testing.assert_array_equal(chat(app, model="ink", lora_scale=0.3), weak)
-    np.testing.assert_array_equal(paint(app, model=MODEL), plain)
+    np.testing.assert_array_equal(generate(app, model=MODEL), plain)
 
 
 def test_an_edit_is_made_with_an_adapter(app: FastAPI) -> None:
@@ -77,8 +79,8 @@ def test_an_edit_is_made_with_an_adapter(app: FastAPI) -> None:
         ]
         return [pixels(answer.data[0].b64_json) for answer in answers]
 
-    plain, inked = use(app, main)
-    assert np.abs(plain - inked).max() > 1
+    plain, adapted = use(app, main)
+    assert np.abs(plain - adapted).max() > 1
 
 
 def test_adapters_are_listed(app: FastAPI) -> None:
@@ -114,15 +116,13 @@ def test_only_registered_adapters_can_be_named(
     assert answer.status_code == status and words in answer.json()["error"]["message"], answer.text
 
 
-def test_two_adapters_of_one_name_are_refused(painting_app: FastAPI, ink: Path) -> None:
+def test_two_adapters_of_one_name_are_refused(image_app: FastAPI, ink: Path) -> None:
     for name in ("ink", MODEL):
         with pytest.raises(StageConfigError, match=f"the name '{name}' is taken"):
-            with_flags(painting_app, "--lora-modules", f"ink={ink}", f"{name}={ink}")
+            with_flags(image_app, "--lora-modules", f"ink={ink}", f"{name}={ink}")
 
 
-def test_an_adapter_that_does_not_fit_is_found_when_the_server_starts(
-    tiny_diffusion: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_incompatible_adapter_fails_the_start(tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
     other = write_tiny_diffusion_lora(tiny_diffusion("flux"), tmp_path)
 
     with quick_servers(), pytest.raises(StageStartError, match=r"LoRA adapter 'ink' .* is made for another model"):

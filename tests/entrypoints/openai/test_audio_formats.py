@@ -21,7 +21,7 @@ from vllm_omni.entrypoints.openai.audio_formats import (
 
 RATE = 24000
 FILES = [name for name in AUDIO_FORMATS if not name.startswith("pcm")]
-MAX_PADDING_S = {"mp3": 0.15, "aac": 0.15, "opus": 0.0}  # what a codec adds, where the file cannot say so
+MAX_PADDING_S = {"mp3": 0.15, "aac": 0.15, "opus": 0.0}  # padding of a codec whose files have no field for it
 
 
 def tone(num_samples: int, rate: int = RATE, hertz: float = 440.0) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_a_lossless_file_has_the_same_samples(format):
 
 
 @pytest.mark.parametrize("format", ["pcm", "pcm16"])
-def test_pcm_is_the_samples_and_nothing_else(format):
+def test_pcm_has_no_header(format):
     samples = tone(5000)
     whole = encode_audio(samples, format, RATE)
     assert whole == to_pcm16(samples).tobytes() == b"".join(encode_in_pieces(samples, format))
@@ -70,7 +70,7 @@ def test_pcm_is_the_samples_and_nothing_else(format):
 
 @pytest.mark.parametrize("format", ["mp3", "aac", "opus"])
 @pytest.mark.parametrize("rate", [24000, 44100, 11111])
-def test_a_lossy_file_is_as_long_and_sounds_the_same(format, rate):
+def test_a_lossy_file_has_the_same_length_and_pitch(format, rate):
     samples = tone(rate, rate)
     for data in (encode_audio(samples, format, rate), b"".join(encode_in_pieces(samples, format, rate))):
         decoded, decoded_rate = decode(data)
@@ -79,13 +79,13 @@ def test_a_lossy_file_is_as_long_and_sounds_the_same(format, rate):
         assert np.sqrt((decoded**2).mean()) == pytest.approx(0.5 / np.sqrt(2), rel=0.1)
 
 
-def test_an_mp3_file_says_how_much_of_it_is_padding():
+def test_an_mp3_file_has_the_length_of_its_padding():
     decoded, _ = decode(encode_audio(tone(30001), "mp3", RATE))
     assert len(decoded) == 30001
 
 
 @pytest.mark.parametrize("format", AUDIO_FORMATS)
-def test_a_listener_need_not_wait_for_the_end(format):
+def test_a_streaming_client_gets_audio_before_the_end(format):
     pieces = encode_in_pieces(tone(RATE), format, step=2000)
     half = b"".join(pieces[: len(pieces) // 2])
     if format.startswith("pcm"):
@@ -95,7 +95,7 @@ def test_a_listener_need_not_wait_for_the_end(format):
     assert 0.3 <= len(decoded) / rate <= 0.5
 
 
-def test_a_wav_header_says_the_length_where_it_is_known():
+def test_a_wav_header_has_the_length_if_it_is_known():
     samples = tone(777)
     with wave.open(io.BytesIO(encode_audio(samples, "wav", 16000))) as file:
         assert (file.getnchannels(), file.getsampwidth(), file.getframerate(), file.getnframes()) == (1, 2, 16000, 777)
@@ -106,7 +106,7 @@ def test_a_wav_header_says_the_length_where_it_is_known():
 
 @pytest.mark.parametrize("format", AUDIO_FORMATS)
 @pytest.mark.parametrize("num_samples", [0, 1, 100])
-def test_next_to_nothing_is_a_file_too(format, num_samples):
+def test_a_very_short_clip_is_a_file(format, num_samples):
     for data in (encode_audio(tone(num_samples), format, RATE), b"".join(encode_in_pieces(tone(num_samples), format))):
         if format.startswith("pcm"):
             assert len(data) == 2 * num_samples
@@ -125,7 +125,7 @@ def test_speed_changes_the_length_and_not_the_pitch(format, speed):
     assert decode(b"".join(encode_in_pieces(tone(2 * RATE), format, speed=speed)))[0].shape == decoded.shape
 
 
-def test_what_is_too_loud_is_clipped():
+def test_samples_are_clipped():
     samples = np.array([2.0, -2.0, 1.0], np.float32)
     assert np.frombuffer(encode_audio(samples, "pcm", RATE), "<i2").tolist() == [32767, -32768, 32767]
 
@@ -182,7 +182,7 @@ def test_stereo_stays_stereo(format, rate, speed):
         assert (left, right) == (pytest.approx(440, rel=0.02), pytest.approx(660, rel=0.02))
 
 
-def test_an_encoder_says_what_its_file_has():
+def test_an_encoder_has_the_rate_and_channels_of_its_file():
     encoder = AudioEncoder("opus", 44100, num_channels=2)
     assert (encoder.sample_rate, encoder.num_channels) == (48000, 2)
 

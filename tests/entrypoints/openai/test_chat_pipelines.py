@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat with a pipeline of one's own: a language model that rewrites the wish, and a painter of what it has written."""
+"""Chat with a custom pipeline: a language model rewrites the request, a diffusion model makes an image of its text."""
 
 import asyncio
 import base64
@@ -19,7 +19,7 @@ from tests.diffusion.rewriting import RewrittenPrompt
 from tests.entrypoints.fake_pipelines import quick_servers, record_events
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
-from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.errors import StageConfigError
 from vllm_omni.events import CompletedEvent
@@ -34,10 +34,10 @@ def configuration(shows_text: bool) -> dict[str, Any]:
         "engine_args": {"model_stage": "writer", "model": "writer", "max_model_len": 256},
         "default_sampling_params": {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True},
     }
-    painter = {
+    denoiser = {
         "stage_id": 1,
         "engine_type": "DiT",
-        "engine_args": {"model_stage": "painter", "model": "painter"},
+        "engine_args": {"model_stage": "denoiser", "model": "denoiser"},
         "engine_input_source": [0],
         "custom_process_input_func": f"{RewrittenPrompt.__module__}.{RewrittenPrompt.__name__}",
         "final_output": True,
@@ -45,14 +45,14 @@ def configuration(shows_text: bool) -> dict[str, Any]:
         "default_sampling_params": {**SIZE, "seed": 3},
     }
     shown = {"final_output": True, "final_output_type": "text"} if shows_text else {}
-    return {"stage_args": [writer | shown, painter]}
+    return {"stage_args": [writer | shown, denoiser]}
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_qwen3: Path, tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipelines")
     (folder / "writer").symlink_to(tiny_qwen3)
-    (folder / "painter").symlink_to(tiny_diffusion("z_image"))
+    (folder / "denoiser").symlink_to(tiny_diffusion("z_image"))
     return folder
 
 
@@ -90,75 +90,73 @@ def chat(
     return asyncio.run(main())
 
 
-def picture(choice: dict[str, Any], part: str = "message") -> np.ndarray:
+def image_of(choice: dict[str, Any], part: str = "message") -> np.ndarray:
     (image,) = choice[part]["images"]
     data = image["image_url"]["url"].removeprefix("data:image/png;base64,")
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
 
 
-def test_the_text_and_the_picture_are_one_message(showing: AsyncOmniLLM) -> None:
+def test_text_and_image_are_one_message(showing: AsyncOmniLLM) -> None:
     (choice,) = chat(showing, modalities=BOTH).json()["choices"]
     assert choice["message"]["content"]
-    assert picture(choice).shape == (32, 48, 3)
+    assert image_of(choice).shape == (32, 48, 3)
 
 
-def test_without_modalities_the_answer_is_text_and_no_other_stage_works(showing: AsyncOmniLLM) -> None:
-    def num_paintings() -> int:
+def test_without_modalities_the_answer_is_text_and_no_other_stage_runs(showing: AsyncOmniLLM) -> None:
+    def num_image_requests() -> int:
         return showing.stats()[1].num_enqueued
 
-    before = num_paintings()
+    before = num_image_requests()
     (choice,) = chat(showing).json()["choices"]
     assert choice["message"]["content"] and "images" not in choice["message"]
-    assert num_paintings() == before
+    assert num_image_requests() == before
     chat(showing, modalities=["image"])
-    assert num_paintings() == before + 1
+    assert num_image_requests() == before + 1
 
 
-def test_an_operator_chooses_the_default(showing: AsyncOmniLLM) -> None:
+def test_a_flag_sets_the_default_modalities(showing: AsyncOmniLLM) -> None:
     (choice,) = chat(showing, flags=["--default-modalities", *BOTH]).json()["choices"]
-    assert choice["message"]["content"] and picture(choice).shape == (32, 48, 3)
+    assert choice["message"]["content"] and image_of(choice).shape == (32, 48, 3)
     with pytest.raises(StageConfigError, match="audio: this model cannot output it; it outputs text, image"):
         chat(showing, flags=["--default-modalities", "audio"])
 
 
-def test_settings_of_the_painter_come_in_extra_body_or_in_its_entry(showing: AsyncOmniLLM) -> None:
-    plain = picture(chat(showing, modalities=["image"]).json()["choices"][0])
-    other = picture(chat(showing, modalities=["image"], extra_body={"seed": 4}).json()["choices"][0])
-    entry = picture(chat(showing, modalities=["image"], sampling_params_list=[None, {"seed": 4}]).json()["choices"][0])
+def test_diffusion_settings_are_in_extra_body_or_in_sampling_params_list(showing: AsyncOmniLLM) -> None:
+    plain = image_of(chat(showing, modalities=["image"]).json()["choices"][0])
+    other = image_of(chat(showing, modalities=["image"], extra_body={"seed": 4}).json()["choices"][0])
+    entry = image_of(chat(showing, modalities=["image"], sampling_params_list=[None, {"seed": 4}]).json()["choices"][0])
     assert not np.array_equal(plain, other)
     np.testing.assert_array_equal(other, entry)
 
 
-def test_a_stream_ends_with_the_picture(showing: AsyncOmniLLM) -> None:
-    whole = picture(chat(showing, modalities=BOTH).json()["choices"][0])
+def test_a_stream_ends_with_the_image(showing: AsyncOmniLLM) -> None:
+    whole = image_of(chat(showing, modalities=BOTH).json()["choices"][0])
     lines = chat(showing, stream=True, modalities=BOTH).text.split("\n\n")
     chunks = [httpx.Response(200, text=line[6:]).json() for line in lines if line.startswith("data: {")]
-    *texts, painted, end = [chunk["choices"][0] for chunk in chunks]
+    *texts, last, end = [chunk["choices"][0] for chunk in chunks]
     assert "".join(choice["delta"].get("content") or "" for choice in texts)
-    np.testing.assert_array_equal(picture(painted, "delta"), whole)
+    np.testing.assert_array_equal(image_of(last, "delta"), whole)
     assert (end["delta"], end["finish_reason"]) == ({}, "length")
     assert lines[-2] == "data: [DONE]"
 
 
-def test_a_stream_is_not_held_until_its_end(showing: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_streamed_answer_is_not_kept(showing: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     events = record_events(showing, monkeypatch)
     num_tokens = []
     for stream in (True, False):
         assert chat(showing, stream=stream).status_code == 200
         assert isinstance(events[-1], CompletedEvent)
         num_tokens.append(len(events[-1].outputs[0].outputs[0].token_ids))
-    assert num_tokens[0] < num_tokens[1] == 6, "the first token was sent at once"
+    assert num_tokens[0] < num_tokens[1] == 6, "only the last output was kept"
 
 
-def test_a_pipeline_that_hides_its_text_answers_with_the_picture_alone(
-    silent: AsyncOmniLLM, showing: AsyncOmniLLM
-) -> None:
+def test_a_pipeline_without_final_text_answers_with_the_image(silent: AsyncOmniLLM, showing: AsyncOmniLLM) -> None:
     (choice,) = chat(silent).json()["choices"]
     assert choice["message"]["content"] is None
-    np.testing.assert_array_equal(picture(choice), picture(chat(showing, modalities=["image"]).json()["choices"][0]))
+    np.testing.assert_array_equal(image_of(choice), image_of(chat(showing, modalities=["image"]).json()["choices"][0]))
 
 
-def test_text_of_a_pipeline_that_shows_none_is_refused(silent: AsyncOmniLLM) -> None:
+def test_text_of_a_pipeline_without_final_text_is_refused(silent: AsyncOmniLLM) -> None:
     refused = chat(silent, modalities=["text"])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "modalities")
     assert "it outputs image" in refused.json()["error"]["message"]

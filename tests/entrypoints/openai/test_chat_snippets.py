@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.entrypoints.openai.test_openai_client import name_of, sound
+from tests.entrypoints.openai.test_openai_client import audio_file, name_of
 from tests.servers import RunningServer
 
 SPOKEN_ANSWER = """
@@ -111,13 +111,13 @@ for chunk in stream:
 """
 
 
-def test_openai_s_programs_for_chat_with_audio(
+def test_openais_programs_for_chat_with_audio(
     omni_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", f"{omni_server.url}/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     monkeypatch.chdir(tmp_path)
-    program: dict[str, Any] = {"encoded_string": base64.b64encode(sound("wav")).decode()}
+    program: dict[str, Any] = {"encoded_string": base64.b64encode(audio_file("wav")).decode()}
 
     def run(code: str) -> Any:
         exec(code.replace('"gpt-audio"', repr(name_of(omni_server.url))), program)
@@ -128,10 +128,10 @@ def test_openai_s_programs_for_chat_with_audio(
         assert file.getframerate() == 24_000 and file.getnframes() > 0
     assert choice.message.audio.transcript == choice.message.content != ""
 
-    (heard,) = run(SPOKEN_QUESTION)
-    assert heard.message.audio.data and heard.message.content != choice.message.content
+    (described,) = run(SPOKEN_QUESTION)
+    assert described.message.audio.data and described.message.content != choice.message.content
     (later,) = run(SEVERAL_TURNS)
-    assert later.message.audio.transcript and later.message.audio.id != heard.message.audio.id
+    assert later.message.audio.transcript and later.message.audio.id != described.message.audio.id
 
     run(STREAMED)
     assert program["transcript"] and len(program["pcm"]) > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat with models that paint and make sound, whose prompts no vLLM stage reads."""
+"""Chat with image and audio models without a vLLM stage that reads prompts."""
 
 import asyncio
 import base64
@@ -23,9 +23,9 @@ from vllm.exceptions import VLLMValidationError
 from tests.diffusion.indexes import write_index
 from tests.entrypoints.openai.media_apps import MODEL, ask, png, server_args, use
 from vllm_omni.config.loader import parse_pipeline_config
+from vllm_omni.entrypoints.openai.api_server import DiffusionModels
+from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
-from vllm_omni.entrypoints.openai.models import DiffusionModels
-from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.media import encode_outputs
@@ -37,8 +37,8 @@ URI = "data:image/png;base64," + base64.b64encode(png()).decode()
 
 
 @pytest.fixture
-def app(painting_app: FastAPI) -> FastAPI:
-    return painting_app
+def app(image_app: FastAPI) -> FastAPI:
+    return image_app
 
 
 def chat(app: FastAPI, content: Any = "a hen", **fields: Any) -> Any:
@@ -54,7 +54,7 @@ def pixels(part: dict[str, Any]) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))).astype(float)
 
 
-def test_an_answer_is_a_list_of_pictures(app: FastAPI) -> None:
+def test_an_answer_is_a_list_of_images(app: FastAPI) -> None:
     answer = chat(app, extra_body={**SMALL, "num_outputs_per_prompt": 2}).json()
 
     (choice,) = answer["choices"]
@@ -66,7 +66,7 @@ def test_an_answer_is_a_list_of_pictures(app: FastAPI) -> None:
     assert answer["usage"]["total_tokens"] == 0
 
 
-def test_n_gives_as_many_choices_and_settings_may_stand_at_the_top(app: FastAPI) -> None:
+def test_n_is_the_number_of_choices_and_settings_may_be_at_the_top_level(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> Any:
         messages: Any = [{"role": "user", "content": "a hen"}]
         return await client.chat.completions.create(model=MODEL, messages=messages, n=2, extra_body=SMALL)
@@ -79,16 +79,16 @@ def test_n_gives_as_many_choices_and_settings_may_stand_at_the_top(app: FastAPI)
         np.testing.assert_array_equal(pixels(choice.message.images[0]), pixels(part))
 
 
-def test_the_last_message_says_it_all(app: FastAPI) -> None:
+def test_only_the_last_message_is_read(app: FastAPI) -> None:
     parts = [{"type": "text", "text": "a hen"}, {"type": "image_url", "image_url": {"url": URI}}]
     earlier = [{"role": "user", "content": "a boat"}, {"role": "assistant", "content": "..."}]
 
     alone = chat(app, parts).json()["choices"][0]["message"]["images"]
     later = chat(app, messages=[*earlier, {"role": "user", "content": parts}])
-    without_picture = chat(app).json()["choices"][0]["message"]["images"]
+    without_image = chat(app).json()["choices"][0]["message"]["images"]
 
     np.testing.assert_array_equal(pixels(alone[0]), pixels(later.json()["choices"][0]["message"]["images"][0]))
-    assert np.abs(pixels(alone[0]) - pixels(without_picture[0])).max() > 0
+    assert np.abs(pixels(alone[0]) - pixels(without_image[0])).max() > 0
 
 
 def test_sampling_params_list_names_the_same_settings(app: FastAPI) -> None:
@@ -97,17 +97,17 @@ def test_sampling_params_list_names_the_same_settings(app: FastAPI) -> None:
     np.testing.assert_array_equal(pixels(one[0]), pixels(other[0]))
 
 
-def test_a_stream_tells_of_steps_and_ends_with_the_picture(app: FastAPI) -> None:
+def test_a_stream_has_comments_for_steps_and_ends_with_the_image(app: FastAPI) -> None:
     answer = chat(app, stream=True, stream_options={"include_usage": True})
 
     lines = [line for line in answer.text.split("\n\n") if line]
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert lines[:2] == [": output 0, step 1 of 2", ": output 0, step 2 of 2"]
     assert lines[-1] == "data: [DONE]"
-    picture, end, usage = (json.loads(line.removeprefix("data: ")) for line in lines[2:-1])
+    image, end, usage = (json.loads(line.removeprefix("data: ")) for line in lines[2:-1])
     whole = chat(app).json()["choices"][0]["message"]["images"]
-    assert picture["choices"][0]["delta"]["role"] == "assistant"
-    np.testing.assert_array_equal(pixels(picture["choices"][0]["delta"]["images"][0]), pixels(whole[0]))
+    assert image["choices"][0]["delta"]["role"] == "assistant"
+    np.testing.assert_array_equal(pixels(image["choices"][0]["delta"]["images"][0]), pixels(whole[0]))
     assert end["choices"][0]["finish_reason"] == "stop" and usage["choices"] == [] and usage["usage"]
 
 
@@ -148,7 +148,7 @@ def test_the_client_reads_the_stream(app: FastAPI) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format", "models that write"),
     ],
 )
-def test_what_it_cannot_do_is_refused(app: FastAPI, fields: dict[str, Any], param: str | None, words: str) -> None:
+def test_unsupported_fields_are_refused(app: FastAPI, fields: dict[str, Any], param: str | None, words: str) -> None:
     for stream in (False, True):
         answer = chat(app, stream=stream, **fields)
         error = answer.json()["error"]
@@ -160,8 +160,8 @@ def test_another_model_is_not_found(app: FastAPI) -> None:
     assert chat(app, model="gpt-4o").status_code == 404
 
 
-class Musician:
-    """An engine client whose pipeline makes two clips of stereo sound in no time."""
+class FakeAudioClient:
+    """An engine client whose pipeline returns two clips of stereo audio at once."""
 
     def __init__(self, model: str) -> None:
         stage = {"stage_id": 0, "engine_type": "DiT", "final_output": True, "final_output_type": "audio"}
@@ -182,19 +182,19 @@ class Musician:
 
 
 @pytest.fixture
-def musician(tmp_path: Path) -> DiffusionChat:
+def audio_chat(tmp_path: Path) -> DiffusionChat:
     model = write_index(tmp_path, "AceStepPipeline")
     state = State({"openai_serving_models": DiffusionModels([BaseModelPath(MODEL, model)])})
-    return DiffusionChat(Musician(model), state, server_args(tmp_path))  # type: ignore[arg-type]
+    return DiffusionChat(FakeAudioClient(model), state, server_args(tmp_path))  # type: ignore[arg-type]
 
 
-def sound(**fields: Any) -> OmniChatCompletionRequest:
+def audio_request(**fields: Any) -> OmniChatCompletionRequest:
     messages: Any = [{"role": "user", "content": "rain"}]
     return OmniChatCompletionRequest(messages=messages, n=2, extra_body={"seed": 1}, **fields)
 
 
-def test_sound_is_a_file_for_each_choice(musician: DiffusionChat) -> None:
-    answer: Any = asyncio.run(musician.create_chat_completion(sound(modalities=["audio"])))
+def test_audio_is_a_file_for_each_choice(audio_chat: DiffusionChat) -> None:
+    answer: Any = asyncio.run(audio_chat.create_chat_completion(audio_request(modalities=["audio"])))
 
     for choice, level in zip(answer.choices, (0.25, 0.5), strict=True):
         assert choice.message.content is None and choice.message.audio.transcript == ""
@@ -204,9 +204,9 @@ def test_sound_is_a_file_for_each_choice(musician: DiffusionChat) -> None:
             np.testing.assert_allclose(frames, [[level, -level]] * 4800, atol=1e-4)
 
 
-def test_sound_is_streamed_in_the_format_asked_for(musician: DiffusionChat) -> None:
+def test_audio_is_streamed_in_the_requested_format(audio_chat: DiffusionChat) -> None:
     async def main() -> list[str]:
-        stream: Any = await musician.create_chat_completion(sound(stream=True, audio={"format": "flac"}))
+        stream: Any = await audio_chat.create_chat_completion(audio_request(stream=True, audio={"format": "flac"}))
         return [line async for line in stream]
 
     chunks = [json.loads(line.removeprefix("data: ")) for line in asyncio.run(main())[:-1]]
@@ -215,9 +215,9 @@ def test_sound_is_streamed_in_the_format_asked_for(musician: DiffusionChat) -> N
     assert sounds[0]["id"] != sounds[1]["id"]
 
 
-def test_a_model_without_voices_takes_openais(musician: DiffusionChat) -> None:
+def test_a_model_without_voices_accepts_openais(audio_chat: DiffusionChat) -> None:
     """OpenAI's client must name a voice."""
     for voice in ("alloy", {"id": "coral"}):
-        asyncio.run(musician.create_chat_completion(sound(audio={"format": "wav", "voice": voice})))
+        asyncio.run(audio_chat.create_chat_completion(audio_request(audio={"format": "wav", "voice": voice})))
     with pytest.raises(VLLMValidationError, match="unknown voice 'ethan'; there are default, alloy"):
-        asyncio.run(musician.create_chat_completion(sound(audio={"voice": "ethan"})))
+        asyncio.run(audio_chat.create_chat_completion(audio_request(audio={"voice": "ethan"})))

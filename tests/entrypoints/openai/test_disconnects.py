@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients who leave, come too many, wait too long, or whose stage dies: the server goes on, with nothing left over."""
+"""Client aborts, full queues, deadlines and dead stages: the server goes on, and nothing leaks."""
 
 import asyncio
 import random
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.entrypoints.fake_pipelines import WRITER, is_idle, running
-from tests.entrypoints.openai.fake_server import FakeServer, Visit
+from tests.entrypoints.openai.fake_server import AppRequest, FakeServer
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.errors import PipelineFullError
 
@@ -34,46 +34,46 @@ def question(*, stream: bool = False, **options: Any) -> dict[str, Any]:
 
 
 async def check_it_serves(server: FakeServer) -> None:
-    visit = Visit(server.app, "/v1/ask", QUICK)
+    visit = AppRequest(server.app, "/v1/ask", QUICK)
     assert await visit.end() == {"text": "hello>writer>speaker"}
     assert visit.status == 200
 
 
-def test_who_leaves_before_the_answer_leaves_nothing_behind(server: FakeServer, llm: AsyncOmniLLM) -> None:
+def test_a_client_abort_before_the_answer_frees_everything(server: FakeServer, llm: AsyncOmniLLM) -> None:
     async def main() -> None:
-        visit = Visit(server.app, "/v1/ask", question(**LONG))
+        visit = AppRequest(server.app, "/v1/ask", question(**LONG))
         while is_idle(llm):
             await asyncio.sleep(0)
-        await visit.leave()
+        await visit.disconnect()
         assert is_idle(llm)
         await check_it_serves(server)
 
     asyncio.run(main())
 
 
-def test_who_leaves_a_stream_leaves_nothing_behind(server: FakeServer, llm: AsyncOmniLLM) -> None:
+def test_a_client_abort_of_a_stream_frees_everything(server: FakeServer, llm: AsyncOmniLLM) -> None:
     async def main() -> None:
-        visit = Visit(server.app, "/v1/ask", question(stream=True, **LONG))
+        visit = AppRequest(server.app, "/v1/ask", question(stream=True, **LONG))
         await visit.first_chunk()
         assert visit.status == 200 and not is_idle(llm)
-        await visit.leave()
+        await visit.disconnect()
         assert is_idle(llm)
         await check_it_serves(server)
 
     asyncio.run(main())
 
 
-def test_clients_who_leave_at_any_moment_leave_nothing_behind(server: FakeServer, llm: AsyncOmniLLM) -> None:
+def test_client_aborts_at_any_moment_free_everything(server: FakeServer, llm: AsyncOmniLLM) -> None:
     rng = random.Random(0)
 
-    async def come_and_go() -> None:
-        visit = Visit(server.app, "/v1/ask", question(stream=rng.random() < 0.5, **LONG))
+    async def abort_one() -> None:
+        visit = AppRequest(server.app, "/v1/ask", question(stream=rng.random() < 0.5, **LONG))
         await asyncio.sleep(rng.random() * 0.1)
-        await visit.leave()
+        await visit.disconnect()
 
     async def main() -> None:
         for _ in range(5):
-            await asyncio.gather(*(come_and_go() for _ in range(8)))
+            await asyncio.gather(*(abort_one() for _ in range(8)))
         assert is_idle(llm)
         await check_it_serves(server)
 
@@ -89,18 +89,20 @@ def has_room(llm: AsyncOmniLLM) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_too_many_is_told_to_come_back(server: FakeServer, llm: AsyncOmniLLM, stream: bool) -> None:
+def test_a_request_beyond_the_queue_is_answered_with_a_retry_time(
+    server: FakeServer, llm: AsyncOmniLLM, stream: bool
+) -> None:
     async def main() -> None:
-        first = Visit(server.app, "/v1/ask", question(stream=True, **LONG))
+        first = AppRequest(server.app, "/v1/ask", question(stream=True, **LONG))
         await first.first_chunk()
-        waiting = [Visit(server.app, "/v1/ask", QUICK) for _ in range(3)]
+        waiting = [AppRequest(server.app, "/v1/ask", QUICK) for _ in range(3)]
         while has_room(llm):
             await asyncio.sleep(0)
-        late = Visit(server.app, "/v1/ask", question(stream=stream))
+        late = AppRequest(server.app, "/v1/ask", question(stream=stream))
         answer = await late.end()
         assert (late.status, answer["error"]["code"]) == (429, 429)
         assert int(late.headers["retry-after"]) >= 1
-        await first.leave()
+        await first.disconnect()
         for visit in waiting:
             assert await visit.end() == {"text": "hello>writer>speaker"}
         await check_it_serves(server)
@@ -108,49 +110,49 @@ def test_one_too_many_is_told_to_come_back(server: FakeServer, llm: AsyncOmniLLM
     asyncio.run(main())
 
 
-def test_a_failure_of_one_request_is_no_matter_to_the_next(server: FakeServer) -> None:
+def test_a_failed_request_does_not_affect_the_next(server: FakeServer) -> None:
     async def main() -> None:
-        visit = Visit(server.app, "/v1/ask", question(fake_fail="speaker"))
+        visit = AppRequest(server.app, "/v1/ask", question(fake_fail="speaker"))
         answer = await visit.end()
         assert (visit.status, answer["error"]["code"]) == (500, 500)
-        assert "was told to fail" not in answer["error"]["message"]
+        assert "fails (fake_fail)" not in answer["error"]["message"]
         await check_it_serves(server)
 
     asyncio.run(main())
 
 
-def test_a_dead_stage_is_told_to_those_it_held_and_to_health_until_it_is_back(
+def test_a_dead_stage_fails_its_requests_and_health_until_it_has_restarted(
     server: FakeServer, llm: AsyncOmniLLM
 ) -> None:
     async def health() -> tuple[int, dict[str, Any]]:
-        visit = Visit(server.app, "/health")
+        visit = AppRequest(server.app, "/health")
         answer = await visit.end()
-        ping = Visit(server.app, "/ping")
+        ping = AppRequest(server.app, "/ping")
         await ping.end()
         assert answer["status"] == {200: "ok", 503: "unavailable"}[visit.status]
         return visit.status, {stage["name"]: stage["status"] for stage in answer["stages"]}
 
     async def main() -> None:
         assert await health() == (200, {"writer": "ready", "speaker": "ready"})
-        visit = Visit(server.app, "/v1/ask", question(fake_die="speaker"))
+        visit = AppRequest(server.app, "/v1/ask", question(fake_die="speaker"))
         answer = await visit.end()
         assert (visit.status, answer["error"]["code"]) == (503, 503)
         assert int(visit.headers["retry-after"]) >= 1
         assert await health() == (503, {"writer": "ready", "speaker": "restarting"})
-        # It waits for the stage, which is started again.
+        # It waits for the stage, which restarts.
         await check_it_serves(server)
         assert await health() == (200, {"writer": "ready", "speaker": "ready"})
 
     asyncio.run(main())
 
 
-def test_a_deadline_that_passes_is_told(tmp_path: Path) -> None:
+def test_a_request_beyond_its_deadline_is_answered_with_504(tmp_path: Path) -> None:
     async def main(server: FakeServer) -> None:
-        visit = Visit(server.app, "/v1/ask", question(**LONG))
+        visit = AppRequest(server.app, "/v1/ask", question(**LONG))
         answer = await visit.end()
         assert (visit.status, answer["error"]["code"]) == (504, 504)
         assert "retry-after" not in visit.headers
-        visit = Visit(server.app, "/v1/ask", QUICK)
+        visit = AppRequest(server.app, "/v1/ask", QUICK)
         assert await visit.end() == {"text": "hello>writer"}
 
     with running(AsyncOmniLLM, tmp_path, (WRITER,), request_timeout_s=0.5) as llm:
@@ -158,19 +160,19 @@ def test_a_deadline_that_passes_is_told(tmp_path: Path) -> None:
         assert is_idle(llm)
 
 
-def test_a_server_that_ends_takes_nothing_new_and_finishes_what_runs(tmp_path: Path) -> None:
+def test_a_shutdown_refuses_new_requests_and_finishes_running_ones(tmp_path: Path) -> None:
     async def main(server: FakeServer) -> None:
-        running = Visit(server.app, "/v1/ask", question(fake_tokens=30, fake_seconds=0.02, stream=True))
+        running = AppRequest(server.app, "/v1/ask", question(fake_tokens=30, fake_seconds=0.02, stream=True))
         await running.first_chunk()
         ending = asyncio.create_task(asyncio.to_thread(server.client.shutdown))
-        late = Visit(server.app, "/v1/ask", QUICK)
+        late = AppRequest(server.app, "/v1/ask", QUICK)
         while await late.end() == {"text": "hello>writer"}:
-            late = Visit(server.app, "/v1/ask", QUICK)  # The other thread had not begun.
+            late = AppRequest(server.app, "/v1/ask", QUICK)  # The other thread had not started.
         assert late.status == 503
         await ending
         await asyncio.wait([running._task])
         assert b"".join(running.chunks).decode() == "".join(f"{i} " for i in range(30))
-        health = Visit(server.app, "/health")
+        health = AppRequest(server.app, "/health")
         await health.end()
         assert health.status == 503
 
@@ -178,9 +180,9 @@ def test_a_server_that_ends_takes_nothing_new_and_finishes_what_runs(tmp_path: P
         asyncio.run(main(FakeServer(llm, shutdown_timeout=60)))
 
 
-def test_a_server_that_may_not_wait_ends_what_runs(tmp_path: Path) -> None:
+def test_a_shutdown_without_timeout_aborts_running_requests(tmp_path: Path) -> None:
     async def main(server: FakeServer) -> None:
-        visit = Visit(server.app, "/v1/ask", question(**LONG))
+        visit = AppRequest(server.app, "/v1/ask", question(**LONG))
         while is_idle(server.client.llm):
             await asyncio.sleep(0)
         await asyncio.to_thread(server.client.shutdown)

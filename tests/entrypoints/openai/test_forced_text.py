@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that speak what they write are made to write what they shall speak: exactly that, whatever it is."""
+"""Models that speak what they write are forced to write the given text exactly."""
 
 import asyncio
 import json
@@ -11,12 +11,12 @@ import xgrammar
 from fastapi import FastAPI
 
 from tests.entrypoints.fake_pipelines import is_idle
-from tests.entrypoints.openai.fake_server import Visit
+from tests.entrypoints.openai.fake_server import AppRequest
 from tests.entrypoints.openai.media_apps import server_args
 from tests.entrypoints.openai.small_apps import ask
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.forced_text import ForcedText, ForcedTextBuilder, token_grammar
 from vllm_omni.events import CompletedEvent
@@ -54,7 +54,7 @@ def app(request: pytest.FixtureRequest) -> FastAPI:
     return request.getfixturevalue(request.param)
 
 
-def dictation(app: FastAPI) -> ForcedTextBuilder:
+def builder(app: FastAPI) -> ForcedTextBuilder:
     client: OmniEngineClient = app.state.engine_client
     return ForcedTextBuilder(
         app.state.online_renderer, client.renderer.get_tokenizer(), client.model_config.max_model_len
@@ -72,9 +72,9 @@ async def write(app: FastAPI, dictated: ForcedText) -> list[OmniRequestOutput]:
         return [event async for event in events if isinstance(event, CompletedEvent)][-1].outputs
 
 
-def test_the_model_writes_exactly_what_it_shall_speak(app: FastAPI) -> None:
+def test_the_model_writes_exactly_the_forced_text(app: FastAPI) -> None:
     async def main() -> None:
-        prepared = [await dictation(app).prepare(text) for text in TEXTS.values()]
+        prepared = [await builder(app).prepare(text) for text in TEXTS.values()]
         for text, (written, spoken) in zip(
             TEXTS.values(), await asyncio.gather(*(write(app, each) for each in prepared)), strict=True
         ):
@@ -85,21 +85,21 @@ def test_the_model_writes_exactly_what_it_shall_speak(app: FastAPI) -> None:
     asyncio.run(main())
 
 
-def test_the_tokens_are_those_that_the_model_knows_the_text_by(qwen3_app: FastAPI) -> None:
+def test_the_tokens_are_those_of_the_tokenizer(qwen3_app: FastAPI) -> None:
     text = "Hello there, this is a longer text of ordinary words."
     client: OmniEngineClient = qwen3_app.state.engine_client
 
     async def main() -> list[OmniRequestOutput]:
-        return await write(qwen3_app, await dictation(qwen3_app).prepare(text))
+        return await write(qwen3_app, await builder(qwen3_app).prepare(text))
 
     written, _ = asyncio.run(main())
     tokenizer: Any = client.renderer.get_tokenizer()
     assert list(written.outputs[0].token_ids[:-1]) == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_preparing_leaves_the_servers_own_tokenizer_alone(qwen3_app: FastAPI) -> None:
+def test_preparing_does_not_change_the_servers_tokenizer(qwen3_app: FastAPI) -> None:
     tokenizer: Any = qwen3_app.state.engine_client.renderer.get_tokenizer()
-    asyncio.run(dictation(qwen3_app).prepare("<|im_end|>"))
+    asyncio.run(builder(qwen3_app).prepare("<|im_end|>"))
     assert tokenizer.backend_tokenizer.encode("<|im_end|>", add_special_tokens=False).ids == [tokenizer.eos_token_id]
 
 
@@ -125,7 +125,7 @@ def test_usage_counts_the_text_and_the_speech(qwen3_app: FastAPI) -> None:
     assert longer_text["input_tokens"] > first["input_tokens"] < longer_prompt["input_tokens"]
 
 
-def test_a_client_learns_that_the_speech_was_cut(app: FastAPI) -> None:
+def test_the_finish_reason_of_cut_speech_is_length(app: FastAPI) -> None:
     assert '"finish_reason":"length"' in speak(app, "abc", stream_format="sse").text.rpartition("data: ")[2]
 
 
@@ -153,20 +153,20 @@ def test_voices(app: FastAPI) -> None:
         ({"sampling_params_list": [{"temperature": 1.0}, None, None]}, "sampling_params_list[0]"),
     ],
 )
-def test_what_does_not_fit_is_refused(qwen3_app: FastAPI, fields: dict[str, Any], param: str) -> None:
+def test_wrong_requests_are_refused(qwen3_app: FastAPI, fields: dict[str, Any], param: str) -> None:
     response = speak(qwen3_app, "abc", **fields)
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_who_leaves_leaves_nothing_behind(qwen3_app: FastAPI, talking_async_llm: AsyncOmniLLM, waits: bool) -> None:
+def test_a_client_abort_frees_everything(qwen3_app: FastAPI, talking_async_llm: AsyncOmniLLM, waits: bool) -> None:
     async def main() -> None:
-        visit = Visit(qwen3_app, "/v1/audio/speech", {"input": "hello"})
+        visit = AppRequest(qwen3_app, "/v1/audio/speech", {"input": "hello"})
         if waits:
             await visit.first_chunk()
         while is_idle(talking_async_llm):
             await asyncio.sleep(0)
-        await visit.leave()
+        await visit.disconnect()
         assert is_idle(talking_async_llm)
 
     asyncio.run(main())

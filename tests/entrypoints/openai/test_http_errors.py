@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client is told when a request fails, by whatever."""
+"""The answers to requests that fail."""
 
 import logging
 from typing import NoReturn
@@ -48,18 +48,18 @@ def test_every_error_of_a_pipeline_has_its_status(error: Exception, status: int)
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.0, "1"), (0.2, "1"), (2.2, "3"), (60.0, "60")])
-def test_who_finds_the_pipeline_full_is_told_when_to_come_back(seconds: float, said: str) -> None:
+@pytest.mark.parametrize(("seconds", "header"), [(0.0, "1"), (0.2, "1"), (2.2, "3"), (60.0, "60")])
+def test_a_full_pipeline_answers_with_a_retry_time(seconds: float, header: str) -> None:
     response = ask(failing_with(PipelineFullError("full", seconds)), "GET", "/v1/fail")
-    assert response.headers["retry-after"] == said
+    assert response.headers["retry-after"] == header
 
 
-def test_a_dead_stage_is_worth_another_try_and_a_wrong_request_is_not() -> None:
+def test_only_a_dead_stage_has_a_retry_time() -> None:
     assert "retry-after" in ask(failing_with(StageDeadError("died", "r", 1)), "GET", "/v1/fail").headers
     assert "retry-after" not in ask(failing_with(InvalidRequestError("wrong", "r")), "GET", "/v1/fail").headers
 
 
-def test_what_failed_inside_is_told_to_the_log_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_errors_are_only_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     error = StageExecutionError("cannot read /etc/server/secret.key", "r7", 1)
     error.stage_traceback = "Traceback: line 17"
     with caplog.at_level(logging.ERROR, "vllm.omni.server"):
@@ -69,20 +69,20 @@ def test_what_failed_inside_is_told_to_the_log_alone(caplog: pytest.LogCaptureFi
     assert "secret.key" in caplog.text and "line 17" in caplog.text
 
 
-def test_an_error_that_nobody_thought_of_says_nothing_of_itself() -> None:
+def test_an_unexpected_error_has_no_details_for_the_client() -> None:
     response = ask(failing_with(KeyError("DATABASE_PASSWORD")), "GET", "/v1/fail")
     assert response.status_code == 500
     assert "PASSWORD" not in response.text
 
 
-def test_vllms_streams_know_the_status_too() -> None:
+def test_vllms_streams_have_the_status() -> None:
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
     info = create_error_response(to_http_error(PipelineFullError("full", 1.0))).error
     assert (info.code, info.message) == (429, "full")
 
 
-def test_what_the_framework_refuses_has_the_same_form() -> None:
+def test_errors_of_the_framework_have_the_same_form() -> None:
     missing, wrong_method = ask(make_app(), "GET", "/v1/nothing"), ask(make_app(), "GET", "/v1/echo")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, 404)
     assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
@@ -91,7 +91,7 @@ def test_what_the_framework_refuses_has_the_same_form() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "words"),
     [
         (b'{"text": "a"', "not JSON"),
         (b"hello", "not JSON"),
@@ -110,13 +110,13 @@ def test_what_the_framework_refuses_has_the_same_form() -> None:
         (b"", "body"),
     ],
 )
-def test_a_body_that_is_no_question_is_the_clients_error(body: bytes, says: str) -> None:
+def test_a_body_with_wrong_fields_is_a_client_error(body: bytes, words: str) -> None:
     response = ask(make_app(), "POST", "/v1/echo", content=body, headers=JSON)
     assert response.status_code == 400
-    assert says in response.json()["error"]["message"] + str(response.json()["error"]["param"])
+    assert words in response.json()["error"]["message"] + str(response.json()["error"]["param"])
 
 
-def test_what_json_can_say_still_comes_through() -> None:
+def test_all_valid_json_is_accepted() -> None:
     for text in ("ä 😀 \u0000 \u2028", "x" * (2 << 20)):
         response = ask(make_app(), "POST", "/v1/echo", json={"text": text, "number": -1.5e300})
         assert response.json() == {"text": text, "number": -1.5e300}
@@ -141,13 +141,13 @@ def test_another_content_type_than_json_is_refused() -> None:
         (b"{}", "application/json"),
     ],
 )
-def test_a_broken_form_is_the_clients_error(body: bytes, content_type: str) -> None:
+def test_a_broken_form_is_a_client_error(body: bytes, content_type: str) -> None:
     response = ask(make_app(), "POST", "/v1/form", content=body, headers={"content-type": content_type})
     assert response.status_code in (400, 422), response.text
     assert response.json()["error"]["message"]
 
 
-def test_what_is_nested_too_deeply_for_a_writer_is_the_clients_error() -> None:
+def test_too_deep_nesting_is_a_client_error_when_it_is_written() -> None:
     def recurse() -> None:
         recurse()
 

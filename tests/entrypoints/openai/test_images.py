@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images over HTTP, as OpenAI's client asks for them."""
+"""The image endpoints, with OpenAI's client."""
 
 import base64
 import io
@@ -19,8 +19,8 @@ SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1}
 
 
 @pytest.fixture
-def app(painting_app: FastAPI) -> FastAPI:
-    return painting_app
+def app(image_app: FastAPI) -> FastAPI:
+    return image_app
 
 
 def opened(b64_json: str | None) -> Image.Image:
@@ -49,7 +49,7 @@ def test_images_are_generated(app: FastAPI) -> None:
     assert pixels(answer.data[0].b64_json).std() > 0
 
 
-def test_settings_may_stand_in_extra_body_itself(app: FastAPI) -> None:
+def test_settings_may_be_in_extra_body(app: FastAPI) -> None:
     body = {"prompt": "a hen", "extra_body": {"height": 32, "width": 64, **SMALL}, "output_format": "webp"}
 
     answer = ask(app, "POST", "/v1/images/generations", json=body).json()
@@ -65,7 +65,7 @@ def test_compression_makes_files_smaller(app: FastAPI) -> None:
     assert sizes[0] < sizes[1] / 2
 
 
-def test_a_stream_shows_previews_and_ends_with_each_image(app: FastAPI) -> None:
+def test_a_stream_has_previews_and_ends_with_each_image(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> list[Any]:
         stream = await client.images.generate(
             prompt="a hen",
@@ -107,7 +107,7 @@ def test_an_uploaded_image_is_edited(app: FastAPI) -> None:
 
     red, blue = (pixels(answer.data[0].b64_json).mean((0, 1)) for answer in use(app, main))
 
-    assert abs(red - blue).max() > 1  # It has been looked at, by random weights.
+    assert abs(red - blue).max() > 1  # The model has read it, with random weights.
 
 
 def test_images_to_edit_come_in_json_too(app: FastAPI) -> None:
@@ -141,7 +141,7 @@ def test_an_edit_can_be_streamed(app: FastAPI) -> None:
         ({"size": "32by32"}, "size", "pattern"),
         ({"size": "33x32"}, None, "multiples of 16"),
         ({"size": "99999x99999"}, None, "max_pixels"),
-        ({"size": "32x32", "height": 64}, "height", "say different things"),
+        ({"size": "32x32", "height": 64}, "height", "set different values"),
         ({"num_inference_steps": 100_000}, None, "at most 200"),
         ({"response_format": "url"}, "response_format", "b64_json"),
         ({"output_format": "tiff"}, "output_format", "'png'"),
@@ -163,7 +163,7 @@ def test_wrong_fields_are_named(app: FastAPI, fields: dict[str, Any], param: str
     assert param is None or error["param"].removeprefix("body.") == param
 
 
-def test_a_stream_that_is_refused_has_the_status_of_a_refusal(app: FastAPI) -> None:
+def test_a_refused_stream_has_an_http_status(app: FastAPI) -> None:
     answer = ask(app, "POST", "/v1/images/generations", json={"prompt": "a hen", "size": "33x32", "stream": True})
     assert answer.status_code == 400 and "multiples of 16" in answer.json()["error"]["message"]
 
@@ -176,7 +176,7 @@ def test_another_model_is_not_found(app: FastAPI) -> None:
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"image": b"no picture"}, "image"),
+        ({"image": b"no image"}, "image"),
         ({"image": png()[:-40]}, "image"),
         ({"image": png(200, 200)}, "max_pixels"),
         ({"image": png(), "mask": png()}, "take no mask"),
@@ -194,8 +194,8 @@ def test_broken_uploads_are_refused(app: FastAPI, files: dict[str, bytes], words
 
 
 @pytest.mark.parametrize("side", [6000, 20_000])
-def test_a_bomb_is_not_decoded(app: FastAPI, side: int) -> None:
-    file = bytearray(png())  # Its header says how large it is, with a checksum.
+def test_a_decompression_bomb_is_not_decoded(app: FastAPI, side: int) -> None:
+    file = bytearray(png())  # The header has the size, with a checksum.
     file[16:24] = struct.pack(">II", side, side)
     file[29:33] = struct.pack(">I", zlib.crc32(file[12:29]))
 
@@ -205,7 +205,7 @@ def test_a_bomb_is_not_decoded(app: FastAPI, side: int) -> None:
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "http://127.0.0.1/x.png", "ftp://host/x", "/etc/passwd"])
-def test_nothing_private_is_read(app: FastAPI, url: str) -> None:
+def test_private_files_and_addresses_are_refused(app: FastAPI, url: str) -> None:
     answer = ask(app, "POST", "/v1/images/edits", json={"prompt": "x", "image": url})
     assert answer.status_code in (400, 422)
 
@@ -215,12 +215,12 @@ def test_a_body_that_is_neither_json_nor_a_form(app: FastAPI) -> None:
     assert answer.status_code == 415
 
 
-def test_videos_of_a_model_that_paints(app: FastAPI) -> None:
+def test_videos_of_an_image_model(app: FastAPI) -> None:
     answer = ask(app, "POST", "/v1/videos", json={"prompt": "a boat"})
-    assert answer.status_code == 400 and "makes no videos; it makes image" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "cannot output video; it outputs image" in answer.json()["error"]["message"]
 
 
-def test_the_description_tells_of_forms_and_json(app: FastAPI) -> None:
+def test_the_api_description_has_forms_and_json(app: FastAPI) -> None:
     paths = ask(app, "GET", "/openapi.json").json()["paths"]
     for path, field in (("/v1/images/edits", "image"), ("/v1/videos", "input_reference")):
         content = paths[path]["post"]["requestBody"]["content"]

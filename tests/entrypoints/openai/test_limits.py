@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from tests.entrypoints.openai.small_apps import ask, make_app, pieces
-from vllm_omni.entrypoints.openai.limits import (
+from vllm_omni.entrypoints.openai.server_args import (
     RequestLimits,
     ServerLimits,
     add_limit_arguments,
@@ -49,7 +49,7 @@ def test_every_limit_has_a_flag(tmp_path: Path) -> None:
         ("--video-dir", __file__),
     ],
 )
-def test_a_limit_that_lets_nothing_or_everything_through_is_refused(flags: tuple[str, str]) -> None:
+def test_an_invalid_limit_is_refused(flags: tuple[str, str]) -> None:
     with pytest.raises(SystemExit):
         parse(*flags)
 
@@ -59,7 +59,7 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
         check_limits(parse("--max-request-bytes", "10", "--max-total-request-bytes", "9"))
 
 
-def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
+def test_a_body_with_too_large_a_content_length_is_not_read() -> None:
     app = make_app(max_request_bytes=100)
 
     async def never() -> None:
@@ -75,7 +75,7 @@ def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/echo", "/v1/form"])
 @pytest.mark.parametrize("content_type", ["application/json", "multipart/form-data; boundary=x"])
-def test_a_body_that_turns_out_too_large_is_read_no_further(path: str, content_type: str) -> None:
+def test_a_body_is_read_only_up_to_the_limit(path: str, content_type: str) -> None:
     given = []
 
     async def chunks():
@@ -92,7 +92,7 @@ def test_a_body_that_turns_out_too_large_is_read_no_further(path: str, content_t
     assert len(given) <= 4
 
 
-def test_a_body_as_large_as_it_may_be_comes_through_whole() -> None:
+def test_a_body_at_the_limit_is_read_whole() -> None:
     body = b'{"text": "' + b"x" * 88 + b'"}'
     assert len(body) == 100
     app = make_app(max_request_bytes=100)
@@ -100,7 +100,7 @@ def test_a_body_as_large_as_it_may_be_comes_through_whole() -> None:
     assert ask(app, "POST", "/v1/echo", content=pieces(body[:7], body[7:]), headers=JSON).json()["text"] == "x" * 88
 
 
-def test_a_file_within_the_limit_comes_through_whole() -> None:
+def test_a_file_within_the_limit_is_read_whole() -> None:
     response = ask(make_app(), "POST", "/v1/form", files={"file": b"x" * 3_000_000}, data={"text": "a"})
     assert response.json() == {"bytes": 3_000_000}
 
@@ -149,7 +149,7 @@ def in_room(main: Callable[[Room], Awaitable[None]], **limits: int) -> None:
         ("/v1/form", "application/x-www-form-urlencoded"),
     ],
 )
-def test_bodies_have_a_bound_together(path: str, content_type: str, length_is_known: bool) -> None:
+def test_the_bodies_of_all_requests_are_limited(path: str, content_type: str, length_is_known: bool) -> None:
     async def main(room: Room) -> None:
         first = await room.hold(b"x" * 80)
         body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
@@ -169,7 +169,7 @@ def test_bodies_have_a_bound_together(path: str, content_type: str, length_is_kn
     in_room(main, max_request_bytes=100, max_total_request_bytes=100)
 
 
-def test_refused_and_broken_bodies_give_their_room_back() -> None:
+def test_refused_and_broken_bodies_free_their_bytes() -> None:
     async def main(room: Room) -> None:
         for content, status in ((b"{" * 90, 400), (pieces(b"{" * 60, b"{" * 60), 413), (b'{"text": 1}', 400)):
             answer = await room.client.post("/v1/echo", content=content, headers=JSON)

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.entrypoints.openai.media_messages import diffusion_settings, image_parts, video_parts
+from vllm_omni.entrypoints.openai.media_output import image_parts, video_parts
+from vllm_omni.entrypoints.openai.stage_params import diffusion_settings
 from vllm_omni.media import encode_outputs
 from vllm_omni.outputs import OmniRequestOutput, StageOutput, make_omni_request_output
 from vllm_omni.sampling_params import DiffusionSamplingParams
@@ -37,10 +38,10 @@ def test_images_in_any_form_are_data_uris_of_files(output_format: str) -> None:
     parts = image_parts(made("image", output_format, 8, 8))
 
     file_format = output_format if output_format in ("jpeg", "webp") else "png"
-    pictures = [Image.open(opened(part["image_url"]["url"], f"image/{file_format}")) for part in parts]
+    images = [Image.open(opened(part["image_url"]["url"], f"image/{file_format}")) for part in parts]
     assert [part["type"] for part in parts] == ["image_url"] * 2
-    assert [picture.format for picture in pictures] == [file_format.upper()] * 2
-    assert [round(float(np.asarray(picture).mean())) for picture in pictures] == [0, 255]
+    assert [image.format for image in images] == [file_format.upper()] * 2
+    assert [round(float(np.asarray(image).mean())) for image in images] == [0, 255]
     assert video_parts(made("image", output_format, 8, 8)) == []
 
 
@@ -72,7 +73,7 @@ def test_settings_are_read_from_both_places() -> None:
         ({"extra_body": {"extra_args": {"max_sequence_length": 1 << 30}}}, "extra_body.extra_args", "operator"),
         ({"extra_body": {"preview_every": 1}}, "extra_body.preview_every", "operator"),
         ({"extra_body": [1]}, "extra_body", "must be an object"),
-        ({"height": 64, "extra_body": {"height": 32}}, "height", "another one"),
+        ({"height": 64, "extra_body": {"height": 32}}, "height", "two values"),
         ({"extra_body": {"height": "64"}}, "height", "Expected `int"),
         ({"extra_body": {"height": 0}}, "height", "1 or more"),
         ({"extra_body": {"guidance_scale": math.nan}}, "guidance_scale", "finite"),

@@ -13,7 +13,9 @@ import pytest
 from fastapi import FastAPI, Request
 
 from tests.entrypoints.openai.small_apps import ask, make_app
-from vllm_omni.entrypoints.openai import memory
+from vllm_omni.entrypoints.openai import api_server, middleware
+
+pytestmark = pytest.mark.slow
 
 
 class Cycle:
@@ -47,7 +49,7 @@ def make_cyclic_app(in_memory: weakref.WeakSet[Cycle]) -> FastAPI:
 def test_cycles_are_freed_by_the_bytes_of_the_bodies(
     content_type: str, in_memory: weakref.WeakSet[Cycle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "COLLECT_AFTER_BYTES", 100)
+    monkeypatch.setattr(middleware, "COLLECT_AFTER_BYTES", 100)
     app = make_cyclic_app(in_memory)
     counts = [
         ask(app, "POST", "/v1/cycle", content=b'"%026d"' % 0, headers={"content-type": content_type}).json()
@@ -76,9 +78,9 @@ print(held - psutil.Process().memory_info().rss)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
-def test_freed_blocks_go_back_to_the_system() -> None:
-    call = "from vllm_omni.entrypoints.openai.memory import return_large_blocks; return_large_blocks()"
-    environment = {name: value for name, value in os.environ.items() if name not in memory._TUNABLES}
+def test_freed_blocks_are_returned_to_the_system() -> None:
+    call = "from vllm_omni.entrypoints.openai.api_server import return_large_blocks; return_large_blocks()"
+    environment = {name: value for name, value in os.environ.items() if name not in api_server._TUNABLES}
 
     def returned(before: str = "", **variables: str) -> int:
         command = [sys.executable, "-c", DECODER.format(before=before)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of stereo sound: what it makes reaches clients with both channels, from each endpoint that has sound."""
+"""A model of stereo audio: every endpoint with audio returns both channels."""
 
 import asyncio
 import base64
@@ -80,7 +80,7 @@ def test_every_format_has_both_channels(app: FastAPI, expected: np.ndarray, form
     assert np.abs(samples[0] - samples[1]).max() > 0.01
 
 
-def test_raw_samples_are_described_by_the_headers(app: FastAPI, expected: np.ndarray) -> None:
+def test_response_headers_describe_raw_samples(app: FastAPI, expected: np.ndarray) -> None:
     response = speak(app, "pcm")
     headers = response.response.headers
     assert headers["content-type"] == "audio/pcm"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The official OpenAI client, unmodified, against a server that was started as the README says: chat and completions.
+"""The official OpenAI client, unmodified, with a server started as in the README: chat and completions.
 
-Nothing is sampled unless a test says so, so that one request can be compared with another. Images, speech and videos
-with the same client: `tests/examples`.
+Sampling is greedy unless a test sets it, so that requests can be compared. Images, speech and videos with the same
+client: `tests/examples`.
 """
 
 import asyncio
@@ -54,9 +54,9 @@ class Answer:
         return self.texts[0]
 
     @property
-    def sound(self) -> bytes:
-        (sound,) = self.audio.values()
-        return sound
+    def speech(self) -> bytes:
+        (speech,) = self.audio.values()
+        return speech
 
     def add(self, index: int, message: Any, finish_reason: str | None) -> None:
         assert index not in self.finish_reasons
@@ -71,7 +71,7 @@ class Answer:
 
 
 def chat(server: RunningServer, content: Any = QUESTION, *, stream: bool = False, **fields: Any) -> Answer:
-    """One request for text and speech; `extra` are fields that the client has no name for."""
+    """One request for text and speech; `extra` are fields that the client does not have."""
     return read(server.openai().chat.completions.create(**_request(server, content, stream, fields)))
 
 
@@ -130,19 +130,19 @@ def png() -> bytes:
     return file.getvalue()
 
 
-def sound(audio_format: str) -> bytes:
+def audio_file(audio_format: str) -> bytes:
     return encode_audio(make_audio(3, 0.5), audio_format, SAMPLE_RATE)
 
 
-def film() -> bytes:
+def video_file() -> bytes:
     return encode_mp4(torch.from_numpy(make_video(3, frames=4)).float() / 255, 2.0)
 
 
 @pytest.fixture(scope="module")
 def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a web server with `picture.png`."""
+    """The address of a web server with `image.png`."""
     folder = tmp_path_factory.mktemp("web")
-    (folder / "picture.png").write_bytes(png())
+    (folder / "image.png").write_bytes(png())
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args: Any) -> None:
@@ -162,26 +162,26 @@ def url_part(kind: str, url: str) -> dict[str, Any]:
 
 
 def input_audio(audio_format: str) -> dict[str, Any]:
-    return {"type": "input_audio", "input_audio": {"data": base64_of(sound(audio_format)), "format": audio_format}}
+    return {"type": "input_audio", "input_audio": {"data": base64_of(audio_file(audio_format)), "format": audio_format}}
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "image": lambda: url_part("image", data_uri("image/png", png())),
     "input_audio wav": lambda: input_audio("wav"),
     "input_audio mp3": lambda: input_audio("mp3"),
-    "audio_url": lambda: url_part("audio", data_uri("audio/flac", sound("flac"))),
-    "video_url": lambda: url_part("video", data_uri("video/mp4", film())),
+    "audio_url": lambda: url_part("audio", data_uri("audio/flac", audio_file("flac"))),
+    "video_url": lambda: url_part("video", data_uri("video/mp4", video_file())),
 }
 TEXT = {"type": "text", "text": QUESTION}
 
 
 @pytest.mark.parametrize("kind", ["text", *PARTS])
-def test_a_stream_is_the_whole_for_every_kind_of_input(omni_server: RunningServer, kind: str) -> None:
+def test_a_stream_equals_the_whole_answer_for_every_kind_of_input(omni_server: RunningServer, kind: str) -> None:
     content = [TEXT] if kind == "text" else [PARTS[kind](), TEXT]
     whole = chat(omni_server, content)
     streamed = chat(omni_server, content, stream=True)
     assert streamed.texts == whole.texts == {0: whole.transcript} and streamed.transcript == whole.transcript
-    assert np.array_equal(np.frombuffer(streamed.sound, "<i2"), samples_of(whole.sound))
+    assert np.array_equal(np.frombuffer(streamed.speech, "<i2"), samples_of(whole.speech))
     assert streamed.finish_reasons == whole.finish_reasons == {0: "length"}
     assert streamed.usage.model_dump(exclude_none=True) == whole.usage.model_dump(exclude_none=True)
 
@@ -189,15 +189,15 @@ def test_a_stream_is_the_whole_for_every_kind_of_input(omni_server: RunningServe
     assert usage.completion_tokens_details.audio_tokens == NUM_FRAMES
     assert usage.completion_tokens == NUM_TOKENS + NUM_FRAMES
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    heard = usage.prompt_tokens_details and usage.prompt_tokens_details.audio_tokens
-    assert bool(heard) == ("audio" in kind)
+    audio_tokens = usage.prompt_tokens_details and usage.prompt_tokens_details.audio_tokens
+    assert bool(audio_tokens) == ("audio" in kind)
 
 
-def test_the_model_sees_and_hears_what_was_sent(omni_server: RunningServer, web: str) -> None:
-    """Lossless media give the same answer, in whatever way they come, and other ones another."""
+def test_the_model_reads_images_and_audio(omni_server: RunningServer, web: str) -> None:
+    """The same media gives the same answer in every lossless form, other media another one."""
     ways = {
         "png": PARTS["image"](),
-        "http": url_part("image", f"{web}/picture.png"),
+        "http": url_part("image", f"{web}/image.png"),
         "wav": PARTS["input_audio wav"](),
         "flac": PARTS["audio_url"](),
     }
@@ -207,13 +207,13 @@ def test_the_model_sees_and_hears_what_was_sent(omni_server: RunningServer, web:
     assert len({answers["png"], answers["wav"], chat(omni_server, modalities=["text"]).text}) == 3
 
 
-def test_it_is_what_the_pipeline_says_without_a_server(omni_server: RunningServer, talking_llm: Any) -> None:
+def test_the_answer_equals_that_of_the_pipeline_without_a_server(omni_server: RunningServer, talking_llm: Any) -> None:
     prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     written, spoken = talking_llm.generate(prompt, GREEDY, use_tqdm=False)
     answer = chat(omni_server)
     assert answer.text == answer.transcript == written.outputs[0].text
     exact = spoken.multimodal_output["audio"].numpy()
-    assert np.abs(samples_of(answer.sound) / 32768 - exact).max() < 2 / 32768
+    assert np.abs(samples_of(answer.speech) / 32768 - exact).max() < 2 / 32768
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -223,8 +223,8 @@ def test_without_modalities_the_answer_is_text(omni_server: RunningServer, strea
     assert answer.usage.completion_tokens == NUM_TOKENS
 
 
-def test_why_an_answer_ended(omni_server: RunningServer) -> None:
-    """Speech that is cut is told of, though its text is complete."""
+def test_finish_reasons(omni_server: RunningServer) -> None:
+    """The finish reason of cut speech is length, even if its text is complete."""
     text = {"temperature": 0.0, "stop": chat(omni_server, modalities=["text"]).text[-1], "max_tokens": NUM_TOKENS}
     for stream in (False, True):
         cut = chat(omni_server, stream=stream, extra={"sampling_params_list": [text, {"max_tokens": 3}, None]})
@@ -244,16 +244,16 @@ def test_modalities_choose_the_outputs(omni_server: RunningServer, stream: bool)
     assert written.usage.completion_tokens == NUM_TOKENS
     spoken = chat(omni_server, stream=stream, modalities=["audio"])
     assert (spoken.texts, list(spoken.audio)) == ({}, [0])
-    assert (spoken.transcript, spoken.sound) == (both.text, both.sound)
+    assert (spoken.transcript, spoken.speech) == (both.text, both.speech)
 
 
 @pytest.mark.parametrize("audio_format", ["wav", "mp3", "flac", "opus", "aac", "pcm16"])
 def test_every_format_of_speech(omni_server: RunningServer, audio_format: str) -> None:
-    exact = np.frombuffer(chat(omni_server, stream=True, modalities=["audio"]).sound, "<i2")
+    exact = np.frombuffer(chat(omni_server, stream=True, modalities=["audio"]).speech, "<i2")
     for stream in (False, True):
         answer = chat(omni_server, stream=stream, modalities=["audio"], audio={"format": audio_format})
         is_raw = audio_format == "pcm16"
-        decoded = np.frombuffer(answer.sound, "<i2") if is_raw else samples_of(answer.sound)
+        decoded = np.frombuffer(answer.speech, "<i2") if is_raw else samples_of(answer.speech)
         if audio_format in ("wav", "flac", "pcm16"):
             assert np.array_equal(decoded, exact)
         else:
@@ -267,14 +267,14 @@ def test_voices(omni_server: RunningServer) -> None:
     answers = {
         name: chat(omni_server, modalities=["audio"], audio={"format": "pcm16", "voice": name}) for name in names
     }
-    assert len({answer.sound for answer in answers.values()}) == len(names) == 3
+    assert len({answer.speech for answer in answers.values()}) == len(names) == 3
     assert len({answer.transcript for answer in answers.values()}) == 1
     default = chat(omni_server, modalities=["audio"], audio={"format": "pcm16"})
-    assert default.sound == answers[names[0]].sound
+    assert default.speech == answers[names[0]].speech
     by_id = chat(omni_server, modalities=["audio"], audio={"format": "pcm16", "voice": {"id": names[1].title()}})
-    assert by_id.sound == answers[names[1]].sound
+    assert by_id.speech == answers[names[1]].speech
     of_openai = chat(omni_server, modalities=["audio"], audio={"format": "pcm16", "voice": "ash"})
-    assert of_openai.sound == answers[names[1]].sound
+    assert of_openai.speech == answers[names[1]].speech
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -289,7 +289,7 @@ def test_several_answers_are_choices(omni_server: RunningServer, stream: bool) -
     assert answer.texts == chat(omni_server, stream=not stream, **fields).texts
 
 
-# Between the words of JSON there may be as much white space as random weights like.
+# Random weights write much white space between the words of JSON.
 LOOSE = {"temperature": 1.0, "seed": 1, "max_tokens": 400, "modalities": ["text"]}
 
 
@@ -328,7 +328,7 @@ def test_a_tool_is_called(omni_server: RunningServer) -> None:
     assert set(json.loads(call.function.arguments)) == {"is_deep"}
 
 
-def test_each_stage_is_sampled_as_the_request_says(omni_server: RunningServer) -> None:
+def test_sampling_params_list_sets_each_stage(omni_server: RunningServer) -> None:
     def ask(*stages: dict | None, **fields: Any) -> Any:
         return chat(omni_server, extra={"sampling_params_list": list(stages)}, **fields).usage
 
@@ -337,7 +337,7 @@ def test_each_stage_is_sampled_as_the_request_says(omni_server: RunningServer) -
     assert ask(long, {"max_tokens": 3}, None).completion_tokens == 10
     # The client's own fields are those of the stage that writes the text, and win.
     assert ask(long, {"max_tokens": 3}, None, max_completion_tokens=5).completion_tokens == 8
-    # Where nothing is said, the stage configuration's.
+    # Default: the stage configuration's.
     assert ask(long, None, None).completion_tokens_details.audio_tokens <= 64
 
 
@@ -376,7 +376,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "param", "words"), WRONG, ids=[param for _, param, _ in WRONG])
-def test_what_is_wrong_is_named(
+def test_errors_name_the_field(
     omni_server: RunningServer, fields: dict[str, Any], param: str, words: str, stream: bool
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -386,7 +386,7 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
-def test_what_the_model_cannot_do_is_said(omni_server: RunningServer) -> None:
+def test_errors_of_unsupported_endpoints_list_the_outputs(omni_server: RunningServer) -> None:
     client = omni_server.openai()
     with pytest.raises(openai.BadRequestError, match="text, audio"):
         client.images.generate(prompt="A hen.")
@@ -396,7 +396,7 @@ def test_what_the_model_cannot_do_is_said(omni_server: RunningServer) -> None:
         client.videos.create(prompt="A hen.")
 
 
-def test_sixteen_at_once_get_their_own_answers(omni_server: RunningServer) -> None:
+def test_sixteen_concurrent_requests_get_their_own_answers(omni_server: RunningServer) -> None:
     questions = [f"{QUESTION} ({i})" for i in range(16)]
 
     async def ask(client: openai.AsyncOpenAI, question: str, stream: bool) -> Answer:
@@ -415,17 +415,17 @@ def test_sixteen_at_once_get_their_own_answers(omni_server: RunningServer) -> No
             return await asyncio.gather(*(ask(client, q, i % 2 == 0) for i, q in enumerate(questions)))
 
     together = asyncio.run(ask_all())
-    assert len({answer.sound for answer in together}) == 16
+    assert len({answer.speech for answer in together}) == 16
     for i in (0, 5, 10, 15):
         alone = chat(omni_server, questions[i], audio={"format": "pcm16"})
         assert together[i].texts == alone.texts
-        both = [np.frombuffer(answer.sound, "<i2").astype(int) for answer in (together[i], alone)]
+        both = [np.frombuffer(answer.speech, "<i2").astype(int) for answer in (together[i], alone)]
         assert len(both[0]) == len(both[1])
-        assert np.abs(both[0] - both[1]).max() <= 2  # A sum of a batch is rounded otherwise.
+        assert np.abs(both[0] - both[1]).max() <= 2  # A batch changes the rounding of sums.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_later_turn_names_the_speech_of_an_earlier_one(omni_server: RunningServer, stream: bool) -> None:
+def test_a_later_turn_refers_to_earlier_speech_by_id(omni_server: RunningServer, stream: bool) -> None:
     def follow(message: dict[str, Any]) -> str:
         turns = [{"role": "user", "content": QUESTION}, message, {"role": "user", "content": "Why do you say so?"}]
         return chat(omni_server, messages=turns, modalities=["text"]).text

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from tests.entrypoints.openai.media_apps import png
 from tests.servers import RunningServer
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")]
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +44,12 @@ def check_fields(answer: Any, expected: type[BaseModel]) -> None:
 
 class TestImages:
     @pytest.fixture
-    def client(self, painting_server: RunningServer) -> openai.OpenAI:
-        return painting_server.openai()
+    def client(self, image_server: RunningServer) -> openai.OpenAI:
+        return image_server.openai()
 
     @pytest.fixture
-    def model(self, painting_server: RunningServer) -> str:
-        return painting_server.model
+    def model(self, image_server: RunningServer) -> str:
+        return image_server.model
 
     def test_generate(self, client: openai.OpenAI, model: str) -> None:
         prompt = """

@@ -57,7 +57,7 @@ def check_it_serves(server: RunningServer) -> None:
         showing("prompt_embeds", prompt_embeds=numpy_file()),
     ],
 )
-def test_what_is_not_the_clients_to_say_is_refused(omni_server: RunningServer, fields: dict[str, Any]) -> None:
+def test_fields_of_the_operator_are_refused(omni_server: RunningServer, fields: dict[str, Any]) -> None:
     response = post(omni_server, "/v1/chat/completions", CHAT | fields)
     assert response.status_code in (400, 422), response.text
     assert "root:" not in response.text
@@ -72,7 +72,7 @@ def test_no_other_model_is_loaded(omni_server: RunningServer, model: str) -> Non
         "/tokenize": {"prompt": "a"},
     }.items():
         response = post(omni_server, path, body | {"model": model})
-        # Nothing said is the model that is served.
+        # Without a name, the model that is served.
         assert response.status_code in ((404,) if model else (200, 400, 404)), (path, response.text)
 
 
@@ -96,7 +96,7 @@ def test_no_other_model_is_loaded(omni_server: RunningServer, model: str) -> Non
         {"messages": [{"role": "user", "content": "${HOME} {{ self }} {% include '/etc/passwd' %} <|im_end|>"}]},
     ],
 )
-def test_what_is_for_other_servers_is_harmless(omni_server: RunningServer, fields: dict[str, Any]) -> None:
+def test_fields_of_other_servers_have_no_effect(omni_server: RunningServer, fields: dict[str, Any]) -> None:
     response = post(omni_server, "/v1/chat/completions", CHAT | fields)
     assert response.status_code in (200, 400), response.text
     check_it_serves(omni_server)
@@ -121,6 +121,6 @@ def test_strange_headers_are_harmless(omni_server: RunningServer) -> None:
         "/scale_elastic_ep", "/invocations", "/pause", "/inference/v1/generate", "/abort_requests",
     ],
 )  # fmt: skip
-def test_what_an_operator_may_do_is_not_served(omni_server: RunningServer, path: str) -> None:
+def test_operators_endpoints_are_not_served(omni_server: RunningServer, path: str) -> None:
     assert post(omni_server, path, {"lora_name": "a", "lora_path": "/etc"}).status_code == 404
     assert httpx.get(f"{omni_server.url}{path}").status_code == 404

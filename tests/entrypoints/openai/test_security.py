@@ -28,11 +28,10 @@ from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMV
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
 from tests.entrypoints.openai.small_apps import ask, make_app
-from vllm_omni.entrypoints.openai import media_connector
-from vllm_omni.entrypoints.openai.address_guard import is_public
+from vllm_omni.entrypoints.openai import media_input
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, encode_audio
-from vllm_omni.entrypoints.openai.limits import MediaCount, media_count
-from vllm_omni.entrypoints.openai.media_guard import GuardedMediaIO
+from vllm_omni.entrypoints.openai.media_input import GuardedMediaIO, is_public
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.media import encode_mp4
 from vllm_omni.testing.media import make_audio, make_image, make_video
 
@@ -61,7 +60,7 @@ def data_url(data: bytes, media_type: str = "image/png") -> str:
 @pytest.fixture
 def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
     """Gets one part of a request, as a server with these flags does."""
-    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", media_connector.CONNECTOR_NAME)
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", media_input.CONNECTOR_NAME)
     monkeypatch.setenv("VLLM_MEDIA_FETCH_MAX_RETRIES", "1")
 
     def get(
@@ -72,10 +71,10 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
         beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
         **limits: Any,
     ) -> Any:
-        media_connector.install(argparse.Namespace(allowed_media_domains=domains, **limits))
+        media_input.install(argparse.Namespace(allowed_media_domains=domains, **limits))
 
         async def main() -> Any:
-            media_count.set(MediaCount(limits.get("max_media_parts", 64)))
+            RequestContext.start()
             connector = MEDIA_CONNECTOR_REGISTRY.load(
                 envs.VLLM_MEDIA_CONNECTOR, allowed_local_media_path=str(folder), allowed_media_domains=domains
             )
@@ -102,7 +101,7 @@ class Host(http.server.BaseHTTPRequestHandler):
             self.send_header("Location", self.path.removeprefix("/to/"))
             self.end_headers()
             return
-        status, body = {"/picture.png": (200, png(make_image())), "/endless": (200, b"x" * 5_000_000)}.get(
+        status, body = {"/image.png": (200, png(make_image())), "/endless": (200, b"x" * 5_000_000)}.get(
             self.path, (404, b"")
         )
         self.send_response(status)
@@ -129,20 +128,20 @@ def host() -> Iterator[http.server.ThreadingHTTPServer]:
     "name",
     ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "0177.0.0.1", "127.1", "0.0.0.0", "[::ffff:127.0.0.1]", "0"],
 )
-def test_no_request_makes_the_server_ask_itself(host: http.server.HTTPServer, fetch: Fetch, name: str) -> None:
+def test_the_server_does_not_fetch_from_itself(host: http.server.HTTPServer, fetch: Fetch, name: str) -> None:
     host.visits.clear()
     with pytest.raises(VLLMClientError, match=r"not a public address|Invalid URL|cannot be fetched"):
-        fetch("image", f"http://{name}:{host.server_port}/picture.png")
+        fetch("image", f"http://{name}:{host.server_port}/image.png")
     assert host.visits == []
 
 
 @pytest.mark.parametrize("address", ["169.254.169.254", "[fe80::1]", "10.0.0.1", "[fd00::1]", "[::1]", "224.0.0.1"])
-def test_no_request_reaches_an_address_of_an_internal_network(fetch: Fetch, address: str) -> None:
+def test_private_addresses_are_refused(fetch: Fetch, address: str) -> None:
     with pytest.raises(VLLMValidationError, match="not a public address"):
         fetch("image", f"http://{address}/latest/meta-data")
 
 
-def test_addresses_in_disguise_are_recognized() -> None:
+def test_encoded_private_addresses_are_recognized() -> None:
     public = ("8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "2002:808:808::")
     internal = (
         "100.64.0.1", "198.18.0.1", "240.0.0.1", "255.255.255.255", "::ffff:10.0.0.1", "::7f00:1", "64:ff9b::7f00:1",
@@ -152,14 +151,14 @@ def test_addresses_in_disguise_are_recognized() -> None:
     assert [address for address in internal if is_public(address)] == []
 
 
-def test_an_allowed_host_is_asked_even_inside(host: http.server.HTTPServer, fetch: Fetch) -> None:
-    (image,) = fetch("image", f"http://localhost:{host.server_port}/picture.png", domains=["localhost"])
+def test_an_allowed_host_may_have_a_private_address(host: http.server.HTTPServer, fetch: Fetch) -> None:
+    (image,) = fetch("image", f"http://localhost:{host.server_port}/image.png", domains=["localhost"])
     assert image.media.size == make_image().size
 
 
-def test_no_redirect_leads_out_of_what_is_allowed(host: http.server.HTTPServer, fetch: Fetch) -> None:
+def test_a_redirect_to_a_private_address_is_refused(host: http.server.HTTPServer, fetch: Fetch) -> None:
     host.visits.clear()
-    target = f"http://127.0.0.1:{host.server_port}/picture.png"
+    target = f"http://127.0.0.1:{host.server_port}/image.png"
     with pytest.raises(VLLMClientError, match="not in --allowed-media-domains"):
         fetch("image", f"http://localhost:{host.server_port}/to/{target}", domains=["localhost"])
     assert host.visits == [f"/to/{target}"]
@@ -168,16 +167,16 @@ def test_no_redirect_leads_out_of_what_is_allowed(host: http.server.HTTPServer, 
         fetch("image", url, domains=["localhost"])
 
 
-def test_a_download_is_read_no_further_than_it_may_be_large(host: http.server.HTTPServer, fetch: Fetch) -> None:
+def test_a_download_is_read_only_up_to_the_limit(host: http.server.HTTPServer, fetch: Fetch) -> None:
     with pytest.raises(VLLMClientError, match="exceed"):
         fetch("image", f"http://localhost:{host.server_port}/endless", domains=["localhost"], max_media_bytes=1000)
 
 
-def test_what_is_not_there_is_the_clients_error(host: http.server.HTTPServer, fetch: Fetch) -> None:
+def test_a_missing_file_is_a_client_error(host: http.server.HTTPServer, fetch: Fetch) -> None:
     with pytest.raises(VLLMUnprocessableEntityError, match=r"media part 1 .* 404"):
         fetch("image", f"http://localhost:{host.server_port}/missing", domains=["localhost"])
     with pytest.raises(VLLMUnprocessableEntityError, match="cannot be fetched"):
-        fetch("image", "http://localhost:1/nobody-listens", domains=["localhost"])
+        fetch("image", "http://localhost:1/unreachable", domains=["localhost"])
     with pytest.raises(VLLMClientError):
         fetch("image", "http://no-such-host.invalid/a.png")
 
@@ -185,19 +184,19 @@ def test_what_is_not_there_is_the_clients_error(host: http.server.HTTPServer, fe
 @pytest.mark.parametrize(
     "url", ["", "ftp://host/a.png", "gopher://127.0.0.1/", "data:,", "data:image/png,abc", "http://", "x"]
 )
-def test_other_addresses_than_http_data_and_file_are_the_clients_error(fetch: Fetch, url: str) -> None:
+def test_other_schemes_than_http_data_and_file_are_a_client_error(fetch: Fetch, url: str) -> None:
     with pytest.raises(VLLMClientError):
         fetch("image", url)
 
 
-def test_a_refusal_is_not_its_own_cause(fetch: Fetch) -> None:
+def test_an_error_is_not_its_own_cause(fetch: Fetch) -> None:
     """Else it would hold the frames it was raised in, and so the media, until Python's garbage collector runs."""
     with pytest.raises(VLLMValidationError) as raised:
-        fetch("image", data_url(b"no picture"))
+        fetch("image", data_url(b"no image"))
     assert raised.value.__cause__ is not raised.value
 
 
-def test_a_local_file_is_read_only_where_it_is_allowed(fetch: Fetch, tmp_path: Path) -> None:
+def test_local_files_are_read_from_the_allowed_path_only(fetch: Fetch, tmp_path: Path) -> None:
     inside, outside = tmp_path / "open", tmp_path / "secret"
     for folder in (inside, outside):
         folder.mkdir()
@@ -220,7 +219,7 @@ def test_a_local_file_is_read_only_where_it_is_allowed(fetch: Fetch, tmp_path: P
         fetch("image", f"file://{inside}/a.png")
 
 
-def test_media_that_is_fine_comes_through(fetch: Fetch) -> None:
+def test_valid_media_is_read(fetch: Fetch) -> None:
     (image,) = fetch("image", data_url(png(make_image())))
     assert image.media.size == make_image().size
     (video,) = fetch("video", data_url(mp4(), "video/mp4"))
@@ -231,7 +230,7 @@ def test_media_that_is_fine_comes_through(fetch: Fetch) -> None:
 
 
 @pytest.mark.parametrize("audio_format", sorted(set(AUDIO_FORMATS) - {"pcm", "pcm16"}))
-def test_audio_of_every_format_comes_through(fetch: Fetch, audio_format: str) -> None:
+def test_audio_of_every_format_is_read(fetch: Fetch, audio_format: str) -> None:
     file = encode_audio(make_audio(0, 0.5).astype(np.float32), audio_format, 16000)
     ((samples, _),) = fetch("audio", data_url(file, "audio/x"))
     assert len(samples) > 1000
@@ -256,14 +255,14 @@ BROKEN = {
 
 @pytest.mark.parametrize("kind", ["image", "audio", "video"])
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_media_is_the_clients_error_and_named(fetch: Fetch, kind: str, name: str) -> None:
+def test_broken_media_is_a_client_error_with_its_name(fetch: Fetch, kind: str, name: str) -> None:
     with pytest.raises(VLLMValidationError, match=f"media part 1 of the request, {kind}") as error:
         fetch(kind, data_url(BROKEN[name]))
     assert error.value.parameter == f"{kind}_url"
 
 
 @pytest.mark.parametrize("kind", ["image", "audio", "video"])
-def test_media_that_ends_in_its_middle_is_never_a_crash(fetch: Fetch, kind: str) -> None:
+def test_truncated_media_is_a_client_error(fetch: Fetch, kind: str) -> None:
     whole = {"image": png(make_image()), "audio": wav(), "video": mp4()}[kind]
     for length in range(1, len(whole), len(whole) // 7):
         with contextlib.suppress(VLLMClientError):
@@ -273,16 +272,16 @@ def test_media_that_ends_in_its_middle_is_never_a_crash(fetch: Fetch, kind: str)
 @pytest.mark.parametrize("kind", ["image", "audio", "video"])
 def test_the_server_answers_while_media_is_decoded(fetch: Fetch, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     others_were_answered = threading.Event()
-    begun = threading.Event()
+    started = threading.Event()
     load = GuardedMediaIO.load_bytes
 
     def slow_load(self: GuardedMediaIO, data: bytes) -> Any:
-        begun.set()
-        assert others_were_answered.wait(30), "nobody else had a turn"
+        started.set()
+        assert others_were_answered.wait(30), "other requests had to wait"
         return load(self, data)
 
     async def others() -> None:
-        while not begun.is_set():
+        while not started.is_set():
             await asyncio.sleep(0.001)
         others_were_answered.set()
 
@@ -291,14 +290,14 @@ def test_the_server_answers_while_media_is_decoded(fetch: Fetch, monkeypatch: py
 
 
 @pytest.mark.parametrize("data", ["###", "a", "AAAA=AAAA", "ä", "AAA\n"])
-def test_what_is_not_base64_is_the_clients_error(fetch: Fetch, data: str) -> None:
+def test_invalid_base64_is_a_client_error(fetch: Fetch, data: str) -> None:
     for kind in ("image", "audio", "video"):
         with pytest.raises(VLLMValidationError):
             fetch(kind, f"data:x/y;base64,{data}")
 
 
 def huge_png(width: int, height: int) -> bytes:
-    """A picture of some bytes that would be enormous when decoded."""
+    """An image of a few bytes that is enormous when decoded."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -309,7 +308,7 @@ def huge_png(width: int, height: int) -> bytes:
     )
 
 
-def test_a_picture_that_would_be_too_large_is_not_decoded(fetch: Fetch) -> None:
+def test_a_too_large_image_is_not_decoded(fetch: Fetch) -> None:
     for width, height in ((100_000, 1000), (2**31 - 1, 2**31 - 1)):
         with pytest.raises(VLLMValidationError, match=r"--max-image-pixels|decompression bomb"):
             fetch("image", data_url(huge_png(width, height)))
@@ -320,7 +319,7 @@ def test_a_picture_that_would_be_too_large_is_not_decoded(fetch: Fetch) -> None:
         fetch("video", f"data:video/jpeg;base64,{base64.b64encode(huge_png(100_000, 1000)).decode()}")
 
 
-def test_videos_have_bounds(fetch: Fetch) -> None:
+def test_videos_are_limited(fetch: Fetch) -> None:
     with pytest.raises(VLLMValidationError, match="--max-video-pixels"):
         fetch("video", data_url(mp4()), max_video_pixels=96 * 64 - 1)
     with pytest.raises(VLLMValidationError, match="--max-video-seconds"):
@@ -328,14 +327,14 @@ def test_videos_have_bounds(fetch: Fetch) -> None:
     assert fetch("video", data_url(mp4()), max_video_pixels=96 * 64, max_video_seconds=1.1)
 
 
-def test_a_video_without_a_frame_that_can_be_decoded_is_refused(fetch: Fetch) -> None:
+def test_a_video_without_decodable_frames_is_refused(fetch: Fetch) -> None:
     start = mp4().index(b"mdat") + 4
     size = struct.unpack_from(">I", mp4(), start - 8)[0] - 8
     with pytest.raises(VLLMValidationError, match="none of its frames can be decoded"):
         fetch("video", data_url(mp4()[:start] + bytes(size) + mp4()[start + size :]))
 
 
-def test_audio_has_bounds(fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audio_is_limited(fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MAX_AUDIO_DECODE_DURATION_S", "1")
     assert fetch("audio", data_url(wav(0.5)))
     with pytest.raises(VLLMValidationError, match="VLLM_MAX_AUDIO_DECODE_DURATION_S"):
@@ -343,23 +342,23 @@ def test_audio_has_bounds(fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("kind", ["image", "audio", "video"])
-def test_every_part_has_a_bound_of_bytes(fetch: Fetch, kind: str, tmp_path: Path) -> None:
+def test_the_bytes_of_every_media_part_are_limited(fetch: Fetch, kind: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * 2000)
     for url in (data_url(b"x" * 2000), f"file://{tmp_path}/file"):
         with pytest.raises(VLLMValidationError, match="--max-media-bytes"):
             fetch(kind, url, folder=tmp_path, max_media_bytes=1000)
 
 
-def test_a_request_has_a_bound_of_parts(fetch: Fetch) -> None:
+def test_the_media_parts_of_a_request_are_limited(fetch: Fetch) -> None:
     url = data_url(png(make_image()))
     assert len(fetch("image", url, url, max_media_parts=2)) == 2
     with pytest.raises(VLLMValidationError, match="--max-media-parts"):
         fetch("image", url, url, url, max_media_parts=2)
 
 
-def test_a_connector_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_media_connector_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", "mine")
-    media_connector.install(argparse.Namespace(allowed_media_domains=None))
+    media_input.install(argparse.Namespace(allowed_media_domains=None))
     assert envs.VLLM_MEDIA_CONNECTOR == "mine"
 
 
@@ -370,7 +369,7 @@ KEY = {"authorization": "Bearer secret"}
     "path",
     ["/v1/echo", "/tokenize", "/metrics", "/docs", "/openapi.json", "/secret", "/nowhere", "//health", "/health/"],
 )
-def test_every_path_but_health_wants_the_key(path: str) -> None:
+def test_every_path_but_health_requires_the_key(path: str) -> None:
     app = make_app(api_key=["other", "secret"])
     for headers in (
         {},
@@ -389,7 +388,7 @@ def test_health_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [ask(app, "GET", path).status_code for path in ("/health", "/ping")] == [200, 200]
 
 
-def test_without_the_key_a_body_is_not_even_read() -> None:
+def test_without_the_key_the_body_is_not_read() -> None:
     async def never():
         raise AssertionError("the body was read")
         yield b""
@@ -398,14 +397,14 @@ def test_without_the_key_a_body_is_not_even_read() -> None:
     assert response.status_code == 401
 
 
-def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     app = make_app()
     assert ask(app, "GET", "/secret").status_code == 401
     assert ask(app, "GET", "/secret", headers=KEY).status_code == 200
 
 
-def test_what_we_hold_on_to_is_as_it_was() -> None:
+def test_signatures_of_overridden_methods() -> None:
     """Another vLLM or aiohttp fails here, and not by letting something through."""
     assert [*inspect.signature(MediaConnector.load_from_url).parameters] == ["self", "url", "media_io", "fetch_timeout"]
     assert [*inspect.signature(MediaConnector.load_from_url_async).parameters] == [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a server's process ends: when it is told to, after what it has promised, and with nothing left."""
+"""The end of a server's process: by signals, after running requests, and without leaks."""
 
 import json
 import signal
@@ -15,6 +15,8 @@ import pytest
 
 from tests.servers import SMALL_VLLM, RunningServer
 
+pytestmark = pytest.mark.slow
+
 MEMORY_FILES = Path("/dev/shm")
 
 
@@ -26,7 +28,7 @@ class EndingServer(RunningServer):
         self.processes = psutil.Process(self.process.pid).children(recursive=True)
 
     def stream(self, num_tokens: int) -> Iterator[str]:
-        """Pieces of a text of so many tokens; then `[DONE]`, or what the server says instead."""
+        """Pieces of a text with this number of tokens; then `[DONE]`, or the server's error."""
         body = {"prompt": "Hello", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as response:
             assert response.status_code == 200, response.read()
@@ -66,19 +68,19 @@ def servers(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
                 server.process.kill()
 
 
-def test_one_that_is_told_to_end_while_it_starts_ends(servers: dict[str, EndingServer]) -> None:
+def test_sigterm_ends_a_server_that_starts(servers: dict[str, EndingServer]) -> None:
     server = servers["starting"]
     deadline = time.monotonic() + 100
     process = psutil.Process(server.process.pid)
     while len(process.children(recursive=True)) < 2 and time.monotonic() < deadline:  # what forks, and a stage
-        time.sleep(0.05)  # Nothing tells when its stages are started.
+        time.sleep(0.05)  # There is no event for the start of its stages.
     server.note_processes()
     assert server.stop(signal.SIGTERM) in (130, 143), server.output()
     assert "Traceback" not in server.output()
     server.check_it_left_nothing()
 
 
-def test_one_that_may_take_its_time_finishes_what_it_has_begun(servers: dict[str, EndingServer]) -> None:
+def test_a_shutdown_finishes_running_requests_within_its_timeout(servers: dict[str, EndingServer]) -> None:
     server = servers["patient"]
     server.wait_until_ready()
     server.note_processes()

@@ -33,7 +33,7 @@ def num_prompt_tokens(server: RunningServer, rate: int, channels: int) -> int:
 
 
 @pytest.mark.parametrize(("rate", "channels"), [(8_000, 1), (24_000, 1), (44_100, 2)])
-def test_sound_of_any_sampling_rate_is_heard(omni_server: RunningServer, rate: int, channels: int) -> None:
+def test_audio_of_any_sample_rate_is_read(omni_server: RunningServer, rate: int, channels: int) -> None:
     """A second is as long at any rate; a resampler may leave out the last sample of it."""
     expected = num_prompt_tokens(omni_server, 16_000, 1)
     assert abs(num_prompt_tokens(omni_server, rate, channels) - expected) <= 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speech endpoint, with a pipeline whose sound is known: what is sent, how, and what happens when it fails."""
+"""The speech endpoint, with a pipeline of known audio: files, streams and errors."""
 
 import asyncio
 import base64
@@ -16,8 +16,8 @@ import pytest
 import soundfile
 
 from tests.entrypoints.fake_pipelines import STAGES, is_idle, record_events, running
-from tests.entrypoints.openai.fake_server import FakeServer, Visit, over_http
-from tests.entrypoints.openai.singing import NUM_SAMPLES, RATE, SINGER, piece
+from tests.entrypoints.openai.audio_stage import AUDIO_STAGE, NUM_SAMPLES, RATE, piece
+from tests.entrypoints.openai.fake_server import AppRequest, FakeServer, over_http
 from tests.entrypoints.openai.small_apps import ask
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
@@ -31,7 +31,7 @@ FORMATS = [name for name in AUDIO_FORMATS if name != "pcm16"]
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:
-    with running(AsyncOmniLLM, tmp_path_factory.mktemp("config"), [SINGER]) as llm:
+    with running(AsyncOmniLLM, tmp_path_factory.mktemp("config"), [AUDIO_STAGE]) as llm:
         yield llm
 
 
@@ -60,7 +60,7 @@ def check_error(response: httpx.Response, status: int, *words: str, param: str |
         assert error["param"] == param
 
 
-def check_sound(response: httpx.Response, format: str, expected: np.ndarray) -> None:
+def check_audio(response: httpx.Response, format: str, expected: np.ndarray) -> None:
     """`expected`: `[n]` or `[channels, n]`. The response's headers describe the file."""
     rate = int(response.headers["x-sample-rate"])
     assert rate == RATE
@@ -82,7 +82,7 @@ def test_a_stream_of_bytes(server: FakeServer, format: str, how: dict[str, Any])
     assert response.status_code == 200
     assert response.headers["content-type"] == AUDIO_FORMATS[format]
     assert "content-length" not in response.headers
-    check_sound(response, format, wave(3))
+    check_audio(response, format, wave(3))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -91,7 +91,7 @@ def test_a_whole_file_has_its_length(server: FakeServer, format: str) -> None:
     assert response.headers["content-type"] == AUDIO_FORMATS[format]
     assert int(response.headers["content-length"]) == len(response.content)
     assert response.headers["x-finish-reason"] == "stop"
-    check_sound(response, format, wave(3))
+    check_audio(response, format, wave(3))
     if format in ("wav", "flac"):
         with soundfile.SoundFile(io.BytesIO(response.content)) as file:
             assert file.frames == wave(3).shape[-1]
@@ -99,16 +99,14 @@ def test_a_whole_file_has_its_length(server: FakeServer, format: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_stereo_stays_stereo(server: FakeServer, format: str) -> None:
-    check_sound(speak(server, "stereo", response_format=format), format, np.stack([piece(0), piece(1)]))
+    check_audio(speak(server, "stereo", response_format=format), format, np.stack([piece(0), piece(1)]))
 
 
 def test_the_default_is_mp3(server: FakeServer) -> None:
     assert speak(server, "1 pieces").headers["content-type"] == "audio/mpeg"
 
 
-def test_speech_is_not_held_until_its_end(
-    server: FakeServer, llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streamed_speech_is_not_kept(server: FakeServer, llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     events = record_events(llm, monkeypatch)
     assert speak(server, "3 pieces", response_format="pcm").content == to_pcm16(wave(3)).tobytes()
     assert isinstance(events[-1], CompletedEvent)
@@ -131,27 +129,27 @@ def test_a_stream_of_events(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("stream_format", ["audio", "sse"])
-def test_sound_comes_while_more_is_being_made(
+def test_audio_is_sent_while_more_is_made(
     server: FakeServer, llm: AsyncOmniLLM, format: str, stream_format: str
 ) -> None:
     async def main() -> None:
         body = {"input": "endless", "response_format": format, "stream_format": stream_format}
-        visit = Visit(server.app, PATH, body)
+        visit = AppRequest(server.app, PATH, body)
         await visit.first_chunk()
         assert visit.status == 200 and not is_idle(llm)
-        await visit.leave()
+        await visit.disconnect()
         assert is_idle(llm)
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream_format": "sse"}, {"speed": 4.0}])
-def test_who_leaves_leaves_nothing_behind(server: FakeServer, llm: AsyncOmniLLM, fields: dict[str, Any]) -> None:
+def test_a_client_abort_frees_everything(server: FakeServer, llm: AsyncOmniLLM, fields: dict[str, Any]) -> None:
     async def main() -> None:
-        visit = Visit(server.app, PATH, {"input": "endless", **fields})
+        visit = AppRequest(server.app, PATH, {"input": "endless", **fields})
         while is_idle(llm):
             await asyncio.sleep(0)
-        await visit.leave()
+        await visit.disconnect()
         assert is_idle(llm)
 
     asyncio.run(main())
@@ -167,16 +165,16 @@ def test_speed(server: FakeServer, speed: float) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"stream_format": "sse"}])
 @pytest.mark.parametrize(
-    ("text", "says"), [("silence", "no sound"), ("noise", "broken audio"), ("a failure", "failed in stage 0")]
+    ("text", "words"), [("silence", "no audio"), ("noise", "broken audio"), ("a failure", "failed in stage 0")]
 )
-def test_what_fails_before_there_is_any_sound_has_a_status(
-    server: FakeServer, fields: dict[str, Any], text: str, says: str
+def test_an_error_before_the_first_audio_has_an_http_status(
+    server: FakeServer, fields: dict[str, Any], text: str, words: str
 ) -> None:
-    check_error(speak(server, text, **fields), 500, says)
+    check_error(speak(server, text, **fields), 500, words)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_stream_of_bytes_that_fails_is_cut_off(server: FakeServer, format: str) -> None:
+def test_a_failed_stream_of_bytes_is_cut_off(server: FakeServer, format: str) -> None:
     """No client can take what it got for the whole."""
     with over_http(server.app) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -190,7 +188,7 @@ def test_a_stream_of_bytes_that_fails_is_cut_off(server: FakeServer, format: str
                 response.read()
 
 
-def test_a_stream_of_events_that_fails_says_so(server: FakeServer) -> None:
+def test_a_failed_stream_of_events_ends_with_an_error(server: FakeServer) -> None:
     *deltas, end = sse(speak(server, "a late failure", stream_format="sse"))
     assert deltas and all(delta["type"] == "speech.audio.delta" for delta in deltas)
     assert end["error"]["code"] == 500 and "failed in stage 0" in end["error"]["message"]
@@ -222,13 +220,13 @@ def test_a_wrong_field_is_named(server: FakeServer, fields: dict[str, Any], para
 
 @pytest.mark.parametrize("voice", ["default", {"id": "Default"}, None, "alloy"])
 def test_a_model_without_voices_has_a_default_one(server: FakeServer, voice: Any) -> None:
-    """OpenAI's client must say some voice."""
+    """OpenAI's client requires a voice."""
     assert speak(server, "1 pieces", voice=voice).status_code == 200
     expected = {"voices": [], "voice_map": dict.fromkeys(OPENAI_VOICES, "default")}
     assert ask(server.app, "GET", "/v1/audio/voices").json() == expected
 
 
-def test_a_model_that_follows_no_instructions_takes_them(server: FakeServer) -> None:
+def test_instructions_are_accepted_and_unused_by_other_models(server: FakeServer) -> None:
     """OpenAI's examples send them to any model."""
     sounds = [
         speak(server, "2 pieces", response_format="pcm", **how).content for how in ({}, {"instructions": "Sing."})
@@ -241,6 +239,6 @@ def test_models_by_name(server: FakeServer) -> None:
     check_error(speak(server, "1 pieces", model="tts-1"), 404, "tts-1")
 
 
-def test_a_model_without_sound_says_what_it_outputs(tmp_path: Any) -> None:
+def test_the_error_of_a_model_without_audio_lists_its_outputs(tmp_path: Any) -> None:
     with running(AsyncOmniLLM, tmp_path, STAGES[:1]) as llm:
-        check_error(speak(FakeServer(llm), "hello"), 400, "cannot speak", "text", param="model")
+        check_error(speak(FakeServer(llm), "hello"), 400, "cannot output audio", "text", param="model")

@@ -11,6 +11,8 @@ import pytest
 from tests.entrypoints.openai.test_audio_formats import decode
 from tests.servers import RunningServer
 
+pytestmark = pytest.mark.slow
+
 FORMATS = ["mp3", "opus", "aac", "flac", "wav", "pcm"]
 
 

@@ -20,6 +20,8 @@ import pytest
 from tests.entrypoints.openai.test_audio_formats import decode
 from tests.servers import RunningServer
 
+pytestmark = pytest.mark.slow
+
 TO_A_FILE = """
 from pathlib import Path
 from openai import OpenAI

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos over HTTP, as OpenAI's client asks for them, and what the server keeps of them."""
+"""The video endpoints, with OpenAI's client, and the store of videos."""
 
 import asyncio
 import base64
@@ -21,11 +21,10 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use, with_flags
-from vllm_omni.diffusion.durations import nearest_num_frames
+from vllm_omni.diffusion.pipeline_info import nearest_num_frames
 from vllm_omni.entrypoints.openai import videos
-from vllm_omni.entrypoints.openai.limits import ServerLimits
-from vllm_omni.entrypoints.openai.video_protocol import Video
-from vllm_omni.entrypoints.openai.video_store import VideoJob, VideoStore
+from vllm_omni.entrypoints.openai.server_args import ServerLimits
+from vllm_omni.entrypoints.openai.video_store import Video, VideoJob, VideoStore
 from vllm_omni.errors import PipelineFullError
 from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
 
@@ -36,7 +35,7 @@ NO_KEY = b""
 
 URI = "data:image/png;base64," + base64.b64encode(png()).decode()
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +117,7 @@ def test_a_running_video_is_aborted_when_it_is_deleted(app: FastAPI) -> None:
     use(app, main)
 
 
-def test_a_video_exists_for_the_key_that_requested_it_only(app: FastAPI) -> None:
+def test_a_video_is_visible_to_its_api_key_only(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         one, other = (client.with_options(api_key=key) for key in ("one", "other"))
         fields = {"size": "32x32", "poll_interval_ms": 20, "extra_body": {**SMALL, "num_frames": 1}}
@@ -134,7 +133,7 @@ def test_a_video_exists_for_the_key_that_requested_it_only(app: FastAPI) -> None
             with pytest.raises(openai.NotFoundError) as missing:
                 await call("video-none")
             assert str(hidden.value).replace(video.id, "video-none") == str(missing.value)
-        with pytest.raises(openai.BadRequestError, match="that others come after"):
+        with pytest.raises(openai.BadRequestError, match="there is no video"):
             await other.videos.list(after=video.id)
         with pytest.raises(openai.AuthenticationError):
             await client.videos.list()
@@ -143,7 +142,7 @@ def test_a_video_exists_for_the_key_that_requested_it_only(app: FastAPI) -> None
     use(with_flags(app, "--api-key", "one", "other"), main)
 
 
-def test_a_video_that_is_deleted_before_it_is_accepted_does_not_keep_its_client_waiting(app: FastAPI) -> None:
+def test_deleting_a_video_before_it_is_accepted_answers_its_post(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         builder = app.state.engine_client.llm._pipeline.builder
         with builder._lock:  # Another prompt is being preprocessed.
@@ -160,7 +159,7 @@ def test_a_video_that_is_deleted_before_it_is_accepted_does_not_keep_its_client_
     use(app, main)
 
 
-def test_a_remix_has_everything_of_the_other_video_but_its_prompt(app: FastAPI) -> None:
+def test_a_remix_changes_only_the_prompt(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         video = await client.videos.create(
             prompt="a boat",
@@ -194,7 +193,7 @@ def test_only_a_complete_video_is_remixed(app: FastAPI) -> None:
     use(app, main)
 
 
-def test_the_store_is_as_the_flags_say(app: FastAPI, tmp_path: Path) -> None:
+def test_flags_set_the_limits_of_the_store(app: FastAPI, tmp_path: Path) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         for prompt in ("a boat", "a ship"):
             video = await client.videos.create_and_poll(
@@ -211,9 +210,9 @@ def test_the_store_is_as_the_flags_say(app: FastAPI, tmp_path: Path) -> None:
 def test_a_running_video_does_not_hold_the_body_of_its_request(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
 
-    def owner_of(request: Request) -> bytes:
+    def handler(request: Request) -> videos.ServingVideos:
         requests.append(weakref.ref(request))
-        return NO_KEY
+        return app.state.omni_handlers["video"]
 
     async def main(client: openai.AsyncOpenAI) -> None:
         video = await client.videos.create(prompt="a boat", size="64x64", extra_body=LONG)  # type: ignore[arg-type]
@@ -224,11 +223,11 @@ def test_a_running_video_does_not_hold_the_body_of_its_request(app: FastAPI, mon
         assert (await client.videos.retrieve(video.id)).status in ("queued", "in_progress")
         await client.videos.delete(video.id)
 
-    monkeypatch.setattr(videos, "owner_of", owner_of)
+    monkeypatch.setattr(videos, "_handler", handler)
     use(app, main)
 
 
-def test_what_the_stage_refuses_is_told_to_who_asks(app: FastAPI) -> None:
+def test_an_error_of_the_stage_is_in_the_job(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         video = await client.videos.create_and_poll(
             prompt="a boat", size="32x32", poll_interval_ms=20, extra_body={**SMALL, "num_frames": 6}
@@ -242,7 +241,7 @@ def test_what_the_stage_refuses_is_told_to_who_asks(app: FastAPI) -> None:
     use(app, main)
 
 
-def test_too_many_videos_are_refused_and_leave_nothing(app: FastAPI) -> None:
+def test_too_many_videos_are_refused_and_leak_nothing(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         ids = []
         with pytest.raises(openai.RateLimitError) as error:
@@ -285,7 +284,7 @@ def test_unknown_videos_and_variants(app: FastAPI) -> None:
     assert ask(app, "GET", "/v1/videos?after=none").status_code == 400
 
 
-def test_a_video_starts_from_a_picture(tiny_diffusion: Callable[[str], Path]) -> None:
+def test_a_video_starts_from_an_image(tiny_diffusion: Callable[[str], Path]) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         video = await client.videos.create(
             prompt="a boat",
@@ -300,7 +299,7 @@ def test_a_video_starts_from_a_picture(tiny_diffusion: Callable[[str], Path]) ->
         remixed = await client.videos.remix(video.id, prompt="a boat")  # From its first frame.
         assert frames_of(await downloaded(client, remixed.id)) == frames_of(files[0])
 
-        folder = app.state.omni_videos.store.get(video.id, NO_KEY).path.parent
+        folder = app.state.omni_handlers["video"].store.get(video.id, NO_KEY).path.parent
         assert len(list(folder.iterdir())) == 3
         async with app.router.lifespan_context(app):  # The end of the server takes the files along.
             pass
@@ -340,7 +339,7 @@ def new_video(name: str) -> Video:
     return Video(id=name, model="m", created_at=0, prompt="p", seconds="1", size="1x1")
 
 
-def test_the_store_is_bounded_in_number_bytes_and_time(tmp_path: Path) -> None:
+def test_the_store_is_limited_in_number_bytes_and_time(tmp_path: Path) -> None:
     async def main() -> None:
         limits = ServerLimits(
             video_dir=str(tmp_path), max_stored_videos=3, max_stored_video_bytes=10, video_expires_after_s=0.05
@@ -348,7 +347,7 @@ def test_the_store_is_bounded_in_number_bytes_and_time(tmp_path: Path) -> None:
         store = VideoStore(limits)
 
         def start(name: str, make: Callable[[VideoJob], Coroutine[Any, Any, None]]) -> VideoJob:
-            return store.start(new_video(name), make, owner=NO_KEY, settings={}, has_picture=False)
+            return store.start(new_video(name), make, owner=NO_KEY, settings={}, has_image=False)
 
         def names(*, newest_first: bool = False) -> list[str]:
             return [video.id for video in store.page(NO_KEY, None, 9, newest_first=newest_first)[0]]
@@ -377,7 +376,7 @@ def test_the_store_is_bounded_in_number_bytes_and_time(tmp_path: Path) -> None:
         assert names(newest_first=True) == ["n2", "n1", "n0"]
         with pytest.raises(PipelineFullError):
             start("n3", never)
-        with pytest.raises(VLLMValidationError, match="that others come after"):
+        with pytest.raises(VLLMValidationError, match="there is no video"):
             store.page(NO_KEY, "b", 9, newest_first=True)
 
         await store.delete(runs[0])

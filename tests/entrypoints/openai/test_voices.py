@@ -38,7 +38,7 @@ def test_a_models_own_voice_of_the_same_name_wins() -> None:
     assert speaker(voices, "ballad") == "ethan"  # the others stay where they are
 
 
-def test_a_map_changes_what_it_names_and_nothing_else() -> None:
+def test_a_voice_map_changes_only_its_own_names() -> None:
     voices, given = Voices(["ethan", "aiden"], {}), Voices(["ethan", "aiden"], {"Alloy": "Aiden", "narrator": "ethan"})
     assert given.map == {**voices.map, "alloy": "aiden", "narrator": "ethan"}
 
@@ -58,7 +58,7 @@ def test_a_wrong_map_is_refused(voice_map: dict[str, str], words: str) -> None:
 
 
 @pytest.mark.parametrize(("names", "known"), [(["ethan", "aiden"], "ethan, aiden, alloy"), ([], "default, alloy")])
-def test_an_unknown_voice_is_refused_with_those_that_there_are(names: list[str], known: str) -> None:
+def test_the_error_of_an_unknown_voice_lists_the_known_ones(names: list[str], known: str) -> None:
     with pytest.raises(VLLMValidationError, match=f"unknown voice 'Nobody'; there are {known}") as raised:
         Voices(names, {}).read("Nobody", "audio.voice")
     assert raised.value.parameter == "audio.voice"

@@ -10,10 +10,10 @@ from vllm.sampling_params import SamplingParams
 
 from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu
 from vllm_omni.model_executor.interfaces import RequestSpan
-from vllm_omni.model_executor.models.media_tokens import MediaTokensMixin
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import OmniQwen2_5OmniThinker
 from vllm_omni.model_executor.models.qwen3_omni_moe.thinker import OmniQwen3OmniMoeThinker
-from vllm_omni.model_executor.models.thinker_embedding import THINKER_EMBEDDING, ThinkerEmbeds
+from vllm_omni.model_executor.models.qwen_omni.talker import THINKER_EMBEDDING, ThinkerEmbeds
+from vllm_omni.model_executor.models.qwen_omni.thinker import QwenOmniThinker
 
 AUDIO, IMAGE, VIDEO = 7, 8, 9
 
@@ -35,13 +35,11 @@ class Embedding(nn.Module):
         return rows
 
 
-class Thinker(MediaTokensMixin, Embedding):
-    preprocess = OmniQwen3OmniMoeThinker.preprocess
+class Thinker(QwenOmniThinker, Embedding):
     make_omni_output = OmniQwen3OmniMoeThinker.make_omni_output
 
 
-class OlderThinker(MediaTokensMixin, Embedding):
-    preprocess = OmniQwen2_5OmniThinker.preprocess
+class OlderThinker(QwenOmniThinker, Embedding):
     make_omni_output = OmniQwen2_5OmniThinker.make_omni_output
 
 

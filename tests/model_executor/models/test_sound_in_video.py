@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings reach the tokens that they are for, wherever a chunked prefill cuts a video with sound."""
+"""Embeddings are in the order of their tokens, wherever a chunked prefill cuts a video with audio."""
 
 import pytest
 import torch
 from vllm.multimodal.utils import get_mm_embedding_modalities, set_mm_embedding_modality
 
-from vllm_omni.model_executor.models.sound_in_video import in_token_order
+from vllm_omni.model_executor.models.qwen_omni.thinker import in_token_order
 
 TEXT, AUDIO, IMAGE, VIDEO = range(4)
 TOKEN_IDS = {"audio": AUDIO, "image": IMAGE, "video": VIDEO}
@@ -13,7 +13,7 @@ VALUES = {AUDIO: 100.0, IMAGE: 200.0, VIDEO: 300.0}
 
 
 def item(modality: str, first: int, count: int) -> torch.Tensor:
-    """`[count, 1]`: rows that tell their modality and which of its tokens they are for."""
+    """`[count, 1]`: the values identify the modality and the token."""
     rows = VALUES[TOKEN_IDS[modality]] + torch.arange(first, first + count)
     return set_mm_embedding_modality(rows[:, None], modality)
 
@@ -25,11 +25,11 @@ def item(modality: str, first: int, count: int) -> torch.Tensor:
         ([TEXT, AUDIO, AUDIO, VIDEO, TEXT], [("video", 0, 1), ("audio", 0, 2)]),
         ([VIDEO, AUDIO, VIDEO, AUDIO, AUDIO], [("audio", 0, 3), ("video", 0, 2)]),
         ([IMAGE, VIDEO, TEXT, AUDIO, VIDEO, VIDEO], [("image", 0, 1), ("audio", 0, 1), ("video", 0, 3)]),
-        # Two requests: a video that has lost its beginning, and a sound before a video.
+        # Two requests: a video without its beginning, and audio before a video.
         ([AUDIO, VIDEO, TEXT, AUDIO, VIDEO], [("video", 0, 1), ("audio", 0, 1), ("audio", 1, 1), ("video", 1, 1)]),
     ],
 )
-def test_every_token_gets_its_own(tokens: list[int], items: list[tuple[str, int, int]]) -> None:
+def test_every_token_gets_its_embedding(tokens: list[int], items: list[tuple[str, int, int]]) -> None:
     ids = torch.tensor(tokens)
     is_multimodal = ids != TEXT
     ordered = in_token_order(ids, [item(*given) for given in items], is_multimodal, TOKEN_IDS)
@@ -40,7 +40,7 @@ def test_every_token_gets_its_own(tokens: list[int], items: list[tuple[str, int,
     assert [TOKEN_IDS[name] for name in runs] == [t for t in tokens if t != TEXT]
 
 
-def test_ids_that_a_model_has_written_are_no_placeholders() -> None:
+def test_generated_ids_are_no_placeholders() -> None:
     ids = torch.tensor([AUDIO, VIDEO, AUDIO])
     given = [item("video", 0, 1), item("audio", 0, 1)]
     ordered = in_token_order(ids, given, torch.tensor([False, True, True]), TOKEN_IDS)
@@ -48,7 +48,7 @@ def test_ids_that_a_model_has_written_are_no_placeholders() -> None:
     assert torch.cat(list(ordered)).flatten().tolist() == [300.0, 100.0]
 
 
-def test_what_vllm_does_right_is_left_to_it() -> None:
+def test_without_audio_and_video_nothing_changes() -> None:
     ids = torch.tensor([IMAGE, AUDIO])
     given = [item("image", 0, 1), item("audio", 0, 1)]
     assert in_token_order(ids, given, torch.tensor([True, True]), TOKEN_IDS) is given

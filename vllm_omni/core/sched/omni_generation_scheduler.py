@@ -9,7 +9,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
-from vllm_omni.core.sched.output import OmniRequest, StreamWindow
+from vllm_omni.core.sched.output import OmniRequest, RequestWindow
 
 
 class OmniGenerationScheduler(OmniSchedulerMixin):
@@ -30,7 +30,7 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
         if request.num_prompt_tokens > self.max_num_scheduled_tokens:
             self._unschedulable.append(request.request_id)
 
-    def set_window(self, req_id: str, window: StreamWindow) -> None:
+    def set_window(self, req_id: str, window: RequestWindow) -> None:
         """Says of a request that was just added which part of a stream it is."""
         request = self.requests[req_id]
         assert isinstance(request, OmniRequest)

@@ -12,7 +12,7 @@ from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreReque
 
 
 @dataclass(frozen=True, slots=True)
-class StreamWindow:
+class RequestWindow:
     """Which part of which stream a request of a one-step stage is.
 
     Attributes:
@@ -21,7 +21,7 @@ class StreamWindow:
         is_last: No window follows.
     """
 
-    stream_id: str
+    request_id: str
     index: int
     is_last: bool
 
@@ -73,7 +73,7 @@ class OmniRequest(Request):
     is_input_complete: bool
     emits_rows: bool
     alone_until: int
-    window: StreamWindow | None
+    window: RequestWindow | None
 
     @classmethod
     def adopt(cls, request: Request, source: OmniEngineCoreRequest) -> None:
@@ -124,7 +124,7 @@ class OmniNewRequestData(NewRequestData):
     additional_information: AdditionalInformationPayload | None = None
     is_input_complete: bool = True
     emits_rows: bool = True
-    window: StreamWindow | None = None
+    window: RequestWindow | None = None
 
     @classmethod
     def from_base(
@@ -133,7 +133,7 @@ class OmniNewRequestData(NewRequestData):
         additional_information: AdditionalInformationPayload | None,
         is_input_complete: bool = True,
         emits_rows: bool = True,
-        window: StreamWindow | None = None,
+        window: RequestWindow | None = None,
     ) -> "OmniNewRequestData":
         base = {name: getattr(data, name) for name in _NEW_REQUEST_FIELDS}
         return cls(

@@ -1,32 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What carries a payload from the stage that made it to the stage that reads it.
-
-A connector moves buffers. It knows neither what is in them nor who sends the control message that announces them.
-"""
+"""The two ends of a payload's path."""
 
 from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
-from vllm_omni.distributed.messages import Frames, PayloadRef
+from vllm_omni.distributed.messages import Frames, InlineRef, PayloadRef, SharedMemoryRef
+
+Ref = TypeVar("Ref", InlineRef, SharedMemoryRef)
 
 
 class Connector(ABC):
-    """One way to move a payload. The sender calls `put`, the receiver exactly one of `get` and `discard`."""
+    """Sends payloads. The receiver of each calls exactly one of `Receiver.get` and `Receiver.discard`."""
 
     @abstractmethod
     def put(self, buffers: Frames) -> tuple[PayloadRef, Frames]:
         """Makes the buffers available to the receiver.
 
         Returns:
-            What the control message says of the payload, and the frames that must follow that message.
+            The reference that the control message carries, and the frames that must follow that message.
 
         Raises:
             OSError: There is no room for the payload.
         """
 
-    @abstractmethod
-    def get(self, ref: PayloadRef, frames: list[memoryview]) -> list[memoryview]:
-        """The payload's buffers. They stay valid as long as somebody holds a view of them."""
+
+class Receiver(ABC, Generic[Ref]):
+    """Reads payloads with one type of reference."""
 
     @abstractmethod
-    def discard(self, ref: PayloadRef) -> None:
-        """Releases a payload that nobody will read."""
+    def get(self, ref: Ref, frames: list[memoryview]) -> list[memoryview]:
+        """The payload's buffers. They stay valid as long as a view of them exists."""
+
+    @abstractmethod
+    def discard(self, ref: Ref) -> None:
+        """Releases a payload that will not be read."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory that a sender uses again. Knows nothing of what is written to it.
+"""Shared memory that a sender reuses.
 
-Fresh memory costs several times what the copy into it does, because the system finds, clears and maps each page. A
-segment is a file that its sender keeps. A payload in it travels under a name of its own, a hard link, which the
-receiver removes when it takes the payload; and as long as the receiver looks at the memory, it holds a shared lock on
-the file. So a segment is free when it has one name and no lock: no message has to say so, and the dead hold nothing.
+Fresh memory costs several times what the copy into it does, because the system allocates, clears and maps each page. A
+segment is a file that its sender keeps. A payload in it has a name of its own, a hard link, which the receiver removes
+when it receives the payload; while the receiver uses the memory, it holds a shared lock on the file. So a segment is
+free when it has one name and no lock: no message is needed, and a dead receiver holds nothing.
 """
 
 import errno
@@ -24,11 +24,11 @@ _FILE_SYSTEM_SHARE = 32
 _MAX_WASTE = 4
 _NUM_LOOKED_UP = 4
 _NUM_UNUSED_TAKES = 1000
-"""A free segment that so many payloads did not need is removed."""
+"""A free segment that was not used for this many payloads is removed."""
 
 
 class Segment:
-    """A file of `capacity` bytes, all of them reserved. Its own name is removed with the last reference to it."""
+    """A file of `capacity` reserved bytes. Its own name is removed with the last reference to the object."""
 
     def __init__(self, path: str, capacity: int) -> None:
         """
@@ -40,10 +40,10 @@ class Segment:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._memory: np.ndarray | None = None  # uint8 [capacity]
         self.remove = weakref.finalize(self, _remove, self._fd, path)
-        self.remove.atexit = False  # A fork of this process must not do it; the run directory goes as a whole.
+        self.remove.atexit = False  # A fork of this process must not run it; the run directory is removed as a whole.
         try:
-            # Reserve the pages now: a full file system is an error here, not a SIGBUS while copying. Look first: the
-            # system would take all that is left before it fails. (A file system of 0 blocks has no limit.)
+            # Reserve the pages now: a full file system is an error here, not a SIGBUS while copying. Check first: the
+            # system would allocate all that is left before it fails. (A file system of 0 blocks has no limit.)
             room = os.fstatvfs(self._fd)
             if room.f_blocks and room.f_bavail * room.f_frsize < capacity:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
@@ -55,7 +55,7 @@ class Segment:
     @property
     def is_free(self) -> bool:
         if os.fstat(self._fd).st_nlink > 1:
-            return False  # The receiver has not taken the payload yet.
+            return False  # The payload was not received yet.
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -64,12 +64,12 @@ class Segment:
         return True
 
     def map(self) -> None:
-        """Makes writing cheap. Mapping pages that were never written would cost more than it saves."""
+        """Speeds up writing. Mapping pages that were never written would cost more than it saves."""
         if self._memory is None:
             self._memory = np.frombuffer(mmap.mmap(self._fd, self.capacity), dtype=np.uint8)
 
     def write(self, buffer: memoryview, offset: int) -> None:
-        """Copies a buffer of bytes to an offset; other threads run meanwhile."""
+        """Copies a buffer of bytes to an offset; releases the GIL."""
         if self._memory is not None:
             np.copyto(self._memory[offset : offset + buffer.nbytes], np.frombuffer(buffer, dtype=np.uint8))
             return
@@ -78,28 +78,28 @@ class Segment:
             buffer, offset = buffer[written:], offset + written
 
     def publish(self, path: str) -> None:
-        """Gives what was written the name under which the receiver finds it."""
+        """Links the file under the name that the receiver opens."""
         os.link(self._path, path)
 
 
 class _FreeSegment(NamedTuple):
-    """`since`: the number of the `take` that found it free."""
+    """`since`: the number of the `take` call that found it free."""
 
     segment: Segment
     since: int
 
 
 class SegmentPool:
-    """One sender's segments: as many as are worth keeping, under the names `directory/prefix-*`.
+    """One sender's segments, with the names `directory/prefix-*`.
 
-    Only the sender fills a segment, so that one that was found free stays free. Each payload looks up the next few of
-    the others, in turn: the cost of a payload does not depend on how many there are.
+    Only the sender fills a segment, so one that was found free stays free. Each payload checks the next few of the
+    others, in turn: the cost of a payload does not depend on their number.
     """
 
     def __init__(self, directory: Path, prefix: str, max_bytes: int | None = None) -> None:
         """
         Args:
-            max_bytes: Bytes to keep; default: 256 MiB, but no more than a 32nd of the file system.
+            max_bytes: Bytes to keep; default: 256 MiB, at most 1/32 of the file system.
         """
         self._path = str(directory / prefix)
         self._counter = itertools.count()
@@ -113,7 +113,7 @@ class SegmentPool:
         self._max_bytes = max_bytes
 
     def take(self, size: int) -> Segment:
-        """A segment with room for `size` bytes. Publish it, or let go of it, before the next call.
+        """A segment with room for `size` bytes. Publish it, or drop it, before the next call.
 
         Raises:
             OSError: There is no room.
@@ -135,7 +135,7 @@ class SegmentPool:
         return segment
 
     def _look_up(self, count: int) -> None:
-        """Finds out which of the next `count` segments that were sent are free."""
+        """Checks which of the next `count` segments that were sent are free."""
         for _ in range(min(count, len(self._sent))):
             segment = self._sent.popleft()
             if segment.is_free:
@@ -144,13 +144,13 @@ class SegmentPool:
                 self._sent.append(segment)
 
     def _drop_unused(self) -> None:
-        """Gives back memory that a burst of payloads has needed."""
+        """Frees memory that a burst of payloads needed."""
         for segments in self._free.values():
             while segments and segments[0].since < self._num_takes - _NUM_UNUSED_TAKES:
                 self._drop(segments)
 
     def _make_room(self, capacity: int) -> bool:
-        """Whether so many bytes more can be kept; lets go of free segments, which did not fit, for that."""
+        """Whether `capacity` more bytes can be kept; drops free segments, which did not fit, for that."""
         room = self._max_bytes - self._num_bytes
         if room + sum(capacity * len(segments) for capacity, segments in self._free.items()) < capacity:
             return False
@@ -173,14 +173,14 @@ class SegmentPool:
         return Segment(path, capacity)
 
     def _drop(self, segments: deque[_FreeSegment]) -> None:
-        """Removes the one that was not used for the longest time."""
+        """Removes the least recently used one."""
         segment = segments.popleft().segment
         self._num_bytes -= segment.capacity
         segment.remove()
 
 
 def _capacity(size: int) -> int:
-    """`size` and up to a quarter more, so that payloads of about one size fit the same segments."""
+    """`size` rounded up by at most a quarter, so that payloads of similar size fit the same segments."""
     step = 1 << max(16, size.bit_length() - 3)
     return -size % step + size
 

@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large payloads on one machine, handed over in shared memory.
+"""Large payloads between processes of one machine, in shared memory.
 
-A payload is one file in the pipeline's run directory, which lies on a memory file system. The sender writes it once;
-the receiver maps it, unlinks it at once and reads it in place, so no name outlives the hand-over. The memory is the
-sender's again, or the system's, with the last tensor that looks at it: see `segment_pool`.
+A payload is one file in the pipeline's run directory, which is on a memory file system. The sender writes it once; the
+receiver maps it, unlinks it immediately and reads it in place, so its name exists only until it is received. The memory
+is released for reuse with the last tensor that refers to it: see `segment_pool`.
 """
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import mmap
 import os
 from pathlib import Path
 
-from vllm_omni.distributed.connectors.base import Connector
+from vllm_omni.distributed.connectors.base import Connector, Receiver
+from vllm_omni.distributed.connectors.inline import InlineConnector
 from vllm_omni.distributed.connectors.segment_pool import SegmentPool
-from vllm_omni.distributed.messages import Frames, PayloadRef
+from vllm_omni.distributed.messages import Frames, PayloadRef, SharedMemoryRef
+from vllm_omni.metrics.logs import get_logger
+
+logger = get_logger(__name__)
 
 _ALIGNMENT = 64
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _aligned(size: int) -> int:
@@ -25,15 +31,36 @@ def _aligned(size: int) -> int:
 
 
 class SharedMemoryConnector(Connector):
-    """Writes payloads to `directory` under names that start with `prefix`, unique to the sender."""
+    """Sends small payloads inline, and large ones through shared memory as long as it has room."""
 
-    def __init__(self, directory: Path, prefix: str) -> None:
+    def __init__(self, directory: Path, prefix: str, threshold_bytes: int) -> None:
+        """
+        Args:
+            directory: Where payloads are written.
+            prefix: Of their names; unique to the sender and the receiver.
+            threshold_bytes: Payloads of at least this size go through shared memory.
+        """
+        self._inline = InlineConnector()
         self._pool = SegmentPool(directory, f"pool-{prefix}")
+        self._directory = directory
         self._path = str(directory / prefix)
+        self._threshold = threshold_bytes
         self._counter = itertools.count()
+        self._has_warned = False
 
     def put(self, buffers: Frames) -> tuple[PayloadRef, Frames]:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
+        size = sum(view.nbytes for view in views)
+        if size >= self._threshold:
+            try:
+                return self._write(views), ()
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                self._warn(size)
+        return self._inline.put(buffers)
+
+    def _write(self, views: list[memoryview]) -> SharedMemoryRef:
         sizes = [view.nbytes for view in views]
         segment = self._pool.take(max(1, sum(map(_aligned, sizes))))
         offset = 0
@@ -42,13 +69,27 @@ class SharedMemoryConnector(Connector):
             offset += _aligned(size)
         path = f"{self._path}-{next(self._counter)}"
         segment.publish(path)
-        return PayloadRef(sizes=sizes, path=path), ()
+        return SharedMemoryRef(sizes=sizes, path=path)
 
-    def get(self, ref: PayloadRef, frames: list[memoryview]) -> list[memoryview]:
-        assert ref.path is not None
+    def _warn(self, size: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s has no room for %d bytes: as long as it is full, data passes between stages inside messages, which "
+                "is slower. To give it more room: docker run --shm-size=2g (or --ipc=host); elsewhere: mount -o "
+                "remount,size=2g /dev/shm",
+                self._directory,
+                size,
+            )
+
+
+class SharedMemoryReceiver(Receiver[SharedMemoryRef]):
+    """Maps the file of a payload."""
+
+    def get(self, ref: SharedMemoryRef, frames: list[memoryview]) -> list[memoryview]:
         fd = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            # The mapping keeps a duplicate of the descriptor, and with it the lock, until nobody has a view of it.
+            # The mapping keeps a duplicate of the descriptor, and with it the lock, until the last view is gone.
             fcntl.flock(fd, fcntl.LOCK_SH)
             # A private mapping: readers may write to their tensors.
             view = memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE))
@@ -61,7 +102,6 @@ class SharedMemoryConnector(Connector):
             offset += _aligned(size)
         return buffers
 
-    def discard(self, ref: PayloadRef) -> None:
-        assert ref.path is not None
-        with contextlib.suppress(FileNotFoundError):  # It was removed with the stage that was to read it.
+    def discard(self, ref: SharedMemoryRef) -> None:
+        with contextlib.suppress(FileNotFoundError):  # It was removed when its receiver died.
             os.unlink(ref.path)

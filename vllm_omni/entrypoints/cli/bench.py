@@ -18,8 +18,8 @@ from vllm.benchmarks.datasets import SampleRequest, get_samples
 from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS, OPENAI_COMPATIBLE_BACKENDS
 from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
 
+from vllm_omni.entrypoints.cli.arguments import OmniArgumentParser
 from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, OmniRequestOutput
-from vllm_omni.entrypoints.cli.parser import OmniArgumentParser
 from vllm_omni.errors import OmniError
 
 USAGE = "vllm bench serve --omni [--backend BACKEND] [options of vllm bench serve]"

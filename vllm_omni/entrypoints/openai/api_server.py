@@ -1,32 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens a pipeline and serves it over HTTP until the process is told to end."""
+"""The API server: vLLM's application with the endpoints that a pipeline supports, and ours; its start and its end."""
 
 import asyncio
+import ctypes
 import logging
+import os
 import signal
 from argparse import Namespace
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import uvloop
 import vllm.envs as envs
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from starlette.datastructures import State
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
+from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
+from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
+from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
-from vllm_omni.entrypoints.openai import media_connector
-from vllm_omni.entrypoints.openai.app import build_omni_app
+from vllm_omni.entrypoints.openai import chat, images, media_input, speech, videos
+from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.memory import return_large_blocks
+from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
+from vllm_omni.entrypoints.openai.media_stage import final_stage
+from vllm_omni.entrypoints.openai.middleware import add_middleware
+from vllm_omni.entrypoints.openai.server_args import MIB
+from vllm_omni.errors import StageConfigError
 from vllm_omni.orchestrator.fork_server import ForkServer
 
 logger = logging.getLogger("vllm.omni.server")
 
-# When all requests have ended: how long clients may take to receive what is on its way to them.
+# vLLM's other paths need what a pipeline does not have: other tasks, profilers, caches to reset.
+VLLM_PATHS = frozenset(
+    {
+        "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/load", "/version", "/metrics", "/docs",
+        "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/static",
+    }
+)  # fmt: skip
+TEXT_PATHS = ("/v1/completions", "/tokenize", "/detokenize")
+# The handlers of the media endpoints, by the type of their outputs; each is made if the pipeline has a stage for it.
+MEDIA_HANDLERS: dict[str, Callable[[State, OmniEngineClient, OmniStageConfig, Namespace], Any]] = {
+    "audio": speech.ServingSpeech,
+    "image": images.ServingImages,
+    "video": videos.ServingVideos,
+}
+
+_UVICORN_OPTIONS = (
+    "host", "port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers",
+    "h11_max_incomplete_event_size", "h11_max_header_count",
+)  # fmt: skip
+
+# After all requests have ended: how long clients may take to receive their answers.
 _FLUSH_S = 5
+
+_M_MMAP_THRESHOLD = -3  # malloc.h of glibc
+_TUNABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+router = APIRouter()
 
 
 def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | None = None) -> None:
-    """Serves a pipeline. Returns when it was told to end by SIGTERM or SIGINT, with nothing left behind.
+    """Serves a pipeline until SIGTERM or SIGINT, and cleans up.
 
     Args:
         args: Of `vllm serve`.
@@ -35,12 +81,12 @@ def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | Non
 
     Raises:
         OmniError: The pipeline cannot be started.
-        OSError: The address cannot be listened on.
+        OSError: The server cannot listen on the address.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     return_large_blocks()
-    media_connector.install(args)
-    # Before the stages start: an address that is taken shall be known at once.
+    media_input.install(args)
+    # Before the stages start, so that an address in use fails at once.
     address, listener = setup_server(args, reuse_port=False)
     with listener, AsyncOmniLLM(**llm_args, fork_server=fork_server) as llm:
         client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout, voice_map=args.voice_map)
@@ -48,14 +94,14 @@ def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | Non
 
 
 class ServedEngineClient(OmniEngineClient):
-    """The engine of a server that is told to end by a signal, of which vLLM's launcher heeds the first only."""
+    """The engine of a server that ends with a signal. vLLM's launcher handles the first signal only."""
 
     loop: asyncio.AbstractEventLoop
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """As the base says; another signal ends the wait for running requests."""
+        """As the base; another signal ends the wait for running requests."""
         for sig in (signal.SIGINT, signal.SIGTERM):
-            self.loop.call_soon_threadsafe(self.loop.add_signal_handler, sig, self.hurry)
+            self.loop.call_soon_threadsafe(self.loop.add_signal_handler, sig, self.cancel_wait)
         super().shutdown(timeout)
 
 
@@ -64,29 +110,155 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     app = await build_omni_app(client, args)
     logger.info("Serving %s on %s", ", ".join(client.config.output_types), address)
     log_config = get_uvicorn_log_config(args)
-    uvicorn_options: dict[str, Any] = {} if log_config is None else {"log_config": log_config}
+    options = {name: getattr(args, name) for name in _UVICORN_OPTIONS}
+    options |= {} if log_config is None else {"log_config": log_config}
     shutdown = await serve_http(
         app,
         sock=listener,
         enable_ssl_refresh=args.enable_ssl_refresh,
-        host=args.host,
-        port=args.port,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        ssl_ca_certs=args.ssl_ca_certs,
-        ssl_cert_reqs=args.ssl_cert_reqs,
-        ssl_ciphers=args.ssl_ciphers,
-        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
-        h11_max_header_count=args.h11_max_header_count,
         timeout_graceful_shutdown=_FLUSH_S,
-        **uvicorn_options,
+        **options,
     )
     await shutdown
 
 
 def _interrupt(*_: object) -> NoReturn:
-    """Ends a pipeline that is still starting; once it is served the server handles signals."""
+    """Stops a pipeline that still starts; a running server handles signals itself."""
     raise KeyboardInterrupt("terminated")
+
+
+def return_large_blocks() -> None:
+    """Makes glibc return freed blocks of 1 MiB or more to the system at once, in this process. For a program's start.
+
+    By default glibc raises this size as blocks are freed, up to 32 MiB. Media are decoded in several threads, each with
+    a heap of its own, and each heap then keeps its largest size so far. Does nothing with another C library, or if the
+    environment has settings for malloc.
+    """
+    if not any(name in os.environ for name in _TUNABLES):
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(_M_MMAP_THRESHOLD, MIB)
+
+
+async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
+    """The application for a pipeline; `args` are those of `vllm serve`."""
+    root = logging.getLogger()
+    level = root.level
+    app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
+    root.setLevel(level)  # One of the imports of vLLM's endpoints changes it, which hides warnings of other libraries.
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in VLLM_PATHS]
+    app.title = "vLLM-Omni"
+    if not client.has_renderer:
+        _refuse_text(app, client.config)
+    for endpoint_router in (chat.router, router, speech.router, images.router, videos.router):
+        app.include_router(endpoint_router)
+    app.middleware_stack = None  # vLLM has built it; it is built again with ours, at the first request.
+    register_error_handlers(app)
+    add_middleware(app, args)
+    modalities = chat.default_modalities(args.default_modalities, client.config)
+    if client.has_renderer:
+        await _init_text_state(app.state, client, args, modalities)
+    else:
+        _init_diffusion_state(app.state, client, args)
+    app.state.omni_handlers = {
+        output_type: make(app.state, client, stage, args)
+        for output_type, make in MEDIA_HANDLERS.items()
+        if (stage := final_stage(client.config, output_type))
+    }
+    return app
+
+
+async def _init_text_state(
+    state: State, client: OmniEngineClient, args: Namespace, default_modalities: Sequence[str]
+) -> None:
+    await init_app_state(client, state, args, await client.get_supported_tasks())
+    state.openai_serving_chat = chat.OmniServingChat.from_vllm(state.openai_serving_chat)
+    state.openai_serving_chat.set_up(default_modalities)
+    state.openai_serving_completion = chat.OmniServingCompletion.from_vllm(state.openai_serving_completion)
+
+
+def _init_diffusion_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
+    """The state that vLLM's routes read, without a vLLM stage whose tokenizer and configuration it is made of."""
+    state.engine_client = client
+    state.vllm_config = client.vllm_config
+    state.args = args
+    state.log_stats = not args.disable_log_stats
+    state.enable_server_load_tracking = args.enable_server_load_tracking
+    state.server_load_metrics = 0
+    if args.lora_modules and not client.config.adapter_stages:
+        raise StageConfigError("--lora-modules: no stage of this pipeline takes a request's adapter")
+    names = args.served_model_name or [args.model]
+    state.openai_serving_models = DiffusionModels(
+        [BaseModelPath(name, args.model) for name in names], args.lora_modules or ()
+    )
+    state.openai_serving_chat = DiffusionChat(client, state, args)
+
+
+def _refuse_text(app: FastAPI, config: PipelineConfig) -> None:
+    async def refuse() -> NoReturn:
+        """This model neither reads nor writes tokens."""
+        outputs = ", ".join(config.output_types)
+        raise VLLMValidationError(f"this model neither reads nor writes tokens; it outputs {outputs}")
+
+    for path in TEXT_PATHS:
+        app.add_api_route(
+            path, refuse, methods=["POST"], response_model=None, responses={HTTPStatus.BAD_REQUEST.value: {}}
+        )
+
+
+class DiffusionModels(OpenAIModelRegistry):
+    """The names of a diffusion model and its adapters, in place of vLLM's `OpenAIServingModels`."""
+
+    def __init__(self, base_model_paths: list[BaseModelPath], lora_modules: Sequence[LoRAModulePath] = ()) -> None:
+        """
+        Raises:
+            StageConfigError: Two of the models and adapters have one name.
+        """
+        no_context_length: Any = SimpleNamespace(max_model_len=None)
+        super().__init__(no_context_length, base_model_paths)
+        for number, module in enumerate(lora_modules, start=1):
+            if self.is_base_model(module.name) or module.name in self.lora_requests:
+                raise StageConfigError(f"--lora-modules: the name {module.name!r} is taken; give each adapter its own")
+            self.lora_requests[module.name] = LoRARequest(module.name, number, module.path)
+
+    async def show_available_models(self) -> ModelList:
+        """The answer of `/v1/models`."""
+        models = await super().show_available_models()
+        models.data += [
+            ModelCard(id=name, root=adapter.path, parent=self.model_name(), permission=[ModelPermission()])
+            for name, adapter in self.lora_requests.items()
+        ]
+        return models
+
+
+class StageStatus(BaseModel):
+    """The state of one stage."""
+
+    name: str = Field(description="The stage, as the stage configuration names it.", examples=["talker"])
+    status: str = Field(description="`starting`, `ready`, `restarting` or `dead`.", examples=["ready"])
+
+
+class HealthResponse(BaseModel):
+    """The state of the server."""
+
+    status: str = Field(description="`ok` if every stage is ready, else `unavailable`.", examples=["ok"])
+    stages: list[StageStatus] = Field(description="All stages, in stage order.")
+
+
+@router.get(
+    "/health",
+    response_model=HealthResponse,
+    responses={HTTPStatus.SERVICE_UNAVAILABLE.value: {"model": HealthResponse, "description": "A stage is down."}},
+)
+@router.get("/ping", include_in_schema=False)
+@router.post("/ping", include_in_schema=False)
+async def health(raw_request: Request) -> JSONResponse:
+    """Whether the server takes requests: 200 if so, 503 while a stage starts, restarts or is dead, or it shuts down."""
+    client: OmniEngineClient = raw_request.app.state.engine_client
+    stages = [StageStatus(name=stage.name, status=stage.state) for stage in client.llm.health()]
+    is_ok = not client.is_stopped and all(stage.status == "ready" for stage in stages)
+    answer = HealthResponse(status="ok" if is_ok else "unavailable", stages=stages)
+    return JSONResponse(answer.model_dump(), HTTPStatus.OK if is_ok else HTTPStatus.SERVICE_UNAVAILABLE)

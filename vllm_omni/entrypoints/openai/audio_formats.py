@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples become the bytes of an audio file, all at once or as they come.
+"""Encodes samples as an audio file, at once or as they arrive.
 
-Knows formats, not requests. Nothing here waits for anything but the processor; encoders (unlike `pcm` and `wav` at
-their own speed) are for a thread beside the event loop.
+Knows formats, not requests. Encoding takes processor time: call it in a thread beside the event loop, except for `pcm`
+and `wav` without a change of speed.
 """
+
+from __future__ import annotations
 
 import asyncio
 import io
@@ -11,7 +13,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 import av
 import av.filter
@@ -35,25 +37,25 @@ AUDIO_FORMATS: dict[str, str] = {
 MIN_SPEED, MAX_SPEED = 0.25, 4.0
 
 DEFAULT_SAMPLE_RATE = 24000
-"""Hz; what clients take speech for where a pipeline's configuration does not say."""
+"""Hz; of speech, if a pipeline's configuration has no sample rate. Clients expect it of pcm."""
 
 WAV_UNKNOWN_SIZE = 0xFFFFFFFF
-"""What a WAV header says of a length that is not known yet; players read on to the end of the stream."""
+"""The length in a WAV header if it is not known yet; players read to the end of the stream."""
 
-_MIN_CODED_S = 0.1  # Decoders take much shorter files of lossy codecs for damaged ones, and empty ones do not exist.
+_MIN_CODED_S = 0.1  # Decoders reject much shorter files of lossy codecs, and empty ones are not possible.
 _BIT_RATE = 64_000  # of each channel
-_LAYOUTS = {1: "mono", 2: "stereo"}  # What all formats can hold.
+_LAYOUTS = {1: "mono", 2: "stereo"}  # Supported by all formats.
 
 
 class BrokenAudioError(VLLMServerError, ValueError):
-    """What a model made cannot be encoded: the server's fault, and answered as such."""
+    """A model's audio cannot be encoded: an internal error."""
 
 
 class AudioEncoder:
-    """Encodes one sound while it is being made. One caller at a time; `finish` is its last call.
+    """Encodes one clip while it is made. One caller at a time; `finish` is the last call.
 
     Attributes:
-        sample_rate: Of the file, in Hz. A codec that does not have the rate of the samples encodes the next higher one.
+        sample_rate: Of the file, in Hz. A codec without the rate of the samples uses the next higher one.
         num_channels: Of the samples and of the file.
     """
 
@@ -64,9 +66,9 @@ class AudioEncoder:
         Args:
             format: One of `AUDIO_FORMATS`.
             sample_rate: Of the samples, in Hz.
-            speed: How many times as fast it is spoken, at the same pitch.
+            speed: Factor of the speed, at the same pitch.
             num_channels: 1 or 2.
-            is_whole: Give all of the file at its end, with headers that say how long it is.
+            is_whole: Return the whole file from `finish`, with its length in its headers.
 
         Raises:
             ValueError: Unknown format, or a speed out of bounds.
@@ -85,7 +87,7 @@ class AudioEncoder:
         if speed != 1.0 or rate != sample_rate:
             self._filter = _Filter(sample_rate, rate, speed, num_channels)
         self._is_quick = codec is None and self._filter is None and not is_whole
-        self._coder: _Coder
+        self._coder: _PcmCoder | _WholeWavCoder | _FileCoder
         if codec is not None:
             self._coder = _FileCoder(codec, rate, num_channels, _WholeFile() if is_whole else _Pipe())
         elif format == "wav":
@@ -96,13 +98,13 @@ class AudioEncoder:
     def encode(self, samples: np.ndarray) -> bytes:
         """
         Args:
-            samples: float32 `[n]` or `[num_channels, n]` in [-1, 1]; what is louder is clipped.
+            samples: float32 `[n]` or `[num_channels, n]`, clipped to [-1, 1].
 
         Returns:
-            What is ready of the file; may be nothing yet.
+            The bytes of the file that are ready; may be empty.
 
         Raises:
-            BrokenAudioError: A sample is not a number, or there is another number of channels.
+            BrokenAudioError: A sample is not a number, or the number of channels has changed.
         """
         samples = np.atleast_2d(np.asarray(samples, dtype=np.float32))
         if len(samples) != self.num_channels:
@@ -119,19 +121,19 @@ class AudioEncoder:
         return rest + self._coder.finish()
 
     async def encode_async(self, samples: np.ndarray) -> bytes:
-        """`encode`, in a thread where it takes time."""
+        """`encode`, in a thread if it takes long."""
         return self.encode(samples) if self._is_quick else await asyncio.to_thread(self.encode, samples)
 
     async def finish_async(self) -> bytes:
-        """`finish`, in a thread where it takes time."""
+        """`finish`, in a thread if it takes long."""
         return self.finish() if self._is_quick else await asyncio.to_thread(self.finish)
 
 
 def encode_audio(samples: np.ndarray, format: str, sample_rate: int, speed: float = 1.0) -> bytes:
-    """A whole file, whose headers say how long it is.
+    """A whole file, with its length in its headers.
 
     Args:
-        samples: float32 `[n]` or `[channels, n]`. The others, and errors: as of `AudioEncoder`.
+        samples: float32 `[n]` or `[channels, n]`. Other arguments and errors: see `AudioEncoder`.
     """
     encoder = AudioEncoder(format, sample_rate, speed, num_channels=count_channels(samples), is_whole=True)
     return encoder.encode(samples) + encoder.finish()
@@ -143,7 +145,7 @@ def count_channels(samples: np.ndarray) -> int:
 
 
 def wav_header(sample_rate: int, num_channels: int, num_bytes: int | None = None) -> bytes:
-    """The 44 bytes before 16-bit samples; `num_bytes` of them, if it is known."""
+    """The 44 bytes before `num_bytes` of 16-bit samples; None: not known yet."""
     frame_size = 2 * num_channels
     sizes = (WAV_UNKNOWN_SIZE,) * 2 if num_bytes is None else (36 + num_bytes, num_bytes)
     riff = struct.pack("<4sI4s", b"RIFF", sizes[0], b"WAVE")
@@ -180,7 +182,7 @@ def _interleave(samples: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Codec:
-    """What PyAV calls a codec, the files it is put in, and the samples it takes."""
+    """PyAV's names of a codec, of its container and of its sample format."""
 
     name: str
     container: str
@@ -192,28 +194,22 @@ class _Codec:
 _CODECS = {
     "mp3": _Codec("libmp3lame", "mp3", "s16p"),
     "aac": _Codec("aac", "adts", "fltp"),
-    # A page for each packet: else a listener waits for a second of sound at a time.
+    # A page for each packet: else a streaming client gets the audio in pieces of a second.
     "opus": _Codec("libopus", "ogg", "s16", options={"page_duration": "20000"}),
     "flac": _Codec("flac", "flac", "s16", is_lossy=False, options={"metadata_header_padding": "0"}),
 }
 
 
 def _codec_rate(codec: str, sample_rate: int) -> int:
-    """The lowest rate that loses nothing, or the highest that there is."""
+    """The lowest rate of a codec that loses nothing, else its highest."""
     rates = av.Codec(codec, "w").audio_rates
     if rates is None or sample_rate in rates:
         return sample_rate
     return min((rate for rate in rates if rate > sample_rate), default=max(rates))
 
 
-class _Coder(Protocol):
-    def encode(self, samples: np.ndarray) -> bytes: ...
-
-    def finish(self) -> bytes: ...
-
-
 class _PcmCoder:
-    """Samples as they are, after a header."""
+    """16-bit samples after a header."""
 
     def __init__(self, header: bytes = b"") -> None:
         self._header = header
@@ -227,7 +223,7 @@ class _PcmCoder:
 
 
 class _WholeWavCoder:
-    """A header that knows how many samples come after it."""
+    """16-bit samples after a WAV header with their number."""
 
     def __init__(self, sample_rate: int, num_channels: int) -> None:
         self._sample_rate, self._num_channels = sample_rate, num_channels
@@ -242,16 +238,8 @@ class _WholeWavCoder:
         return wav_header(self._sample_rate, self._num_channels, len(pcm)) + pcm
 
 
-class _Sink(Protocol):
-    """Where a container writes: a file object, and a way to take what is ready."""
-
-    def write(self, data: bytes) -> int: ...
-
-    def take(self, is_end: bool) -> bytes: ...
-
-
 class _Pipe:
-    """Gives what was written, once. It has no `seek`, by which PyAV knows that headers cannot be written again."""
+    """A file to write to; `take` returns the new bytes. Without `seek`, so that PyAV does not rewrite headers."""
 
     def __init__(self) -> None:
         self._written: list[bytes] = []
@@ -266,7 +254,7 @@ class _Pipe:
 
 
 class _WholeFile(io.BytesIO):
-    """Gives everything at the end."""
+    """A file to write to; `take` returns all bytes at the end."""
 
     def take(self, is_end: bool) -> bytes:
         return self.getvalue() if is_end else b""
@@ -275,7 +263,7 @@ class _WholeFile(io.BytesIO):
 class _FileCoder:
     """A codec in a container."""
 
-    def __init__(self, codec: _Codec, sample_rate: int, num_channels: int, sink: _Sink) -> None:
+    def __init__(self, codec: _Codec, sample_rate: int, num_channels: int, sink: _Pipe | _WholeFile) -> None:
         self._sink = sink
         self._num_channels = num_channels
         self._num_missing = int(_MIN_CODED_S * sample_rate) if codec.is_lossy else 0
@@ -343,13 +331,13 @@ class _Filter:
         return np.zeros((self._num_channels, 0), np.float32)
 
     def _pulled(self) -> Iterator[np.ndarray]:
-        with suppress(BlockingIOError, EOFError):  # Nothing more is ready; nothing more will be.
+        with suppress(BlockingIOError, EOFError):  # No more samples are ready; the end.
             while True:
                 yield self._graph.pull().to_ndarray().reshape(-1, self._num_channels).T
 
 
 def _tempo_factors(speed: float) -> list[float]:
-    """Factors of `speed` from 0.5 to 2, within which the filter drops no sound."""
+    """Factors of `speed` from 0.5 to 2, the range in which the filter drops no samples."""
     if speed == 1.0:
         return []
     return [speed] if 0.5 <= speed <= 2.0 else [speed**0.5] * 2

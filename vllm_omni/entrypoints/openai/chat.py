@@ -1,15 +1,296 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/chat/completions: vLLM's route, with our request's fields in its description."""
+"""POST /v1/chat/completions and /v1/completions for a pipeline with a vLLM stage that reads prompts.
 
+vLLM's routes and handlers answer with the text, `chat_media.py` adds all other outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal, cast
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
+from typing_extensions import Self
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion as vllm_create_chat_completion
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse, OpenAIBaseModel
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.online_renderer import OnlineRenderer
 
-from vllm_omni.entrypoints.openai.protocol import OmniChatCompletionRequest
+from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.entrypoints.openai.chat_media import ChatMedia, Line, MediaStream, Transcripts, split_outputs
+from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
+from vllm_omni.entrypoints.openai.http_errors import describe_errors
+from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
+from vllm_omni.entrypoints.openai.server_args import Modality
+from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, explicit_fields, read_stage_params
+from vllm_omni.errors import StageConfigError
+from vllm_omni.events import CompletedEvent
+
+AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16", "pcm"]
+
+# They change what the model reads and not how much work it is, so every client may set them.
+HARMLESS_MM_KWARGS = {"use_audio_in_video"}
+
+
+class AudioVoice(OpenAIBaseModel):
+    id: str = Field(description="Its name.")
+
+
+class ChatAudio(OpenAIBaseModel):
+    """Format and voice of the speech of an answer."""
+
+    format: AudioFormat | None = Field(None, description="Default: wav, and pcm16 in a stream.")
+    voice: str | AudioVoice | None = Field(
+        None, description="One of GET /v1/audio/voices; default: the first of them.", examples=["alloy"]
+    )
+
+    @property
+    def voice_name(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, AudioVoice) else self.voice
+
+
+class OmniChatCompletionRequest(ChatCompletionRequest):
+    """OpenAI's and vLLM's fields, and those of a pipeline of stages."""
+
+    modalities: list[Modality] | None = Field(
+        None,
+        description="The outputs of the answer. Default: those of --default-modalities, else text, and of a model that "
+        "writes no text all that it makes.",
+        examples=[["text", "audio"]],
+    )
+    audio: ChatAudio | None = Field(None, description="Format and voice of the speech.")
+    sampling_params_list: list[dict[str, Any] | None] | None = Field(
+        None,
+        description="Sampling parameters of each stage, in stage order; null for a stage's defaults. OpenAI's own "
+        "fields apply to the stage that reads the prompt, and win over its entry here.",
+        examples=[[{"temperature": 0.0}, {"temperature": 0.9}, None]],
+    )
+    extra_body: dict[str, Any] | None = Field(
+        None,
+        description="Settings of a diffusion model: height, width, num_inference_steps, guidance_scale, "
+        "true_cfg_scale, seed, negative_prompt, num_outputs_per_prompt, num_frames.",
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_malformed_fields(cls, data: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        """vLLM's validators read the raw fields and raise these errors if one has another type."""
+        try:
+            return check(data)
+        except KeyError as error:
+            raise ValueError(f"the field {error} is missing") from error
+        except (AttributeError, IndexError, TypeError) as error:
+            raise ValueError(f"a field has a wrong type: {error}") from error
+
+
+class OmniServing(GenerateBaseServing):
+    """One of vLLM's handlers on an `OmniEngineClient`. Derive from it and from the handler's class."""
+
+    default_sampling_params: dict[str, Any]
+
+    @classmethod
+    def from_vllm(cls, handler: GenerateBaseServing) -> Self:
+        """Ours in place of a handler that vLLM has made, so that its constructor's arguments remain vLLM's."""
+        ours = cls.__new__(cls)
+        vars(ours).update(vars(handler))
+        ours.default_sampling_params = ours.client.default_sampling_params
+        return ours
+
+    @property
+    def client(self) -> OmniEngineClient:
+        return cast(OmniEngineClient, self.engine_client)
+
+
+class OmniServingCompletion(OmniServing, OpenAIServingCompletion):
+    """vLLM's, sampling as the stage is configured, with an HTTP status for early errors in a stream, too. Text only."""
+
+    async def create_completion(
+        self, request: CompletionRequest, raw_request: Request | None = None
+    ) -> AsyncGenerator[str, None] | CompletionResponse | ErrorResponse:
+        context = RequestContext.current()
+        context.options = RequestOptions(explicit_fields=explicit_fields(request))
+        answer: Any = await super().create_completion(request, raw_request)
+        if isinstance(answer, AsyncGenerator):
+            await context.started()
+        return answer
+
+
+class OmniServingChat(OmniServing, OpenAIServingChat):
+    """vLLM's handler for the text, with all other outputs of the pipeline.
+
+    Attributes:
+        default_modalities: The outputs of a request without `modalities`.
+        transcripts: Those of earlier speech.
+    """
+
+    def set_up(self, default_modalities: Sequence[str]) -> None:
+        """Completes what `from_vllm` returned."""
+        self.default_modalities = default_modalities
+        self.transcripts = Transcripts()
+        self.online_renderer = cast(OnlineRenderer, _Renderer(self.online_renderer))
+
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Request | None = None
+    ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
+        assert isinstance(request, OmniChatCompletionRequest)
+        request.messages = self.transcripts.fill_in(request.messages)
+        context = RequestContext.current()
+        context.options = read_options(request, self.client, self.default_modalities)
+        answer = await super().create_chat_completion(request, raw_request)
+        if isinstance(answer, AsyncGenerator):
+            await context.started()
+        return answer
+
+    async def chat_completion_full_generator(  # type: ignore[override]
+        self,
+        request: OmniChatCompletionRequest,
+        result_generator: AsyncIterator[EngineOutput],
+        request_id: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> ErrorResponse | ChatCompletionResponse:
+        options = RequestContext.current().options
+        completed: list[CompletedEvent] = []
+        text = split_outputs(result_generator, completed)
+        answer = await super().chat_completion_full_generator(request, text, request_id, *args, **kwargs)
+        if isinstance(answer, ChatCompletionResponse) and completed:
+            media = ChatMedia(options, self.client.config, kwargs.get("mm_token_counts"), self.transcripts)
+            await media.add(answer, completed[0])
+        return answer
+
+    def chat_completion_stream_generator(  # type: ignore[override]
+        self,
+        request: OmniChatCompletionRequest,
+        result_generator: AsyncIterator[EngineOutput],
+        request_id: str,
+        model_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[Line, None]:
+        options = RequestContext.current().options
+        own = (options, self.client.config, kwargs.get("mm_token_counts"), self.transcripts)
+        media = MediaStream(result_generator, request_id, model_name, *own)
+        text = super().chat_completion_stream_generator(request, media.text(), request_id, model_name, *args, **kwargs)
+        return media.lines(text) if options.has_media else text
+
+
+class _Renderer:
+    """vLLM's renderer, that accepts `HARMLESS_MM_KWARGS` of every client."""
+
+    def __init__(self, renderer: OnlineRenderer) -> None:
+        self._renderer = renderer
+        self._trusting_renderer = copy.copy(renderer)
+        self._trusting_renderer.trust_request_mm_kwargs = True
+
+    async def render_chat(self, request: ChatCompletionRequest) -> Any:
+        is_harmless = set(request.mm_processor_kwargs or {}) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs
+        return await (self._trusting_renderer if is_harmless else self._renderer).render_chat(request)
+
+
+def read_options(
+    request: OmniChatCompletionRequest, client: OmniEngineClient, default_modalities: Sequence[str]
+) -> RequestOptions:
+    """
+    Args:
+        default_modalities: The outputs of a request without `modalities`.
+
+    Raises:
+        VLLMValidationError: The model does not support an output or a setting; lists the supported ones.
+    """
+    wanted = read_modalities(request.modalities, client.config, default_modalities)
+    if set(wanted) != {"text"} and request.use_beam_search:
+        raise VLLMValidationError(
+            f"beam search is for text only; leave it out, or set modalities to ['text'] (not {wanted})",
+            parameter="use_beam_search",
+        )
+    # The text is made for speech anyway, and returned as its transcript.
+    needed = dict.fromkeys([*(["text"] if "text" in client.config.output_types else []), *wanted])
+    audio_format = None if request.audio is None else request.audio.format
+    return RequestOptions(
+        modalities=tuple(needed),
+        stage_params=_stage_params(request, client.config),
+        explicit_fields=explicit_fields(request),
+        prompt=_voice(request, client, wanted),
+        shows_text="text" in wanted,
+        audio_format=audio_format or ("pcm16" if request.stream else "wav"),
+    )
+
+
+def default_modalities(given: Sequence[str] | None, config: PipelineConfig) -> list[str]:
+    """The outputs of a request without `modalities`: text, as in OpenAI's API, or all if the pipeline has no text.
+
+    Args:
+        given: `--default-modalities`, which replaces this.
+
+    Raises:
+        StageConfigError: The pipeline does not have one of them.
+    """
+    known = config.output_types
+    for modality in given or ():
+        if modality not in known:
+            raise StageConfigError(
+                f"--default-modalities {modality}: this model cannot output it; it outputs {', '.join(known)}"
+            )
+    return list(given or (["text"] if "text" in known else known))
+
+
+def read_modalities(modalities: list[Any] | None, config: PipelineConfig, default: Sequence[str]) -> list[str]:
+    """The outputs of a request.
+
+    Raises:
+        VLLMValidationError: The list is empty, or has one that the pipeline does not have.
+    """
+    known = config.output_types
+    if modalities is None:
+        return list(default)
+    for modality in modalities:
+        if modality not in known:
+            raise VLLMValidationError(
+                f"this model cannot output {modality!r}; it outputs {', '.join(known)}",
+                parameter="modalities",
+                value=modality,
+            )
+    if not modalities:
+        raise VLLMValidationError(f"modalities is empty; name some of {', '.join(known)}", parameter="modalities")
+    return list(modalities)
+
+
+def _stage_params(request: OmniChatCompletionRequest, config: PipelineConfig) -> list[Mapping[str, Any] | None]:
+    params = read_stage_params(request.sampling_params_list, config)
+    denoisers = [i for i, stage in enumerate(config.stage_args) if stage.kind == "DiT" and not stage.encodes_prompts]
+    if request.extra_body and not denoisers:
+        raise VLLMValidationError(
+            "extra_body holds the settings of a diffusion model, and this model has none", parameter="extra_body"
+        )
+    for i in denoisers:
+        params[i] = {**(params[i] or {}), **diffusion_settings(request.extra_body or {})}
+    return params
+
+
+def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient, modalities: Sequence[str]) -> dict[str, Any]:
+    if request.audio is None:
+        return {}
+    if "audio" not in client.config.output_types:
+        raise VLLMValidationError(
+            f"this model cannot speak; it outputs {', '.join(client.config.output_types)}", parameter="audio"
+        )
+    if "audio" not in modalities:
+        raise VLLMValidationError(
+            f"audio sets how an answer is spoken, and this one is not (modalities: {', '.join(modalities)}); "
+            "add 'audio' to modalities, or leave audio out",
+            parameter="audio",
+        )
+    return client.voices.read(request.audio.voice_name, "audio.voice")
+
 
 router = APIRouter()
 
@@ -17,19 +298,8 @@ router = APIRouter()
 @router.post(
     "/v1/chat/completions",
     dependencies=[Depends(validate_json_request)],
-    responses={
-        HTTPStatus.OK.value: {"content": {"text/event-stream": {}}},
-        HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse},
-        HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse},
-        HTTPStatus.TOO_MANY_REQUESTS.value: {"model": ErrorResponse},
-        HTTPStatus.SERVICE_UNAVAILABLE.value: {"model": ErrorResponse},
-        HTTPStatus.GATEWAY_TIMEOUT.value: {"model": ErrorResponse},
-    },
+    responses={HTTPStatus.OK.value: {"content": {"text/event-stream": {}}}, **describe_errors()},
 )
 async def create_chat_completion(request: OmniChatCompletionRequest, raw_request: Request) -> Any:
     """Text, speech, images or videos as the answer to a conversation, whole or as a stream."""
     return await vllm_create_chat_completion(request, raw_request)
-
-
-def attach_router(app: FastAPI) -> None:
-    app.include_router(router)

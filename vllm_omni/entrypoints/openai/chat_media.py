@@ -1,114 +1,298 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline makes besides text, as fields of a chat message and in the usage of an answer."""
+"""The outputs of a chat answer that are not text: in its message, in its usage, and in a stream between the text."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
 
+import msgspec
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.utils import random_uuid
 
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, encode_audio, first_clip
-from vllm_omni.entrypoints.openai.media_messages import image_parts, to_base64, video_parts
-from vllm_omni.entrypoints.openai.transcripts import Transcripts, new_audio_id
-from vllm_omni.events import CompletedEvent
+from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, AudioEncoder
+from vllm_omni.entrypoints.openai.engine_client import EngineOutput
+from vllm_omni.entrypoints.openai.media_output import encode_speech, finish_reason_of, message_fields
+from vllm_omni.entrypoints.openai.request_context import RequestOptions
+from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
 
+Line: TypeAlias = str | bytes
 
-def picture_fields(output: OmniRequestOutput) -> dict[str, Any]:
-    """Images or videos as a field of a chat message. Takes long for large ones: for a thread."""
-    if output.final_output_type == "image":
-        return {"images": image_parts(output)}
-    return {"videos": video_parts(output)}
+LIFETIME_S = 3600
+MAX_TRANSCRIPTS = 10_000
 
 
-def encode_speech(output: OmniRequestOutput, audio_format: str) -> str:
-    """The file of whole speech, in base64. Takes long: for a thread."""
-    samples = first_clip(output.multimodal_output["audio"])
-    return to_base64(encode_audio(samples, audio_format, output.sample_rate or DEFAULT_SAMPLE_RATE))
+class Transcripts:
+    """Texts of earlier speech, for later turns that name it by `audio.id`, as in OpenAI's API.
 
-
-async def add_media(
-    answer: ChatCompletionResponse,
-    event: CompletedEvent,
-    audio_format: str,
-    config: PipelineConfig,
-    mm_token_counts: dict[str, int] | None,
-    transcripts: Transcripts,
-    *,
-    shows_text: bool,
-) -> None:
-    """Adds the outputs that are not text to the message of the first choice.
-
-    Args:
-        transcripts: Keeps what is spoken, for later turns.
-        shows_text: Whether the request includes text. Without it there is one choice, whose content is null.
+    Those of the last hour, at most `MAX_TRANSCRIPTS`. Ids are random: one client cannot guess another's. For the event
+    loop.
     """
-    media = [output for output in event.outputs if output.final_output_type != "text"]
-    choice = answer.choices[0]
-    fields = choice.message.model_dump()
-    if not shows_text:
-        fields = {"role": choice.message.role}
-        choice.logprobs = None
-        del answer.choices[1:]
-    for output in media:
-        if output.final_output_type == "audio":
-            audio_id, transcript = new_audio_id(), _transcript_of(event)
-            fields["audio"] = {
-                "id": audio_id,
-                "data": await asyncio.to_thread(encode_speech, output, audio_format),
-                "transcript": transcript,
-                "expires_at": transcripts.keep(audio_id, transcript),
-            }
-        else:
-            fields |= await asyncio.to_thread(picture_fields, output)
-    choice.message = type(choice.message)(**fields)
-    choice.finish_reason = joint_finish_reason(choice.finish_reason, media)
-    usage = answer.usage.model_dump()
-    add_media_usage(usage, event, config, mm_token_counts)
-    answer.usage = type(answer.usage)(**usage)
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[float, str]] = OrderedDict()  # id: (expiry, text), in order of expiry
+
+    def keep(self, audio_id: str, transcript: str) -> int:
+        """Keeps a transcript; returns when it expires, in seconds since 1970."""
+        now = time.time()
+        self._kept[audio_id] = (now + LIFETIME_S, transcript)
+        while len(self._kept) > MAX_TRANSCRIPTS or next(iter(self._kept.values()))[0] <= now:
+            self._kept.popitem(last=False)
+        return int(now + LIFETIME_S)
+
+    def fill_in(self, messages: Sequence[Any]) -> list[Any]:
+        """The messages, with the text of those that have only an `audio.id`.
+
+        Raises:
+            VLLMValidationError: There is no such audio, or it has expired.
+        """
+        return [self._with_text(message, i) for i, message in enumerate(messages)]
+
+    def _with_text(self, message: Any, index: int) -> Any:
+        audio = message.get("audio") if isinstance(message, dict) else None
+        if audio is None or message.get("content"):
+            return message
+        audio_id = audio.get("id") if isinstance(audio, dict) else None
+        expiry, transcript = self._kept.get(audio_id, (0.0, "")) if isinstance(audio_id, str) else (0.0, "")
+        if expiry <= time.time():
+            raise VLLMValidationError(
+                f"there is no audio {audio_id!r}, or it has expired; send its transcript as content",
+                parameter=f"messages[{index}].audio.id",
+            )
+        return {**{key: value for key, value in message.items() if key != "audio"}, "content": transcript}
 
 
-def _transcript_of(event: CompletedEvent) -> str:
-    """What is spoken: the text of the first sequence, as the model wrote it; empty if the pipeline returns no text."""
-    texts = (output.outputs[0].text for output in event.outputs if output.final_output_type == "text")
-    return next(texts, "")
+async def split_outputs(
+    outputs: AsyncIterator[EngineOutput], completed: list[CompletedEvent]
+) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of text; the last event goes to `completed`."""
+    async for output in outputs:
+        if isinstance(output, RequestOutput):
+            yield output
+        elif isinstance(output, CompletedEvent):
+            completed.append(output)
 
 
-def finish_reason_of(output: OmniRequestOutput) -> str:
-    """Why an output that is not text ended."""
-    return (output.outputs[0].finish_reason if output.outputs else None) or "stop"
-
-
-def joint_finish_reason(text_reason: str | None, media: Iterable[OmniRequestOutput]) -> str:
-    """Why a choice ended: as its text did, but `length` where the text is complete and its speech was cut."""
+def _joint_finish_reason(text_reason: str | None, media: Iterable[OmniRequestOutput]) -> str:
+    """Why a choice ended: the text's reason, but `length` if the text is complete and its speech was cut."""
     is_cut = any(finish_reason_of(output) == "length" for output in media)
     return "length" if is_cut and text_reason in (None, "stop") else text_reason or "stop"
 
 
-def add_media_usage(
-    usage: dict[str, Any], event: CompletedEvent, config: PipelineConfig, mm_token_counts: dict[str, int] | None
-) -> None:
-    """Adds what stages wrote that is no text: the tokens of speech. Of the prompt: which of its tokens were sound."""
-    audio_tokens = _num_audio_tokens(event, config)
-    text_tokens = usage["completion_tokens"] or 0
-    usage["completion_tokens"] = text_tokens + audio_tokens
-    usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-    details = {"reasoning_tokens": 0} | (usage.get("completion_tokens_details") or {})
-    usage["completion_tokens_details"] = {**details, "audio_tokens": audio_tokens, "text_tokens": text_tokens}
-    heard = (mm_token_counts or {}).get("audio")
-    if heard:
-        usage["prompt_tokens_details"] = {**(usage.get("prompt_tokens_details") or {}), "audio_tokens": heard}
+class ChatMedia:
+    """Adds the outputs that are not text to one answer, in the first choice."""
+
+    def __init__(
+        self,
+        options: RequestOptions,
+        config: PipelineConfig,
+        mm_token_counts: dict[str, int] | None,
+        transcripts: Transcripts,
+    ) -> None:
+        """
+        Args:
+            mm_token_counts: Tokens of the prompt by type of media, as vLLM's handlers have them.
+            transcripts: Keeps the text of the speech, for later turns.
+        """
+        self._options = options
+        self._config = config
+        self._mm_token_counts = mm_token_counts
+        self._transcripts = transcripts
+        self._audio_id = f"audio-{random_uuid()}"
+
+    async def add(self, answer: ChatCompletionResponse, event: CompletedEvent) -> None:
+        """Adds them to a whole answer. If it does not show its text there is one choice, whose content is null."""
+        media = [output for output in event.outputs if output.final_output_type != "text"]
+        choice = answer.choices[0]
+        fields = choice.message.model_dump()
+        if not self._options.shows_text:
+            fields = {"role": choice.message.role}
+            choice.logprobs = None
+            del answer.choices[1:]
+        for output in media:
+            if output.final_output_type == "audio":
+                # The text of the first sequence; empty if the pipeline returns no text.
+                texts = (other.outputs[0].text for other in event.outputs if other.final_output_type == "text")
+                transcript = next(texts, "")
+                fields["audio"] = {
+                    "id": self._audio_id,
+                    "data": await asyncio.to_thread(encode_speech, output, self._options.audio_format),
+                    "transcript": transcript,
+                    "expires_at": self._transcripts.keep(self._audio_id, transcript),
+                }
+            else:
+                fields |= await asyncio.to_thread(message_fields, output)
+        choice.message = type(choice.message)(**fields)
+        choice.finish_reason = _joint_finish_reason(choice.finish_reason, media)
+        usage = answer.usage.model_dump()
+        self._add_usage(usage, event)
+        answer.usage = type(answer.usage)(**usage)
+
+    def _add_usage(self, usage: dict[str, Any], event: CompletedEvent) -> None:
+        """Adds the tokens of speech to a usage, and which tokens of the prompt were audio."""
+        # Speech is written by the stages between the text and the audio.
+        talkers = [
+            stage.stage_id
+            for stage in self._config.stage_args
+            if stage.kind == "AR" and not stage.final_output and not stage.is_comprehension
+        ]
+        metrics = event.outputs[0].stage_metrics
+        audio_tokens = sum(stage.num_output_tokens for stage in metrics if stage.stage_id in talkers)
+        text_tokens = usage["completion_tokens"] or 0
+        usage["completion_tokens"] = text_tokens + audio_tokens
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+        details = {"reasoning_tokens": 0} | (usage.get("completion_tokens_details") or {})
+        usage["completion_tokens_details"] = {**details, "audio_tokens": audio_tokens, "text_tokens": text_tokens}
+        if prompt_audio_tokens := (self._mm_token_counts or {}).get("audio"):
+            prompt_details = usage.get("prompt_tokens_details") or {}
+            usage["prompt_tokens_details"] = {**prompt_details, "audio_tokens": prompt_audio_tokens}
 
 
-def _num_audio_tokens(event: CompletedEvent, config: PipelineConfig) -> int:
-    """What the stages wrote that lie between the text and the speech."""
-    metrics = event.outputs[0].stage_metrics
-    writers = [
-        stage.stage_id
-        for stage in config.stage_args
-        if stage.kind == "AR" and not stage.final_output and not stage.is_comprehension
-    ]
-    return sum(stage.num_output_tokens for stage in metrics if stage.stage_id in writers)
+class MediaStream(ChatMedia):
+    """One streamed answer: vLLM's handler makes the lines of text, this class those of all other outputs, in choice 0.
+
+    vLLM ends choice 0 with its text. Here it ends with the last of its outputs, so the finish reason is held until
+    then.
+    """
+
+    def __init__(self, outputs: AsyncIterator[EngineOutput], request_id: str, model_name: str, *args: Any) -> None:
+        """The further arguments are those of `ChatMedia`."""
+        super().__init__(*args)
+        self._outputs = outputs
+        self._chunk = {
+            "id": request_id,
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model_name,
+        }
+        self._transcript: list[str] = []
+        self._speaks = "audio" in self._options.modalities
+        self._lines: asyncio.Queue[Line | None] = asyncio.Queue()
+        self._encoders: dict[int, AudioEncoder] = {}
+        # Clients join deltas, so role and id are sent once. vLLM's first line has the role.
+        self._has_role = self._options.shows_text
+        self._has_audio_id = False
+        self._end: dict[str, Any] = {"finish_reason": None}
+        self._completed: CompletedEvent | None = None
+
+    async def text(self) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs for vLLM's handler; ends when all outputs are complete."""
+        async for output in self._outputs:
+            if isinstance(output, RequestOutput):
+                self._put_transcript(output)
+                yield output
+            else:
+                await self._put_event(output)
+
+    async def lines(self, text: AsyncGenerator[str, None]) -> AsyncGenerator[Line, None]:
+        """The lines of the answer; `text` are those that vLLM's handler makes of `text()`."""
+        pump = asyncio.create_task(self._pump(text))
+        try:
+            while (line := await self._lines.get()) is not None:
+                yield line
+            await pump
+        finally:
+            pump.cancel()
+            with suppress(asyncio.CancelledError):
+                await pump
+
+    async def _pump(self, text: AsyncGenerator[str, None]) -> None:
+        try:
+            async for line in text:
+                rewritten = self._rewrite(line)
+                if rewritten is not None:
+                    self._lines.put_nowait(rewritten)
+        finally:
+            self._lines.put_nowait(None)
+
+    def _rewrite(self, line: str) -> Line | None:
+        """vLLM's line, without the end of choice 0, and with the tokens of the other outputs in the usage.
+
+        None: the line has text that the request does not include.
+        """
+        if line.startswith(("data: [DONE]", 'data: {"error"')):
+            return line
+        if '"choices":[]' in line:
+            chunk = _read(line)
+            if self._completed is not None:
+                self._add_usage(chunk["usage"], self._completed)
+            return _line(chunk)
+        if '"finish_reason":null' not in line:
+            chunk = _read(line)
+            (choice,) = chunk["choices"]
+            if choice["index"] == 0:
+                self._end = {name: choice.pop(name) for name in ("finish_reason", "stop_reason") if name in choice}
+                line = _line({**chunk, "choices": [{**choice, "finish_reason": None}]}).decode()
+        return line if self._options.shows_text else None
+
+    def _put_transcript(self, output: RequestOutput) -> None:
+        completion = output.outputs[0]
+        if self._speaks and completion.index == 0 and completion.text:
+            self._transcript.append(completion.text)
+            self._put_audio(transcript=completion.text)
+
+    async def _put_event(self, event: OmniEvent) -> None:
+        if isinstance(event, CompletedEvent):
+            await self._finish(event)
+        elif isinstance(event, ARSegmentEvent) and event.final_output_type == "audio":
+            samples = event.multimodal_output.get("audio")
+            if samples is not None and samples.ndim == 1 and len(samples):
+                self._put_data(await self._encoder(event.stage_id).encode_async(samples.numpy()))
+
+    async def _finish(self, event: CompletedEvent) -> None:
+        self._completed = event
+        media = [output for output in event.outputs if output.final_output_type != "text"]
+        for output in media:
+            if output.final_output_type == "audio":
+                await self._finish_audio(output)
+            else:
+                self._put(await asyncio.to_thread(message_fields, output))
+        self._put({}, **self._end | {"finish_reason": _joint_finish_reason(self._end["finish_reason"], media)})
+
+    async def _finish_audio(self, output: OmniRequestOutput) -> None:
+        encoder = self._encoders.get(output.stage_id)
+        if encoder is not None:
+            self._put_data(await encoder.finish_async())
+        else:
+            self._put_audio(data=await asyncio.to_thread(encode_speech, output, self._options.audio_format))
+        self._put_audio(expires_at=self._transcripts.keep(self._audio_id, "".join(self._transcript)))
+
+    def _put_data(self, data: bytes) -> None:
+        if data:
+            self._put_audio(data=data)
+
+    def _put_audio(self, **fields: Any) -> None:
+        if not self._has_audio_id:
+            self._has_audio_id = True
+            fields = {"id": self._audio_id, **fields}
+        self._put({"audio": fields})
+
+    def _put(self, delta: dict[str, Any], **end: Any) -> None:
+        if not self._has_role:
+            self._has_role = True
+            delta = {"role": "assistant", **delta}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **end}
+        self._lines.put_nowait(_line({**self._chunk, "choices": [choice]}))
+
+    def _encoder(self, stage_id: int) -> AudioEncoder:
+        if stage_id not in self._encoders:
+            sample_rate = self._config.stages[stage_id].sample_rate or DEFAULT_SAMPLE_RATE
+            self._encoders[stage_id] = AudioEncoder(self._options.audio_format, sample_rate)
+        return self._encoders[stage_id]
+
+
+def _read(line: str) -> dict[str, Any]:
+    return msgspec.json.decode(line.removeprefix("data: "))
+
+
+def _line(chunk: dict[str, Any]) -> bytes:
+    """msgspec writes bytes as base64."""
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

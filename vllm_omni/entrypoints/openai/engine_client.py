@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline as vLLM's OpenAI server sees it: an engine that takes rendered prompts and gives `RequestOutput`s.
+"""A pipeline as vLLM's OpenAI server uses it: an engine that takes rendered prompts and returns `RequestOutput`s.
 
-vLLM's handlers know text; they get the text of the stage that they sample. A handler of ours that wants more asks
-through `with_options`, and gets the events of the other outputs between those of the text.
+vLLM's handlers read text: that of the stage that they sample. The options in the `RequestContext` ask for more; the
+events of the other outputs then come between the outputs of the text.
 """
 
 from __future__ import annotations
 
-import asyncio
-import copy
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
-from typing import Any, cast
+import threading
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, NoReturn, cast
 
 from vllm.config import ModelConfig, VllmConfig
+from vllm.engine.protocol import EngineClient
 from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -24,9 +23,8 @@ from vllm.tasks import SupportedTask
 
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
-from vllm_omni.entrypoints.openai.gate import Gate
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
-from vllm_omni.entrypoints.openai.unsupported import UnsupportedEngineClient
+from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import StageSamplingParams, make_sampling_params
 from vllm_omni.errors import OmniError, PipelineClosedError
@@ -42,38 +40,92 @@ _READ_BY_VLLM = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestOptions:
-    """What a request says besides what vLLM's handlers understand.
+class Gate:
+    """Counts the requests that a server runs; a shutdown closes it and waits until they have ended.
 
-    Attributes:
-        modalities: The outputs that its handler can pass on.
-        stage_params: For each stage, in stage order, its sampling parameters, or None for its defaults. Those of the
-            stage that vLLM's handler samples are added to what that says.
-        said: Names of sampling parameters that the request has said to vLLM's handler, which win over `stage_params`.
-        prompt: Further keys of the prompt.
+    The event loop enters it for each request, another thread closes it.
     """
 
-    modalities: tuple[str, ...] = ("text",)
-    stage_params: Sequence[Mapping[str, Any] | None] | None = None
-    said: frozenset[str] = frozenset()
-    prompt: Mapping[str, Any] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_running = 0
+        self.is_closed = False
+        self._is_wait_cancelled = False
 
-    @property
-    def wants_media(self) -> bool:
-        return self.modalities != ("text",)
+    def check(self) -> None:
+        """
+        Raises:
+            PipelineClosedError: The gate is closed.
+        """
+        if self.is_closed:
+            raise PipelineClosedError("the server is shutting down; send the request to another one")
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self.check()
+            self._num_running += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._changed:
+            self._num_running -= 1
+            self._changed.notify_all()
+
+    def close(self, timeout: float) -> None:
+        """Refuses new requests, and waits for the running ones for up to `timeout` seconds, or until `cancel_wait`."""
+        with self._changed:
+            self.is_closed = True
+            self._changed.wait_for(lambda: self._num_running == 0 or self._is_wait_cancelled, timeout)
+
+    def cancel_wait(self) -> None:
+        """Ends the wait of `close`."""
+        with self._changed:
+            self._is_wait_cancelled = True
+            self._changed.notify_all()
 
 
-class OmniEngineClient(UnsupportedEngineClient):
-    """What vLLM's server calls instead of `AsyncLLM`.
+def _unsupported(feature: str) -> Any:
+    """A method of vLLM's engine protocol that a pipeline of stages does not support."""
+
+    def method(self: EngineClient, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"a pipeline of stages does not support {feature}")
+
+    return method
+
+
+class _UnsupportedEngineClient(EngineClient):
+    """The part of `EngineClient` that only endpoints of other servers call."""
+
+    encode = _unsupported("pooling")
+    abort = _unsupported("abort by id")
+    start_profile = stop_profile = _unsupported("profiling")
+    reset_encoder_cache = reset_prefix_cache = _unsupported("resetting caches")
+    sleep = wake_up = release_kv_cache_memory = _unsupported("sleep mode")
+    pause_generation = resume_generation = _unsupported("pausing")
+
+    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
+        """Stages do not transfer KV caches between engines."""
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def is_paused(self) -> bool:
+        return False
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """A stage loads an adapter with the first request that names it."""
+        return True
+
+
+class OmniEngineClient(_UnsupportedEngineClient):
+    """What vLLM's server calls in place of `AsyncLLM`.
 
     Attributes:
         llm: The pipeline.
         config: Its stages.
-        voices: The names that requests can give for its voices.
-        vllm_config, model_config, renderer, input_processor: Those of the stage that reads and samples prompts; only
-            where the pipeline `has_renderer`.
-        default_sampling_params: What that stage samples with where a request does not say; there too.
+        voices: The names of its voices in requests.
+        stage: The vLLM stage that reads and samples prompts; None if there is none.
+        vllm_config, model_config, renderer, input_processor: Those of `stage`; only where the pipeline `has_renderer`.
+        default_sampling_params: Its default sampling parameters; only there, too.
     """
 
     def __init__(
@@ -81,15 +133,16 @@ class OmniEngineClient(UnsupportedEngineClient):
     ) -> None:
         """
         Args:
-            shutdown_timeout: Seconds that running requests may take to end after `shutdown`.
-            voice_map: Further names of voices, see `Voices`, whose errors it raises.
+            shutdown_timeout: Seconds that `shutdown` waits for running requests.
+            voice_map: Further names of voices, see `Voices`.
+
+        Raises:
+            ValueError: `voice_map` is wrong.
         """
         self.llm = llm
         self.config = llm.config
         self.voices = Voices(llm.voices, voice_map or {})
         self._gate = Gate()
-        self._options = RequestOptions()
-        self._started: list[_Peekable] = []
         self._shutdown_timeout = shutdown_timeout
         self.stage = llm.builder.prompt_stage
         if self.stage is not None:
@@ -104,59 +157,26 @@ class OmniEngineClient(UnsupportedEngineClient):
 
     @property
     def has_renderer(self) -> bool:
-        """Whether a vLLM stage reads the prompts, so that they are rendered as vLLM does."""
+        """Whether a vLLM stage reads the prompts, which vLLM's renderer then renders."""
         return self.stage is not None
-
-    def with_options(self, options: RequestOptions) -> OmniEngineClient:
-        """The same engine for one request of a handler of ours."""
-        client = copy.copy(self)
-        client._options = options
-        client._started = []
-        return client
-
-    async def started(self) -> None:
-        """Waits until each request of this client has made its first output, before anybody is told that it goes well.
-
-        Raises:
-            OmniError: One of them failed; the others are aborted.
-        """
-        try:
-            for outputs in self._started:
-                await outputs.peek()
-        except BaseException:
-            await asyncio.gather(*(outputs.aclose() for outputs in self._started))
-            raise
 
     async def run(
         self,
         prompt: str | OmniPrompt,
         sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams = None,
         request_id: str | None = None,
-        *,
-        stream: bool,
-        keep_outputs: bool = True,
-        trace_headers: Mapping[str, str] | None = None,
-        lora_request: LoRARequest | None = None,
-        request_fields: Mapping[str, Any] | None = None,
-        on_accepted: Callable[[], None] | None = None,
+        **options: Any,
     ) -> AsyncGenerator[OmniEvent, None]:
-        """The events of one request; the last one is a `CompletedEvent`. Leaving early aborts the request.
+        """The events of one request; the last one is a `CompletedEvent`. Closing the generator aborts the request.
+
+        Args:
+            options: `stream`, and further arguments of `AsyncOmniLLM.generate`.
 
         Raises:
             OmniError: The request was refused, or failed.
         """
         with self._gate:
-            events = self.llm.generate(
-                prompt,
-                sampling_params_list,
-                request_id,
-                stream=stream,
-                keep_outputs=keep_outputs,
-                trace_headers=trace_headers,
-                lora_request=lora_request,
-                request_fields=request_fields,
-                on_accepted=on_accepted,
-            )
+            events = self.llm.generate(prompt, sampling_params_list, request_id, **options)
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, ErrorEvent):
@@ -175,22 +195,23 @@ class OmniEngineClient(UnsupportedEngineClient):
         session_id: str | None = None,
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
-        **of_other_engines: Any,
-    ) -> AsyncIterator[EngineOutput]:
-        """Outputs of a rendered prompt, new ones or the whole as `sampling_params.output_kind` says.
+        **unused: Any,
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Outputs of a rendered prompt: deltas or the whole, see `sampling_params.output_kind`.
 
-        With `with_options`, also the events of other outputs that were asked for, and the last one.
+        If the request has other outputs than text, also their events, and the `CompletedEvent`.
         """
-        options = self._options
+        context = RequestContext.current()
+        options = context.options
         omni_prompt = cast(OmniPrompt, {**options.prompt, "engine_input": prompt})
         omni_prompt["modalities"] = list(options.modalities)
         is_delta = sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY
         events = self.run(
             omni_prompt,
-            self._stage_params(sampling_params),
+            self._stage_params(sampling_params, options),
             request_id,
             stream=is_delta,
-            keep_outputs=False,  # What was streamed is not read again.
+            keep_outputs=False,  # Streamed outputs are not read again.
             trace_headers=trace_headers,
             lora_request=lora_request,
             request_fields={
@@ -200,41 +221,47 @@ class OmniEngineClient(UnsupportedEngineClient):
                 "reasoning_parser_kwargs": reasoning_parser_kwargs,
             },
         )
-        outputs = _Peekable(self._outputs(events, prompt, request_id, is_delta))
-        self._started.append(outputs)
+        outputs = Peekable(self._outputs(events, prompt, request_id, is_delta, options.has_media))
+        context.outputs.append(outputs)
         return outputs
 
-    def _stage_params(self, sampling_params: SamplingParams) -> list[StageSamplingParams]:
+    def _stage_params(self, sampling_params: SamplingParams, options: RequestOptions) -> list[StageSamplingParams]:
         assert self.stage is not None
-        given = self._options.stage_params or [None] * len(self.config.stage_args)
+        given = options.stage_params or [None] * len(self.config.stage_args)
         params: list[StageSamplingParams] = list(given)
         index = self.config.stage_args.index(self.stage)
         defaults = {name: value for name, value in self.default_sampling_params.items() if name not in _READ_BY_VLLM}
         added = {**defaults, **(given[index] or {})}
         params[index] = _with_added(
-            sampling_params, {name: value for name, value in added.items() if name not in self._options.said}
+            sampling_params, {name: value for name, value in added.items() if name not in options.explicit_fields}
         )
         return params
 
     async def _outputs(
-        self, events: AsyncGenerator[OmniEvent, None], prompt: EngineInput, request_id: str, is_delta: bool
+        self,
+        events: AsyncGenerator[OmniEvent, None],
+        prompt: EngineInput,
+        request_id: str,
+        is_delta: bool,
+        has_media: bool,
     ) -> AsyncGenerator[EngineOutput, None]:
         assert self.stage is not None
         prompt_token_ids = cast("list[int]", prompt.get("prompt_token_ids") or [])
-        async with aclosing(_with_http_errors(events)) as events:
-            async for event in events:
-                if isinstance(event, ARSegmentEvent) and event.stage_id == self.stage.stage_id:
-                    yield _delta_output(event, request_id, prompt_token_ids)
-                elif isinstance(event, CompletedEvent):
-                    if not is_delta or not self.stage.final_output:
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, ARSegmentEvent) and event.stage_id == self.stage.stage_id:
+                        yield _delta_output(event, request_id, prompt_token_ids)
+                        continue
+                    if isinstance(event, CompletedEvent) and not (is_delta and self.stage.final_output):
                         yield self._whole_output(event, request_id, prompt_token_ids)
-                    if self._options.wants_media:
+                    if has_media or not isinstance(event, CompletedEvent):
                         yield event
-                else:
-                    yield event
+        except OmniError as error:  # vLLM's handlers know only HTTP errors, also inside a stream.
+            raise to_http_error(error) from error
 
     def _whole_output(self, event: CompletedEvent, request_id: str, prompt_token_ids: list[int]) -> RequestOutput:
-        """The text; an empty one of a pipeline that shows none, whose handlers need one all the same."""
+        """The text; empty for a pipeline that returns none, because vLLM's handlers need one."""
         assert self.stage is not None
         for output in event.outputs:
             if output.stage_id == self.stage.stage_id:
@@ -244,7 +271,7 @@ class OmniEngineClient(UnsupportedEngineClient):
         nothing = CompletionOutput(0, "", [], None, None, finish_reason="stop")
         return RequestOutput(request_id, None, prompt_token_ids, None, [nothing], finished=True)
 
-    # What follows is what vLLM's server asks of an engine besides.
+    # Other methods that vLLM's server calls.
 
     @property
     def is_running(self) -> bool:
@@ -252,12 +279,12 @@ class OmniEngineClient(UnsupportedEngineClient):
 
     @property
     def is_stopped(self) -> bool:
-        """No request is taken any more, though some may still run."""
+        """No new requests are accepted; some may still run."""
         return self._gate.is_closed or not self.llm.is_open
 
     @property
     def errored(self) -> bool:
-        """A stage that died is started again; as long as the pipeline is open it is worth waiting for."""
+        """False while a dead stage restarts: its requests wait for it as long as the pipeline is open."""
         return not self.llm.is_open
 
     @property
@@ -265,17 +292,17 @@ class OmniEngineClient(UnsupportedEngineClient):
         return PipelineClosedError("the server is shutting down")
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuses a request before pains are taken over it.
+        """Refuses a request before it is rendered and its media are fetched.
 
         Raises:
-            PipelineFullError: As many requests as may wait are waiting.
+            PipelineFullError: The queue is full.
             PipelineClosedError: The server is shutting down.
         """
         self._gate.check()
         self.llm.check_room()
 
     async def check_health(self) -> None:
-        """Our own endpoint asks each stage."""
+        """`/health` checks each stage."""
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",) if self.has_renderer else ()
@@ -284,54 +311,23 @@ class OmniEngineClient(UnsupportedEngineClient):
         return any("otlp_traces_endpoint" in stage.engine_args for stage in self.config.stage_args)
 
     async def do_log_stats(self) -> None:
-        """The pipeline logs by itself, at its own interval."""
+        """The pipeline logs at its own interval."""
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Takes no more requests, waits for those that run as long as it may, and ends all stages. Blocks."""
+        """Refuses new requests, waits up to `shutdown_timeout` for running ones, and stops all stages. Blocks."""
         self._gate.close(self._shutdown_timeout)
         self.llm.close()
 
-    def hurry(self) -> None:
+    def cancel_wait(self) -> None:
         """Ends the wait of `shutdown` for running requests."""
-        self._gate.hurry()
+        self._gate.cancel_wait()
 
     async def reset_mm_cache(self) -> None:
-        """There is none: media are preprocessed once, and no cache is shared with a stage's process."""
-
-
-class _Peekable:
-    """An async generator whose first item can be waited for, and is given again."""
-
-    def __init__(self, items: AsyncGenerator[EngineOutput, None]) -> None:
-        self._items = items
-        self._peeked: list[EngineOutput] = []
-
-    async def peek(self) -> None:
-        with suppress(StopAsyncIteration):
-            self._peeked.append(await anext(self._items))
-
-    def __aiter__(self) -> _Peekable:
-        return self
-
-    async def __anext__(self) -> EngineOutput:
-        return self._peeked.pop() if self._peeked else await anext(self._items)
-
-    async def aclose(self) -> None:
-        await self._items.aclose()
-
-
-async def _with_http_errors(events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[OmniEvent, None]:
-    """Errors as vLLM's handlers know them, also those that tell of them inside a stream."""
-    try:
-        async with aclosing(events):
-            async for event in events:
-                yield event
-    except OmniError as error:
-        raise to_http_error(error) from error
+        """There is none: media is preprocessed once, and no cache is shared with a stage's process."""
 
 
 def _with_added(params: SamplingParams, added: Mapping[str, Any]) -> SamplingParams:
-    """`params` with some fields as in `added`; vLLM checks and converts them where it makes parameters of them."""
+    """`params` with the fields in `added`, which vLLM checks and converts."""
     if added:
         made = make_sampling_params(added)
         params = params.clone()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model that speaks what it writes is made to speak a given text: it is made to write exactly that.
+"""Forces a model that speaks what it writes to write a given text, and so to speak it.
 
-The text's own tokens are forced, one after the other, by a grammar of vLLM's structured outputs that allows nothing
-else. They are those that the tokenizer makes of it, as the model has learned them, and not any that spell the same;
-what looks like a control token is text. The prompt does not hold the text, so nothing in it can pass for a prompt.
+A grammar of vLLM's structured outputs allows the text's tokens only, one after the other. They are those of the
+tokenizer, as in training, and not others with the same spelling; control tokens in the text are plain text. The prompt
+does not contain the text, so the text cannot act as a prompt.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 
 REQUEST = "Read the text aloud, word for word."
-"""What the user says in the prompt; the reply is forced."""
+"""The user's message in the prompt; the reply is forced."""
 
 
 @dataclass(frozen=True)
 class ForcedText:
-    """
+    """The request of one text.
+
     Attributes:
-        engine_input: The prompt of the stage that writes.
-        params: Its sampling parameters, with which it writes the text and nothing else.
-        num_tokens: Tokens of the text.
+        engine_input: The prompt of the stage that writes the text.
+        params: Its sampling parameters, which allow only the text.
     """
 
     engine_input: EngineInput
     params: SamplingParams
-    num_tokens: int
 
 
 class ForcedTextBuilder:
@@ -45,7 +44,7 @@ class ForcedTextBuilder:
 
     def __init__(self, renderer: OnlineRenderer, tokenizer: TokenizerLike, max_model_len: int) -> None:
         self._renderer = renderer
-        # A copy: how control tokens are read is a state of the tokenizer, and the renderer's must read them as such.
+        # A copy, because `split_special_tokens` is a state of the tokenizer, and the renderer's must not change.
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._lock = threading.Lock()
         self._max_model_len = max_model_len
@@ -53,7 +52,7 @@ class ForcedTextBuilder:
     async def prepare(self, text: str, instructions: str | None = None) -> ForcedText:
         """
         Args:
-            instructions: How to say it: the system message. None: the chat template's own, if it has one.
+            instructions: How to speak it: the system message. None: the chat template's own, if it has one.
 
         Raises:
             VLLMValidationError: It is too long for the model.
@@ -72,7 +71,7 @@ class ForcedTextBuilder:
             max_tokens=len(token_ids) + 1,  # and the end of the reply
             structured_outputs=StructuredOutputsParams(grammar=token_grammar(token_ids)),
         )
-        return ForcedText(engine_input, params, len(token_ids))
+        return ForcedText(engine_input, params)
 
     def _tokenize(self, text: str) -> list[int]:
         with self._lock:
@@ -91,9 +90,9 @@ class ForcedTextBuilder:
 def token_grammar(token_ids: list[int]) -> str:
     """An EBNF grammar, as xgrammar reads it, of the one reply that has these tokens.
 
-    xgrammar computes once what is the same in several grammars, and takes rules for the same that differ only in the
-    ids of their tokens (up to 0.2.8): a text would get the tokens of an earlier one. So each rule says its id as a
-    text, too, where it matters to nobody: behind a rule that never ends, and so matches nothing.
+    xgrammar caches rules that several grammars share, and does not tell apart rules that differ only in the ids of
+    their tokens (up to 0.2.8): a text would get the tokens of an earlier one. So each rule has its id as a text, too,
+    without effect: after a rule that never ends, and so matches nothing.
     """
     rules = [f'token{token_id} ::= Token({token_id}) | never "{token_id}"' for token_id in dict.fromkeys(token_ids)]
     root = "root ::= " + " ".join(f"token{token_id}" for token_id in token_ids)

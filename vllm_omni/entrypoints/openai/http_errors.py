@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client is told when a request fails: the status, vLLM's error body, and when to try again.
+"""The answer to a request that failed: status, vLLM's error body, and when to retry.
 
 Knows the errors of the pipeline and of the web framework; no endpoint.
 """
@@ -32,7 +32,7 @@ from vllm_omni.errors import (
 
 logger = logging.getLogger("vllm.omni.server")
 
-# A stage's process is back in about this time, where its weights are in the page cache.
+# A stage restarts in about this time if its weights are in the page cache.
 _RESTART_S = 5.0
 
 _STATUS: dict[type[OmniError], HTTPStatus] = {
@@ -46,10 +46,10 @@ _STATUS: dict[type[OmniError], HTTPStatus] = {
 
 
 class OmniHTTPError(GracefulHTTPError):
-    """A failed request as an HTTP answer. vLLM's handlers and streams, too, know what to do with it.
+    """A failed request as an HTTP answer. vLLM's handlers and streams read it, too.
 
     Attributes:
-        retry_after_s: Seconds after which trying again makes sense; None where it makes none.
+        retry_after_s: Seconds after which a client may retry; None if a retry does not help.
     """
 
     def __init__(self, message: str, http_status: HTTPStatus, retry_after_s: float | None = None) -> None:
@@ -64,43 +64,47 @@ class OmniHTTPError(GracefulHTTPError):
 
 
 def to_http_error(error: OmniError) -> OmniHTTPError:
-    """How a client is told of an error of the pipeline.
-
-    What went wrong inside of the server goes to the log, not to the client.
-    """
+    """An error of the pipeline as an answer. The causes of internal errors go to the log, not to the client."""
     status = next((_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         return OmniHTTPError(_log_failure(error), status)
     if isinstance(error, PipelineFullError):
         return OmniHTTPError(str(error), status, error.retry_after_s)
     if isinstance(error, StageDeadError):
-        text = "the stage that held the request failed, and is being started again; send the request again"
+        text = "the stage that held the request failed and restarts; send the request again"
         return OmniHTTPError(text, status, _RESTART_S)
     return OmniHTTPError(str(error), status)
 
 
 def _log_failure(error: OmniError) -> str:
-    """Logs an error that is the server's own; gives what the client may know of it."""
+    """Logs an internal error; returns the message for the client."""
     if not isinstance(error, RequestError):
         logger.error("a request failed", exc_info=error)
-        return "internal error; the server's log says more"
+        return "internal error; see the server's log"
     where = "" if error.stage_id is None else f" in stage {error.stage_id}"
     logger.error("request %s failed%s: %s\n%s", error.request_id, where, error, error.stage_traceback)
     kind = "failed" if isinstance(error, StageExecutionError) else "ended with an internal error"
-    return f"request {error.request_id} {kind}{where}; the server's log says more"
+    return f"request {error.request_id} {kind}{where}; see the server's log"
 
 
 def error_response(message: str, status: HTTPStatus, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error in vLLM's form, for where no handler is at hand: in middleware."""
+    """An error in vLLM's form, for middleware, where no handler is called."""
     info = ErrorInfo(message=message, type=status.phrase, code=status.value)
     return JSONResponse(ErrorResponse(error=info).model_dump(), status.value, headers)
 
 
+def describe_errors(*others: HTTPStatus) -> dict[int | str, dict[str, Any]]:
+    """The errors of an endpoint in the API's description: those that every model request can get, and others."""
+    common = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS)
+    common += (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
+    return {status.value: {"model": ErrorResponse} for status in sorted({*common, *others})}
+
+
 def register_error_handlers(app: FastAPI) -> None:
-    """To be called after vLLM's own handlers were set; some of them are replaced."""
+    """Call it after vLLM's own handlers were set: it replaces some of them."""
     handlers: dict[type[Exception], Any] = {
-        OmniError: _on_omni_error,
-        OmniHTTPError: _on_http_error,
+        OmniError: _on_error,
+        OmniHTTPError: _on_error,
         HTTPException: _on_framework_error,
         fastapi.HTTPException: _on_framework_error,
         RecursionError: _on_recursion_error,
@@ -110,27 +114,24 @@ def register_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(error_type, handler)
 
 
-async def _on_omni_error(request: Request, error: OmniError) -> JSONResponse:
-    return await _on_http_error(request, to_http_error(error))
-
-
-async def _on_http_error(request: Request, error: OmniHTTPError) -> JSONResponse:
+async def _on_error(request: Request, error: OmniError | OmniHTTPError) -> JSONResponse:
+    error = to_http_error(error) if isinstance(error, OmniError) else error
     return error_response(sanitize_message(error.message), error.http_status, error.headers)
 
 
 async def _on_framework_error(request: Request, error: HTTPException) -> JSONResponse:
-    """vLLM's answer, also for what the framework refuses itself (no such path, no such method), with its headers."""
+    """vLLM's answer, also to an unknown path or method, with the framework's headers."""
     response = await http_exception_handler(request, cast(fastapi.HTTPException, error))
     response.headers.update(error.headers or {})
     return response
 
 
 async def _on_recursion_error(request: Request, error: RecursionError) -> JSONResponse:
-    """Nothing of ours recurses, but for readers and writers of what a client has nested."""
+    """Only readers and writers of nested data recurse, and only clients send data that is nested so deeply."""
     logger.warning("a request was refused: nested too deeply", exc_info=error)
     return error_response("the request is nested too deeply", HTTPStatus.BAD_REQUEST)
 
 
 async def _on_unknown_error(request: Request, error: Exception) -> JSONResponse:
-    """The framework raises the error again when the client has its answer, and the web server logs it."""
-    return error_response("internal error; the server's log says more", HTTPStatus.INTERNAL_SERVER_ERROR)
+    """The framework raises the error again after the answer, and the web server logs it."""
+    return error_response("internal error; see the server's log", HTTPStatus.INTERNAL_SERVER_ERROR)

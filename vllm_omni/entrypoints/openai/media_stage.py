@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stage of a pipeline that makes images, videos or sound, and how it is asked.
-
-Knows how settings reach it and what it does where they say nothing. Of HTTP it knows that a request has headers.
-"""
+"""The final stage of a pipeline that makes images, videos or audio: its requests, settings and defaults."""
 
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from fastapi import Request
 from PIL import Image
@@ -20,68 +17,59 @@ from vllm.tracing import extract_trace_headers
 from vllm.utils import random_uuid
 
 from vllm_omni.config.dit_config import parse_dit_config
-from vllm_omni.config.nearest import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.diffusion.call_arguments import default_fps
+from vllm_omni.config.utils import nearest
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
+from vllm_omni.diffusion.request_settings import default_fps
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.media_request import ImageFetcher
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.media import DEFAULT_FPS
 from vllm_omni.outputs import OmniRequestOutput
 
-if TYPE_CHECKING:
-    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-    from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-    from vllm_omni.entrypoints.openai.models import DiffusionModels
-
-Part = TypeVar("Part")
-
-
-@dataclass(frozen=True)
 class MediaStage:
     """
     Attributes:
-        config: The pipeline.
-        stage: The final stage that makes it.
-        info: The diffusers pipeline that it runs; None where it runs something else, which has no settings.
+        client: The pipeline.
+        stage: The stage.
+        info: The diffusers pipeline that it runs; None for another engine, which has no settings.
     """
 
-    config: PipelineConfig
-    stage: OmniStageConfig
-    info: PipelineInfo | None
-
-    @classmethod
-    def find(cls, config: PipelineConfig, output_type: str, model: str) -> MediaStage | None:
-        """The stage that gives callers outputs of this type; None if there is none.
-
-        Args:
-            model: The pipeline's checkpoint.
+    def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
         """
-        for stage in config.stage_args:
-            if stage.final_output and stage.final_output_type == output_type:
-                return cls(config, stage, _load_info(stage, model))
-        return None
+        Args:
+            state: Of the application; has the names that the pipeline and its adapters are served under.
+            args: Of `vllm serve`.
+        """
+        self.client = client
+        self.stage = stage
+        self.info: PipelineInfo | None = None
+        if stage.kind == "DiT":
+            dit_config = parse_dit_config(stage.dit_engine_args, stage.name)
+            self.info = PipelineInfo.load(stage.checkpoint(args.model), dit_config)
+        self._models = state.openai_serving_models
+        self._fetcher = ImageFetcher(args)
+
+    @property
+    def config(self) -> PipelineConfig:
+        return self.client.config
+
+    @property
+    def model_name(self) -> str:
+        """The first name that the model is served under."""
+        return self._models.base_model_paths[0].name
 
     @property
     def makes(self) -> str:
         """`image`, `video`, `audio`."""
         return self.stage.final_output_type or ""
 
-    def params_list(self, settings: Mapping[str, Any]) -> list[dict[str, Any] | None]:
-        """Sampling parameters of all stages, where only this one is told something.
-
-        Raises:
-            VLLMValidationError: There are settings, and it has none.
-        """
-        if settings and self.info is None:
-            raise VLLMValidationError(f"this model's {self.makes}s have no settings", parameter=next(iter(settings)))
-        return [dict(settings) if stage is self.stage and settings else None for stage in self.config.stage_args]
-
     def expected(self, name: str, settings: Mapping[str, Any]) -> Any:
-        """What the stage takes for a setting: the request's value, its own default, else the diffusers pipeline's.
+        """The value of a setting: the request's, the stage's default, else the diffusers pipeline's.
 
-        None where only the pipeline knows, while it runs.
+        None if the pipeline chooses it while it runs.
         """
         for values in (settings, self.stage.default_sampling_params):
             if values.get(name) is not None:
@@ -90,7 +78,7 @@ class MediaStage:
         return None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
 
     def expected_size(self, settings: Mapping[str, Any]) -> str | None:
-        """`WIDTHxHEIGHT`, as far as it is known before."""
+        """`WIDTHxHEIGHT`, if it is known before the pipeline runs."""
         width, height = (self.expected(name, settings) for name in ("width", "height"))
         return f"{width}x{height}" if width and height else None
 
@@ -98,51 +86,28 @@ class MediaStage:
         own = None if self.info is None else default_fps(self.info.pipeline_class)
         return self.expected("fps", settings) or own or DEFAULT_FPS
 
-
-def _load_info(stage: OmniStageConfig, model: str) -> PipelineInfo | None:
-    if stage.kind != "DiT":
-        return None
-    return PipelineInfo.load(stage.checkpoint(model), parse_dit_config(stage.dit_engine_args, stage.name))
-
-
-def missing_media(config: PipelineConfig, output_type: str) -> VLLMValidationError:
-    """For who asks a model for what it cannot make: says what it can."""
-    return VLLMValidationError(
-        f"this model makes no {output_type}s; it makes {', '.join(config.output_types)}", parameter="model"
-    )
-
-
-class MediaMaker:
-    """Asks the pipeline for what one of its stages makes."""
-
-    def __init__(
-        self, client: OmniEngineClient, models: OpenAIServingModels | DiffusionModels, stage: MediaStage
-    ) -> None:
-        """
-        Args:
-            models: The names that the pipeline and its adapters are served under.
-        """
-        self.client = client
-        self.stage = stage
-        self.model_name = models.base_model_paths[0].name
-        self._models = models
-
     def check_model(self, name: str | None) -> None:
-        """
+        """As the function below; a request may also name an adapter as its model."""
+        check_model(name, [path.name for path in self._models.base_model_paths] + list(self._models.lora_requests))
+
+    async def fetch_images(self, urls: Sequence[str], parameter: str) -> list[Image.Image]:
+        """The images of a request, see `ImageFetcher.fetch`, if the pipeline accepts a request now.
+
         Raises:
-            VLLMNotFoundError: Another model is asked for than is served.
+            OmniError: It does not.
         """
-        check_model(name, [*(path.name for path in self._models.base_model_paths), *self._models.lora_requests])
+        self.client.check_admission()
+        return await self._fetcher.fetch(urls, parameter)
 
     def with_adapter(self, settings: Mapping[str, Any], model: str | None) -> dict[str, Any]:
         """The settings with the name of the request's LoRA adapter as `lora`, if it has one.
 
         Args:
             settings: May have a `lora`.
-            model: As the request has it; may be the name of an adapter, too.
+            model: The request's; may be the name of an adapter.
 
         Raises:
-            VLLMValidationError: There is no such adapter, the request names two, or what it says of it means nothing.
+            VLLMValidationError: There is no such adapter, the request names two, or has a scale without an adapter.
         """
         known = self._models.lora_requests
         named = {**({"lora": model} if model in known else {}), **settings}
@@ -154,7 +119,7 @@ class MediaMaker:
             )
         if model in known and adapter != model:
             raise VLLMValidationError(f"lora and model name two adapters, {adapter} and {model}", parameter="lora")
-        if "lora_scale" in named and (adapter is None or not self.stage.config.adapter_stages):
+        if "lora_scale" in named and (adapter is None or not self.config.adapter_stages):
             raise VLLMValidationError(
                 "lora_scale is for an adapter of the diffusion model, and the request names none",
                 parameter="lora_scale",
@@ -169,29 +134,52 @@ class MediaMaker:
         raw_request: Request | None,
         *,
         request_id: str,
-        stream: bool,
         **options: Any,
     ) -> AsyncGenerator[OmniEvent, None]:
         """The events of one request, see `OmniEngineClient.run`.
 
         Args:
-            settings: Fields of `DiffusionSamplingParams`, and the adapter's name as `lora`, if there is one.
-            images: What the model is to look at.
+            settings: Fields of `DiffusionSamplingParams`, and `lora`, the name of an adapter.
+            images: The model's input images.
             options: Further arguments of `OmniEngineClient.run`.
+
+        Raises:
+            VLLMValidationError: There are settings, and the stage takes none.
         """
-        omni_prompt = OmniPrompt(prompt=prompt, modalities=[self.stage.makes])
+        own = {name: value for name, value in settings.items() if name != "lora"}
+        if own and self.info is None:
+            raise VLLMValidationError(f"this model's {self.makes}s have no settings", parameter=next(iter(own)))
+        omni_prompt = OmniPrompt(prompt=prompt, modalities=[self.makes])
         if images:
             omni_prompt["multi_modal_data"] = {"image": list(images)}
         adapter = settings.get("lora")
         return self.client.run(
             omni_prompt,
-            self.stage.params_list({name: value for name, value in settings.items() if name != "lora"}),
+            [own if stage is self.stage and own else None for stage in self.config.stage_args],
             request_id,
-            stream=stream,
             lora_request=None if adapter is None else self._models.lora_requests[adapter],
             trace_headers=None if raw_request is None else extract_trace_headers(raw_request.headers),
             **options,
         )
+
+
+def final_stage(config: PipelineConfig, output_type: str) -> OmniStageConfig | None:
+    """The final stage that returns outputs of a type; None if there is none."""
+    stages = (stage for stage in config.stage_args if stage.final_output and stage.final_output_type == output_type)
+    return next(stages, None)
+
+
+def get_handler(raw_request: Request, output_type: str) -> Any:
+    """The application's handler of requests for outputs of a type.
+
+    Raises:
+        VLLMValidationError: The model does not make them.
+    """
+    state = raw_request.app.state
+    if output_type not in state.omni_handlers:
+        outputs = ", ".join(state.engine_client.config.output_types)
+        raise VLLMValidationError(f"this model cannot output {output_type}; it outputs {outputs}", parameter="model")
+    return state.omni_handlers[output_type]
 
 
 def served_names(state: State) -> list[str]:
@@ -202,29 +190,16 @@ def served_names(state: State) -> list[str]:
 def check_model(name: str | None, served: Sequence[str]) -> None:
     """
     Raises:
-        VLLMNotFoundError: Another model is asked for than is served.
+        VLLMNotFoundError: The request names another model than those that are served.
     """
     if name and name not in served:
         raise VLLMNotFoundError(f"The model `{name}` does not exist; this server has {', '.join(served)}.")
 
 
 def new_id(prefix: str, raw_request: Request | None = None) -> str:
-    """An id for a request: its client's own, if it has sent one, else a random one."""
+    """An id for a request: the client's own `X-Request-Id`, else a random one."""
     own = None if raw_request is None else raw_request.headers.get("X-Request-Id")
     return f"{prefix}-{own or random_uuid()}"
-
-
-async def begun(parts: AsyncGenerator[Part, None]) -> AsyncGenerator[Part, None]:
-    """The same parts, when there is a first: what fails before has an HTTP status."""
-    first = await anext(parts)
-
-    async def all_parts() -> AsyncGenerator[Part, None]:
-        async with aclosing(parts):
-            yield first
-            async for part in parts:
-                yield part
-
-    return all_parts()
 
 
 async def completed(events: AsyncGenerator[OmniEvent, None]) -> OmniRequestOutput:
@@ -233,4 +208,4 @@ async def completed(events: AsyncGenerator[OmniEvent, None]) -> OmniRequestOutpu
         async for event in events:
             if isinstance(event, CompletedEvent):
                 return event.outputs[0]
-    raise AssertionError("the last event of a request tells that it is complete")
+    raise AssertionError("the last event of a request is a CompletedEvent")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every HTTP request passes before an endpoint sees it: the key, the size of its body, and strict JSON.
+"""What every HTTP request passes before its endpoint: API key, limits of the body, strict JSON, garbage collection.
 
-Plain ASGI, so that streamed answers and disconnects pass through untouched. Knows no endpoint but those of health.
+Plain ASGI, so that streamed answers and disconnects pass unchanged. Knows no endpoint but those of health.
 """
 
 import argparse
 import asyncio
+import gc
 import hashlib
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -14,43 +15,49 @@ from http import HTTPStatus
 import msgspec
 from fastapi import FastAPI, HTTPException, Request
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_omni.entrypoints.openai.http_errors import error_response
-from vllm_omni.entrypoints.openai.limits import (
-    MIB,
-    MediaCount,
-    RequestLimits,
-    ServerLimits,
-    flag,
-    limits_from,
-    media_count,
-)
-from vllm_omni.entrypoints.openai.memory import GarbageMiddleware
+from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerLimits, flag, limits_from
 
-# Whoever keeps the server running must be able to ask how it is; the answer tells nothing of users or models.
-# /metrics is not among them: it names models and shows the traffic, and Prometheus can send a key.
+# Probes have no key, and the answers name no users or models. /metrics does, and Prometheus can send a key.
 OPEN_PATHS = ("/health", "/ping")
+
+COLLECT_AFTER_BYTES = 64 * MIB
 
 _BODY_RETRY_S = 1
 
 
 def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
-    """Adds ours outside of vLLM's own: the key is checked first, then the body."""
+    """Adds ours outside of vLLM's own: the request gets its context, then the key is checked, then the body."""
     total = limits_from(args, ServerLimits).max_total_request_bytes
     app.add_middleware(GarbageMiddleware)
     app.add_middleware(BodyMiddleware, limits=limits_from(args, RequestLimits), max_total_bytes=total)
     if tokens := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
         app.add_middleware(ApiKeyMiddleware, tokens=tokens)
+    app.add_middleware(ContextMiddleware)
+
+
+class ContextMiddleware:
+    """Makes the `RequestContext` of a request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        RequestContext.start()
+        await self.app(scope, receive, send)
 
 
 class ApiKeyMiddleware(AuthenticationMiddleware):
-    """vLLM's guards the paths that it knows of; this one guards every path but `OPEN_PATHS`."""
+    """vLLM's checks the key for the paths in its own list; this one for every path but `OPEN_PATHS`."""
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        # A browser asks with OPTIONS whether it may send a key at all.
+        # A browser's preflight request has no key.
         if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
             return self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -59,30 +66,25 @@ class ApiKeyMiddleware(AuthenticationMiddleware):
             return self.app(scope, receive, send)
         if self.verify_token(headers):
             key = headers["Authorization"].partition(" ")[2]
-            scope.setdefault("state", {})["api_key_hash"] = hashlib.sha256(key.encode()).digest()
+            RequestContext.current().owner = hashlib.sha256(key.encode()).digest()
             return self.app(scope, receive, send)
         response = error_response(
-            "this server wants its API key: send it as 'Authorization: Bearer KEY'",
+            "the API key is missing or wrong; send 'Authorization: Bearer KEY'",
             HTTPStatus.UNAUTHORIZED,
             {"WWW-Authenticate": "Bearer"},
         )
         return response(scope, receive, send)
 
 
-def owner_of(request: Request) -> bytes:
-    """The SHA-256 of the API key that a request was sent with; empty where the server has no keys."""
-    return getattr(request.state, "api_key_hash", b"")
-
-
 class BodyMiddleware:
-    """Refuses bodies that are too large, before or while they are read, and JSON that is none.
+    """Refuses bodies that are too large, before or while they are read, and invalid JSON.
 
-    The bytes of all bodies together are bounded too. A body counts until its request has been answered in full, because
-    the framework and the handlers hold it, or what they made of it, until then. A body beyond the bound is refused and
-    does not wait: bodies that wait half read would hold the bytes that the others wait for.
+    The bytes of all bodies together are limited too. A body counts until its request has been answered in full, because
+    the framework and the handlers hold it, or objects made of it, until then. A body beyond the limit is refused at
+    once: bodies that wait half read would hold the bytes that the others wait for.
 
-    Python's JSON reader takes more than JSON is: NaN, numbers beyond all bounds, halves of surrogate pairs, other
-    encodings than UTF-8. Whatever met these later would fail somewhere where nobody can say what was wrong.
+    Python's JSON reader accepts more than JSON: NaN, numbers out of range, halves of surrogate pairs, other encodings
+    than UTF-8. These would fail later, with an error that does not name the body.
     """
 
     def __init__(self, app: ASGIApp, limits: RequestLimits, max_total_bytes: int) -> None:
@@ -90,9 +92,8 @@ class BodyMiddleware:
         self._max_bytes = limits.max_request_bytes
         self._max_total_bytes = max_total_bytes
         self._total_bytes = 0
-        self._max_media_parts = limits.max_media_parts
         self._too_large = (
-            f"the body has more than {self._max_bytes} bytes; the server takes no more ({flag('max_request_bytes')})"
+            f"the body has more than {self._max_bytes} bytes, which is the limit ({flag('max_request_bytes')})"
         )
         self._no_room = (
             f"the bodies of all requests would have more than {max_total_bytes} bytes "
@@ -103,7 +104,6 @@ class BodyMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        media_count.set(MediaCount(self._max_media_parts))
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
         with self._counted(receive) as counted:
@@ -115,20 +115,13 @@ class BodyMiddleware:
                 await self.app(scope, counted, send)
 
     async def _check_json(self, scope: Scope, receive: Receive, send: Send) -> None:
-        chunks = []
         try:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return
-                chunks.append(message.get("body", b""))
-                if not message.get("more_body", False):
-                    break
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return
         except HTTPException as refusal:
             await _refuse(refusal, scope, receive, send)
             return
-        body = b"".join(chunks)
-        chunks.clear()
         if fault := await _find_fault(body):
             await error_response(fault, HTTPStatus.BAD_REQUEST)(scope, receive, send)
         else:
@@ -136,7 +129,7 @@ class BodyMiddleware:
 
     @contextmanager
     def _counted(self, receive: Receive) -> Iterator[Receive]:
-        """`receive`, which raises as soon as the body is too large; the framework turns that into the answer."""
+        """A `receive` that raises as soon as the body is too large; the framework makes the answer of the exception."""
         num_bytes = 0
 
         async def counted() -> Message:
@@ -155,7 +148,7 @@ class BodyMiddleware:
             self._total_bytes -= num_bytes
 
     def _refusal(self, num_bytes: int, num_counted: int = 0) -> HTTPException | None:
-        """Why a body of so many bytes is not read, of which some have been counted; None if it is."""
+        """Why a body of so many bytes is refused, `num_counted` of which are in the total; None if it is read."""
         if num_bytes > self._max_bytes:
             return HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._too_large)
         if self._total_bytes + num_bytes - num_counted > self._max_total_bytes:
@@ -174,15 +167,13 @@ def _is_json(headers: Headers) -> bool:
 
 
 async def _find_fault(body: bytes) -> str | None:
-    """What is wrong with a body that should be JSON; None if nothing is, or if there is none."""
-    if not body:
-        return None  # The endpoint says which fields it wants.
-    if len(body) < MIB:
-        return _fault_of(body)
-    return await asyncio.to_thread(_fault_of, body)
+    """What is wrong with a body that should be JSON; None if it is valid, or empty: the endpoint names the fields."""
+    return _fault_of(body) if len(body) < MIB else await asyncio.to_thread(_fault_of, body)
 
 
 def _fault_of(body: bytes) -> str | None:
+    if not body:
+        return None
     try:
         msgspec.json.decode(body)
     except RecursionError:
@@ -195,14 +186,40 @@ def _fault_of(body: bytes) -> str | None:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Gives the body that was read already, and then what else comes: that the client has left."""
-    is_given = False
+    """A `receive` that returns the body that was read, and then the further messages: a disconnect."""
+    is_replayed = False
 
     async def replay() -> Message:
-        nonlocal is_given
-        if is_given:
+        nonlocal is_replayed
+        if is_replayed:
             return await receive()
-        is_given = True
+        is_replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
+
+
+class GarbageMiddleware:
+    """Runs Python's garbage collector after each `COLLECT_AFTER_BYTES` of bodies.
+
+    vLLM and pydantic build reference cycles of a chat request, which hold its media as they were sent. Only the
+    collector frees them, and Python starts a full run by the number of new objects: after about a thousand requests,
+    however large they are. A run takes a few milliseconds, since vLLM has frozen (`gc.freeze`) what the server loaded.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._num_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted() -> Message:
+            message = await receive()
+            self._num_bytes += len(message.get("body", b""))
+            return message
+
+        try:
+            await self.app(scope, counted, send)
+        finally:
+            if self._num_bytes >= COLLECT_AFTER_BYTES:
+                self._num_bytes = 0
+                gc.collect()

@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/audio/speech and GET /v1/audio/voices, as OpenAI has the former, for any pipeline that gives sound.
+"""POST /v1/audio/speech, as in OpenAI's API, and GET /v1/audio/voices, for any pipeline that makes audio.
 
-A model that speaks what it writes is forced to write the text (`forced_text.py`); any other gets it as its prompt. The
-answer is a stream of the file's bytes or of server-sent events, or the whole file.
+A model that speaks the text it writes is forced to write the input (`forced_text.py`); any other gets it as its prompt.
+The answer is a stream of the file's bytes or of server-sent events, or the whole file.
 """
 
 from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from starlette.datastructures import State
 from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.serve import create_error_response
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.exceptions import VLLMValidationError
@@ -31,25 +32,19 @@ from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.audio_formats import (
     AUDIO_FORMATS,
     DEFAULT_SAMPLE_RATE,
+    MAX_SPEED,
+    MIN_SPEED,
     AudioEncoder,
     BrokenAudioError,
     count_channels,
     first_clip,
 )
-from vllm_omni.entrypoints.openai.chat_media import finish_reason_of
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder
-from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
-from vllm_omni.entrypoints.openai.media_messages import to_base64
-from vllm_omni.entrypoints.openai.media_stage import begun, check_model, new_id, served_names
-from vllm_omni.entrypoints.openai.speech_protocol import (
-    SpeechDelta,
-    SpeechDone,
-    SpeechRequest,
-    SpeechUsage,
-    VoiceId,
-    VoiceList,
-)
+from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, describe_errors, to_http_error
+from vllm_omni.entrypoints.openai.media_output import finish_reason_of
+from vllm_omni.entrypoints.openai.media_stage import check_model, get_handler, new_id, served_names
+from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params
 from vllm_omni.entrypoints.request_builder import StageSamplingParams
 from vllm_omni.errors import OmniError
@@ -61,14 +56,10 @@ logger = logging.getLogger("vllm.omni.server")
 router = APIRouter()
 
 SAMPLE_RATE_HEADER, CHANNELS_HEADER = "X-Sample-Rate", "X-Channels"
-"""Of the file: samples per second of each channel, and channels; pcm says neither itself."""
+"""Of the file: samples per second of each channel, and channels. pcm has no header with them."""
 FINISH_REASON_HEADER = "X-Finish-Reason"
-"""Of a whole file: `length` where the model may speak no longer, so that the end of the text is missing."""
+"""Of a whole file: `length` if the speech was cut at the model's limit, so that the end of the text is missing."""
 
-_ERRORS = (
-    HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.INTERNAL_SERVER_ERROR,
-    HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT,
-)  # fmt: skip
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     HTTPStatus.OK.value: {
@@ -80,107 +71,154 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         },
         "content": {**dict.fromkeys(AUDIO_FORMATS.values(), _BINARY), "text/event-stream": {}},
     },
-    **{status.value: {"model": ErrorResponse} for status in _ERRORS},
+    **describe_errors(HTTPStatus.INTERNAL_SERVER_ERROR),
 }
 
 
-class ServingSpeech:
-    """Makes speech with one pipeline."""
+MAX_INPUT_CHARS = 4096
 
-    def __init__(
-        self,
-        client: OmniEngineClient,
-        stage: OmniStageConfig,
-        dictation: ForcedTextBuilder | None,
-        model_names: Sequence[str],
-        keep_alive_s: float,
-    ) -> None:
+SpeechFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
+
+
+class VoiceId(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    id: str = Field(description="Its name.", examples=["ethan"])
+
+
+class SpeechRequest(BaseModel):
+    """A text to be spoken."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input: str = Field(
+        min_length=1,
+        max_length=MAX_INPUT_CHARS,
+        description="The text to speak; for a model of sounds or music, its prompt.",
+        examples=["Hello. How are you?"],
+    )
+    model: str | None = Field(None, description="A name of GET /v1/models; default: the model that is served.")
+    voice: str | VoiceId | None = Field(
+        None, description="One of GET /v1/audio/voices; default, or 'default': the first of them.", examples=["alloy"]
+    )
+    instructions: str | None = Field(
+        None,
+        max_length=MAX_INPUT_CHARS,
+        description="How to speak it: the system message of models that write what they speak. Other models do not "
+        "use it.",
+        examples=["Speak slowly and kindly."],
+    )
+    response_format: SpeechFormat = Field(
+        "mp3",
+        description="The file's format. pcm: 16-bit little-endian samples without a header, channels interleaved.",
+    )
+    speed: float = Field(1.0, ge=MIN_SPEED, le=MAX_SPEED, description="Factor of the speed, at the same pitch.")
+    stream_format: Literal["audio", "sse"] = Field(
+        "audio", description="How the speech is sent while it is made: the bytes of the file, or server-sent events."
+    )
+    stream: bool = Field(True, description="false: send the file when it is complete; its headers have its length.")
+    sampling_params_list: list[dict[str, Any] | None] | None = Field(
+        None,
+        description="Sampling parameters of each stage, in stage order; null for a stage's defaults, and for the stage "
+        "that writes the text.",
+        examples=[[None, {"temperature": 0.7}, None]],
+    )
+
+    @field_validator("input")
+    @classmethod
+    def _is_not_blank(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("the text is blank")
+        return value
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> SpeechRequest:
+        if not self.stream and self.stream_format == "sse":
+            raise VLLMValidationError("stream_format 'sse' is a stream; leave stream out", parameter="stream")
+        return self
+
+
+class VoiceList(BaseModel):
+    voices: list[str] = Field(description="The model's voices, the default one first; empty if there is no choice.")
+    voice_map: dict[str, str] = Field(description="Further names, each with the voice that it means.")
+
+
+class ServingSpeech:
+    """The handler of the endpoint."""
+
+    def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
         """
         Args:
-            stage: The final stage that makes the sound.
-            dictation: How the pipeline is told what to say; None where its prompt is what is to be heard.
-            model_names: Those that the pipeline is served under.
-            keep_alive_s: A silent stream of events gets a comment after so many seconds; 0: none.
+            stage: The final stage that makes the audio.
         """
         self._client = client
         self._stage = stage
-        self._dictation = dictation
-        self._model_names = model_names
-        self._keep_alive_s = keep_alive_s
-
-    @classmethod
-    def find(cls, state: State, client: OmniEngineClient, args: Namespace) -> ServingSpeech | None:
-        """None where the pipeline makes no sound."""
-        stages = [stage for stage in client.config.stage_args if stage.final_output]
-        stage = next((stage for stage in stages if stage.final_output_type == "audio"), None)
-        if stage is None:
-            return None
-        dictation = None
-        if client.stage is not None and client.stage in stages and client.stage.final_output_type == "text":
+        self._model_names = served_names(state)
+        self._keep_alive_s = float(args.sse_keep_alive_interval)
+        self._forced_text: ForcedTextBuilder | None = None  # None: the input is the pipeline's prompt.
+        if client.stage is not None and client.stage.final_output and client.stage.final_output_type == "text":
             tokenizer = client.renderer.get_tokenizer()
-            dictation = ForcedTextBuilder(state.online_renderer, tokenizer, client.model_config.max_model_len)
-        return cls(client, stage, dictation, served_names(state), float(args.sse_keep_alive_interval))
+            max_model_len = client.model_config.max_model_len
+            self._forced_text = ForcedTextBuilder(state.online_renderer, tokenizer, max_model_len)
 
     async def create(self, request: SpeechRequest, raw_request: Request) -> Response:
-        """
-        Raises:
-            VLLMClientError, OmniError: The request is wrong; it failed.
-        """
+        """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
         check_model(request.model, self._model_names)
         prompt, params = await self._read(request)
-        file = _SoundFile(self._stage, request)
+        file = _AudioFile(self._stage, request)
         events = self._client.run(
             prompt,
             params,
             new_id("speech", raw_request),
             stream=file.is_streamed,
-            keep_outputs=False,  # What was streamed is not read again.
+            keep_outputs=False,  # Streamed outputs are not read again.
             trace_headers=extract_trace_headers(raw_request.headers),
         )
         if not request.stream:
             return await _whole(file, events)
-        parts = await begun(file.parts(events))
+        parts = await started(file.parts(events))
         if request.stream_format == "sse":
             lines = with_sse_keep_alive(self._sse_lines(parts), self._keep_alive_s)
             return _ClosingResponse(lines, "text/event-stream", file.headers)
         return _ClosingResponse(_only_bytes(parts), file.media_type, file.headers)
 
     async def _read(self, request: SpeechRequest) -> tuple[OmniPrompt, list[StageSamplingParams]]:
-        """What the pipeline is told."""
+        """The prompt and the sampling parameters of all stages."""
         voice = request.voice.id if isinstance(request.voice, VoiceId) else request.voice
         speaker = self._client.voices.read(voice, "voice")
         params: list[StageSamplingParams] = [*read_stage_params(request.sampling_params_list, self._client.config)]
         prompt = OmniPrompt(modalities=["audio"], **speaker)  # type: ignore[typeddict-item]
-        if self._dictation is None:
+        if self._forced_text is None:
             prompt["prompt"] = request.input
             return prompt, params
         assert self._client.stage is not None
         writer = self._client.config.stage_args.index(self._client.stage)
         if params[writer] is not None:
             raise VLLMValidationError(
-                f"stage {self._client.stage.name!r} writes what it is told; give it null",
+                f"stage {self._client.stage.name!r} writes the input and does not sample; give it null",
                 parameter=f"sampling_params_list[{writer}]",
             )
-        dictated = await self._dictation.prepare(request.input, request.instructions)
-        prompt["engine_input"] = dictated.engine_input
-        params[writer] = dictated.params
+        forced = await self._forced_text.prepare(request.input, request.instructions)
+        prompt["engine_input"] = forced.engine_input
+        params[writer] = forced.params
         return prompt, params
 
-    async def _sse_lines(self, parts: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[str, None]:
-        """Server-sent events; an error is the last of them."""
+    async def _sse_lines(self, parts: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[bytes, None]:
+        """OpenAI's server-sent events, with `finish_reason`; an error is the last of them."""
         try:
             async with aclosing(parts):
                 async for part in parts:
                     if isinstance(part, CompletedEvent):
-                        done = SpeechDone(usage=self._usage(part), finish_reason=finish_reason_of(part.outputs[0]))
-                        yield _line(done.model_dump_json())
+                        reason = finish_reason_of(part.outputs[0])
+                        yield _line({"type": "speech.audio.done", "finish_reason": reason, "usage": self._usage(part)})
                     elif part:
-                        yield _line(SpeechDelta(audio=to_base64(part)).model_dump_json())
+                        yield _line({"type": "speech.audio.delta", "audio": part})
         except (OmniError, OmniHTTPError) as error:
             error = to_http_error(error) if isinstance(error, OmniError) else error
-            yield f"event: error\n{_line(create_error_response(error).model_dump_json())}"
+            yield b"event: error\n" + _line(create_error_response(error).model_dump())
 
-    def _usage(self, event: CompletedEvent) -> SpeechUsage:
+    def _usage(self, event: CompletedEvent) -> dict[str, int]:
+        """Input: tokens of the prompt and the text. Output: tokens of the speech."""
         writer = None if self._client.stage is None else self._client.stage.stage_id
         read = written = 0
         for stage in event.outputs[0].stage_metrics:
@@ -188,20 +226,20 @@ class ServingSpeech:
                 read = stage.num_input_tokens + stage.num_output_tokens
             elif stage.stage_id != self._stage.stage_id:
                 written += stage.num_output_tokens
-        return SpeechUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
+        return {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
 
 
-class _SoundFile:
-    """The file of one request, encoded while its sound is made.
+class _AudioFile:
+    """The file of one request, encoded while its audio is made.
 
     Attributes:
-        is_streamed: The file is sent while the sound comes in pieces. That of a diffusion stage comes as a whole.
+        is_streamed: The file is sent while it is encoded. Audio of a diffusion stage comes as a whole.
     """
 
     def __init__(self, stage: OmniStageConfig, request: SpeechRequest) -> None:
         """
         Args:
-            stage: The final stage that makes the sound.
+            stage: The final stage that makes the audio.
         """
         self.is_streamed = request.stream and stage.kind != "DiT"
         self._stage = stage
@@ -214,7 +252,7 @@ class _SoundFile:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What the response says of the file; known when its first bytes are."""
+        """Headers that describe the file; known with its first bytes."""
         assert self._encoder is not None
         return {
             SAMPLE_RATE_HEADER: str(self._encoder.sample_rate),
@@ -222,7 +260,7 @@ class _SoundFile:
         }
 
     async def parts(self, events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[bytes | CompletedEvent, None]:
-        """The file's bytes as they are made, and at last the event that says that it is complete.
+        """The file's bytes as they are encoded, and then the `CompletedEvent`.
 
         Raises:
             OmniError, OmniHTTPError: It failed.
@@ -234,17 +272,17 @@ class _SoundFile:
                     yield data
                 if isinstance(event, CompletedEvent):
                     if self._encoder is None:
-                        raise OmniHTTPError("the model made no sound of this input", HTTPStatus.INTERNAL_SERVER_ERROR)
+                        raise OmniHTTPError("the model made no audio for this input", HTTPStatus.INTERNAL_SERVER_ERROR)
                     yield await self._encoder.finish_async()
                     yield event
 
     def _samples(self, event: OmniEvent) -> tuple[np.ndarray, int]:
-        """What an event adds to the sound, float32 `[n]` or `[channels, n]`, and its sample rate."""
+        """The samples of an event, float32 `[n]` or `[channels, n]`, and their sample rate."""
         tensors: Mapping[str, torch.Tensor] = {}
         rate = self._stage.sample_rate
         if isinstance(event, ARSegmentEvent) and event.stage_id == self._stage.stage_id:
             tensors = event.multimodal_output
-        elif isinstance(event, CompletedEvent) and self._encoder is None:  # No piece came before: it has all of it.
+        elif isinstance(event, CompletedEvent) and self._encoder is None:  # Nothing was streamed: it has all samples.
             (output,) = event.outputs
             tensors, rate = output.multimodal_output, output.sample_rate
         return first_clip(tensors.get("audio", torch.empty(0))), rate or DEFAULT_SAMPLE_RATE
@@ -266,7 +304,7 @@ class _SoundFile:
 
 
 class _ClosingResponse(StreamingResponse):
-    """Ends what it streams when it ends itself, for whatever reason: the request is aborted at once."""
+    """Closes its generator when it ends for any reason, which aborts the request at once."""
 
     def __init__(self, parts: AsyncGenerator[Any, None], media_type: str, headers: Mapping[str, str]) -> None:
         super().__init__(parts, headers=headers, media_type=media_type)
@@ -277,7 +315,7 @@ class _ClosingResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _whole(file: _SoundFile, events: AsyncGenerator[OmniEvent, None]) -> Response:
+async def _whole(file: _AudioFile, events: AsyncGenerator[OmniEvent, None]) -> Response:
     """
     Raises:
         OmniError, OmniHTTPError: It failed.
@@ -299,8 +337,9 @@ async def _only_bytes(parts: AsyncGenerator[bytes | CompletedEvent, None]) -> As
                 yield part
 
 
-def _line(data: str) -> str:
-    return f"data: {data}\n\n"
+def _line(data: dict[str, Any]) -> bytes:
+    """msgspec writes bytes as base64."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 @router.post("/v1/audio/speech", dependencies=[Depends(validate_json_request)], responses=RESPONSES)
@@ -308,11 +347,7 @@ def _line(data: str) -> str:
 @load_aware_call
 async def create_speech(request: SpeechRequest, raw_request: Request) -> Response:
     """The speech of a text: streamed while it is made, or as a whole file."""
-    state = raw_request.app.state
-    if state.omni_speech is None:
-        outputs = ", ".join(state.engine_client.config.output_types)
-        raise VLLMValidationError(f"this model cannot speak; it outputs {outputs}", parameter="model")
-    return await state.omni_speech.create(request, raw_request)
+    return await get_handler(raw_request, "audio").create(request, raw_request)
 
 
 @router.get("/v1/audio/voices")
@@ -320,11 +355,3 @@ async def list_voices(raw_request: Request) -> VoiceList:
     """The voices that a request can choose, and further names for them."""
     voices = raw_request.app.state.engine_client.voices
     return VoiceList(voices=voices.names, voice_map=voices.map)
-
-
-def attach_router(app: FastAPI) -> None:
-    app.include_router(router)
-
-
-def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
-    state.omni_speech = ServingSpeech.find(state, client, args)

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sampling_params_list` of an HTTP request: what a client may say of each stage's sampling."""
+"""What a request may set of the stages' sampling: `sampling_params_list`, and the settings of a diffusion model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel
 from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.config.nearest import nearest
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.entrypoints.openai.media_messages import diffusion_settings
+from vllm_omni.config.utils import convert, nearest, split_error
+from vllm_omni.diffusion.request_settings import check_values
+from vllm_omni.entrypoints.openai.media_output import FILE_FORMATS
+from vllm_omni.sampling_params import DiffusionSamplingParams
 
-# Not those that reach into the engine (`extra_args`, `output_kind`, ...), which are the server's to say.
+# Without those that configure the engine (`extra_args`, `output_kind`, ...).
 SAMPLING_FIELDS = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids",
@@ -21,6 +24,16 @@ SAMPLING_FIELDS = frozenset(
     }
 )  # fmt: skip
 
+_NOT_IN_REQUESTS = ("preview_every", "extra_args", "lora_scale")
+
+SETTINGS = tuple(name for name in DiffusionSamplingParams.__struct_fields__ if name not in _NOT_IN_REQUESTS)
+"""The settings of a diffusion model that a request may set. Endpoints with previews set `preview_every`. `extra_args`,
+further arguments of the pipeline, have no limits that could be checked: only the stage's `default_sampling_params` set
+them."""
+
+ADAPTER_SETTINGS = ("lora", "lora_scale")
+"""Further settings where a request may name one of the server's LoRA adapters."""
+
 
 def read_stage_params(
     given: Sequence[Mapping[str, Any] | None] | None, config: PipelineConfig
@@ -28,7 +41,7 @@ def read_stage_params(
     """One entry for each stage, in stage order; None for a stage's defaults.
 
     Raises:
-        VLLMValidationError: There are more or fewer, or one has a field that is not for it.
+        VLLMValidationError: The number of entries is wrong, or one has an unknown field.
     """
     stages = config.stage_args
     if given is None:
@@ -44,10 +57,10 @@ def read_stage_params(
     return [_read_entry(entry, stage, i) for i, (entry, stage) in enumerate(zip(given, stages, strict=True))]
 
 
-def said_by(request: BaseModel) -> frozenset[str]:
-    """The sampling parameters that a client has said by a request's own fields."""
-    said = {name for name in request.model_fields_set if getattr(request, name) is not None}
-    return frozenset(said | ({"max_tokens"} if "max_completion_tokens" in said else set()))
+def explicit_fields(request: BaseModel) -> frozenset[str]:
+    """Names of the sampling parameters that a request sets in its own fields."""
+    names = {name for name in request.model_fields_set if getattr(request, name) is not None}
+    return frozenset(names | ({"max_tokens"} if "max_completion_tokens" in names else set()))
 
 
 def _read_entry(entry: Mapping[str, Any] | None, stage: OmniStageConfig, index: int) -> Mapping[str, Any] | None:
@@ -66,3 +79,57 @@ def _read_entry(entry: Mapping[str, Any] | None, stage: OmniStageConfig, index: 
                 parameter=f"sampling_params_list[{index}].{name}",
             )
     return entry
+
+
+def diffusion_settings(request_fields: Mapping[str, Any], *, adapters: bool = False) -> dict[str, Any]:
+    """The settings of a request for a diffusion model, as fields of `DiffusionSamplingParams`; without nulls.
+
+    Args:
+        request_fields: Settings are in the field `extra_body`, which has nothing else, or at the top level.
+        adapters: Also reads `ADAPTER_SETTINGS`, see `MediaStage.with_adapter`.
+
+    Raises:
+        VLLMValidationError: A setting is unknown, set to two values, or its value is out of range.
+    """
+    body = request_fields.get("extra_body")
+    if body is None:
+        body = {}
+    if not isinstance(body, Mapping):
+        raise VLLMValidationError("extra_body must be an object of settings", parameter="extra_body")
+    known = SETTINGS + ADAPTER_SETTINGS if adapters else SETTINGS
+    settings = {name: request_fields[name] for name in known if request_fields.get(name) is not None}
+    for name, value in body.items():
+        if name not in known:
+            raise VLLMValidationError(_unknown(name, known), parameter=f"extra_body.{name}")
+        if name in settings and value is not None and settings[name] != value:
+            raise VLLMValidationError(
+                f"{name} has two values, in extra_body and at the top level; keep one", parameter=name
+            )
+        if value is not None:
+            settings[name] = value
+    return {name: _checked(name, value) for name, value in settings.items()}
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name == "lora":
+        if not isinstance(value, str):
+            raise VLLMValidationError("lora must be the name of an adapter", parameter=name)
+        return value
+    try:
+        params = convert({name: value}, DiffusionSamplingParams)
+        check_values(params)
+    except msgspec.ValidationError as error:
+        raise VLLMValidationError(f"{name}: {split_error(error)[0]}", parameter=name) from error
+    except (ValueError, TypeError) as error:
+        raise VLLMValidationError(str(error), parameter=name) from error
+    if name == "output_format" and value not in FILE_FORMATS:
+        raise VLLMValidationError(
+            f"output_format {value!r} is not for HTTP; give one of {', '.join(FILE_FORMATS)}", parameter=name
+        )
+    return getattr(params, name)
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    if name in DiffusionSamplingParams.__struct_fields__:
+        return f"{name} cannot be set by a request; the server's operator can, in the stage's default_sampling_params"
+    return f"extra_body has no {name!r}{nearest(name, known)} (known: {', '.join(known)})"

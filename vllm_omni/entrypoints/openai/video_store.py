@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos that were requested: how far each has come, and the files of those that are complete.
+"""Video jobs: the state of each, and the files of complete ones.
 
-Bounded in number, in bytes and in time. A video belongs to the API key that requested it; for other keys it does not
-exist. Does not know how videos are made. For use from one event loop.
+Limited in number, bytes and time. A video belongs to the API key that requested it; for other keys it does not exist.
+Does not know how videos are made. For use from one event loop.
 """
 
 import asyncio
@@ -12,35 +12,53 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import openai.types
+from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
-from vllm_omni.entrypoints.openai.limits import ServerLimits
-from vllm_omni.entrypoints.openai.video_protocol import Video, VideoError
+from vllm_omni.entrypoints.openai.server_args import ServerLimits
 from vllm_omni.errors import PipelineFullError
 
 _FULL_RETRY_S = 10.0
+
+
+class VideoError(BaseModel):
+    code: str
+    message: str
+
+
+class Video(openai.types.Video):
+    """A video job, with any size and our errors."""
+
+    object: Literal["video"] = "video"
+    status: Literal["queued", "in_progress", "completed", "failed"] = "queued"
+    progress: int = Field(default=0, description="Percent, by denoising steps.")
+    expires_at: int | None = Field(default=None, description="When the server removes it.")
+    seconds: str = Field(description="Length; auto until it is known.")
+    size: str = Field(description="WIDTHxHEIGHT; auto until it is known.")  # type: ignore[assignment]
+    error: VideoError | None = None  # type: ignore[assignment]
 
 
 @dataclass(eq=False, kw_only=True)
 class VideoJob:
     """
     Attributes:
-        video: What its client is told.
+        video: Its state for its client.
         owner: The hash of its client's API key.
-        settings: What it is made with besides its prompt.
-        has_picture: It starts from a picture.
-        path: Where the file will be.
-        num_bytes: Of the file; 0 until there is one.
-        task: Makes it.
-        expiry: Removes it at its time, once it has ended.
+        settings: Its settings besides the prompt.
+        has_image: It starts from an image.
+        path: Of its file.
+        num_bytes: Of the file; 0 until it is written.
+        task: Makes the video.
+        expiry: Removes the job some time after it has ended.
     """
 
     video: Video
     owner: bytes
     settings: Mapping[str, Any]
-    has_picture: bool
+    has_image: bool
     path: Path
     num_bytes: int = 0
     task: asyncio.Task[None] | None = None
@@ -52,7 +70,7 @@ class VideoJob:
 
 
 class VideoStore:
-    """All jobs, oldest first, and a folder of their files that nobody else may read."""
+    """All jobs, oldest first, and a private folder with their files."""
 
     def __init__(self, limits: ServerLimits) -> None:
         """
@@ -72,12 +90,12 @@ class VideoStore:
         *,
         owner: bytes,
         settings: Mapping[str, Any],
-        has_picture: bool,
+        has_image: bool,
     ) -> VideoJob:
-        """Begins a job; `make` does the work, and is cancelled if the job is deleted.
+        """Starts a job; `make` does the work, and is cancelled if the job is deleted.
 
         Raises:
-            PipelineFullError: As many as may be are being made.
+            PipelineFullError: As many as are kept are being made.
         """
         if len(self._jobs) >= self._max_videos:
             ended = next((job for job in self._jobs.values() if job.has_ended), None)
@@ -85,7 +103,7 @@ class VideoStore:
                 raise PipelineFullError(f"{self._max_videos} videos are being made; try again later", _FULL_RETRY_S)
             self._remove(ended)
         path = Path(self._folder.name, f"{video.id}.mp4")
-        job = VideoJob(video=video, owner=owner, settings=settings, has_picture=has_picture, path=path)
+        job = VideoJob(video=video, owner=owner, settings=settings, has_image=has_image, path=path)
         self._jobs[video.id] = job
         job.task = asyncio.create_task(make(job), name=video.id)
         return job
@@ -93,7 +111,7 @@ class VideoStore:
     def get(self, video_id: str, owner: bytes) -> VideoJob:
         """
         Raises:
-            VLLMNotFoundError: This owner has none of this id, or no longer.
+            VLLMNotFoundError: This owner has no video of this id, or it has expired.
         """
         job = self._jobs.get(video_id)
         if job is None or job.owner != owner:
@@ -101,10 +119,10 @@ class VideoStore:
         return job
 
     def page(self, owner: bytes, after: str | None, limit: int, *, newest_first: bool) -> tuple[list[Video], bool]:
-        """Up to `limit` videos of an owner that come after another one, and whether there are more.
+        """Up to `limit` videos of an owner, after the video `after`, and whether there are more.
 
         Raises:
-            VLLMValidationError: The owner has no such other one.
+            VLLMValidationError: The owner has no video `after`.
         """
         videos = [job.video for job in self._jobs.values() if job.owner == owner]
         if newest_first:
@@ -113,7 +131,7 @@ class VideoStore:
         if after is not None:
             ids = [video.id for video in videos]
             if after not in ids:
-                raise VLLMValidationError(f"there is no video {after!r} that others come after", parameter="after")
+                raise VLLMValidationError(f"there is no video {after!r}", parameter="after")
             start = ids.index(after) + 1
         return videos[start : start + limit], start + limit < len(videos)
 
@@ -126,7 +144,7 @@ class VideoStore:
         try:
             await asyncio.shield(writing)
         finally:
-            await asyncio.wait([writing])  # Who deletes the job does not stop the thread.
+            await asyncio.wait([writing])  # Deleting the job does not stop the thread.
             if job.video.id not in self._jobs:
                 job.path.unlink(missing_ok=True)
         self._end(job)
@@ -135,7 +153,7 @@ class VideoStore:
         self._make_room()
 
     def fail(self, job: VideoJob, code: str, message: str) -> None:
-        """Keeps of a job why there is no video."""
+        """Keeps the error of a job."""
         job.path.unlink(missing_ok=True)
         self._end(job)
         job.video.status, job.video.error = "failed", VideoError(code=code, message=message)
@@ -176,7 +194,7 @@ class VideoStore:
 
 
 async def _ended(job: VideoJob) -> None:
-    """Waits until a job that was cancelled has told its stages."""
+    """Waits until a cancelled job has aborted its request."""
     if job.task is not None and job.task is not asyncio.current_task():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([job.task])

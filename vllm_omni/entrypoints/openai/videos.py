@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/v1/videos, as OpenAI has it, for any pipeline that gives videos: a video is a job that its client asks after."""
+"""/v1/videos, as in OpenAI's API, for any pipeline that makes videos: a video is a job that its client polls."""
 
 import asyncio
 import logging
@@ -14,23 +14,31 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
 from fastapi.responses import StreamingResponse
+from openai.types import VideoDeleteResponse
 from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.diffusion.durations import nearest_num_frames, temporal_factor
+from vllm_omni.config.stage_config import OmniStageConfig
+from vllm_omni.diffusion.pipeline_info import nearest_num_frames, temporal_factor
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
 from vllm_omni.entrypoints.openai.images import RESPONSES
-from vllm_omni.entrypoints.openai.limits import ServerLimits, limits_from
-from vllm_omni.entrypoints.openai.media_inputs import ImageFetcher, form_description, read_request
-from vllm_omni.entrypoints.openai.media_messages import as_video_file, describe_video, read_first_frame
-from vllm_omni.entrypoints.openai.media_stage import MediaMaker, MediaStage, missing_media, new_id
-from vllm_omni.entrypoints.openai.middleware import owner_of
-from vllm_omni.entrypoints.openai.video_protocol import RemixRequest, Video, VideoDeleted, VideoList, VideoRequest
-from vllm_omni.entrypoints.openai.video_store import VideoJob, VideoStore
+from vllm_omni.entrypoints.openai.media_output import as_video_file, describe_video, read_first_frame
+from vllm_omni.entrypoints.openai.media_request import (
+    DiffusionRequest,
+    ImageUrls,
+    Prompt,
+    describe_form,
+    read_request,
+)
+from vllm_omni.entrypoints.openai.media_stage import MediaStage, get_handler, new_id
+from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
+from vllm_omni.entrypoints.openai.video_store import Video, VideoJob, VideoStore
 from vllm_omni.errors import OmniError
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
 
@@ -44,44 +52,89 @@ _RETRY_S = 1.0
 VideoId = Annotated[str, Path(max_length=200, description="Of a video that this server makes, or has made.")]
 
 
-class ServingVideos:
-    """Makes videos of one pipeline."""
+class VideoRequest(DiffusionRequest):
+    """A request for a video."""
 
-    def __init__(self, maker: MediaMaker, fetcher: ImageFetcher, store: VideoStore, factor: int) -> None:
-        """
-        Args:
-            factor: See `temporal_factor`.
-        """
-        self._maker = maker
-        self._fetcher = fetcher
-        self._factor = factor
-        self.store = store
+    seconds: float | None = Field(
+        None,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="Length; the nearest that the model supports. Default: the model's own, or num_frames.",
+        examples=["4"],
+    )
+    num_frames: int | None = Field(None, ge=1, description="Frames; in place of seconds.", examples=[81])
+    fps: float | None = Field(None, gt=0, le=240, allow_inf_nan=False, description="Frames per second.", examples=[16])
+    input_reference: ImageUrls | None = Field(
+        None,
+        min_length=1,
+        max_length=1,
+        description="The first frame: a file in a form; in JSON a data URI or an address (image_url).",
+    )
+
+    def settings(self) -> dict[str, Any]:
+        given = super().settings()
+        if given.get("num_outputs_per_prompt", 1) != 1:
+            raise VLLMValidationError(
+                "a request makes one video; send several", parameter="extra_body.num_outputs_per_prompt"
+            )
+        if self.seconds is not None and "num_frames" in given:
+            raise VLLMValidationError("seconds and num_frames set the same; keep one of them", parameter="seconds")
+        return {**given, "output_format": "mp4"}
+
+
+class RemixRequest(BaseModel):
+    """A request for a video like another one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: Prompt
+
+
+class VideoList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Video]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ServingVideos:
+    """The handler of all endpoints.
+
+    Attributes:
+        store: The jobs.
+    """
+
+    def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
+        self._stage = MediaStage(state, client, stage, args)
+        self._factor = _factor(self._stage, args.model)
+        self.store = VideoStore(limits_from(args, ServerLimits))
 
     async def create(self, request: VideoRequest, raw_request: Request) -> Video:
-        """Begins a video; returns when the pipeline has taken the request.
+        """Starts a video; returns when the pipeline has accepted the request.
 
         Raises:
             VLLMClientError, OmniError: The request is wrong, or is refused.
         """
-        self._maker.check_model(request.model)
+        self._stage.check_model(request.model)
         settings = self._settings(request)
-        self._maker.client.check_admission()
-        images = await self._fetcher.fetch(request.input_reference or [], "input_reference")
-        video = self._describe(request.prompt, request.model or self._maker.model_name, settings)
+        images = await self._stage.fetch_images(request.input_reference or [], "input_reference")
+        video = self._describe(request.prompt, request.model or self._stage.model_name, settings)
         return await self._start(video, settings, images, raw_request)
 
     async def remix(self, video_id: str, prompt: str, raw_request: Request) -> Video:
-        """Begins a video with the settings and the seed of another one, and with its first frame if that was a picture
-        that it started from.
+        """Starts a video with the settings and the seed of another one, and from its first frame if that had an
+        `input_reference`.
 
         Raises:
             VLLMNotFoundError: There is no such video.
-            OmniHTTPError: It is not complete, or never will be.
+            OmniHTTPError: It is not complete, or failed.
             OmniError: The request is refused.
         """
-        source = self._completed(video_id, owner_of(raw_request))
-        self._maker.client.check_admission()
-        images = [await asyncio.to_thread(read_first_frame, source.path)] if source.has_picture else []
+        source = self._completed(video_id)
+        self._stage.client.check_admission()
+        images = [await asyncio.to_thread(read_first_frame, source.path)] if source.has_image else []
         video = self._describe(prompt, source.video.model, source.settings)
         video.remixed_from_video_id = video_id
         return await self._start(video, source.settings, images, raw_request)
@@ -90,15 +143,15 @@ class ServingVideos:
         self, video: Video, settings: Mapping[str, Any], images: list[Image.Image], raw_request: Request
     ) -> Video:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Made here: the job must not hold the HTTP request, whose body may be large.
-        events = self._maker.events(
+        # Made here, because the job must not hold the HTTP request, whose body may be large.
+        events = self._stage.events(
             video.prompt,
             settings,
             images,
             raw_request,
             request_id=video.id,
             stream=True,
-            on_accepted=partial(_settle, accepted),
+            on_accepted=partial(_resolve, accepted),
         )
 
         async def make(job: VideoJob) -> None:
@@ -108,15 +161,15 @@ class ServingVideos:
                 if accepted.done():
                     self._fail(job, error)
                 else:
-                    _settle(accepted, error)
+                    _resolve(accepted, error)
 
-        owner = owner_of(raw_request)
-        job = self.store.start(video, make, owner=owner, settings=settings, has_picture=bool(images))
+        owner = RequestContext.current().owner
+        job = self.store.start(video, make, owner=owner, settings=settings, has_image=bool(images))
         assert job.task is not None
-        job.task.add_done_callback(lambda _: _settle(accepted, _deleted(job)))
+        job.task.add_done_callback(lambda _: _resolve(accepted, _deleted(job)))
         try:
             await accepted
-        except BaseException:  # It was refused or deleted, or its client has left without knowing its id.
+        except BaseException:  # Refused or deleted, or the client has disconnected without the id.
             await self.store.delete(job)
             raise
         return video
@@ -134,59 +187,59 @@ class ServingVideos:
                     await self.store.complete(job, file)
 
     def _fail(self, job: VideoJob, error: Exception) -> None:
-        """Nobody waits for the job: what has happened to it is told to who asks after it."""
+        """Keeps the error of a job, for its client's next poll."""
         if not isinstance(error, OmniError):
             logger.error("video %s failed", job.video.id, exc_info=error)
-            self.store.fail(job, "internal_server_error", "internal error; the server's log says more")
+            self.store.fail(job, "internal_server_error", "internal error; see the server's log")
         else:
             failure = to_http_error(error)
             self.store.fail(job, failure.http_status.name.lower(), failure.message)
 
     def _settings(self, request: VideoRequest) -> dict[str, Any]:
-        settings = self._maker.with_adapter(request.settings(), request.model)
-        if self._maker.stage.info is None:
+        settings = self._stage.with_adapter(request.settings(), request.model)
+        if self._stage.info is None:
             return {name: value for name, value in settings.items() if name != "output_format"}
-        if self._maker.stage.expected("seed", settings) is None:
-            settings["seed"] = secrets.randbelow(_NUM_SEEDS)  # Drawn here, so that a remix can have the same.
+        if self._stage.expected("seed", settings) is None:
+            settings["seed"] = secrets.randbelow(_NUM_SEEDS)  # Chosen here, so that a remix can use the same.
         if request.seconds is not None:
-            settings["fps"] = self._maker.stage.expected_fps(settings)
+            settings["fps"] = self._stage.expected_fps(settings)
             settings["num_frames"] = nearest_num_frames(request.seconds, settings["fps"], self._factor)
         return settings
 
     def _describe(self, prompt: str, model: str, settings: Mapping[str, Any]) -> Video:
-        num_frames = self._maker.stage.expected("num_frames", settings)
-        seconds = num_frames and num_frames / self._maker.stage.expected_fps(settings)
+        num_frames = self._stage.expected("num_frames", settings)
+        seconds = num_frames and num_frames / self._stage.expected_fps(settings)
         return Video(
             id=new_id("video"),
             model=model,
             created_at=int(time.time()),
             prompt=prompt,
             seconds=f"{seconds:g}" if seconds else "auto",
-            size=self._maker.stage.expected_size(settings) or "auto",
+            size=self._stage.expected_size(settings) or "auto",
         )
 
-    async def open(self, video_id: str, owner: bytes) -> tuple[BinaryIO, int]:
-        """The file of a video that is complete, and its size. Stays readable if the video is deleted meanwhile.
+    async def open(self, video_id: str) -> tuple[BinaryIO, int]:
+        """The file of a complete video, and its size. It remains readable if the video is deleted meanwhile.
 
         Raises:
             VLLMNotFoundError: There is no such video.
-            OmniHTTPError: It is not complete, or never will be.
+            OmniHTTPError: It is not complete, or failed.
         """
-        job = self._completed(video_id, owner)
+        job = self._completed(video_id)
         return await asyncio.to_thread(job.path.open, "rb"), job.num_bytes
 
-    def _completed(self, video_id: str, owner: bytes) -> VideoJob:
-        job = self.store.get(video_id, owner)
+    def _completed(self, video_id: str) -> VideoJob:
+        job = self.store.get(video_id, RequestContext.current().owner)
         video = job.video
         if video.error is not None:
             raise OmniHTTPError(f"video {video_id} failed: {video.error.message}", HTTPStatus.CONFLICT)
         if video.status != "completed":
-            message = f"video {video_id} is not complete yet ({video.progress}%); ask again later"
+            message = f"video {video_id} is not complete yet ({video.progress}%); poll it again later"
             raise OmniHTTPError(message, HTTPStatus.CONFLICT, _RETRY_S)
         return job
 
 
-def _settle(future: "asyncio.Future[None]", error: Exception | None = None) -> None:
+def _resolve(future: "asyncio.Future[None]", error: Exception | None = None) -> None:
     if future.done():
         return
     if error is None:
@@ -196,7 +249,7 @@ def _settle(future: "asyncio.Future[None]", error: Exception | None = None) -> N
 
 
 def _deleted(job: VideoJob) -> OmniHTTPError:
-    """For the request that creates a video while another one deletes it. No status that clients try again after."""
+    """For a request whose video another request deletes. With a status that clients do not retry."""
     return OmniHTTPError(f"video {job.video.id} was deleted before it was started", HTTPStatus.GONE)
 
 
@@ -206,44 +259,40 @@ async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
             yield chunk
 
 
-@asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    yield
-    handler: ServingVideos | None = app.state.omni_videos
-    if handler is not None:
-        await handler.store.close()
-
-
-router = APIRouter(lifespan=_lifespan)
-
-
-def _videos(raw_request: Request) -> ServingVideos:
-    handler: ServingVideos | None = raw_request.app.state.omni_videos
-    if handler is None:
-        raise missing_media(raw_request.app.state.engine_client.config, "video")
-    return handler
+def _handler(raw_request: Request) -> ServingVideos:
+    return get_handler(raw_request, "video")
 
 
 async def _video_request(raw_request: Request) -> VideoRequest:
     return await read_request(raw_request, VideoRequest, "input_reference")
 
 
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    if handler := app.state.omni_handlers.get("video"):
+        await handler.store.close()
+
+
+router = APIRouter(lifespan=_lifespan)
+
+
 @router.post(
-    "/v1/videos", responses=RESPONSES, openapi_extra=form_description(VideoRequest, "input_reference", several=False)
+    "/v1/videos", responses=RESPONSES, openapi_extra=describe_form(VideoRequest, "input_reference", several=False)
 )
 @with_cancellation
 @load_aware_call
 async def create_video(request: Annotated[VideoRequest, Depends(_video_request)], raw_request: Request) -> Video:
-    """Begins a video that a prompt describes, and perhaps a picture. Ask after it until its status is completed."""
-    return await _videos(raw_request).create(request, raw_request)
+    """Starts a video of a prompt, and of an image if there is one. Poll it until its status is completed."""
+    return await _handler(raw_request).create(request, raw_request)
 
 
 @router.post("/v1/videos/{video_id}/remix", dependencies=[Depends(validate_json_request)], responses=RESPONSES)
 @with_cancellation
 @load_aware_call
 async def remix_video(video_id: VideoId, raw_request: Request, request: RemixRequest) -> Video:
-    """Begins a video with the settings and the seed of one that is completed, and another prompt."""
-    return await _videos(raw_request).remix(video_id, request.prompt, raw_request)
+    """Starts a video with the settings and the seed of one that is completed, and another prompt."""
+    return await _handler(raw_request).remix(video_id, request.prompt, raw_request)
 
 
 @router.get("/v1/videos", responses=RESPONSES)
@@ -253,17 +302,17 @@ async def list_videos(
     limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
     order: Annotated[Literal["asc", "desc"], Query(description="Oldest or newest first.")] = "desc",
 ) -> VideoList:
-    """All videos of this API key that the server has not forgotten."""
-    store = _videos(raw_request).store
-    videos, has_more = store.page(owner_of(raw_request), after, limit, newest_first=order == "desc")
+    """All videos of this API key that the server has kept."""
+    store = _handler(raw_request).store
+    videos, has_more = store.page(RequestContext.current().owner, after, limit, newest_first=order == "desc")
     first, last = (videos[0].id, videos[-1].id) if videos else (None, None)
     return VideoList(data=videos, first_id=first, last_id=last, has_more=has_more)
 
 
 @router.get("/v1/videos/{video_id}", responses=RESPONSES)
 async def retrieve_video(video_id: VideoId, raw_request: Request) -> Video:
-    """How far a video has come."""
-    return _videos(raw_request).store.get(video_id, owner_of(raw_request)).video
+    """The state of a video."""
+    return _handler(raw_request).store.get(video_id, RequestContext.current().owner).video
 
 
 @router.get(
@@ -283,29 +332,16 @@ async def download_video(
     """The MP4 file of a video that is completed."""
     if variant != "video":
         raise VLLMValidationError("there is only the variant 'video'", parameter="variant")
-    file, num_bytes = await _videos(raw_request).open(video_id, owner_of(raw_request))
+    file, num_bytes = await _handler(raw_request).open(video_id)
     return StreamingResponse(_chunks(file), media_type="video/mp4", headers={"Content-Length": str(num_bytes)})
 
 
 @router.delete("/v1/videos/{video_id}", responses=RESPONSES)
-async def delete_video(video_id: VideoId, raw_request: Request) -> VideoDeleted:
-    """Forgets a video; one that is not complete is given up."""
-    store = _videos(raw_request).store
-    await store.delete(store.get(video_id, owner_of(raw_request)))
-    return VideoDeleted(id=video_id)
-
-
-def attach_router(app: FastAPI) -> None:
-    app.include_router(router)
-
-
-def init_state(state: State, client: OmniEngineClient, args: Namespace) -> None:
-    stage = MediaStage.find(client.config, "video", args.model)
-    state.omni_videos = None
-    if stage is not None:
-        store = VideoStore(limits_from(args, ServerLimits))
-        maker = MediaMaker(client, state.openai_serving_models, stage)
-        state.omni_videos = ServingVideos(maker, ImageFetcher(args), store, _factor(stage, args.model))
+async def delete_video(video_id: VideoId, raw_request: Request) -> VideoDeleteResponse:
+    """Removes a video; one that is not complete is aborted."""
+    store = _handler(raw_request).store
+    await store.delete(store.get(video_id, RequestContext.current().owner))
+    return VideoDeleteResponse(id=video_id, deleted=True, object="video.deleted")
 
 
 def _factor(stage: MediaStage, model: str) -> int:

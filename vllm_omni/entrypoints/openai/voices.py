@@ -1,13 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that a request can give for a voice: the model's own, and others that are mapped to these.
+"""The names of voices in requests: the model's own, and others mapped to these, as OpenAI's are for all models."""
 
-OpenAI's are mapped for every model. Knows neither models nor requests.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,14 +10,14 @@ OPENAI_VOICES = (
     "alloy", "ash", "ballad", "coral", "echo", "fable", "nova", "onyx", "sage", "shimmer", "verse", "marin", "cedar",
 )  # fmt: skip
 DEFAULT_VOICE = "default"
-"""The name of the model's first voice, and of the only one of a model with none to choose."""
+"""The name of the model's first voice, and of the only one of a model without a choice of voices."""
 
 
 class Voices:
     """The voices of one model. Names are compared without case.
 
     Attributes:
-        names: The model's own, the default one first; empty where there is none to choose.
+        names: The model's own, the default one first; empty if there is no choice.
         map: Every other name, and the voice that it means.
     """
 
@@ -58,7 +51,7 @@ class Voices:
             parameter: The request's field, for the error.
 
         Raises:
-            VLLMValidationError: There is no such voice; lists those that there are.
+            VLLMValidationError: There is no such voice; lists the known ones.
         """
         name = DEFAULT_VOICE if voice is None else voice.lower()
         name = self.map.get(name, name)
@@ -68,26 +61,3 @@ class Voices:
             known = ", ".join([*(self.names or [DEFAULT_VOICE]), *self.map])
             raise VLLMValidationError(f"unknown voice {voice!r}; there are {known}", parameter=parameter)
         return {"additional_information": {"speaker": name}}
-
-
-def add_voice_argument(group: argparse._ActionsContainer) -> None:
-    """Adds `--voice-map`."""
-    group.add_argument(
-        "--voice-map",
-        type=_as_voice_map,
-        default={},
-        metavar="JSON",
-        help="Further names of voices in requests for speech, each with the model's voice that it means: --voice-map "
-        '\'{"alloy": "ethan"}\', or --voice-map.alloy ethan. The names of OpenAI\'s voices that are not given are '
-        "mapped to the model's voices in turn; GET /v1/audio/voices shows the mapping.",
-    )
-
-
-def _as_voice_map(text: str) -> dict[str, str]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict) or not all(isinstance(voice, str) for voice in value.values()):
-        raise argparse.ArgumentTypeError(f'{text!r} is not of the form {{"NAME": "VOICE"}}')
-    return value

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one surface that every kind of stage shows to the shell around it.
+"""`StageEngine`: the interface of all engines to the stage's shell.
 
-The shell puts requests into the `inbox` and takes results from the `outbox`; it never asks which kind of engine it
-holds. The engine runs on the stage's main thread and sleeps while there is nothing to do.
+The shell puts requests into the `inbox` and takes results from the `outbox`; it does not know the kind of the engine.
+The engine runs on a thread of its own, the main thread in a process with one stage, and sleeps while it has no work.
 """
 
 import contextlib
 import os
 import queue
-import time
+import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from vllm_omni.inputs import StageInput, StageRequest
-from vllm_omni.metrics.recorder import NullRecorder, StageRecorder
+from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.watchdog import StepTimer
 
@@ -26,12 +26,12 @@ class NewRequest:
     """Work for the engine.
 
     Attributes:
-        request: The request as this stage sees it.
-        stage_input: What the stage input processor made of it; None at the first stage and at stages without one.
+        request: The stage's request.
+        stage_input: The result of the stage input processor; None at the first stage and at stages without one.
         sources: The outputs that it was made of, by stage id: whole results, or the first window of each.
-        is_last: All of the input is here; else `StreamChunk`s follow, up to one that is the last.
-        streams_output: Somebody reads the output while it is made: put `Stream` items.
-        emits_rows: Somebody reads what the model makes besides tokens; else it need not leave the model runner.
+        is_last: The input is complete; otherwise `StreamChunk`s follow, up to one with `is_last`.
+        streams_output: The output is read while it is made: put `Stream` items.
+        emits_rows: The model's tensors are read; otherwise they need not leave the model runner.
     """
 
     request: StageRequest
@@ -51,8 +51,8 @@ class StreamChunk:
     """More input for a request, in order.
 
     Attributes:
-        stage_input, sources: As in `NewRequest`, for the next window; both empty where the input merely ended.
-        is_last: Nothing follows.
+        stage_input, sources: As in `NewRequest`, for the next window; both empty if the input only ended.
+        is_last: The input is complete.
     """
 
     request_id: str
@@ -73,7 +73,7 @@ class Stop:
 
 @dataclass(slots=True)
 class Stream:
-    """A piece of a request's output: what is new since the last one. Only for requests that stream their output."""
+    """A piece of a request's output, without the pieces before. Only for requests with `streams_output`."""
 
     request_id: str
     output: StageOutput
@@ -81,7 +81,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Result:
-    """A request is complete. `output` is what is new since its last `Stream` item: all of it, if there was none."""
+    """A request is complete. `output` is what follows its last `Stream` item: all of it, if there was none."""
 
     request_id: str
     output: StageOutput
@@ -91,7 +91,7 @@ class Result:
 
 @dataclass(slots=True)
 class Error:
-    """A request failed. `invalid` says that the request itself was wrong."""
+    """A request failed. `invalid`: the request itself is wrong."""
 
     request_id: str
     error: str
@@ -110,7 +110,7 @@ class Error:
 
 @dataclass(slots=True)
 class Started:
-    """The engine takes requests."""
+    """The engine accepts requests."""
 
 
 OutboxItem = Stream | Result | Error | Started
@@ -118,7 +118,7 @@ InboxItem = NewRequest | StreamChunk | AbortRequest | Stop
 
 
 class Outbox:
-    """A queue whose reader sleeps in a poll: `fileno` is readable while something waits.
+    """A queue whose reader sleeps in a poll: `fileno` is readable while items wait.
 
     The reader is woken once for all items that it has not taken yet.
     """
@@ -128,7 +128,7 @@ class Outbox:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
-        self._is_woken = False  # The reader has yet to look, or will be woken: `put` need not wake it.
+        self._is_woken = False  # The reader will read the queue anyway: `put` need not wake it.
 
     def fileno(self) -> int:
         return self._reader
@@ -140,38 +140,74 @@ class Outbox:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """The reader is woken at the end, for all that is put meanwhile."""
+        """Wakes the reader once, at the end, for all items that are put meanwhile."""
         self._is_woken = True
         try:
             yield
         finally:
-            self._is_woken = False  # First: what another thread puts from now on wakes the reader itself.
+            self._is_woken = False  # First: items that other threads put from now on wake the reader.
             if not self._items.empty():
                 self._wake()
 
     def _wake(self) -> None:
         self._is_woken = True
-        with contextlib.suppress(BlockingIOError):  # The pipe is full of wake-ups already.
+        with contextlib.suppress(BlockingIOError):  # The pipe is full of wake-ups.
             os.write(self._writer, b"\0")
 
     def take_all(self) -> list[OutboxItem]:
         with contextlib.suppress(BlockingIOError):
             os.read(self._reader, 65536)
-        self._is_woken = False  # Before the items are taken: what is put from now on wakes the reader again.
+        self._is_woken = False  # Before the items are taken: later items wake the reader again.
         items: list[OutboxItem] = []
         while not self._items.empty():
             items.append(self._items.get_nowait())
         return items
 
 
+class FairLock:
+    """A lock that goes to the thread that has waited longest.
+
+    With `threading.Lock` an engine that steps without a pause would take it again before any other wakes up.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._is_taken = False
+        self._turns: deque[threading.Lock] = deque()
+
+    def __enter__(self) -> None:
+        with self._mutex:
+            if not self._is_taken:
+                self._is_taken = True
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._turns.append(turn)
+        turn.acquire()  # Released by the thread before this one, which leaves the lock taken.
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._mutex:
+            if self._turns:
+                self._turns.popleft().release()
+            else:
+                self._is_taken = False
+
+
+STEP_LOCK = FairLock()
+"""Held during everything that uses vLLM, and never while an engine waits for work; costs about a microsecond.
+
+vLLM keeps the context of a forward in a global of its module, so two engines of a process that step at once would read
+each other's attention metadata. It guards a global of the process, and so it is one."""
+
+
 class StageEngine(ABC):
     """Runs the requests of one stage.
 
     Attributes:
-        capacity: Requests that it should hold at once: the shell hands over no more. Known after `start`.
-        recorder: Is told of every step.
-        step_timer: Around every step.
-        always_compiles: Any step may compile something, not the first one alone.
+        capacity: Requests that it should hold at once: the shell passes no more. Set by `start`.
+        recorder: Counts the steps.
+        step_timer: Entered around every step.
+        always_compiles: Any step may compile something, not only the first one.
     """
 
     capacity: int
@@ -180,11 +216,11 @@ class StageEngine(ABC):
     def __init__(self, outbox: Outbox) -> None:
         self.inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
         self.outbox = outbox
-        self.recorder: StageRecorder = NullRecorder(0, "")
+        self.recorder = StageRecorder(-1, "")  # replaced by the stage's
         self.step_timer = StepTimer()
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request. Harmless for one that is complete or unknown. Called from any thread."""
+        """Drops a request. Does nothing if it is complete or unknown. Called from any thread."""
         self.inbox.put(AbortRequest(request_id))
 
     def stop(self) -> None:
@@ -192,7 +228,7 @@ class StageEngine(ABC):
         self.inbox.put(Stop())
 
     def must_start_first(self) -> bool:
-        """Whether it has to start before those that need not, where engines share a process. Called before `start`."""
+        """Whether it must start before other engines of its process. Called before `start`."""
         return False
 
     @abstractmethod
@@ -204,102 +240,12 @@ class StageEngine(ABC):
         """Works until `stop`.
 
         Raises:
-            Exception: The engine is broken; the process is of no more use.
+            Exception: The engine is broken; the process must end.
         """
 
     def kv_blocks(self) -> tuple[int, int]:
-        """KV cache blocks that are held, and that there are. Called from any thread."""
+        """KV cache blocks in use, and in total. Called from any thread."""
         return 0, 0
 
-    def close(self) -> None:  # noqa: B027 (not every engine holds something)
+    def close(self) -> None:  # noqa: B027 (optional)
         """Releases what `start` took."""
-
-
-WorkItem = NewRequest | StreamChunk
-Pieces = StageOutput | Iterator[StageOutput]
-
-
-class SerialEngine(StageEngine):
-    """An engine that computes in calls of Python, in order of arrival: one call for each request, or each window."""
-
-    capacity = 2  # one to compute, and one to go on with
-
-    def __init__(self, outbox: Outbox) -> None:
-        super().__init__(outbox)
-        self._requests: dict[str, StageRequest] = {}
-        self._work: deque[WorkItem] = deque()
-        self._is_stopping = False
-
-    @abstractmethod
-    def compute(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> Pieces:
-        """The output for these sources: at once, or piece by piece.
-
-        Raises:
-            Exception: Fails this request alone.
-        """
-
-    def run(self) -> None:
-        while self.wait_for_work():
-            with self.step_timer:
-                self.step()
-
-    def wait_for_work(self) -> bool:
-        """Sleeps until there is work; false once the engine is to stop."""
-        while not self._is_stopping and (not self._work or not self.inbox.empty()):
-            self._take_in(self.inbox.get())
-        return not self._is_stopping
-
-    def step(self) -> None:
-        """Does one item of work."""
-        item = self._work.popleft()
-        started = time.monotonic()
-        try:
-            pieces = self.compute(self._requests[item.request_id], item.sources)
-            self._emit(item, pieces)
-        except Exception as error:
-            self._fail(item.request_id, error)
-        self.recorder.step(time.monotonic() - started, 1)
-
-    def is_live(self, request_id: str) -> bool:
-        """Takes note of what has arrived meanwhile; whether the request is still wanted."""
-        while not self.inbox.empty():
-            self._take_in(self.inbox.get())
-        return request_id in self._requests and not self._is_stopping
-
-    def _take_in(self, item: InboxItem) -> None:
-        match item:
-            case Stop():
-                self._is_stopping = True
-            case AbortRequest():
-                self._forget(item.request_id)
-            case NewRequest():
-                self._requests[item.request_id] = item.request
-                self._work.append(item)
-            case StreamChunk():
-                if item.request_id in self._requests:
-                    self._work.append(item)
-
-    def _emit(self, item: WorkItem, pieces: Pieces) -> None:
-        request_id = item.request_id
-        if isinstance(pieces, StageOutput):
-            last = pieces
-        else:
-            for piece in pieces:
-                if not self.is_live(request_id):
-                    return
-                self.outbox.put(Stream(request_id, piece))
-                self.step_timer.restart()
-            last = StageOutput(request_id=request_id, stage_id=-1)
-        if item.is_last:
-            self._requests.pop(request_id, None)
-            self.outbox.put(Result(request_id, last))
-        elif isinstance(pieces, StageOutput):
-            self.outbox.put(Stream(request_id, last))
-
-    def _fail(self, request_id: str, error: Exception) -> None:
-        self._forget(request_id)
-        self.outbox.put(Error.from_exception(request_id, error))
-
-    def _forget(self, request_id: str) -> None:
-        if self._requests.pop(request_id, None) is not None:
-            self._work = deque(item for item in self._work if item.request_id != request_id)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage that is a diffusers pipeline.
+"""A stage that runs a diffusers pipeline.
 
-The loop is that of every stage: take what has arrived, step, hand out what is there. A request is one job for each of
-its outputs; the jobs of all requests compute together. Files are written by a thread of their own.
+The loop is that of every stage: read the inbox, step, emit outputs. A request is one job for each of its outputs; the
+jobs of all requests are batched. A separate thread encodes files.
 """
 
 import inspect
@@ -18,16 +18,23 @@ import msgspec
 import torch
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.diffusion.call_arguments import call_arguments, default_fps
-from vllm_omni.diffusion.encoded_prompts import pack_encoded_prompts, unpack_encoded_prompts
-from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress
+from vllm_omni.diffusion.job import (
+    Adapter,
+    DiffusionJob,
+    JobEnd,
+    Progress,
+    pack_encoded_prompts,
+    unpack_encoded_prompts,
+)
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
+from vllm_omni.diffusion.request_settings import call_arguments, default_fps
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.inputs import StageInput
 from vllm_omni.media import encode_outputs, to_pil
 from vllm_omni.outputs import StageOutput
 from vllm_omni.sampling_params import DiffusionRequest
 from vllm_omni.stage.engines.base import (
+    STEP_LOCK,
     AbortRequest,
     Error,
     InboxItem,
@@ -38,15 +45,14 @@ from vllm_omni.stage.engines.base import (
     Stop,
     Stream,
 )
-from vllm_omni.stage.engines.step_lock import STEP_LOCK
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request whose outputs are being made.
+    """A running request.
 
     Attributes:
-        outputs: Those that are there, by index.
+        outputs: Finished outputs, by index.
     """
 
     diffusion: DiffusionRequest
@@ -78,7 +84,7 @@ class DiffusionStageEngine(StageEngine):
     def start(self) -> None:
         self._info = PipelineInfo.load(self._model, self._config)
         self._executor.start()
-        self.capacity = 2 * self._executor.max_batch_size  # one batch to compute, and one to go on with
+        self.capacity = 2 * self._executor.max_batch_size  # one batch to compute, and the next one
 
     def run(self) -> None:
         """Works until `stop`, without gradients.
@@ -86,8 +92,8 @@ class DiffusionStageEngine(StageEngine):
         Raises:
             torch.AcceleratorError: The device is broken.
         """
-        # Here, because grad mode belongs to the thread. Not inference mode: its tensors have no version, by which
-        # arguments of networks are known again, and weights made in it could not be changed for an adapter elsewhere.
+        # Here, because grad mode belongs to the thread. Not inference mode: its tensors have no version counter, which
+        # identifies arguments of networks, and weights created in it could not be changed for an adapter elsewhere.
         with torch.no_grad():
             while self._take_inbox():
                 with STEP_LOCK, self.step_timer:
@@ -96,10 +102,10 @@ class DiffusionStageEngine(StageEngine):
     def close(self) -> None:
         self._encoding.shutdown()
 
-    # What comes in.
+    # Inbox.
 
     def _take_inbox(self) -> bool:
-        """Takes in what has arrived; sleeps while there is nothing to do. False once it is to stop."""
+        """Reads the inbox; sleeps while there is no work. False when the engine must stop."""
         for item in self._arrivals():
             if isinstance(item, Stop):
                 return False
@@ -108,7 +114,7 @@ class DiffusionStageEngine(StageEngine):
         return True
 
     def _arrivals(self) -> Iterator[InboxItem]:
-        """What has arrived. An idle stage waits for the first, and then a moment for its company."""
+        """Items of the inbox. An idle stage waits for the first one, then up to `batch_wait_ms`."""
         if not self._executor.has_work:
             yield self.inbox.get()
             until = time.monotonic() + self._config.batch_wait_ms / 1000
@@ -128,11 +134,11 @@ class DiffusionStageEngine(StageEngine):
                 except (ValueError, TypeError) as error:
                     self.outbox.put(Error.from_exception(item.request_id, error, invalid=True))
                 else:
-                    self._begin(item, jobs)
+                    self._start_jobs(item, jobs)
             case AbortRequest():
                 self._forget(item.request_id)
 
-    def _begin(self, item: NewRequest, jobs: list[DiffusionJob]) -> None:
+    def _start_jobs(self, item: NewRequest, jobs: list[DiffusionJob]) -> None:
         assert item.request.diffusion is not None
         self._requests[item.request_id] = _Request(item.request.diffusion, item.streams_output)
         for job in jobs:
@@ -141,11 +147,11 @@ class DiffusionStageEngine(StageEngine):
     def _make_jobs(self, item: NewRequest) -> list[DiffusionJob]:
         """
         Raises:
-            ValueError, TypeError: The request is none for this stage.
+            ValueError, TypeError: The request is wrong for this stage.
         """
         diffusion = item.request.diffusion
         if diffusion is None:
-            raise ValueError("the request does not say what a diffusion stage shall do")
+            raise ValueError("the request has no diffusion parameters (StageRequest.diffusion)")
         params = diffusion.params
         pipeline_class = self._info.class_for(bool(diffusion.images))
         arguments = {**call_arguments(pipeline_class, params), **_prompt_arguments(pipeline_class, item)}
@@ -170,7 +176,7 @@ class DiffusionStageEngine(StageEngine):
             for index, seed in enumerate(diffusion.seeds[:1] if self._config.part == "encoder" else diffusion.seeds)
         ]
 
-    # What goes out.
+    # Outputs.
 
     def _step(self) -> None:
         started = time.perf_counter()
@@ -206,23 +212,23 @@ class DiffusionStageEngine(StageEngine):
         request.outputs[end.job.index] = end.output
         if self._config.part == "encoder":
             del self._requests[request_id]
-            self._hand_out(request_id, *pack_encoded_prompts(end.output))
+            self._emit(request_id, *pack_encoded_prompts(end.output))
         elif len(request.outputs) == len(request.diffusion.seeds):
             del self._requests[request_id]
             self._encoding.submit(self._encode, request_id, request)
 
     def _encode(self, request_id: str, request: _Request) -> None:
-        """Runs in the thread for it: writing files takes long, and needs no device."""
+        """Runs on the encoding thread: encoding files is slow and needs no device."""
         outputs = [request.outputs[index] for index in range(len(request.outputs))]
         params = request.diffusion.params
         params = msgspec.structs.replace(params, fps=params.fps or default_fps(self._info.pipeline_class))
         try:
             tensors, data = encode_outputs(self._info.output_type, outputs, params, self._executor.sample_rate)
-            self._hand_out(request_id, tensors, data)
+            self._emit(request_id, tensors, data)
         except Exception as error:
             self.outbox.put(Error.from_exception(request_id, error))
 
-    def _hand_out(self, request_id: str, tensors: dict[str, torch.Tensor], data: dict[str, Any]) -> None:
+    def _emit(self, request_id: str, tensors: dict[str, torch.Tensor], data: dict[str, Any]) -> None:
         output = StageOutput(request_id=request_id, stage_id=self._stage_id, tensors=tensors, data=data)
         self.outbox.put(Result(request_id, output))
 
@@ -232,7 +238,7 @@ class DiffusionStageEngine(StageEngine):
 
 
 def _prompt_arguments(pipeline_class: type, item: NewRequest) -> dict[str, Any]:
-    """The prompt as arguments of the pipeline's call: the caller's, or what the stage input processor made of it."""
+    """The prompt as arguments of the pipeline's call: the caller's, or the result of the stage input processor."""
     stage_input = item.stage_input or StageInput(prompt=item.request.prompt)
     arguments = dict(stage_input.additional_information)
     if stage_input.prompt is not None:

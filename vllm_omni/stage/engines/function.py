@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage that is a plain Python function."""
+"""Stages that compute in calls of Python, in order of arrival: a plain function, or a function for a batch."""
 
 import time
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,19 +12,118 @@ import torch
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import Completion, StageOutput
-from vllm_omni.stage.engines.base import Outbox, Pieces, SerialEngine, WorkItem
+from vllm_omni.stage.engines.base import (
+    AbortRequest,
+    Error,
+    InboxItem,
+    NewRequest,
+    Outbox,
+    Result,
+    StageEngine,
+    Stop,
+    Stream,
+    StreamChunk,
+)
 
+WorkItem = NewRequest | StreamChunk
+Pieces = StageOutput | Iterator[StageOutput]
 Sources = Mapping[int, StageOutput]
 
 StageFunction = Callable[[StageRequest, Sources], "dict[str, Any] | Iterator[dict[str, Any]]"]
 """`function(request, sources) -> {name: value}`: tensors, plain values, and `text` for a text output.
 
-Where an edge has a window size it is called for each window (`sources[i].start`, `.context`, `.is_last`). A generator
-streams: each dict that it yields is a piece of the output."""
+Where an edge has a window size the function is called for each window (`sources[i].start`, `.context`, `.is_last`). A
+generator streams: each dict that it yields is a piece of the output."""
 
 StageBatchFunction = Callable[[Sequence[StageRequest], Sequence[Sources]], "Sequence[dict[str, Any] | Exception]"]
-"""`function(requests, sources) -> [{name: value}, ...]`: the same for several requests at once; an exception in the
-place of a result fails that request alone."""
+"""`function(requests, sources) -> [{name: value}, ...]`: the same for several requests at once; an exception in place
+of a result fails only that request."""
+
+
+class SerialEngine(StageEngine):
+    """Makes one call for each request, or for each window of its input."""
+
+    capacity = 2  # one to compute, and the next one
+
+    def __init__(self, outbox: Outbox) -> None:
+        super().__init__(outbox)
+        self._requests: dict[str, StageRequest] = {}
+        self._work: deque[WorkItem] = deque()
+        self._is_stopping = False
+
+    @abstractmethod
+    def compute(self, request: StageRequest, sources: Sources) -> Pieces:
+        """The output for these sources: at once, or piece by piece.
+
+        Raises:
+            Exception: Fails only this request.
+        """
+
+    def run(self) -> None:
+        while self.wait_for_work():
+            with self.step_timer:
+                self.step()
+
+    def wait_for_work(self) -> bool:
+        """Sleeps until there is work; false when the engine must stop."""
+        while not self._is_stopping and (not self._work or not self.inbox.empty()):
+            self._take_in(self.inbox.get())
+        return not self._is_stopping
+
+    def step(self) -> None:
+        """Computes one work item."""
+        item = self._work.popleft()
+        started = time.monotonic()
+        try:
+            pieces = self.compute(self._requests[item.request_id], item.sources)
+            self._emit(item, pieces)
+        except Exception as error:
+            self._fail(item.request_id, error)
+        self.recorder.step(time.monotonic() - started, 1)
+
+    def is_live(self, request_id: str) -> bool:
+        """Reads the inbox; whether the request has not been aborted."""
+        while not self.inbox.empty():
+            self._take_in(self.inbox.get())
+        return request_id in self._requests and not self._is_stopping
+
+    def _take_in(self, item: InboxItem) -> None:
+        match item:
+            case Stop():
+                self._is_stopping = True
+            case AbortRequest():
+                self._forget(item.request_id)
+            case NewRequest():
+                self._requests[item.request_id] = item.request
+                self._work.append(item)
+            case StreamChunk():
+                if item.request_id in self._requests:
+                    self._work.append(item)
+
+    def _emit(self, item: WorkItem, pieces: Pieces) -> None:
+        request_id = item.request_id
+        if isinstance(pieces, StageOutput):
+            last = pieces
+        else:
+            for piece in pieces:
+                if not self.is_live(request_id):
+                    return
+                self.outbox.put(Stream(request_id, piece))
+                self.step_timer.restart()
+            last = StageOutput(request_id=request_id, stage_id=-1)
+        if item.is_last:
+            self._requests.pop(request_id, None)
+            self.outbox.put(Result(request_id, last))
+        elif isinstance(pieces, StageOutput):
+            self.outbox.put(Stream(request_id, last))
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        self._forget(request_id)
+        self.outbox.put(Error.from_exception(request_id, error))
+
+    def _forget(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            self._work = deque(item for item in self._work if item.request_id != request_id)
 
 
 class FunctionStageEngine(SerialEngine):
@@ -50,7 +151,7 @@ class FunctionStageEngine(SerialEngine):
 
 
 class BatchFunctionStageEngine(SerialEngine):
-    """Calls the function for all requests that wait, up to a number."""
+    """Calls the function for all waiting requests, up to `max_batch_size`."""
 
     def __init__(self, outbox: Outbox, stage_id: int, function_path: str, max_batch_size: int) -> None:
         super().__init__(outbox)
@@ -87,7 +188,7 @@ class BatchFunctionStageEngine(SerialEngine):
         try:
             return self._call(requests, sources)
         except Exception:
-            # Which of them is to blame cannot be seen: each has a call of its own.
+            # The error does not name a request: each request gets a call of its own.
             return [self._compute_alone(request, source) for request, source in zip(requests, sources, strict=True)]
 
     def _compute_alone(self, request: StageRequest, sources: Sources) -> StageOutput | Exception:
@@ -111,7 +212,7 @@ class BatchFunctionStageEngine(SerialEngine):
 
 
 def make_stage_output(request: StageRequest, stage_id: int, values: dict[str, Any]) -> StageOutput:
-    """Sorts a function's values into what a stage output carries."""
+    """Sorts a function's values into the fields of a stage output."""
     text = values.get("text")
     return StageOutput(
         request_id=request.request_id,

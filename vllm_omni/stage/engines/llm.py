@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage that is a vLLM engine: autoregressive, or generating everything in one step.
+"""A stage that runs a vLLM engine: autoregressive, or one-step generation.
 
-The loop is vLLM's own: take what has arrived, step, hand out what is there. All requests of the stage share the
-engine's continuous batch.
+The loop is vLLM's: read the inbox, step, emit outputs. All requests of the stage share the engine's continuous batch.
 """
 
 import time
@@ -19,6 +18,7 @@ from vllm_omni.engine.engine_args import choose_v1_model_runner, create_engine_a
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.stage.engines.base import (
+    STEP_LOCK,
     AbortRequest,
     Error,
     InboxItem,
@@ -30,19 +30,18 @@ from vllm_omni.stage.engines.base import (
     StreamChunk,
 )
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest
-from vllm_omni.stage.engines.step_lock import STEP_LOCK
 from vllm_omni.worker.gpu_worker import is_device_broken
 
 MAX_RETRIES = 3
-"""After so many shared steps that raised a request fails with the next: perhaps it is the batch and nobody in it."""
+"""Shared steps that may raise before a request fails with the next one: the cause may be the batch, not one request."""
 
 
 class LLMStageEngine(StageEngine):
     """Runs an `OmniLLMEngine`.
 
-    An exception out of a step cannot be told apart by request. All requests lose what the engine had computed of them,
-    keep their tokens, and go on as after a preemption. Those that shared the step run alone until they are past the
-    place: whichever raises alone fails with its own error.
+    An exception in a step does not name a request. All requests lose their computed state, keep their tokens, and
+    continue as after a preemption. Those of the failed step run alone until they are past the position: a request that
+    raises alone fails with its own error.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class LLMStageEngine(StageEngine):
         return self._engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
 
     def must_start_first(self) -> bool:
-        # vLLM makes the group of a process's experts with its first engine, and only if that one has experts.
+        # vLLM makes the expert group of a process with its first engine, and only if that engine has experts.
         return self._vllm_config.model_config.is_moe
 
     def start(self) -> None:
@@ -72,24 +71,24 @@ class LLMStageEngine(StageEngine):
         """Works until `stop`.
 
         Raises:
-            Exception: The engine is broken: the device is, or it could not be brought into a known state.
+            Exception: The engine is broken: its device is, or its state could not be recovered.
         """
         while self._take_inbox():
             with STEP_LOCK, self.step_timer:
                 self._step()
 
     def close(self) -> None:
-        # vLLM's orderly shutdown takes seconds; all that runs in this process ends with it anyway.
+        # vLLM's shutdown takes seconds; without workers in other processes the end of this process suffices.
         if self._engine.vllm_config.parallel_config.world_size > 1:
             self._engine.close()
 
     def kv_blocks(self) -> tuple[int, int]:
         return self._engine.kv_blocks()
 
-    # What comes in.
+    # Inbox.
 
     def _take_inbox(self) -> bool:
-        """Takes in what has arrived; sleeps while the engine has nothing to do. False once it is to stop."""
+        """Reads the inbox; sleeps while the engine has no work. False when it must stop."""
         while not self.inbox.empty() or not self._engine.has_work():
             item = self.inbox.get()
             if isinstance(item, Stop):
@@ -110,25 +109,25 @@ class LLMStageEngine(StageEngine):
     def _add(self, item: NewRequest) -> None:
         request_id = item.request_id
         if request_id in self._requests:
-            error = InvalidRequestError("a request of this id is running", request_id)
+            error = InvalidRequestError("a request with this id is running", request_id)
             self.outbox.put(Error.from_exception(request_id, error, invalid=True))
             return
         request = self._requests[request_id] = self._request_class(self._engine, self._stage_id, item)
-        self._feed(request, lambda: request.begin(item))
+        self._feed(request, lambda: request.start(item))
 
     def _extend(self, chunk: StreamChunk) -> None:
         request = self._requests[chunk.request_id]
         self._feed(request, lambda: request.extend(chunk))
 
-    def _feed(self, request: LLMRequest, give: Callable[[], Items]) -> None:
+    def _feed(self, request: LLMRequest, add: Callable[[], Items]) -> None:
         try:
-            items = give()
+            items = add()
         except Exception as error:
             self._fail(request, error, invalid=isinstance(error, (ValueError, VLLMClientError)))
         else:
-            self._hand_out(items)
+            self._emit(items)
 
-    # What goes out.
+    # Outputs.
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -152,12 +151,12 @@ class LLMStageEngine(StageEngine):
         try:
             items = request.take(output)
         except Exception as error:
-            # A further window of its input may be wrong. Any other error is ours.
+            # A later window of its input may be wrong. Any other error is a defect of this stage.
             self._fail(request, error, invalid=isinstance(error, InvalidRequestError))
         else:
-            self._hand_out(items)
+            self._emit(items)
 
-    def _hand_out(self, items: Items) -> None:
+    def _emit(self, items: Items) -> None:
         for item in items:
             if isinstance(item, Result):
                 del self._requests[item.request_id]
@@ -168,7 +167,7 @@ class LLMStageEngine(StageEngine):
         request.abort()
         self.outbox.put(Error.from_exception(request.request_id, error, invalid))
 
-    # After an exception.
+    # Recovery after an exception.
 
     def _recover(self, error: Exception) -> None:
         batch = self._engine.last_batch()
@@ -176,12 +175,12 @@ class LLMStageEngine(StageEngine):
         suspects = {self._request_class.owner_of(engine_id) for engine_id in batch} & self._requests.keys()
         for request in list(self._requests.values()):
             is_suspect = request.request_id in suspects
-            is_found_out = is_suspect and (len(suspects) == 1 or request.num_retries == MAX_RETRIES)
-            if is_found_out or request.request_id in lost or not suspects:
+            is_cause = is_suspect and (len(suspects) == 1 or request.num_retries == MAX_RETRIES)
+            if is_cause or request.request_id in lost or not suspects:
                 self._fail(request, error)
             elif is_suspect:
                 request.num_retries += 1
                 for engine_id in request.engine_ids:
                     self._engine.quarantine(engine_id, batch[engine_id])
             elif len(suspects) == 1:
-                request.num_retries = 0  # It was that one, and not the batch.
+                request.num_retries = 0  # The cause was that request, not the batch.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request of a vLLM stage: what the engine is given for it, and what of the engine's outputs leaves the stage.
+"""One request of a vLLM stage: the engine's input for it, and the stage's output from the engine's.
 
 An autoregressive request is one request of the engine, whose input may grow. A request of a one-step stage is one
-request of the engine for each window of its input, one after the other, each with what the model remembers of those
-before. Neither knows when the engine steps.
+request of the engine for each window of its input, in order, each with the model's state after those before.
 """
 
 import copy
@@ -16,7 +15,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from vllm_omni.core.sched.output import StreamWindow
+from vllm_omni.core.sched.output import RequestWindow
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
@@ -24,14 +23,14 @@ from vllm_omni.payloads import OmniEngineCoreRequest
 from vllm_omni.stage.engines.base import NewRequest, Result, Stream, StreamChunk
 
 Items = list[Stream | Result]
-"""What goes out, in order. A `Result` is the last."""
+"""Outputs in order. A `Result` is the last."""
 
 
 class LLMRequest(ABC):
     """
     Attributes:
         request_id: The pipeline's.
-        num_retries: Steps that it shared and that raised, since one was last found to be at fault.
+        num_retries: Shared steps that raised, since a request was last found to be the cause.
     """
 
     def __init__(self, engine: OmniLLMEngine, stage_id: int, item: NewRequest) -> None:
@@ -47,16 +46,16 @@ class LLMRequest(ABC):
     @property
     @abstractmethod
     def engine_ids(self) -> list[str]:
-        """The engine's requests that run for this one."""
+        """Ids of the engine's requests for this one."""
 
     @staticmethod
     @abstractmethod
     def owner_of(engine_id: str) -> str:
-        """The pipeline's id of the request for which the engine runs this one."""
+        """The pipeline's request id for a request id of the engine."""
 
     @abstractmethod
-    def begin(self, item: NewRequest) -> Items:
-        """Gives the request to the engine.
+    def start(self, item: NewRequest) -> Items:
+        """Adds the request to the engine.
 
         Raises:
             InvalidRequestError: The request is wrong.
@@ -64,7 +63,7 @@ class LLMRequest(ABC):
 
     @abstractmethod
     def extend(self, chunk: StreamChunk) -> Items:
-        """Gives more of its input to the engine. Raises as `begin`."""
+        """Adds more input. Raises as `start`."""
 
     @abstractmethod
     def take(self, output: Any) -> Items:
@@ -77,7 +76,7 @@ class LLMRequest(ABC):
         """
 
     def abort(self) -> None:
-        """Makes the engine forget it."""
+        """Aborts it in the engine."""
         self._engine.abort_request(self.engine_ids)
 
     def _stream(self, piece: StageOutput) -> Stream:
@@ -91,7 +90,7 @@ class LLMRequest(ABC):
     def _as_piece(self, output: Any, is_first: bool) -> StageOutput:
         completions = [_as_completion(completion) for completion in output.outputs]
         if any(completion.finish_reason == "error" for completion in completions):
-            raise RuntimeError("vLLM ended the request with an error, which the log of this stage tells")
+            raise RuntimeError("vLLM ended the request with an error; see the log of this stage")
         prompt_token_ids = list(output.prompt_token_ids or ()) if is_first else []
         self._num_input_tokens += len(prompt_token_ids)
         self._num_output_tokens += sum(len(completion.token_ids) for completion in completions)
@@ -103,13 +102,13 @@ class LLMRequest(ABC):
             prompt_logprobs=_as_prompt_logprobs(output) if is_first else None,
             num_cached_tokens=output.num_cached_tokens if is_first else None,
             completions=completions,
-            # Rows are those of the first completion. In a stream each completion comes by itself.
+            # Rows belong to the first completion. In a stream each completion is an output of its own.
             tensors=output.multimodal_output if output.outputs[0].index == 0 else {},
         )
 
 
 class ARRequest(LLMRequest):
-    """A request that is one request of the engine, of the same id."""
+    """A request that is one request of the engine, with the same id."""
 
     @property
     def engine_ids(self) -> list[str]:
@@ -119,10 +118,11 @@ class ARRequest(LLMRequest):
     def owner_of(engine_id: str) -> str:
         return engine_id
 
-    def begin(self, item: NewRequest) -> Items:
+    def start(self, item: NewRequest) -> Items:
         output_kind = RequestOutputKind.DELTA if self._streams_output else RequestOutputKind.FINAL_ONLY
         _add_to_engine(self._engine, self.request_id, item.request, item.stage_input, output_kind)
-        self._engine.discard_rows(self.request_id, first=1 if item.emits_rows else 0)  # All read the first only.
+        # Consumers read the first completion only.
+        self._engine.discard_rows(self.request_id, first=1 if item.emits_rows else 0)
         if not item.is_last:
             num_ready_tokens = None if item.stage_input is None else item.stage_input.num_ready_tokens
             self._engine.await_input(self.request_id, num_ready_tokens)
@@ -141,14 +141,14 @@ class ARRequest(LLMRequest):
 
 
 class GenerationRequest(LLMRequest):
-    """A request that is one request of the engine for each window of its input, one after the other."""
+    """A request that is one request of the engine for each window of its input, in order."""
 
     def __init__(self, engine: OmniLLMEngine, stage_id: int, item: NewRequest) -> None:
         super().__init__(engine, stage_id, item)
         self._request = item.request
         self._is_input_complete = False
         self._waiting: deque[StageInput | None] = deque()
-        self._running: StreamWindow | None = None
+        self._running: RequestWindow | None = None
         self._num_done = 0
         self._has_stream = False
         self._finish_reason = "stop"
@@ -162,42 +162,42 @@ class GenerationRequest(LLMRequest):
     def owner_of(engine_id: str) -> str:
         return engine_id.rpartition("/")[0]
 
-    def begin(self, item: NewRequest) -> Items:
+    def start(self, item: NewRequest) -> Items:
         self._waiting.append(item.stage_input)
         self._is_input_complete = item.is_last
-        return self._go_on()
+        return self._continue()
 
     def extend(self, chunk: StreamChunk) -> Items:
         if chunk.stage_input is not None:
             self._waiting.append(chunk.stage_input)
         self._is_input_complete = chunk.is_last
-        return self._go_on()
+        return self._continue()
 
     def take(self, output: Any) -> Items:
         self._pieces.append(self._as_window(output))
         self._running = None
         self._num_done += 1
-        return self._go_on()
+        return self._continue()
 
     def abort(self) -> None:
         super().abort()
-        self._release_stream()
+        self._release_state()
 
-    def _go_on(self) -> Items:
-        """Begins the next window, if it is time, and hands out what is there."""
+    def _continue(self) -> Items:
+        """Starts the next window if none runs; returns the available outputs."""
         if self._running is None and self._waiting:
             stage_input = self._waiting.popleft()
             is_last = self._is_input_complete and not self._waiting
-            self._run(StreamWindow(self.request_id, self._num_done, is_last), stage_input)
+            self._run(RequestWindow(self.request_id, self._num_done, is_last), stage_input)
         if self._is_input_complete and self._running is None:
-            self._release_stream()
+            self._release_state()
             return [self._result(self._merged())]
         pieces: list[StageOutput] = []
         if self._streams_output:
             pieces, self._pieces = self._pieces, pieces
         return [self._stream(piece) for piece in pieces]
 
-    def _run(self, window: StreamWindow, stage_input: StageInput | None) -> None:
+    def _run(self, window: RequestWindow, stage_input: StageInput | None) -> None:
         engine_id = _window_id(window)
         if stage_input is not None and stage_input.finish_reason is not None:
             self._finish_reason = stage_input.finish_reason
@@ -207,16 +207,16 @@ class GenerationRequest(LLMRequest):
             self._engine.set_window(engine_id, window)
             self._has_stream = True
 
-    def _release_stream(self) -> None:
+    def _release_state(self) -> None:
         if self._has_stream:
-            self._engine.release_stream(self.request_id)
+            self._engine.release_state(self.request_id)
             self._has_stream = False
 
     def _as_window(self, output: Any) -> StageOutput:
         num_input_tokens = self._num_input_tokens + len(output.prompt_token_ids or ())
         piece = self._as_piece(output, is_first=self._num_done == 0)
         self._num_input_tokens = num_input_tokens
-        piece.completions = []  # The request has one, which ends with the last window.
+        piece.completions = []  # The request has one completion, which ends with the last window.
         return piece
 
     def _merged(self) -> StageOutput:
@@ -225,9 +225,9 @@ class GenerationRequest(LLMRequest):
         return merge_stage_outputs([*self._pieces, end])
 
 
-def _window_id(window: StreamWindow) -> str:
+def _window_id(window: RequestWindow) -> str:
     """The engine's id of a window."""
-    return f"{window.stream_id}/{window.index}"
+    return f"{window.request_id}/{window.index}"
 
 
 def _add_to_engine(
@@ -237,10 +237,10 @@ def _add_to_engine(
     stage_input: StageInput | None,
     output_kind: RequestOutputKind,
 ) -> None:
-    """Adds a request under this id. What was given stays as it is: the windows of a request share it."""
+    """Adds a request under this id. Does not change `request` and `stage_input`: windows of a request share them."""
     trace_headers = request.trace_headers or None
     if request.engine_request is not None:
-        ready = _as_ready_request(request.engine_request, engine_id, output_kind, trace_headers)
+        ready = _with_engine_id(request.engine_request, engine_id, output_kind, trace_headers)
         assert ready.sampling_params is not None
         engine.add_request(engine_id, ready, ready.sampling_params)
         return
@@ -251,7 +251,7 @@ def _add_to_engine(
     engine.add_request(engine_id, _as_prompt(stage_input), params, trace_headers=trace_headers)
 
 
-def _as_ready_request(
+def _with_engine_id(
     request: OmniEngineCoreRequest,
     engine_id: str,
     output_kind: RequestOutputKind,
@@ -276,9 +276,9 @@ def _as_prompt(stage_input: StageInput) -> dict[str, Any]:
 
 
 def _with_stage_input(params: SamplingParams, stage_input: StageInput) -> SamplingParams:
-    """A copy of the request's parameters, with what the stage input processor adds to them."""
+    """A copy of the request's parameters, with the additions of the stage input processor."""
     if stage_input.stop_token_ids:
-        # This copy runs vLLM's own set-up again: min_tokens has to know these ids as well.
+        # This copy runs vLLM's own set-up again: min_tokens must include these ids.
         stop_token_ids = [*(params.stop_token_ids or ()), *stage_input.stop_token_ids]
         params = msgspec.structs.replace(params, stop_token_ids=stop_token_ids)
     else:
@@ -295,8 +295,8 @@ def _as_prompt_logprobs(output: Any) -> list[dict[int, Logprob] | None] | None:
 
 
 def _is_empty(piece: StageOutput) -> bool:
-    said = any(c.token_ids or c.text or c.finish_reason is not None for c in piece.completions)
-    return not said and not piece.tensors
+    has_output = any(c.token_ids or c.text or c.finish_reason is not None for c in piece.completions)
+    return not has_output and not piece.tensors
 
 
 def _as_completion(completion: CompletionOutput) -> Completion:

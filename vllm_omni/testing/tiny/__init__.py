@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One module for each tiny checkpoint, and what they share: a tokenizer and a way to fill weights."""
+"""One module for each tiny checkpoint, and shared parts: a tokenizer, processors, random weights."""

@@ -9,7 +9,7 @@ from diffusers import AceStepPipeline, AceStepTransformer1DModel, AutoencoderOob
 from diffusers.pipelines.ace_step import AceStepConditionEncoder
 from transformers import Qwen3Model
 
-from vllm_omni.testing.tiny.pipelines import VELOCITY_STD, fill_components, paint, save
+from vllm_omni.testing.tiny.pipelines import VELOCITY_STD, fill_components, run_two_steps
 from vllm_omni.testing.tiny.text_encoders import make_qwen_tokenizer, qwen3_config
 from vllm_omni.testing.tiny.weights import scale_output
 
@@ -35,19 +35,19 @@ class Size:
 SIZES = {"default": Size(layers=2, heads=4, head_dim=16, text_hidden=64, text_layers=2)}
 GAINS = {"text_encoder": 2.0, "condition_encoder": 1.5, "transformer": 1.5, "vae": 1.0}
 VAE_NORM = 0.7
-"""Of filters, about. At 1 the waves inside grow from layer to layer, and any rounding with them."""
+"""Approximate norm of filters. At 1 the signal grows from layer to layer, and rounding errors with it."""
 
 
 def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
     pipe = _build(SIZES[size])
     fill_components(pipe, seed, GAINS)
-    _calm(pipe.vae)
+    _scale_filters(pipe.vae)
     silence = pipe.condition_encoder.silence_latent
     silence.normal_(generator=torch.Generator().manual_seed(seed))
-    # The pipeline itself brings what it decoded to a fixed loudness.
-    scale_output(pipe.transformer.proj_out_conv, VELOCITY_STD, lambda: paint(pipe, audio_duration=0.4))
-    save(pipe, path)
+    # The pipeline itself normalizes the loudness of the decoded sound.
+    scale_output(pipe.transformer.proj_out_conv, VELOCITY_STD, lambda: run_two_steps(pipe, audio_duration=0.4))
+    pipe.save_pretrained(path, safe_serialization=True)
 
 
 def _build(size: Size) -> AceStepPipeline:
@@ -56,7 +56,7 @@ def _build(size: Size) -> AceStepPipeline:
     widths = {"hidden_size": size.hidden, "intermediate_size": 2 * size.hidden}
     transformer = AceStepTransformer1DModel(
         num_hidden_layers=size.layers,
-        in_channels=3 * LATENT_CHANNELS,  # the noise, what is given, and where it is given
+        in_channels=3 * LATENT_CHANNELS,  # noise, given sound, and its mask
         audio_acoustic_hidden_dim=LATENT_CHANNELS,
         encoder_hidden_size=size.hidden,
         **widths,
@@ -92,7 +92,7 @@ def _make_vae() -> AutoencoderOobleck:
     )
 
 
-def _calm(vae: AutoencoderOobleck) -> None:
+def _scale_filters(vae: AutoencoderOobleck) -> None:
     with torch.no_grad():
         for name, parameter in vae.named_parameters():
             if name.endswith("weight_g"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA adapter with random weights for any diffusers pipeline, written in a second."""
+"""Writes a LoRA adapter with random weights for any diffusers pipeline."""
 
 import re
 from pathlib import Path
@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 RANK = 4
-LOUDNESS = 0.5
-"""Of what the adapter adds, against what a layer with weights about 1 / sqrt(inputs) makes."""
+_SCALE = 0.5
+"""Scale of the adapter's output relative to that of a layer with weights about 1 / sqrt(inputs)."""
 ATTENTION = re.compile(r"(to_[qkv]|to_out\.0|[qkv]_proj|out_proj)$")
 
 
@@ -57,5 +57,5 @@ def _factors(model: nn.Module, generator: torch.Generator) -> dict[str, torch.Te
                 for shape in ((RANK, layer.in_features), (layer.out_features, RANK))
             )
             factors[f"{name}.lora_A.weight"] = a / layer.in_features**0.5
-            factors[f"{name}.lora_B.weight"] = LOUDNESS * b / RANK**0.5
+            factors[f"{name}.lora_B.weight"] = _SCALE * b / RANK**0.5
     return factors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny `FluxPipeline`, guidance embedded as in FLUX.1-dev: a CLIP summary and T5 tokens of the prompt."""
+"""A tiny `FluxPipeline`, guidance embedded as in FLUX.1-dev: pooled CLIP output and T5 tokens of the prompt."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from transformers import CLIPTextModel
 
-from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, fill_components, make_image_vae, save, settle
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, calibrate, fill_components, make_image_vae
 from vllm_omni.testing.tiny.text_encoders import clip_config, make_clip_tokenizer, make_t5, make_t5_tokenizer
 
 
@@ -34,8 +34,8 @@ def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
     pipe = _build(SIZES[size])
     fill_components(pipe, seed, GAINS)
-    settle(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64)
-    save(pipe, path)
+    calibrate(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64)
+    pipe.save_pretrained(path, safe_serialization=True)
 
 
 def _build(size: Size) -> FluxPipeline:

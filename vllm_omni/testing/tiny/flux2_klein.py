@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny `Flux2KleinPipeline`: text, or text and pictures, to image.
+"""A tiny `Flux2KleinPipeline`: text, or text and images, to image.
 
-The text encoder has 28 layers, if narrow ones: what the pipeline hands on are those after 9, 18 and 27 layers.
+The text encoder has 28 narrow layers: the pipeline uses the states after layers 9, 18 and 27.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
 from transformers import Qwen3ForCausalLM
 
-from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, fill_components, save, settle
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, calibrate, fill_components
 from vllm_omni.testing.tiny.text_encoders import make_qwen_tokenizer, qwen3_config
 
 TEXT_LAYERS = 28
@@ -39,8 +39,8 @@ def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
     pipe = _build(SIZES[size])
     fill_components(pipe, seed, GAINS)
-    settle(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64)
-    save(pipe, path)
+    calibrate(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64)
+    pipe.save_pretrained(path, safe_serialization=True)
 
 
 def _build(size: Size) -> Flux2KleinPipeline:
@@ -65,7 +65,7 @@ def _build(size: Size) -> Flux2KleinPipeline:
 
 
 def _make_vae() -> AutoencoderKLFlux2:
-    """Normalizes its latents by statistics that are not 0 and 1, so that leaving them out shows."""
+    """Normalizes its latents by statistics other than 0 and 1, so that leaving them out changes the output."""
     vae = AutoencoderKLFlux2(
         block_out_channels=(8, 16, 16, 16), layers_per_block=1, latent_channels=LATENT_CHANNELS, norm_num_groups=4
     )

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tiny diffusers pipelines share: an image VAE, random weights that paint something, and writing them.
+"""What tiny diffusers pipelines share: an image VAE, and random weights that produce varied images.
 
-Knows no pipeline. Under weights from `fill_random` the denoiser's velocity and the decoder's picture have whatever
-scale comes out; `settle` gives them one at which pictures are neither grey nor clipped, and differ where they should.
+Independent of the pipeline. `fill_random` leaves the scale of the denoiser's velocity and of the decoder's image
+undefined; `calibrate` sets scales at which images are neither grey nor clipped, and depend on their inputs.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from torch import nn
 from vllm_omni.testing.tiny.weights import fill_random, scale_output
 
 VELOCITY_STD = 1.0
-PICTURE_STD = 0.4
+IMAGE_STD = 0.4
 """Of pixels, which diffusers cuts at -1 and 1."""
 LATENT_CHANNELS = 16
 MEANS_GAIN, LOG_VARIANCE = 4.0, -10.0
-SETTLING_PROMPT = "a red cat by the sea"
+_PROMPT = "a red cat by the sea"
 
 
 def make_image_vae(channels: tuple[int, ...] = (8, 16, 16, 16)) -> AutoencoderKL:
@@ -50,37 +49,31 @@ def fill_components(pipe: DiffusionPipeline, seed: int, gains: dict[str, float])
         module: nn.Module = pipe.components[name].eval()
         fill_random(module, 16 * seed + index, gain)
         if isinstance(module, AutoencoderKL):
-            _make_sure(module.encoder.conv_out)
+            _scale_latents(module.encoder.conv_out)
 
 
 @torch.no_grad()
-def _make_sure(conv_out: nn.Conv2d) -> None:
-    """Makes an encoder say little of doubt, as trained ones do, and its latents about as loud as noise."""
+def _scale_latents(conv_out: nn.Conv2d) -> None:
+    """Gives an encoder low variances, as trained ones have, and latents of about the scale of noise."""
     assert conv_out.bias is not None
-    means = conv_out.out_channels // 2  # the others are logarithms of variances
+    means = conv_out.out_channels // 2  # the other channels are logarithms of variances
     conv_out.weight[:means] *= MEANS_GAIN
     conv_out.weight[means:] = 0
     conv_out.bias[means:] = LOG_VARIANCE
 
 
-def settle(pipe: DiffusionPipeline, velocity: nn.Module, picture: nn.Module, **call: Any) -> None:
-    """Gives the last layers of the denoiser and of the decoder weights that suit what flows into them.
+def calibrate(pipe: DiffusionPipeline, velocity: nn.Module, decoded: nn.Module, **call: Any) -> None:
+    """Scales the last layers of the denoiser and of the decoder to outputs of a given standard deviation.
 
     Args:
-        velocity, picture: Those layers. They are scaled by powers of two.
-        call: Arguments of the pipeline besides the prompt: the size of the output, and whatever it must have.
+        velocity, decoded: Those layers. They are scaled by powers of two.
+        call: Arguments of the pipeline besides the prompt: the size of the output, and required ones.
     """
-    for layer, std in ((velocity, VELOCITY_STD), (picture, PICTURE_STD)):
-        scale_output(layer, std, lambda: paint(pipe, **call))
+    for layer, std in ((velocity, VELOCITY_STD), (decoded, IMAGE_STD)):
+        scale_output(layer, std, lambda: run_two_steps(pipe, **call))
 
 
-def paint(pipe: DiffusionPipeline, **call: Any) -> Any:
-    """Runs two steps, quietly."""
+def run_two_steps(pipe: DiffusionPipeline, **call: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(0)
-    return pipe(prompt=SETTLING_PROMPT, num_inference_steps=2, generator=generator, output_type="pt", **call)
-
-
-def save(pipe: DiffusionPipeline, path: Path) -> None:
-    """Writes `model_index.json` and a folder for each component, weights as safetensors."""
-    pipe.save_pretrained(path, safe_serialization=True)
+    return pipe(prompt=_PROMPT, num_inference_steps=2, generator=generator, output_type="pt", **call)

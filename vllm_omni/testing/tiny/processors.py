@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files from which HF transformers and vLLM build the multimodal processor of a Qwen omni model."""
+"""What the tiny Qwen omni models share: files of the multimodal processor, and configurations of the towers."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,32 @@ MERGE = 2
 """Patches of one token, on each side."""
 
 
+def vision_tower(hidden: int, layers: int, patch: int, output: int) -> dict[str, Any]:
+    """Fields that the vision configurations have in common; `output` is the thinker's hidden size."""
+    return {
+        "depth": layers,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_heads": hidden // 32,
+        "patch_size": patch,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "out_hidden_size": output,
+    }
+
+
+def audio_tower(hidden: int, layers: int, output: int) -> dict[str, Any]:
+    """Fields that the audio configurations have in common; `output` is the thinker's hidden size."""
+    return {
+        "num_mel_bins": 128,
+        "encoder_layers": layers,
+        "encoder_attention_heads": hidden // 32,
+        "encoder_ffn_dim": 2 * hidden,
+        "d_model": hidden,
+        "output_dim": output,
+    }
+
+
 def save_processors(path: Path, processor_class: str, patch: int) -> None:
     """Writes preprocessor_config.json (image and audio in one file, as in real checkpoints) and the video one.
 
@@ -18,7 +44,7 @@ def save_processors(path: Path, processor_class: str, patch: int) -> None:
         patch: Pixels of one patch, on each side.
     """
     image = _vision_fields("image_processor_type", "Qwen2VLImageProcessor", patch)
-    # Audio is padded to the longest clip, so that it is kept short: 30 seconds.
+    # Audio is padded to the longest clip; 30 seconds keep it short.
     audio = WhisperFeatureExtractor(feature_size=128, chunk_length=30).to_dict()
     audio.pop("mel_filters", None)  # computed when it is loaded
     common = {**audio, **image, "processor_class": processor_class}

@@ -11,21 +11,22 @@ from typing import Any
 
 import torch
 from transformers import (
-    GenerationConfig,
     Qwen2_5OmniConfig,
     Qwen2_5OmniForConditionalGeneration,
     Qwen2Tokenizer,
 )
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
 
-from vllm_omni.testing.tiny.processors import MERGE, save_processors
+from vllm_omni.testing.tiny.processors import MERGE, audio_tower, save_processors, vision_tower
 from vllm_omni.testing.tiny.tokenizer import (
     QWEN2_5,
     answer_token_ids,
+    generation_config,
     make_tokenizer,
     padded_vocab_size,
     save_tokenizer,
     token_id,
+    token_ids,
 )
 from vllm_omni.testing.tiny.weights import fill_random, limit_head, scale_output
 
@@ -37,13 +38,13 @@ NUM_SPECIAL_CODES = 16
 """The last ids of the talker's vocabulary. The vocoder has no embedding for them, as in the real checkpoint."""
 MEL_BINS = 80
 SPEAKERS = {"Chelsie": "<tts_text_bos>", "Ethan": "<tts_bos_ethan>", "Aiden": "<tts_bos_aiden>"}
-"""Name -> the token that begins what this speaker says."""
+"""Name -> the first token of the speaker's text."""
 THINKER_EOS_FACTOR = 1.0
 TALKER_EOS_FACTOR = 1.2
 DIT_GAIN = 1.0
-"""One solution takes 36 runs of the DiT, each on what the last one made: louder, and rounding would grow in them."""
+"""One solution takes 36 runs of the DiT, each on the last output: a larger gain would amplify rounding errors."""
 MEL_MEAN, MEL_STD = -4.0, 1.5
-"""Of logarithmic amplitudes. BigVGAN cuts them below -10.9 and above 2.3."""
+"""Of logarithmic amplitudes. BigVGAN clips them below -10.9 and above 2.3."""
 BIGVGAN_GAIN = 0.8
 WAVE_STD = 0.15
 HEADS = ("lm_head", "codec_head")
@@ -53,62 +54,39 @@ HEADS = ("lm_head", "codec_head")
 class Size:
     """Everything in which the sizes of the checkpoint differ.
 
-    The talker's heads are together wider than its hidden states, as in the real checkpoint. BigVGAN has the same
-    size in both: it works on every sample, and would outweigh all else on a CPU.
+    The defaults are those of the default size. The talker's heads are together wider than its hidden states, as in the
+    real checkpoint. BigVGAN has the same size in both: it processes every sample, and would dominate on a CPU.
     """
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    tower_hidden: int
-    tower_layers: int
-    talker_hidden: int
-    talker_layers: int
-    talker_heads: int
-    talker_kv_heads: int
-    talker_head_dim: int
-    codes: int
-    dit_hidden: int
-    dit_layers: int
-    dit_head_dim: int
-    look_ahead: tuple[int, ...]
-    look_backward: tuple[int, ...]
-    speaker_dim: int
-    speaker_channels: int
-    bigvgan_channels: int
-    layer_gain: float
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    tower_hidden: int = 64
+    tower_layers: int = 2
+    talker_hidden: int = 64
+    talker_layers: int = 2
+    talker_heads: int = 4
+    talker_kv_heads: int = 2
+    talker_head_dim: int = 32
+    codes: int = 256
+    dit_hidden: int = 64
+    dit_layers: int = 3
+    dit_head_dim: int = 32
+    look_ahead: tuple[int, ...] = (1,)
+    look_backward: tuple[int, ...] = (0, 2)
+    speaker_dim: int = 16
+    speaker_channels: int = 32
+    bigvgan_channels: int = 64
+    layer_gain: float = 2.0
 
 
 SIZES = {
-    "default": Size(
-        hidden=128,
-        layers=3,
-        heads=4,
-        kv_heads=2,
-        tower_hidden=64,
-        tower_layers=2,
-        talker_hidden=64,
-        talker_layers=2,
-        talker_heads=4,
-        talker_kv_heads=2,
-        talker_head_dim=32,
-        codes=256,
-        dit_hidden=64,
-        dit_layers=3,
-        dit_head_dim=32,
-        look_ahead=(1,),
-        look_backward=(0, 2),
-        speaker_dim=16,
-        speaker_channels=32,
-        bigvgan_channels=64,
-        layer_gain=2.0,
-    ),
+    "default": Size(),
     "large": Size(
         hidden=512,
         layers=8,
         heads=8,
-        kv_heads=2,
         tower_hidden=256,
         tower_layers=4,
         talker_hidden=384,
@@ -119,12 +97,9 @@ SIZES = {
         codes=1024,
         dit_hidden=128,
         dit_layers=4,
-        dit_head_dim=32,
-        look_ahead=(1,),
         look_backward=(0, 3),
         speaker_dim=64,
         speaker_channels=64,
-        bigvgan_channels=64,
         layer_gain=1.5,
     ),
 }
@@ -139,8 +114,7 @@ def write(path: Path, seed: int, size: str) -> None:
     fill_random(model, seed, SIZES[size].layer_gain, heads=HEADS)
     _shape_heads(model, tokenizer)
     _shape_vocoder(model.token2wav, speakers["Chelsie"], seed)
-    im_end, endoftext = token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")
-    model.generation_config = GenerationConfig(eos_token_id=[im_end, endoftext], pad_token_id=endoftext)
+    model.generation_config = generation_config(tokenizer)
     model.save_pretrained(path)
     torch.save(speakers, path / "spk_dict.pt")
     save_tokenizer(tokenizer, path, QWEN2_5)
@@ -170,7 +144,7 @@ def _multimodal_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
         "vision_start_token_id": "<|vision_bos|>",  # undeclared for the thinker; transformers reads it
         "vision_end_token_id": "<|vision_eos|>",
     }
-    return {name: token_id(tokenizer, text) for name, text in names.items()}
+    return token_ids(tokenizer, names)
 
 
 def _rope(head_dim: int) -> dict[str, Any]:
@@ -209,32 +183,16 @@ def _thinker_config(size: Size, tokenizer: Qwen2Tokenizer, multimodal_ids: dict[
 
 
 def _vision_config(size: Size) -> dict[str, Any]:
-    return {
-        "depth": size.tower_layers,
-        "hidden_size": size.tower_hidden,
-        "intermediate_size": 2 * size.tower_hidden,
-        "num_heads": size.tower_hidden // 32,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "temporal_patch_size": 2,
+    return vision_tower(size.tower_hidden, size.tower_layers, PATCH, size.hidden) | {
         "window_size": 8 * PATCH,
         "fullatt_block_indexes": [size.tower_layers - 1],
-        "out_hidden_size": size.hidden,
         "tokens_per_second": POSITIONS_PER_SECOND,  # undeclared; vLLM reads it
     }
 
 
 def _audio_config(size: Size) -> dict[str, Any]:
-    return {
-        "num_mel_bins": 128,
-        "encoder_layers": size.tower_layers,
-        "encoder_attention_heads": size.tower_hidden // 32,
-        "encoder_ffn_dim": 2 * size.tower_hidden,
-        "d_model": size.tower_hidden,
-        "output_dim": size.hidden,
-        "n_window": 100,
-        "max_source_positions": 1500,
-    }
+    tower = audio_tower(size.tower_hidden, size.tower_layers, size.hidden)
+    return tower | {"n_window": 100, "max_source_positions": 1500}
 
 
 def _talker_config(size: Size, tokenizer: Qwen2Tokenizer, multimodal_ids: dict[str, int]) -> dict[str, Any]:
@@ -297,9 +255,9 @@ def _bigvgan_config(size: Size) -> dict[str, Any]:
 
 
 def _speakers(size: Size, tokenizer: Qwen2Tokenizer, seed: int) -> dict[str, dict[str, Any]]:
-    """What spk_dict.pt holds: for each speaker its first token, `cond` `[1, speaker_dim]`, `ref_mel` `[1, frames, 80]`.
+    """spk_dict.pt: for each speaker its first token, `cond` `[1, speaker_dim]`, `ref_mel` `[1, frames, 80]`.
 
-    As many frames of a reference as differ from speaker to speaker.
+    The number of frames differs from speaker to speaker.
     """
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -313,7 +271,7 @@ def _speakers(size: Size, tokenizer: Qwen2Tokenizer, seed: int) -> dict[str, dic
 
 
 def _shape_heads(model: Qwen2_5OmniForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
-    """Lets the thinker say words, the talker codes, and both stop now and then; the talker in either of two ways."""
+    """Limits the thinker to words and the talker to codes, and makes both stop sometimes; the talker in two ways."""
     config: Any = model.config.talker_config
     im_end, codec_end = token_id(tokenizer, "<|im_end|>"), config.tts_codec_end_token_id
     codes = [*range(config.vocab_size - NUM_SPECIAL_CODES), config.tts_codec_pad_token_id, codec_end]
@@ -324,7 +282,7 @@ def _shape_heads(model: Qwen2_5OmniForConditionalGeneration, tokenizer: Qwen2Tok
 
 @torch.no_grad()
 def _shape_vocoder(vocoder: Qwen2_5OmniToken2WavModel, speaker: dict[str, Any], seed: int) -> None:
-    """Keeps spectrogram and wave off the limits where they are cut: there a wrong one looks like a right one."""
+    """Keeps spectrogram and wave off the limits where they are clipped, where errors do not show."""
     dit: Any = vocoder.code2wav_dit_model
     bigvgan: Any = vocoder.code2wav_bigvgan_model
     fill_random(dit, seed, DIT_GAIN)

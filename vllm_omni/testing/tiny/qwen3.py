@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny `Qwen3ForCausalLM`: text in, text out. What the engine tests and the overhead benchmark run."""
+"""A tiny `Qwen3ForCausalLM`: text in, text out. Used by the engine tests and the overhead benchmark."""
 
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from vllm_omni.testing.tiny.tokenizer import (
     answer_token_ids,
+    generation_config,
     make_tokenizer,
     padded_vocab_size,
     save_tokenizer,
@@ -54,6 +55,6 @@ def write(path: Path, seed: int, size: str) -> None:
     model = Qwen3ForCausalLM(config)
     fill_random(model, seed, LAYER_GAIN, heads=("lm_head",))
     limit_head(model.lm_head, [*answer_token_ids(tokenizer), im_end], favoured=im_end, factor=EOS_FACTOR)
-    model.generation_config = GenerationConfig(eos_token_id=[im_end, endoftext], pad_token_id=endoftext)
+    model.generation_config = generation_config(tokenizer)
     model.save_pretrained(path)
     save_tokenizer(tokenizer, path)

@@ -11,98 +11,75 @@ from typing import Any
 
 import torch
 from transformers import (
-    GenerationConfig,
     Qwen2Tokenizer,
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
-from vllm_omni.testing.tiny.processors import MERGE, save_processors
+from vllm_omni.testing.tiny.processors import MERGE, audio_tower, save_processors, vision_tower
 from vllm_omni.testing.tiny.tokenizer import (
     answer_token_ids,
+    generation_config,
     make_tokenizer,
     padded_vocab_size,
     save_tokenizer,
     token_id,
+    token_ids,
 )
 from vllm_omni.testing.tiny.weights import fill_random, limit_head, scale_output
 
 PATCH = 16
 NUM_SPECIAL_CODES = 1024
-"""The last ids of the talker's vocabulary: never spoken, except codec_eos."""
+"""The last ids of the talker's vocabulary: never sampled, except codec_eos."""
 MAX_POSITIONS = 32768
 THINKER_EOS_FACTOR = 1.1
 TALKER_EOS_FACTOR = 1.2
 VOCODER_GAIN = 0.8
-"""Residual branches add up over its many units: louder, and its periodic activations would be nothing beside what
-passes through, and their sines take a slow path that no trained vocoder meets."""
+"""Residual branches add up over many units: at a larger gain the periodic activations would be small beside the
+residual stream, and their sines would take a slow path that no trained vocoder takes."""
 WAVE_STD = 0.15
 HEADS = ("lm_head", "codec_head")
 
 
 @dataclass(frozen=True)
 class Size:
-    """Everything in which the sizes of the checkpoint differ.
+    """Everything in which the sizes of the checkpoint differ; the defaults are those of the default size.
 
     `deepstack` are the vision layers whose outputs enter the thinker's first layers; `accept_layer`, the
-    thinker state that the talker sees, must be a later one than those.
+    thinker state that the talker reads, must be a later one.
     """
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    expert_hidden: int
-    tower_hidden: int
-    tower_layers: int
-    deepstack: tuple[int, ...]
-    accept_layer: int
-    talker_hidden: int
-    talker_layers: int
-    talker_heads: int
-    talker_expert_hidden: int
-    predictor_layers: int
-    code_groups: int
-    codebook: int
-    vocoder_hidden: int
-    vocoder_layers: int
-    vocoder_window: int
-    decoder_dim: int
-    layer_gain: float
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    expert_hidden: int = 64
+    tower_hidden: int = 64
+    tower_layers: int = 2
+    deepstack: tuple[int, ...] = (0,)
+    accept_layer: int = 2
+    talker_hidden: int = 64
+    talker_layers: int = 2
+    talker_heads: int = 2
+    talker_expert_hidden: int = 32
+    predictor_layers: int = 2
+    code_groups: int = 4
+    codebook: int = 128
+    vocoder_hidden: int = 64
+    vocoder_layers: int = 2
+    vocoder_window: int = 8
+    decoder_dim: int = 64
+    layer_gain: float = 2.0
 
 
 SIZES = {
-    "default": Size(
-        hidden=128,
-        layers=4,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        expert_hidden=64,
-        tower_hidden=64,
-        tower_layers=2,
-        deepstack=(0,),
-        accept_layer=2,
-        talker_hidden=64,
-        talker_layers=2,
-        talker_heads=2,
-        talker_expert_hidden=32,
-        predictor_layers=2,
-        code_groups=4,
-        codebook=128,
-        vocoder_hidden=64,
-        vocoder_layers=2,
-        vocoder_window=8,
-        decoder_dim=64,
-        layer_gain=2.0,
-    ),
+    "default": Size(),
     "large": Size(
         hidden=512,
         layers=8,
         heads=8,
-        kv_heads=2,
         head_dim=64,
         expert_hidden=256,
         tower_hidden=256,
@@ -133,8 +110,7 @@ def write(path: Path, seed: int, size: str) -> None:
     fill_random(model, seed, SIZES[size].layer_gain, heads=HEADS)
     fill_random(model.code2wav, seed, VOCODER_GAIN)
     _shape_outputs(model, tokenizer)
-    im_end, endoftext = token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")
-    model.generation_config = GenerationConfig(eos_token_id=[im_end, endoftext], pad_token_id=endoftext)
+    model.generation_config = generation_config(tokenizer)
     model.save_pretrained(path)
     save_tokenizer(tokenizer, path)
     save_processors(path, "Qwen3OmniMoeProcessor", PATCH)
@@ -165,7 +141,7 @@ def _control_ids(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
         "user_token_id": "user",
         "assistant_token_id": "assistant",
     }
-    return {name: token_id(tokenizer, text) for name, text in names.items()}
+    return token_ids(tokenizer, names)
 
 
 def _multimodal_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
@@ -179,7 +155,7 @@ def _multimodal_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
         "vision_end_token_id": "<|vision_end|>",
         "user_token_id": "user",
     }
-    return {name: token_id(tokenizer, text) for name, text in names.items()}
+    return token_ids(tokenizer, names)
 
 
 def _rope(head_dim: int) -> dict[str, Any]:
@@ -223,15 +199,7 @@ def _thinker_config(size: Size, vocab_size: int, multimodal_ids: dict[str, int])
 
 
 def _vision_config(size: Size) -> dict[str, Any]:
-    return {
-        "depth": size.tower_layers,
-        "hidden_size": size.tower_hidden,
-        "intermediate_size": 2 * size.tower_hidden,
-        "num_heads": size.tower_hidden // 32,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "temporal_patch_size": 2,
-        "out_hidden_size": size.hidden,
+    return vision_tower(size.tower_hidden, size.tower_layers, PATCH, size.hidden) | {
         "num_position_embeddings": 64,
         "image_size": 8 * PATCH,  # undeclared; vLLM reads it: the grid of position embeddings times the patch
         "apply_vit_abs_pos_embed": True,  # undeclared; vLLM reads it
@@ -240,14 +208,8 @@ def _vision_config(size: Size) -> dict[str, Any]:
 
 
 def _audio_config(size: Size) -> dict[str, Any]:
-    return {
-        "num_mel_bins": 128,
-        "encoder_layers": size.tower_layers,
-        "encoder_attention_heads": size.tower_hidden // 32,
-        "encoder_ffn_dim": 2 * size.tower_hidden,
-        "d_model": size.tower_hidden,
+    return audio_tower(size.tower_hidden, size.tower_layers, size.hidden) | {
         "downsample_hidden_size": size.tower_hidden // 4,
-        "output_dim": size.hidden,
         "n_window": 50,
         "n_window_infer": 800,
         "conv_chunksize": 500,
@@ -329,18 +291,18 @@ def _code2wav_config(size: Size) -> dict[str, Any]:
 
 
 def _shape_outputs(model: Qwen3OmniMoeForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
-    """Lets the thinker say words, the talker codes, both stop now and then, and keeps the wave off its limits."""
+    """Limits the thinker to words and the talker to codes, makes both stop sometimes, and keeps the wave in range."""
     config: Any = model.config.talker_config
     im_end, codec_eos = token_id(tokenizer, "<|im_end|>"), config.codec_eos_token_id
     words = answer_token_ids(tokenizer)
     codes = list(range(config.code_predictor_config.vocab_size))
     limit_head(model.thinker.lm_head, [*words, im_end], favoured=im_end, factor=THINKER_EOS_FACTOR)
     limit_head(model.talker.codec_head, [*codes, codec_eos], favoured=codec_eos, factor=TALKER_EOS_FACTOR)
-    _quieten(model.code2wav)
+    _scale_wave(model.code2wav)
 
 
-def _quieten(vocoder: Qwen3OmniMoeCode2Wav) -> None:
-    """Scales the last convolution so that few samples are cut at +-1: there a wrong wave looks like a right one."""
+def _scale_wave(vocoder: Qwen3OmniMoeCode2Wav) -> None:
+    """Scales the last convolution so that few samples are clipped at +-1, where errors do not show."""
     codes = torch.arange(16) * torch.arange(1, vocoder.config.num_quantizers + 1)[:, None]
     last_conv: Any = vocoder.decoder[-1].conv
     scale_output(last_conv, WAVE_STD, lambda: vocoder((codes % vocoder.config.codebook_size)[None]))

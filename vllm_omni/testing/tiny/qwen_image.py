@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny `QwenImagePipeline`: text to image, the prompt read by a Qwen2.5-VL. Has what `qwen_image_edit` shares."""
+"""A tiny `QwenImagePipeline`: text to image, the prompt read by a Qwen2.5-VL. Shared with `qwen_image_edit`."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from diffusers import (
 )
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, fill_components, save, settle
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, calibrate, fill_components
 from vllm_omni.testing.tiny.text_encoders import make_qwen_tokenizer
 from vllm_omni.testing.tiny.tokenizer import token_id
 
@@ -44,11 +44,11 @@ GAINS = {"text_encoder": 2.0, "transformer": 1.5, "vae": 1.0}
 def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
     pipe = QwenImagePipeline(**make_components(SIZES[size]))
-    learn_template(pipe)
+    add_template_tokens(pipe)
     fill_components(pipe, seed, GAINS)
     negative = {"negative_prompt": "dark"}
-    settle(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64, **negative)
-    save(pipe, path)
+    calibrate(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64, **negative)
+    pipe.save_pretrained(path, safe_serialization=True)
 
 
 def make_components(size: Size) -> dict[str, Any]:
@@ -74,11 +74,11 @@ def make_components(size: Size) -> dict[str, Any]:
     }
 
 
-def learn_template(pipe: Any) -> None:
-    """Gives each word of the pipeline's own instruction to its text encoder a token.
+def add_template_tokens(pipe: Any) -> None:
+    """Adds a token for each word of the pipeline's instruction to its text encoder.
 
-    The pipeline drops as many tokens as that instruction has in the real tokenizer. Spelled in bytes it would be
-    longer, and what stayed of it would drown the prompt.
+    The pipeline drops as many tokens as the instruction has in the real tokenizer. Encoded in bytes it would be longer,
+    and the rest of it would dominate the prompt.
     """
     instruction = pipe.prompt_template_encode.split("<|im_end|>")[0].removeprefix("<|im_start|>system\n")
     words = dict.fromkeys(re.findall(r"'s| ?\w+| ?[^\w\s]+", instruction))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny `QwenImageEditPipeline`: a picture and an instruction to another picture.
+"""A tiny `QwenImageEditPipeline`: an image and an instruction to another image.
 
-The pipeline works on the input at a million pixels, whatever was given and asked for. Its autoencoder therefore has
-16 pixels a latent on each side, not 8 as the real one: sizes are multiples of 32.
+The pipeline scales every input to a million pixels. Its autoencoder therefore has 16 pixels a latent on each side, not
+8 as the real one: sizes are multiples of 32.
 """
 
 from pathlib import Path
@@ -13,12 +13,12 @@ from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline
 from PIL import Image
 from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
-from vllm_omni.testing.tiny.pipelines import fill_components, save, settle
-from vllm_omni.testing.tiny.qwen_image import GAINS, PATCH, Size, learn_template, make_components
+from vllm_omni.testing.tiny.pipelines import calibrate, fill_components
+from vllm_omni.testing.tiny.qwen_image import GAINS, PATCH, Size, add_template_tokens, make_components
 
 SIZES = {"default": Size(layers=2, heads=4, axes=(4, 6, 6), text_hidden=64, text_layers=2)}
 VAE = {"base_dim": 8, "dim_mult": [1] * 5, "num_res_blocks": 0, "temperal_downsample": [False, False, True, True]}
-"""The encoder has no other layers at its full size than the first one and the one that halves it."""
+"""Only the encoder's first layer and the one that halves the size run at full size."""
 PROMPT_KEYS_GAIN = 3.0
 
 
@@ -27,24 +27,24 @@ def write(path: Path, seed: int, size: str) -> None:
     components = make_components(SIZES[size])
     components["vae"] = AutoencoderKLQwenImage(**VAE)
     pipe = QwenImageEditPipeline(**components, processor=_make_processor(components["tokenizer"]))
-    learn_template(pipe)
+    add_template_tokens(pipe)
     fill_components(pipe, seed, GAINS)
-    _heed_prompt(pipe)
+    _sharpen_attention(pipe)
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     call = {"image": Image.fromarray(pixels), "negative_prompt": "dark", "height": 64, "width": 64}
-    settle(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, **call)
-    save(pipe, path)
+    calibrate(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, **call)
+    pipe.save_pretrained(path, safe_serialization=True)
 
 
-def _heed_prompt(pipe: QwenImageEditPipeline) -> None:
-    """Lets attention prefer the few tokens of the prompt to the thousand of the picture."""
+def _sharpen_attention(pipe: QwenImageEditPipeline) -> None:
+    """Makes attention prefer the few tokens of the prompt to the thousand of the image."""
     with torch.no_grad():
         for block in pipe.transformer.transformer_blocks:
             block.attn.norm_added_k.weight *= PROMPT_KEYS_GAIN
 
 
 def _make_processor(tokenizer: object) -> Qwen2VLProcessor:
-    """Shows the text encoder at most 16 tokens of a picture."""
+    """Gives the text encoder at most 16 tokens of an image."""
     pixels = {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 16 * (2 * PATCH) ** 2}
     settings = {"size": pixels, "patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
     images, videos = Qwen2VLImageProcessor(**settings), Qwen2VLVideoProcessor(**settings)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny `StableDiffusion3Pipeline`: two CLIPs and a T5 read the prompt.
+"""A tiny `StableDiffusion3Pipeline`: two CLIPs and a T5 encode the prompt.
 
-The T5 is there even in this size: diffusers 0.42 writes a pipeline without it, and then does not load that.
+The T5 is required: diffusers 0.42 saves a pipeline without it, but cannot load that.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pathlib import Path
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from transformers import CLIPTextModelWithProjection
 
-from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, fill_components, make_image_vae, save, settle
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, calibrate, fill_components, make_image_vae
 from vllm_omni.testing.tiny.text_encoders import clip_config, make_clip_tokenizer, make_t5, make_t5_tokenizer
 
 
@@ -37,8 +37,8 @@ def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
     pipe = _build(SIZES[size])
     fill_components(pipe, seed, GAINS)
-    settle(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64)
-    save(pipe, path)
+    calibrate(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64)
+    pipe.save_pretrained(path, safe_serialization=True)
 
 
 def _build(size: Size) -> StableDiffusion3Pipeline:

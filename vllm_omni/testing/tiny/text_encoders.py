@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny text encoders of diffusers pipelines, with tokenizers made without any download.
 
-Weights are those that transformers draws; `pipelines.py` overwrites them.
+`pipelines.py` overwrites the weights.
 """
 
 import string
@@ -27,7 +27,7 @@ CLIP_POSITIONS = 77
 
 
 def make_qwen_tokenizer() -> Qwen2Tokenizer:
-    """The byte-level one of our tiny Qwen models. `apply_chat_template` takes what diffusers hands over."""
+    """The byte-level tokenizer of our tiny Qwen models. `apply_chat_template` accepts diffusers' messages."""
     return make_tokenizer(QWEN3)
 
 
@@ -49,7 +49,7 @@ def qwen3_config(tokenizer: Qwen2Tokenizer, hidden: int, layers: int) -> Qwen3Co
 
 
 def make_clip_tokenizer() -> CLIPTokenizer:
-    """Spells byte by byte; a word's last byte has an id of its own, as in the real one. Lower case only."""
+    """Encodes byte by byte; a word's last byte has its own id, as in the real one. Lower case only."""
     symbols = sorted(ByteLevel.alphabet())
     tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), "<|startoftext|>", "<|endoftext|>"]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -57,7 +57,7 @@ def make_clip_tokenizer() -> CLIPTokenizer:
 
 
 def clip_config(tokenizer: CLIPTokenizer, hidden: int, layers: int) -> CLIPTextConfig:
-    """Heads of 16. The text's summary is what the encoder makes of the end token."""
+    """Heads of 16. The pooled output is that of the end token."""
     return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -74,7 +74,7 @@ def clip_config(tokenizer: CLIPTokenizer, hidden: int, layers: int) -> CLIPTextC
 
 
 def make_t5_tokenizer() -> T5Tokenizer:
-    """One id for each printable ASCII character; all others are unknown to it."""
+    """One id for each printable ASCII character; all others are unknown tokens."""
     characters = string.ascii_letters + string.digits + string.punctuation
     pieces = ["<pad>", "</s>", "<unk>", "\u2581", *characters]  # the fourth stands for the space before a word
     vocab = [(piece, 0.0 if index < 3 else -2.0) for index, piece in enumerate(pieces)]
@@ -87,7 +87,7 @@ def make_t5(tokenizer: T5Tokenizer, hidden: int, layers: int) -> T5EncoderModel:
 
 
 def make_umt5(tokenizer: T5Tokenizer, hidden: int, layers: int) -> UMT5EncoderModel:
-    """The encoder of UMT5, whose layers have their own position biases each."""
+    """The encoder of UMT5, each of whose layers has its own position biases."""
     return UMT5EncoderModel(UMT5Config(**_t5_settings(tokenizer, hidden, layers)))
 
 

@@ -2,8 +2,8 @@
 """A small byte-level BPE tokenizer of Qwen's kind, made without any download.
 
 The role names are one token each, as in the real tokenizer (Qwen3-Omni looks for `ids[i + 1] == user`
-after `<|im_start|>`), and so are some common words, because random weights that pick among words give
-an answer one can read. Everything else is spelled byte by byte. Knows nothing of any model's weights.
+after `<|im_start|>`), and so are some common words, so that random weights produce a readable answer. Everything else
+is encoded byte by byte.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import Qwen2Tokenizer
+from transformers import GenerationConfig, Qwen2Tokenizer
 
 ROLES = ("system", "user", "assistant")
 """One token each, without a space before them."""
@@ -30,14 +30,23 @@ WORDS = tuple(_WORD_LIST.split())
 
 PUNCTUATION = (".", ",", "?", "!")
 
+_QWEN3_TOKENS = (
+    "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> "
+    "<|video_pad|> <|audio_start|> <|audio_end|> <|audio_pad|> <tts_pad> <tts_text_bos> <tts_text_eod>"
+)
+_QWEN2_5_TOKENS = (
+    "<|endoftext|> <|im_start|> <|im_end|> <|AUDIO|> <|audio_bos|> <|audio_eos|> <|vision_bos|> <|vision_eos|> "
+    "<|vision_pad|> <|IMAGE|> <|VIDEO|> <tts_pad> <tts_text_bos> <tts_text_eod> <tts_bos_ethan> <tts_bos_aiden>"
+)
+
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a family of models spells its special tokens.
+    """The special tokens of a family of models.
 
     Attributes:
         named_tokens: Attributes that the family's processor reads from the tokenizer.
-        special_tokens: All, in the order of their ids, which follow those of the words.
+        special_tokens: All of them, in the order of their ids, after those of the words.
     """
 
     named_tokens: dict[str, str]
@@ -45,7 +54,7 @@ class Dialect:
 
     @property
     def chat_template(self) -> str:
-        """Media stand before the text of their turn where the conversation has them there."""
+        """Renders the parts of a message in their order, media as placeholders."""
         names = self.named_tokens
         vision, audio = (names[f"{kind}_bos_token"] + "{}" + names[f"{kind}_eos_token"] for kind in ("vision", "audio"))
         placeholders = {
@@ -66,22 +75,7 @@ QWEN3 = Dialect(
         "audio_bos_token": "<|audio_start|>",
         "audio_eos_token": "<|audio_end|>",
     },
-    special_tokens=(
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|vision_start|>",
-        "<|vision_end|>",
-        "<|vision_pad|>",
-        "<|image_pad|>",
-        "<|video_pad|>",
-        "<|audio_start|>",
-        "<|audio_end|>",
-        "<|audio_pad|>",
-        "<tts_pad>",
-        "<tts_text_bos>",
-        "<tts_text_eod>",
-    ),
+    special_tokens=tuple(_QWEN3_TOKENS.split()),
 )
 
 QWEN2_5 = Dialect(
@@ -94,26 +88,9 @@ QWEN2_5 = Dialect(
         "audio_bos_token": "<|audio_bos|>",
         "audio_eos_token": "<|audio_eos|>",
     },
-    special_tokens=(
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|AUDIO|>",
-        "<|audio_bos|>",
-        "<|audio_eos|>",
-        "<|vision_bos|>",
-        "<|vision_eos|>",
-        "<|vision_pad|>",
-        "<|IMAGE|>",
-        "<|VIDEO|>",
-        "<tts_pad>",
-        "<tts_text_bos>",
-        "<tts_text_eod>",
-        "<tts_bos_ethan>",
-        "<tts_bos_aiden>",
-    ),
+    special_tokens=tuple(_QWEN2_5_TOKENS.split()),
 )
-"""The last two begin what two of the speakers say, in place of `<tts_text_bos>`."""
+"""The last two start the text of two of the speakers, instead of `<tts_text_bos>`."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -142,7 +119,7 @@ $AUDIO
 
 
 def make_tokenizer(dialect: Dialect = QWEN3) -> Qwen2Tokenizer:
-    """The tokenizer that all tiny checkpoints of a dialect share. `<|im_end|>` ends a turn, `<|endoftext|>` pads."""
+    """The tokenizer of all tiny checkpoints of a dialect. `<|im_end|>` ends a turn, `<|endoftext|>` pads."""
     vocab, merges = _vocabulary()
     no_unknown: Any = None  # every byte is known; the constructor's annotation says str
     tokenizer = Qwen2Tokenizer(
@@ -174,8 +151,18 @@ def token_id(tokenizer: Qwen2Tokenizer, text: str) -> int:
     return token
 
 
+def token_ids(tokenizer: Qwen2Tokenizer, names: dict[str, str]) -> dict[str, int]:
+    """The fields of a configuration that name special tokens, as ids."""
+    return {name: token_id(tokenizer, text) for name, text in names.items()}
+
+
+def generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
+    im_end, endoftext = token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")
+    return GenerationConfig(eos_token_id=[im_end, endoftext], pad_token_id=endoftext)
+
+
 def padded_vocab_size(tokenizer: Qwen2Tokenizer) -> int:
-    """Rows of a model's embedding: as in the real checkpoints, somewhat more than there are tokens."""
+    """Rows of a model's embedding: more than tokens, as in the real checkpoints."""
     return (len(tokenizer) // 64 + 1) * 64
 
 
@@ -188,8 +175,8 @@ def answer_token_ids(tokenizer: Qwen2Tokenizer) -> list[int]:
 def _vocabulary() -> tuple[dict[str, int], Any]:
     """256 bytes, then one merge for each prefix of each word.
 
-    All words begin with a space, so while a word is merged only its first symbol can grow: no merge of
-    another word can get in the way. The roles come last, and so cannot break a word apart either.
+    All words begin with a space, so that only the first symbol of a word grows while it is merged: merges of other
+    words do not interfere. The roles come last, so that they do not split a word.
     """
     space = "\u0120"  # how byte-level BPE writes a space
     symbols = sorted(ByteLevel.alphabet())

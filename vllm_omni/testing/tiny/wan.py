@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny `WanPipeline`: text to video of 4k + 1 frames, 8 pixels and 4 frames a latent. Has what `wan_i2v` shares."""
+"""A tiny `WanPipeline`: text to video of 4k + 1 frames, 8 pixels and 4 frames a latent. Shared with `wan_i2v`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
-from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, fill_components, save, settle
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, calibrate, fill_components
 from vllm_omni.testing.tiny.text_encoders import make_t5_tokenizer, make_umt5
 
 
@@ -32,16 +32,16 @@ def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
     pipe = WanPipeline(**make_components(SIZES[size]))
     fill_components(pipe, seed, GAINS)
-    heed_prompt(pipe.transformer)
-    settle(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64, num_frames=5)
-    save(pipe, path)
+    sharpen_attention(pipe.transformer)
+    calibrate(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64, num_frames=5)
+    pipe.save_pretrained(path, safe_serialization=True)
 
 
 def make_components(size: Size, **transformer_settings: Any) -> dict[str, Any]:
     """Arguments of the pipeline's class.
 
     Args:
-        transformer_settings: Of a transformer that reads more than noise and text.
+        transformer_settings: For a transformer with inputs besides noise and text.
     """
     tokenizer = make_t5_tokenizer()
     hidden = size.heads * size.head_dim
@@ -66,8 +66,8 @@ def make_components(size: Size, **transformer_settings: Any) -> dict[str, Any]:
     }
 
 
-def heed_prompt(transformer: WanTransformer3DModel) -> None:
-    """Lets cross-attention pick few tokens: the pipeline fills each prompt up to 512 with zeros, and reads them all."""
+def sharpen_attention(transformer: WanTransformer3DModel) -> None:
+    """Makes cross-attention select few tokens: the pipeline pads each prompt to 512 tokens, without a mask."""
     with torch.no_grad():
         for block in transformer.blocks:
             block.attn2.norm_q.weight *= QUERY_GAIN

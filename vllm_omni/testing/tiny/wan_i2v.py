@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny `WanImageToVideoPipeline` of Wan 2.1: a picture, seen by a CLIP too, is the first frame of a video."""
+"""A tiny `WanImageToVideoPipeline` of Wan 2.1: an image, also encoded by a CLIP, is the first frame of a video."""
 
 from pathlib import Path
 
@@ -8,15 +8,15 @@ from diffusers import WanImageToVideoPipeline
 from PIL import Image
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
-from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, fill_components, save, settle
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, calibrate, fill_components
 from vllm_omni.testing.tiny.wan import GAINS as WAN_GAINS
-from vllm_omni.testing.tiny.wan import SIZES, heed_prompt, make_components
+from vllm_omni.testing.tiny.wan import SIZES, make_components, sharpen_attention
 
 GAINS = {**WAN_GAINS, "image_encoder": 1.5}
 VISION_HIDDEN = 32
 VISION_PIXELS = 32
 MASK_CHANNELS = 4
-"""They say which frames are given."""
+"""They mark the given frames."""
 
 
 def write(path: Path, seed: int, size: str) -> None:
@@ -31,11 +31,11 @@ def write(path: Path, seed: int, size: str) -> None:
         **components, image_encoder=_make_image_encoder(), image_processor=_make_image_processor()
     )
     fill_components(pipe, seed, GAINS)
-    heed_prompt(pipe.transformer)
+    sharpen_attention(pipe.transformer)
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     call = {"image": Image.fromarray(pixels), "height": 64, "width": 64, "num_frames": 5}
-    settle(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, **call)
-    save(pipe, path)
+    calibrate(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, **call)
+    pipe.save_pretrained(path, safe_serialization=True)
 
 
 def _make_image_encoder() -> CLIPVisionModel:

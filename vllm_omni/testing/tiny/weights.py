@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills a module with random weights under which a tiny model behaves like one that was trained.
+"""Fills a module with random weights under which a tiny model behaves like a trained one.
 
-Under the usual 0.02 initialisation a tiny model repeats one token for ever, and a test that compares
-such outputs proves little. Here every layer keeps the scale of what flows through it, heads are sharp,
-and norms and gains differ from one, so that a norm or a gain that is left out shows.
+With the usual 0.02 initialisation a tiny model repeats one token, and comparing its outputs proves little. Here every
+layer keeps the scale of its input, heads are sharp, and norms and gains differ from one, so that a missing norm or gain
+changes the output.
 """
 
 import math
@@ -24,8 +24,8 @@ def fill_random(module: nn.Module, seed: int, layer_gain: float, heads: tuple[st
 
     Args:
         seed: Equal seeds give equal weights, bit for bit.
-        layer_gain: How much louder a layer's output is than its input: at 2 tokens depend on all of the
-            context, at 1 they repeat soon. Deep models take less.
+        layer_gain: Scale of a layer's output relative to its input: at 2 tokens depend on the whole
+            context, at 1 they repeat soon. Deep models need less.
         heads: Parts of parameter names that mark a layer whose outputs are logits.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -50,7 +50,7 @@ def fill_random(module: nn.Module, seed: int, layer_gain: float, heads: tuple[st
 
 
 def limit_head(head: nn.Linear, live: list[int], favoured: int | None = None, factor: float = 1.0) -> None:
-    """Makes a head choose among `live` ids: all other logits are 0, and some live one is always above.
+    """Limits a head to `live` ids: all other logits are 0, and some live one is always larger.
 
     `favoured` (an end-of-sequence id) gets its logit scaled by `factor`: more of them at larger factors.
     """

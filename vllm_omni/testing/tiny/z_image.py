@@ -7,7 +7,7 @@ from pathlib import Path
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Model
 
-from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, fill_components, make_image_vae, save, settle
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, calibrate, fill_components, make_image_vae
 from vllm_omni.testing.tiny.text_encoders import make_qwen_tokenizer, qwen3_config
 
 
@@ -34,8 +34,8 @@ def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
     pipe = _build(SIZES[size])
     fill_components(pipe, seed, GAINS)
-    settle(pipe, pipe.transformer.all_final_layer["2-1"].linear, pipe.vae.decoder.conv_out, height=64, width=64)
-    save(pipe, path)
+    calibrate(pipe, pipe.transformer.all_final_layer["2-1"].linear, pipe.vae.decoder.conv_out, height=64, width=64)
+    pipe.save_pretrained(path, safe_serialization=True)
 
 
 def _build(size: Size) -> ZImagePipeline:

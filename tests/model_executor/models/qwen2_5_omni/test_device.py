@@ -19,6 +19,8 @@ from vllm_omni.model_executor.models.qwen2_5_omni import token2wav_dit
 from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import TalkerFeedback
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import OmniQwen2_5OmniToken2Wav
 
+pytestmark = pytest.mark.slow
+
 NO_IDS = torch.empty(0)
 
 Info = dict[str, Any]
@@ -40,9 +42,9 @@ def make_codes(length: int) -> torch.Tensor:
 
 def windows(length: int, sizes: list[int], speaker: str) -> list[Info]:
     """One request's windows, so many codes in each."""
-    stream: Info = {}
+    state: Info = {}
     infos = [{"codes": part, "speaker": speaker, "seed": length} for part in make_codes(length).split(sizes)]
-    return [info | {"stream": stream, "is_last": info is infos[-1]} for info in infos]
+    return [info | {"state": state, "is_last": info is infos[-1]} for info in infos]
 
 
 STEPS = [(5, [5], "chelsie"), (30, [4, 22, 4], "ethan"), (26, [25, 1, 0], "aiden")]
@@ -84,7 +86,7 @@ def feed_back(device: torch.device) -> list[torch.Tensor]:
         strategy.begin(slot, information, SamplingParams(), is_input_complete=slot == 0)
     strategy.extend([InputPiece(1, {"reply_rows": rows[2]}, False), InputPiece(1, {}, True)])
     slots = torch.tensor([1, 0], device=device)
-    strategy.remember(slots, torch.zeros(2, 8, device=device))
+    strategy.save_hidden_states(slots, torch.zeros(2, 8, device=device))
     made = [strategy.prompt_rows(0, 0, 5), strategy.prompt_rows(1, 1, 3)]
     for frame in range(7):
         frames = torch.full((2,), frame, device=device)

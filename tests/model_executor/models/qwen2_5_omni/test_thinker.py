@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thinker's text and the rows that it hands to the talker, against HF's states."""
+"""The thinker's text and the rows that it emits for the talker, against HF's states."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from vllm.sampling_params import SamplingParams
 
 from tests.model_executor.models.engines import PreemptionCounter, run_engine
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
-from vllm_omni.model_executor.models.qwen2_5_omni.rope import MM_KEYS
-from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT
+from vllm_omni.model_executor.models.qwen2_5_omni.stage_input_processors import MM_KEYS
+from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import TALKER_INPUT
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
 
@@ -103,7 +103,7 @@ def test_features_have_the_fields_that_positions_need(thinker_engine: OmniLLMEng
 def test_vllm_itself_still_misplaces_the_embeddings_of_a_cut_video(
     thinker_engine: OmniLLMEngine, config: PretrainedConfig
 ) -> None:
-    """Once it does not, `sound_in_video.in_token_order` can go."""
+    """Once it does not, `qwen_omni.thinker.in_token_order` can go."""
     thinker, model = config.thinker_config, loaded_model(thinker_engine)
     ids = torch.tensor([thinker.video_token_index, thinker.video_token_index, thinker.audio_token_index])
     rows = torch.randn(3, thinker.text_config.hidden_size)

@@ -43,7 +43,7 @@ def make_codes(length: int) -> torch.Tensor:
 
 
 def make_info(codes: torch.Tensor, seed: int | None = 0, speaker: str = "chelsie", is_last: bool = True) -> Info:
-    info: Info = {"codes": codes, "speaker": speaker, "is_last": is_last, "stream": {}}
+    info: Info = {"codes": codes, "speaker": speaker, "is_last": is_last, "state": {}}
     return info if seed is None else info | {"seed": seed}
 
 
@@ -62,12 +62,12 @@ def run_hf(oracle: HFOracle, codes: torch.Tensor, seed: int, speaker: str) -> to
 
 def cut(codes: torch.Tensor, sizes: list[int], seed: int = 0, speaker: str = "chelsie") -> Iterator[Info]:
     """One request's windows; the last of `sizes` is that of all that follow."""
-    stream: Info = {}
+    state: Info = {}
     start = 0
     while start < codes.shape[0]:
         size = sizes[0] if len(sizes) == 1 else sizes.pop(0)
         is_last = start + size >= codes.shape[0]
-        yield make_info(codes[start : start + size], seed, speaker, is_last) | {"stream": stream}
+        yield make_info(codes[start : start + size], seed, speaker, is_last) | {"state": state}
         start += size
 
 
@@ -101,10 +101,10 @@ def test_windows_add_up_to_nearly_the_whole(sizes: list[int], vocoder: OmniQwen2
     """The bounds are a little above what is measured; with nothing held back they would not hold."""
     codes = make_codes(150)
     (whole,) = run(vocoder, [make_info(codes)])
-    streamed = torch.cat([run(vocoder, [window])[0] for window in cut(codes, sizes.copy())])
-    assert streamed.shape == whole.shape
-    assert rms(streamed - whole) < 2e-3 * rms(whole)
-    assert (streamed - whole).abs().max() < 5e-2 * rms(whole)
+    joined = torch.cat([run(vocoder, [window])[0] for window in cut(codes, sizes.copy())])
+    assert joined.shape == whole.shape
+    assert rms(joined - whole) < 2e-3 * rms(whole)
+    assert (joined - whole).abs().max() < 5e-2 * rms(whole)
 
 
 def test_a_window_speaks_at_once_and_the_next_one_goes_on(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
@@ -143,7 +143,7 @@ def test_an_empty_last_window_brings_what_was_held_back(vocoder: OmniQwen2_5Omni
     codes = make_codes(40)
     window = make_info(codes, is_last=False)
     parts = [*run(vocoder, [window])]
-    parts += run(vocoder, [make_info(codes[:0]) | {"stream": window["stream"]}])
+    parts += run(vocoder, [make_info(codes[:0]) | {"state": window["state"]}])
     (whole,) = run(vocoder, [make_info(codes)])
     assert all(part.numel() for part in parts)
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-4)

@@ -15,6 +15,8 @@ from vllm_omni.stage.engines.llm_request import ARRequest
 from ..streams import Pieces, run_first_stage, run_stage
 from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def thoughts(thinker_engine: OmniLLMEngine, cases: dict[str, Case]) -> Pieces:

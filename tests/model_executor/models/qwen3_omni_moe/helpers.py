@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.models.qwen3_omni_moe.stage_input_processors import ThinkerToTalker
-from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
+from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import TALKER_INPUT
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.testing.hf_oracle import OracleResult
 

@@ -66,9 +66,9 @@ def run(vocoder: OmniQwen3OmniMoeCode2Wav, information: list[dict[str, Any]]) ->
     return [output["audio"] for output in vocoder(ids, ids, runtime_additional_information=information)]
 
 
-def window(codes: torch.Tensor, stream: dict[str, Any] | None = None, is_last: bool = False) -> dict[str, Any]:
-    """A window of a stream, or a whole."""
-    return {"codes": codes, "stream": {} if stream is None else stream, "is_last": is_last or stream is None}
+def window(codes: torch.Tensor, state: dict[str, Any] | None = None, is_last: bool = False) -> dict[str, Any]:
+    """A window of a request, or a whole request."""
+    return {"codes": codes, "state": {} if state is None else state, "is_last": is_last or state is None}
 
 
 def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -77,7 +77,7 @@ def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
         torch.testing.assert_close(a, e, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("max_batch_frames", [5, 64, 10_000])
+@pytest.mark.parametrize("max_batch_frames", [pytest.param(5, marks=pytest.mark.slow), 64, 10_000])
 def test_every_request_of_a_batch_equals_hf(
     max_batch_frames: int,
     vocoder: OmniQwen3OmniMoeCode2Wav,
@@ -96,21 +96,21 @@ def cut(size: int | None, length: int, rng: random.Random) -> list[tuple[int, in
     return list(itertools.pairwise(stops))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 25, 64, None])
-def test_windows_in_any_company_make_the_whole(
+@pytest.mark.parametrize("size", [7, None, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 3, 25, 64))])
+def test_windows_in_any_batch_equal_the_whole(
     size: int | None, vocoder: OmniQwen3OmniMoeCode2Wav, all_codes: list[torch.Tensor], waves: list[torch.Tensor]
 ) -> None:
-    """Streams begin and end in different steps, and are at different places in each."""
+    """Requests start and end in different steps, and are at different positions in each."""
     rng = random.Random(size or 0)
     windows = [cut(size, len(codes), rng) for codes in all_codes]
-    streams: list[dict[str, Any]] = [{} for _ in all_codes]
+    states: list[dict[str, Any]] = [{} for _ in all_codes]
     pieces: list[list[torch.Tensor]] = [[torch.empty(0)] for _ in all_codes]
     while any(windows):
         batch = [i for i, waiting in enumerate(windows) if waiting and rng.random() < 0.7]
         step = []
         for i in batch:
             start, stop = windows[i].pop(0)
-            step.append(window(all_codes[i][start:stop], streams[i], is_last=not windows[i]))
+            step.append(window(all_codes[i][start:stop], states[i], is_last=not windows[i]))
         for i, audio in zip(batch, run(vocoder, step), strict=True):
             pieces[i].append(audio)
     assert_close([torch.cat(parts) for parts in pieces], waves)
@@ -119,25 +119,25 @@ def test_windows_in_any_company_make_the_whole(
 def test_every_window_gives_the_samples_of_its_frames(
     vocoder: OmniQwen3OmniMoeCode2Wav, all_codes: list[torch.Tensor]
 ) -> None:
-    """All of them at once: nothing is held back, so a last window without frames has nothing left to give."""
-    stream: dict[str, Any] = {}
+    """Nothing is held back, so a last window without frames gives no samples."""
+    state: dict[str, Any] = {}
     codes = all_codes[-1]
-    sizes = [len(run(vocoder, [window(codes[start:stop], stream)])[0]) for start, stop in [(0, 1), (1, 5), (5, 5)]]
+    sizes = [len(run(vocoder, [window(codes[start:stop], state)])[0]) for start, stop in [(0, 1), (1, 5), (5, 5)]]
     assert sizes == [1920 - 555, 4 * 1920, 0]
     assert vocoder.num_samples(100) == 100 * 1920 - 555
-    (nothing,) = run(vocoder, [window(codes[:0], stream, is_last=True)])
+    (nothing,) = run(vocoder, [window(codes[:0], state, is_last=True)])
     assert nothing.shape == (0,)
 
 
-def test_a_stream_that_begins_with_nothing_is_one_that_has_not_begun(
+def test_an_empty_first_window_leaves_the_initial_state(
     vocoder: OmniQwen3OmniMoeCode2Wav, all_codes: list[torch.Tensor], waves: list[torch.Tensor]
 ) -> None:
-    stream: dict[str, Any] = {}
-    run(vocoder, [window(all_codes[2][:0], stream)])
-    assert_close(run(vocoder, [window(all_codes[2], stream, is_last=True)]), [waves[2]])
+    state: dict[str, Any] = {}
+    run(vocoder, [window(all_codes[2][:0], state)])
+    assert_close(run(vocoder, [window(all_codes[2], state, is_last=True)]), [waves[2]])
 
 
-def test_a_step_that_raises_leaves_all_streams_as_they_were(
+def test_a_step_that_raises_changes_no_state(
     vocoder: OmniQwen3OmniMoeCode2Wav,
     all_codes: list[torch.Tensor],
     waves: list[torch.Tensor],
@@ -145,9 +145,9 @@ def test_a_step_that_raises_leaves_all_streams_as_they_were(
 ) -> None:
     """One of them fails in its second batch, when the other one's window has been decoded."""
     a, b = all_codes[2], all_codes[4]
-    streams: list[dict[str, Any]] = [{}, {}]
-    first = run(vocoder, [window(a[:20], streams[0]), window(b[:3], streams[1])])
-    second = [window(a[20:], streams[0]), window(b[3:], streams[1])]
+    states: list[dict[str, Any]] = [{}, {}]
+    first = run(vocoder, [window(a[:20], states[0]), window(b[:3], states[1])])
+    second = [window(a[20:], states[0]), window(b[3:], states[1])]
     decode, batches = vocoder._decode, iter([True, False])
 
     def failing(*args: Any) -> None:
@@ -163,13 +163,11 @@ def test_a_step_that_raises_leaves_all_streams_as_they_were(
     assert_close([torch.cat(parts) for parts in zip(first, rest, strict=True)], [waves[2], waves[4]])
 
 
-def test_a_stream_holds_no_memory_of_its_batch(
-    vocoder: OmniQwen3OmniMoeCode2Wav, all_codes: list[torch.Tensor]
-) -> None:
-    streams: list[dict[str, Any]] = [{} for _ in range(4)]
-    run(vocoder, [window(all_codes[-1][:4], stream) for stream in streams])
-    for stream in streams:
-        assert stream["state"].untyped_storage().nbytes() == stream["state"].nbytes
+def test_a_state_holds_no_memory_of_its_batch(vocoder: OmniQwen3OmniMoeCode2Wav, all_codes: list[torch.Tensor]) -> None:
+    states: list[dict[str, Any]] = [{} for _ in range(4)]
+    run(vocoder, [window(all_codes[-1][:4], state) for state in states])
+    for state in states:
+        assert state["state"].untyped_storage().nbytes() == state["state"].nbytes
 
 
 def test_pieces_of_a_window_are_of_a_length() -> None:
@@ -207,7 +205,7 @@ def test_activations_take_no_more_than_is_declared(
     monkeypatch.setattr(model, "max_batch_frames", MAX_BATCH_FRAMES)  # as on an accelerator
     sizes = model.config
     infos: list[dict[str, Any]] = [
-        {"codes": torch.randint(sizes.codebook_size, (50, sizes.num_quantizers)), "stream": {}, "is_last": False}
+        {"codes": torch.randint(sizes.codebook_size, (50, sizes.num_quantizers)), "state": {}, "is_last": False}
         for _ in range(8)
     ]
     with torch.inference_mode(), PeakMemory() as memory:

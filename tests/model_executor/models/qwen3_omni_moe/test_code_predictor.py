@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import CodePredictor
-from vllm_omni.model_executor.models.qwen3_omni_moe.residual_sampling import (
+from vllm_omni.model_executor.models.qwen3_omni_moe.residual_frames import (
     SAMPLING_TOP_K,
     SAMPLING_TOP_P,
     ResidualSampling,

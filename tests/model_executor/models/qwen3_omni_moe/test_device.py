@@ -18,8 +18,7 @@ from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu, simulate_dev
 from vllm_omni.model_executor.feedback import FedBackRows, InputPiece
 from vllm_omni.model_executor.models.qwen3_omni_moe.code2wav import OmniQwen3OmniMoeCode2Wav
 from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import CodePredictor
-from vllm_omni.model_executor.models.qwen3_omni_moe.frame_graphs import FrameGraphs
-from vllm_omni.model_executor.models.qwen3_omni_moe.residual_sampling import Frame, ResidualSampling
+from vllm_omni.model_executor.models.qwen3_omni_moe.residual_frames import Frame, FrameGraphs, ResidualSampling
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_feedback import TalkerFeedback
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TalkerPromptBuilder, ThinkerRows
 
@@ -59,7 +58,7 @@ def speak(talker: nn.ModuleDict, device: torch.device) -> list[torch.Tensor]:
     made = [strategy.prompt_rows(slot, 0, 9) for slot in range(3)]
     for frame in range(3):
         hidden = torch.randn(3, talker["builder"].control.shape[1]).to(device)
-        strategy.remember(slots, hidden)
+        strategy.save_hidden_states(slots, hidden)
         rows = FedBackRows(
             torch.tensor([4, 5, 6 + frame], device=device), slots, torch.full((3,), frame, device=device)
         )
@@ -119,15 +118,15 @@ def vocoder(tiny_qwen3_omni_moe: Path, config: PretrainedConfig) -> OmniQwen3Omn
 
 @torch.no_grad()
 def vocode(vocoder: OmniQwen3OmniMoeCode2Wav, config: PretrainedConfig) -> list[torch.Tensor]:
-    """The waves of two streams and of a whole request, step by step."""
+    """The waves of two requests in windows and of a whole one, step by step."""
     sizes = config.code2wav_config
     generator = torch.Generator().manual_seed(0)
     codes = [torch.randint(sizes.codebook_size, (n, sizes.num_quantizers), generator=generator) for n in (12, 9, 3)]
-    streams: list[dict[str, Any]] = [{}, {}, {}]
+    states: list[dict[str, Any]] = [{}, {}, {}]
     waves = []
     for step in (((0, 5), (0, 0), (0, 3)), ((5, 9), (0, 4), None), ((9, 12), (4, 9), None)):
         infos = [
-            {"codes": codes[i][slice(*part)], "stream": streams[i], "is_last": part[1] == len(codes[i])}
+            {"codes": codes[i][slice(*part)], "state": states[i], "is_last": part[1] == len(codes[i])}
             for i, part in enumerate(step)
             if part is not None
         ]

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_omni.model_executor.models.qwen3_omni_moe.frame_graphs import FrameGraphs
-from vllm_omni.model_executor.models.qwen3_omni_moe.residual_sampling import Frame, ResidualSampling
+from vllm_omni.model_executor.models.qwen3_omni_moe.residual_frames import Frame, FrameGraphs, ResidualSampling
 
 MAX_BATCH, HIDDEN, NOISE = 6, 4, (2, 3)
 

@@ -18,7 +18,8 @@ from vllm_omni.model_executor.models.qwen3_omni_moe.stage_input_processors impor
     find_reply_start,
     find_user_positions,
 )
-from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import NUM_TAIL_ROWS, TALKER_INPUT
+from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import NUM_TAIL_ROWS
+from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import TALKER_INPUT
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.window import WindowState
 from vllm_omni.testing.hf_oracle import HFOracle

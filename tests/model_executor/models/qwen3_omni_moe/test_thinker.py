@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.model_executor.models.engines import PreemptionCounter, run_engine
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
-from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
+from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import TALKER_INPUT
 from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
 
 from .helpers import THINKER_TOKENS, Case

@@ -19,6 +19,8 @@ from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest
 
 from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def thoughts(thinker_engine: OmniLLMEngine, cases: dict[str, Case]) -> Pieces:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Qwen2.5-Omni's stages feed each other: thinker to talker, talker to vocoder.
 
-They hand rows on and compute positions; everything that needs weights happens in the consumer's model.
+They select rows and compute positions; everything that needs weights happens in the consumer's model.
 Reference: `Qwen2_5OmniForConditionalGeneration.generate` of HF transformers.
 """
 
@@ -10,69 +10,59 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import PretrainedConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniPreTrainedModelForConditionalGeneration
 
 from vllm_omni.config.stage_config import WindowConfig
-from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
-from vllm_omni.model_executor.models.qwen2_5_omni.rope import MM_KEYS, RopeIndex
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import DEFAULT_SPEAKER, load_speakers
-from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import PROMPT_ROWS, REPLY_ROWS, SPEAKER
-from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT
+from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import PROMPT_ROWS, SPEAKER
+from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import (
+    REPLY_ROWS,
+    TALKER_INPUT,
+    QwenOmniThinkerToTalker,
+    RopeIndex,
+    find_speaker,
+)
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import StageOutput
+
+MM_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "audio_feature_lengths", "use_audio_in_video")
+"""The fields of a prompt's media that positions depend on, by vLLM's names."""
 
 NUM_TAIL_ROWS = 2
 """Rows of the talker's prompt after the thinker's: the voice, and the first token of the reply."""
 
 
-def speaker_names(hf_config: PretrainedConfig) -> list[str]:
-    """The voices of the checkpoint whose configuration this is, in lower case, the default one first."""
+def make_rope_index(thinker_config: Any) -> RopeIndex:
+    """Thinker and talker use the same positions."""
+    merge_size = thinker_config.vision_config.spatial_merge_size
+    return RopeIndex(Qwen2_5OmniPreTrainedModelForConditionalGeneration, thinker_config, merge_size)
+
+
+def speaker_names(hf_config: PretrainedConfig) -> tuple[str, ...]:
+    """The voices of the checkpoint that has this configuration, in lower case, the default one first."""
     if not hf_config.name_or_path:
-        raise ValueError("a configuration that does not say where it was read from leads to no voices")
+        raise ValueError("the configuration has no name_or_path, where the checkpoint's voices would be found")
     revision = getattr(hf_config, "omni_revision", None)
-    return sorted(load_speakers(hf_config.name_or_path, revision), key=lambda name: name != DEFAULT_SPEAKER)
+    return tuple(sorted(load_speakers(hf_config.name_or_path, revision), key=lambda name: name != DEFAULT_SPEAKER))
 
 
-def find_speaker(request: StageRequest, speakers: list[str]) -> str:
-    """The voice that a request asks for, in lower case; by default the first of `speakers`.
-
-    Raises:
-        InvalidRequestError: There is no such voice; names those that there are.
-    """
-    name = request.options.get("speaker", speakers[0])
-    if not isinstance(name, str) or name.lower() not in speakers:
-        raise InvalidRequestError(
-            f"unknown speaker {name!r}; this checkpoint has {', '.join(speakers)}", request.request_id
-        )
-    return name.lower()
-
-
-class ThinkerToTalker(StageInputProcessor):
-    """The whole conversation and the reply, as the thinker saw them, become the talker's input.
-
-    The prompt of the talker ends with the reply's first token. Each further one is read with a codec token of its own,
-    so the talker can start when the thinker has made two (the row of a token is there when the next token is).
-    """
+class ThinkerToTalker(QwenOmniThinkerToTalker):
+    """The talker's prompt holds the whole conversation."""
 
     mm_metadata_keys: ClassVar[tuple[str, ...]] = MM_KEYS
-    reads: ClassVar[tuple[str, ...]] = ("completions", f"tensors.{TALKER_INPUT}")
-    window: ClassVar[WindowConfig] = WindowConfig(unit="tokens", first_window_size=2)
-    min_first_window_size: ClassVar[int] = 2
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
         super().__init__(hf_config)
         self.talker_config = hf_config.talker_config
-        self.speakers = speaker_names(hf_config)
-        self._rope_index = RopeIndex(hf_config.thinker_config)
-
-    def validate(self, request: StageRequest) -> None:
-        find_speaker(request, self.speakers)
+        self._voices = speaker_names(hf_config)
+        self._rope_index = make_rope_index(hf_config.thinker_config)
 
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
         """
         Returns:
-            None for a reply of one token, which holds no text that could be spoken, and for the end of a reply whose
-            rows have all been sent.
+            None for a reply of one token, which holds no text to speak, and for the end of a reply whose rows have all
+            been sent.
 
         Raises:
             InvalidRequestError: The speaker is unknown.
@@ -80,9 +70,9 @@ class ThinkerToTalker(StageInputProcessor):
         (window,) = sources.values()
         rows = window.tensors.get(TALKER_INPUT)
         if window.start == 0:
-            speaker = find_speaker(request, self.speakers)
+            speaker = find_speaker(request, self.voices)
             if rows is None:
-                raise ValueError(f"the thinker hands over no {TALKER_INPUT!r}; its engine_output_type must be 'latent'")
+                raise ValueError(f"the thinker emits no {TALKER_INPUT!r}; its engine_output_type must be 'latent'")
             if rows.shape[0] <= len(request.prompt_token_ids):
                 return None
             made = self._make_prompt(request, rows, speaker)
@@ -91,17 +81,14 @@ class ThinkerToTalker(StageInputProcessor):
         else:
             made = StageInput(additional_information={REPLY_ROWS: rows})
         if not window.is_last:
-            # With n tokens of the reply n - 1 rows of it are there, the first of which is in the prompt.
+            # n tokens of the reply have n - 1 rows, the first of which is in the prompt.
             num_generated = window.start + len(window.completions[0].token_ids) - window.context
             made.num_ready_tokens = len(request.prompt_token_ids) + NUM_TAIL_ROWS + num_generated - 2
         return made
 
     @property
     def voices(self) -> tuple[str, ...]:
-        return tuple(self.speakers)
-
-    def empty_output(self) -> dict[str, torch.Tensor]:
-        return {}
+        return self._voices
 
     def _make_prompt(self, request: StageRequest, rows: torch.Tensor, speaker: str) -> StageInput:
         """
@@ -125,8 +112,8 @@ class ThinkerToTalker(StageInputProcessor):
     def _mrope_positions(self, request: StageRequest) -> torch.Tensor:
         """`[3, P + NUM_TAIL_ROWS]` int64, the thinker's and two of text.
 
-        The reference computes them over the voice's token and the reply's first one, and fails where that one happens
-        to be one that stands before media. Text is all that they are.
+        The reference computes them over the voice's token and the reply's first one, and fails where the latter is one
+        that precedes media. Both rows are text.
         """
         tail = [self.talker_config.tts_text_pad_token_id] * NUM_TAIL_ROWS
         return self._rope_index(torch.tensor([*request.prompt_token_ids, *tail]), request.mm_metadata)
@@ -135,8 +122,8 @@ class ThinkerToTalker(StageInputProcessor):
 class TalkerToToken2Wav(StageInputProcessor):
     """The talker's tokens become the vocoder's input: one placeholder id for each code.
 
-    What the vocoder knows no sound for is left out: the end of speech, and the control tokens of a talker that was
-    sampled at a high temperature.
+    Tokens that are no codes are left out: the end of speech, and the control tokens of a talker that was sampled at a
+    high temperature.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("completions",)
@@ -152,8 +139,7 @@ class TalkerToToken2Wav(StageInputProcessor):
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
         """
         Returns:
-            None where there is nothing to do: nothing was said in this window, and nothing before it that would have
-            to be brought to an end.
+            None where there is nothing to do: the window has no codes, and no window before it has to be completed.
 
         Raises:
             InvalidRequestError: The speaker is unknown.
@@ -176,7 +162,7 @@ class TalkerToToken2Wav(StageInputProcessor):
         return {"audio": torch.empty(0)}
 
     def _find_codes(self, window: StageOutput) -> torch.Tensor:
-        """`[T]` int64, what the window adds."""
+        """`[T]` int64, the codes that the window adds."""
         if not window.completions:
             return torch.empty(0, dtype=torch.int64)
         tokens = torch.tensor(window.completions[0].token_ids[window.context :], dtype=torch.int64)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The talker: speaks the thinker's reply, one codec token a step.
+"""The talker: makes speech of the thinker's reply, one codec token per step.
 
-What a step reads is the sum of the token before it and of the next row of the thinker's reply, projected into the
-talker's space; `talker_feedback.py` makes it. Here are the layers and the weights.
+A step reads the sum of the token before it and of the next row of the thinker's reply, projected into the talker's
+space; `talker_feedback.py` computes it. This file has the layers and the weights.
 Reference: `Qwen2_5OmniTalkerForConditionalGeneration` of HF transformers.
 """
 
@@ -15,20 +15,17 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.qwen2 import Qwen2Model
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
-from vllm.multimodal.inputs import MultiModalFeatureSpec
-from vllm.sequence import IntermediateTensors
+from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 
 from vllm_omni.model_executor.feedback import FeedbackStrategy
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
 from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import TalkerFeedback
-from vllm_omni.model_executor.models.thinker_embedding import ThinkerEmbeds, is_unused_by_talker
+from vllm_omni.model_executor.models.qwen_omni.talker import QwenOmniTalker
 
 
-class OmniQwen2_5OmniTalker(nn.Module, SupportsMRoPE):
+class OmniQwen2_5OmniTalker(QwenOmniTalker):
     """Predicts codec tokens."""
 
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"talker.": "", "thinker.": None, "token2wav.": None})
@@ -40,7 +37,7 @@ class OmniQwen2_5OmniTalker(nn.Module, SupportsMRoPE):
         self.config = config
         self.speakers = load_speakers(model_config.model, model_config.revision)
         self.model = _make_backbone(vllm_config, maybe_prefix(prefix, "model"))
-        # As wide as the thinker, not as the layers.
+        # The thinker's width, not that of the layers.
         self.model.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.embedding_size)
         self.thinker_to_talker_proj = nn.Linear(config.embedding_size, config.hidden_size).requires_grad_(False)
         self.codec_head = ParallelLMHead(
@@ -60,21 +57,9 @@ class OmniQwen2_5OmniTalker(nn.Module, SupportsMRoPE):
             "text_embeds", torch.zeros(len(self.text_token_ids), config.embedding_size), persistent=False
         )
 
-    # ---- vLLM's model interface
-
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Projected codec tokens, without the text that goes with them."""
         return self.thinker_to_talker_proj(self.model.embed_input_ids(input_ids))
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor | IntermediateTensors:
-        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         logits = self.logits_processor(self.codec_head, hidden_states)
@@ -82,25 +67,10 @@ class OmniQwen2_5OmniTalker(nn.Module, SupportsMRoPE):
             logits[:, self.config.tts_codec_start_token_id] = float("-inf")
         return logits
 
-    def get_mrope_input_positions(
-        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
-    ) -> tuple[torch.Tensor, int]:
-        """Linear positions; the stage input processor sends others with its prompts."""
-        return torch.arange(len(input_tokens)).expand(3, -1), 0
-
-    @staticmethod
-    def is_unused_checkpoint_weight(name: str) -> bool:
-        """Lets vLLM's loader skip files that hold only other stages' weights."""
-        return is_unused_by_talker(name)
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        thinker_embeds = ThinkerEmbeds(self.text_token_ids)
-        loader = AutoWeightsLoader(self)
-        loaded = loader.load_weights(thinker_embeds.take_from(weights), mapper=self.hf_to_vllm_mapper)
-        self.text_embeds.copy_(thinker_embeds.rows)
+        loaded, text_embeds = self.load_with_thinker_embeds(weights, self.text_token_ids)
+        self.text_embeds.copy_(text_embeds)
         return loaded
-
-    # ---- the runner's
 
     def make_feedback_strategy(self, max_batch_size: int) -> FeedbackStrategy:
         end, pad, *voices = self.text_embeds.unbind(0)
@@ -118,9 +88,9 @@ class OmniQwen2_5OmniTalker(nn.Module, SupportsMRoPE):
 
 
 def _make_backbone(vllm_config: VllmConfig, prefix: str) -> Qwen2Model:
-    """Qwen2's layers; made of Llama's, because vLLM's Qwen2 knows no `head_dim` of its own, which a talker has."""
+    """Qwen2's layers, made of Llama's: vLLM's Qwen2 does not read `head_dim`, which a talker's configuration has."""
     layer_config: Any = copy.copy(vllm_config.model_config.hf_config)
-    layer_config.qkv_bias = True  # so Llama's layers have them where Qwen2's do, and nowhere else
+    layer_config.qkv_bias = True  # Llama's layers then have biases where Qwen2's do
 
     def make_layer(prefix: str, **kwargs: Any) -> nn.Module:
         return LlamaDecoderLayer(vllm_config, prefix, layer_config)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen2.5-Omni's vocoder: turns the codes of whole requests, or of windows of them, into waveforms, in one step.
 
-A request that comes whole equals the reference's, for equal noise, whatever else is in the batch.
+The waveform of a whole request equals the reference's, for equal noise, whatever else is in the batch.
 
 This file knows no talker and no engine.
 """
@@ -9,20 +9,20 @@ This file knows no talker and no engine.
 import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import nn
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniToken2WavConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
 from vllm.config import VllmConfig
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.platforms import current_platform
 
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_bigvgan import BigVGAN
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_dit import DiTSolver
-from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_stream import StreamState, Window, WindowPlanner
+from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_windows import VocoderState, Window, WindowPlanner
+from vllm_omni.model_executor.models.qwen_omni.vocoder import QwenOmniVocoder
 
 MAX_BATCH_FRAMES = 16384
 """Frames of the spectrogram in one batch: bounds the memory of the widest activation."""
@@ -31,20 +31,14 @@ ACTIVATION_COPIES = 12
 """Tensors of the size of the waveform times its channels that are needed at the same time, an upper estimate."""
 
 MAX_BATCH_FRAMES_CPU = 1024
-"""A CPU gains from a batch only until its activations leave the caches."""
+"""Larger batches are no faster on a CPU: their activations do not fit into its caches."""
 
-STATE = "state"
-"""Where a request's `StreamState` lies in what the runner keeps for it."""
+STATE = "vocoder"
+"""Key of the `VocoderState` in the request's `state`."""
 
 
-class OmniQwen2_5OmniToken2Wav(nn.Module):
-    """Makes waves of codes; see `SupportsOneStepGeneration`."""
-
-    is_attention_free: ClassVar[Literal[True]] = True
-
-    hf_to_vllm_mapper = WeightsMapper(
-        orig_to_new_prefix={"token2wav.": "token2wav.", "thinker.": None, "talker.": None}
-    )
+class OmniQwen2_5OmniToken2Wav(QwenOmniVocoder):
+    checkpoint_prefix: ClassVar[str] = "token2wav."
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -56,11 +50,6 @@ class OmniQwen2_5OmniToken2Wav(nn.Module):
         ).eval()
         self.speakers = load_speakers(model_config.model, model_config.revision)
         self.max_batch_frames = MAX_BATCH_FRAMES_CPU if current_platform.is_cpu() else MAX_BATCH_FRAMES
-
-    @staticmethod
-    def is_unused_checkpoint_weight(name: str) -> bool:
-        """Lets vLLM's loader skip files that hold only other stages' weights."""
-        return not name.startswith("token2wav.")
 
     @cached_property
     def solver(self) -> DiTSolver:
@@ -83,10 +72,6 @@ class OmniQwen2_5OmniToken2Wav(nn.Module):
         channels = bigvgan.upsample_initial_channel // 2 ** len(bigvgan.upsample_rates)
         return ACTIVATION_COPIES * frames * math.prod(bigvgan.upsample_rates) * channels * torch.float32.itemsize
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Required by vLLM of every model, never called: the input is not in the ids."""
-        raise NotImplementedError("the vocoder reads its codes from additional_information")
-
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -99,24 +84,24 @@ class OmniQwen2_5OmniToken2Wav(nn.Module):
         Args:
             input_ids, positions: Not read; the ids are placeholders, one for each code.
             runtime_additional_information: One dict for each request: `codes`, int64 `[T]`, new ones only;
-                `speaker`, its name in lower case; `seed`, int, absent for noise that nothing repeats; `is_last`, no
-                window follows; `stream`, a dict that lives as long as the request.
+                `speaker`, its name in lower case; `seed`, int, absent for random noise; `is_last`, no window follows;
+                `state`, the request's state.
 
         Returns:
             One dict for each request: `audio`, float32 `[samples]` in [-1, 1] (24 kHz in the published checkpoint),
             what this window adds; empty where there is nothing yet.
         """
         infos = runtime_additional_information
-        windows = [self.planner.open(info, info["stream"].get(STATE)) for info in infos]
+        windows = [self.planner.start(info, info["state"].get(STATE)) for info in infos]
         nothing = torch.empty(0, device=self.solver.device)
-        closed: list[tuple[torch.Tensor, StreamState]] = [(nothing, window.state) for window in windows]
+        finished: list[tuple[torch.Tensor, VocoderState]] = [(nothing, window.state) for window in windows]
         ready = [index for index, window in enumerate(windows) if window.num_final_frames]
         for batch in self._split(windows, ready):
             for index, result in zip(batch, self._decode([windows[i] for i in batch]), strict=True):
-                closed[index] = result
-        for info, (_, state) in zip(infos, closed, strict=True):
-            info["stream"][STATE] = state  # Not before everything is computed: a step that fails can run again.
-        return [{"audio": audio} for audio, _ in closed]
+                finished[index] = result
+        for info, (_, state) in zip(infos, finished, strict=True):
+            info["state"][STATE] = state  # After everything is computed: a step that fails can run again.
+        return [{"audio": audio} for audio, _ in finished]
 
     def _split(self, windows: list[Window], indices: list[int]) -> Iterator[list[int]]:
         """Batches of at most `max_batch_frames`, or of one window."""
@@ -132,17 +117,13 @@ class OmniQwen2_5OmniToken2Wav(nn.Module):
         if batch:
             yield batch
 
-    def _decode(self, windows: list[Window]) -> list[tuple[torch.Tensor, StreamState]]:
+    def _decode(self, windows: list[Window]) -> list[tuple[torch.Tensor, VocoderState]]:
         mels, past = self.solver.solve([window.dit_input for window in windows])
         waves = self.bigvgan.decode([window.choose_frames(mel) for window, mel in zip(windows, mels, strict=True)])
-        return [self.planner.close(*parts) for parts in zip(windows, mels, past, waves, strict=True)]
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Required by vLLM of every model that generates, never called: nothing is sampled."""
-        raise NotImplementedError("the vocoder samples no tokens")
+        return [self.planner.finish(*parts) for parts in zip(windows, mels, past, waves, strict=True)]
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded = AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
-        _ = self.solver, self.planner  # What is computed once for a checkpoint.
+        _ = self.solver, self.planner  # Computed once for a checkpoint.
         return loaded

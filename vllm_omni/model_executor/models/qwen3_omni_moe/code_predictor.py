@@ -23,8 +23,13 @@ from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor_layers import
     empty_weight,
     rms_norm,
 )
-from vllm_omni.model_executor.models.qwen3_omni_moe.frame_graphs import FrameGraphs, MakeFrame
-from vllm_omni.model_executor.models.qwen3_omni_moe.residual_sampling import SAMPLING_TOP_K, Frame, ResidualSampling
+from vllm_omni.model_executor.models.qwen3_omni_moe.residual_frames import (
+    SAMPLING_TOP_K,
+    Frame,
+    FrameGraphs,
+    MakeFrame,
+    ResidualSampling,
+)
 
 
 def _refuse_unknown_attention(config: Qwen3OmniMoeTalkerCodePredictorConfig) -> None:

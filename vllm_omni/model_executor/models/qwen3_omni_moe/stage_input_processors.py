@@ -7,7 +7,7 @@ Reference: `Qwen3OmniMoeForConditionalGeneration.generate` of HF transformers.
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from transformers import PretrainedConfig
@@ -18,26 +18,25 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
-from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import (
-    NUM_HEADER_ROWS,
-    NUM_TAIL_ROWS,
+from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import NUM_HEADER_ROWS, NUM_TAIL_ROWS, ThinkerRows
+from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import (
+    REPLY_ROWS,
     TALKER_INPUT,
-    ThinkerRows,
+    QwenOmniThinkerToTalker,
+    RopeIndex,
+    find_speaker,
 )
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import StageOutput
 
 DEFAULT_SPEAKER = "ethan"
 
-# The reference's position ids: methods that are called here on an object with the few fields that they read.
-HFRopeIndex: Any = Qwen3OmniMoePreTrainedModelForConditionalGeneration
-
 
 def find_user_positions(prompt_ids: torch.Tensor, im_start_id: int, user_id: int) -> torch.Tensor:
     """`[len]` prompt ids -> `[users]` int64, the positions of all user turns, their headers included.
 
     A position belongs to the turn of the last `<|im_start|>` at or before it (before the first one: to
-    that of position 0), and the id after that `<|im_start|>` says whose turn it is.
+    that of position 0); the id after that `<|im_start|>` is the turn's role.
     """
     positions = torch.arange(prompt_ids.shape[0])
     starts = torch.where(prompt_ids == im_start_id, positions, 0).cummax(0).values
@@ -46,35 +45,29 @@ def find_user_positions(prompt_ids: torch.Tensor, im_start_id: int, user_id: int
 
 
 def find_reply_start(prompt_ids: torch.Tensor, im_start_id: int, assistant_id: int) -> int | None:
-    """Position of the last `<|im_start|>assistant` of a prompt; None if there is none."""
+    """Position of the last `<|im_start|>assistant` of a prompt; None without one."""
     headers = (prompt_ids[:-1] == im_start_id) & (prompt_ids[1:] == assistant_id)
     found = torch.nonzero(headers).flatten()
     return int(found[-1]) if found.numel() else None
 
 
-class ThinkerToTalker(StageInputProcessor):
-    """The user's turns and the reply, as the thinker saw them, become the talker's input.
+class ThinkerToTalker(QwenOmniThinkerToTalker):
+    """The talker's prompt holds the user's turns."""
 
-    The prompt of the talker ends with the reply's first token. Each further one is read with a frame of its own, so
-    the talker can start when the thinker has made two tokens (the row of a token is there when the next one is).
-    """
-
+    # Without use_audio_in_video: the reference does not pass it to its talker either.
     mm_metadata_keys: ClassVar[tuple[str, ...]] = (
         "image_grid_thw",
         "video_grid_thw",
         "second_per_grid_ts",
         "audio_feature_lengths",
     )
-    reads: ClassVar[tuple[str, ...]] = ("completions", f"tensors.{TALKER_INPUT}")
-    window: ClassVar[WindowConfig] = WindowConfig(unit="tokens", first_window_size=2)
-    min_first_window_size: ClassVar[int] = 2
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
         super().__init__(hf_config)
         talker = hf_config.talker_config
         self.talker_config = talker
         self.placeholder_ids = torch.tensor([talker.audio_token_id, talker.image_token_id, talker.video_token_id])
-        # The reference calls this method on its talker; it reads nothing but these fields.
+        # The reference calls the method on its talker; it reads only these fields.
         rope_config = SimpleNamespace(
             image_token_id=talker.image_token_id,
             video_token_id=talker.video_token_id,
@@ -85,20 +78,17 @@ class ThinkerToTalker(StageInputProcessor):
             # The reference looks for it in the talker's configuration, which has none, and fails.
             audio_config=hf_config.thinker_config.audio_config,
         )
-        self._rope_caller = SimpleNamespace(
-            config=rope_config,
-            spatial_merge_size=hf_config.thinker_config.vision_config.spatial_merge_size,
-            get_llm_pos_ids_for_vision=lambda *args: HFRopeIndex.get_llm_pos_ids_for_vision(None, *args),
-        )
+        merge_size = hf_config.thinker_config.vision_config.spatial_merge_size
+        self._rope_index = RopeIndex(Qwen3OmniMoePreTrainedModelForConditionalGeneration, rope_config, merge_size)
 
     def validate(self, request: StageRequest) -> None:
-        self._find_speaker(request)
+        super().validate(request)
         self._find_reply_start(request, torch.tensor(request.prompt_token_ids))
 
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
         """
         Returns:
-            None for a reply of one token: it holds no text that could be spoken.
+            None for a reply of one token: it holds no text to speak.
 
         Raises:
             InvalidRequestError: The speaker is unknown, or the prompt does not end in an assistant's turn.
@@ -111,7 +101,7 @@ class ThinkerToTalker(StageInputProcessor):
             return None  # The end of a reply whose rows have all been sent.
         rows = window.tensors[TALKER_INPUT]
         if window.start:
-            made = StageInput(additional_information={"reply_rows": rows})
+            made = StageInput(additional_information={REPLY_ROWS: rows})
         elif rows.shape[0] - reply_start <= NUM_HEADER_ROWS:
             return None
         else:
@@ -159,41 +149,17 @@ class ThinkerToTalker(StageInputProcessor):
             user_rows=rows[user],
             user_is_placeholder=torch.isin(user_ids, self.placeholder_ids),
             reply_rows=rows[reply_start:],
-            speaker_id=self._find_speaker(request),
+            speaker_id=self.talker_config.speaker_id[find_speaker(request, self.voices)],
         )
-        information = thinker_rows.to_information()
-        information["mrope_positions"] = self._mrope_positions(user_ids, request.mm_metadata)
+        # Computed as the thinker's but over the talker's own prompt.
+        tail = user_ids.new_full((NUM_TAIL_ROWS,), self.hf_config.tts_pad_token_id)
+        positions = self._rope_index(torch.cat((user_ids, tail)), request.mm_metadata)
         return StageInput(
-            # A prompt id that is never sampled, so that the repetition penalty sees generated codes only.
+            # A prompt id that is never sampled, so that the repetition penalty counts generated codes only.
             prompt_token_ids=[self.talker_config.codec_pad_id] * (user.shape[0] + NUM_TAIL_ROWS),
-            additional_information=information,
+            additional_information=thinker_rows.to_information() | {"mrope_positions": positions},
             stop_token_ids=[self.talker_config.codec_eos_token_id],
         )
-
-    def _find_speaker(self, request: StageRequest) -> int:
-        speakers = self.talker_config.speaker_id
-        name = request.options.get("speaker", DEFAULT_SPEAKER)
-        if not isinstance(name, str) or name.lower() not in speakers:
-            raise InvalidRequestError(
-                f"unknown speaker {name!r}; this checkpoint has {', '.join(sorted(speakers))}", request.request_id
-            )
-        return speakers[name.lower()]
-
-    def _mrope_positions(self, user_ids: torch.Tensor, mm_metadata: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """`[3, users + NUM_TAIL_ROWS]` int64, computed as the thinker's but over the talker's own prompt."""
-        tail = user_ids.new_full((NUM_TAIL_ROWS,), self.hf_config.tts_pad_token_id)
-        ids = torch.cat((user_ids, tail))[None]
-        positions, _ = HFRopeIndex.get_rope_index(
-            self._rope_caller,
-            ids,
-            mm_metadata.get("image_grid_thw"),
-            mm_metadata.get("video_grid_thw"),
-            torch.ones_like(ids),
-            use_audio_in_video=False,  # the reference does not tell its talker either
-            audio_seqlens=mm_metadata.get("audio_feature_lengths"),
-            second_per_grids=mm_metadata.get("second_per_grid_ts"),
-        )
-        return positions[:, 0].long()
 
 
 class TalkerToCode2Wav(StageInputProcessor):
@@ -205,10 +171,10 @@ class TalkerToCode2Wav(StageInputProcessor):
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
         """
         Returns:
-            None where the talker said nothing, or nothing more.
+            None where the window has no codes.
         """
         (talker,) = sources.values()
-        codes = talker.tensors.get("codes")  # not there if the first token was the end
+        codes = talker.tensors.get("codes")  # absent if the first token was the end
         if codes is None or codes.shape[0] == 0:
             return None
         return StageInput(

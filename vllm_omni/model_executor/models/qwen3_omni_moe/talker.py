@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The talker: speaks the thinker's reply, one frame of codes a step.
+"""The talker: makes speech of the thinker's reply, one frame of codes per step.
 
-A step reads the frame of the step before, and only its first code comes from this model: `talker_feedback` makes the
-residual codes when the first code is fed back.
+A step reads the frame of the step before. Only a frame's first code comes from this model: `talker_feedback` computes
+the residual codes when the first code is fed back.
 
 Reference: `Qwen3OmniMoeTalkerForConditionalGeneration` of HF transformers. This file knows no engine.
 """
@@ -11,27 +11,23 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
-from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 from vllm.platforms import current_platform
-from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import CodePredictor
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_feedback import TalkerFeedback
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TalkerPromptBuilder
-from vllm_omni.model_executor.models.thinker_embedding import ThinkerEmbeds, is_unused_by_talker
+from vllm_omni.model_executor.models.qwen_omni.talker import QwenOmniTalker
 
 NUM_SUPPRESSED = 1024
 """The last ids of the codec vocabulary are specials and voices; of them only the end may be sampled."""
 
 
-class OmniQwen3OmniMoeTalker(nn.Module, SupportsMRoPE):
+class OmniQwen3OmniMoeTalker(QwenOmniTalker):
     """Predicts the first code of each frame, and the residual codes of the frame before."""
 
     hf_to_vllm_mapper = WeightsMapper(
@@ -79,41 +75,17 @@ class OmniQwen3OmniMoeTalker(nn.Module, SupportsMRoPE):
             self.model.embed_tokens, self.prompt_builder, self.code_predictor, max_batch_size, self.max_model_len
         )
 
-    # ---- vLLM's model interface
-
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Codec embeddings of first codes; the rest of a row's input is added when it is fed back."""
+        """Codec embeddings of first codes; the rest of a row's input is added when the code is fed back."""
         return self.model.embed_input_ids(input_ids)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor | IntermediateTensors:
-        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         logits = self.logits_processor(self.codec_head, hidden_states)
         return None if logits is None else logits.masked_fill_(self.suppressed, float("-inf"))
 
-    def get_mrope_input_positions(
-        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
-    ) -> tuple[torch.Tensor, int]:
-        """Linear positions; the stage input processor sends others where the user showed images or videos."""
-        return torch.arange(len(input_tokens)).expand(3, -1), 0
-
-    @staticmethod
-    def is_unused_checkpoint_weight(name: str) -> bool:
-        """Lets vLLM's loader skip files that hold only other stages' weights."""
-        return is_unused_by_talker(name)
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         whole = self.config.omni_parent_config
-        control = ThinkerEmbeds([whole[f"tts_{name}_token_id"] for name in ("bos", "eos", "pad")])
-        loader = AutoWeightsLoader(self)
-        loaded = loader.load_weights(control.take_from(weights), mapper=self.hf_to_vllm_mapper)
-        self.prompt_builder.set_control_embeds(control.rows)
+        token_ids = [whole[f"tts_{name}_token_id"] for name in ("bos", "eos", "pad")]
+        loaded, control_embeds = self.load_with_thinker_embeds(weights, token_ids)
+        self.prompt_builder.set_control_embeds(control_embeds)
         return loaded

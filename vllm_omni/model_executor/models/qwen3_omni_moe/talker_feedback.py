@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the talker's next step reads: the frame of codes of the last one, and a row of the thinker's text.
+"""What the talker's next step reads: the frame of codes of the last step, and a row of the thinker's text.
 
-The first code of a frame is the sampled token; its residual codes are made when it is fed back. So the frame of the
-last sampled token is never made, whether the reply ended or was cut, as in the reference.
+The first code of a frame is the sampled token; its residual codes are computed when it is fed back. So the frame of
+the last sampled token is never computed, whether the reply ended or was cut, as in the reference.
 
 Emits `codes`, int64 `[num_code_groups]` for each row. This file knows no runner and no engine.
 """
@@ -13,21 +13,22 @@ import torch
 from torch import nn
 from vllm.sampling_params import SamplingParams, SamplingType
 
-from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStrategy, InputPiece
-from vllm_omni.model_executor.feedback_buffers import SlotBuffer, SlotRows, with_room_for
+from vllm_omni.model_executor.feedback import FedBack, FedBackRows
+from vllm_omni.model_executor.feedback_buffers import SlotBuffer, with_room_for
 from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import CodePredictor
-from vllm_omni.model_executor.models.qwen3_omni_moe.residual_sampling import (
+from vllm_omni.model_executor.models.qwen3_omni_moe.residual_frames import (
     SAMPLING_TOP_K,
     SAMPLING_TOP_P,
     ResidualSampling,
 )
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TalkerPromptBuilder, ThinkerRows
+from vllm_omni.model_executor.models.qwen_omni.talker import QwenOmniTalkerFeedback
 
 _RESIDUAL_SEED = 0x5EED0FC0DE
 
 
 class ResidualSampler:
-    """How each slot's residual codes are drawn: greedy where the request is, from a generator where it has a seed."""
+    """How each slot's residual codes are sampled: greedily for a greedy request, by a generator for one with a seed."""
 
     def __init__(self, num_steps: int, num_slots: int, device: torch.device) -> None:
         """
@@ -47,7 +48,7 @@ class ResidualSampler:
             self._sampled.add(slot)
         if params.sampling_type == SamplingType.RANDOM_SEED:
             assert params.seed is not None
-            # Not the seed itself: vLLM's sampler draws the first code from a generator with that one.
+            # Not the seed itself: vLLM's sampler draws the first code from a generator with it.
             generator = torch.Generator(self._top_p.device).manual_seed(params.seed ^ _RESIDUAL_SEED)
             self._generators[slot] = generator
 
@@ -56,7 +57,7 @@ class ResidualSampler:
         self._generators.pop(slot, None)
 
     def draw(self, slots: torch.Tensor) -> ResidualSampling | None:
-        """For one frame of each of `[N]` slots; None while no request at all samples."""
+        """For one frame of each of `[N]` slots; None while all requests are greedy."""
         if not self._sampled:
             return None
         noise = self._top_p.new_empty(slots.shape[0], *self._shape).exponential_()
@@ -67,8 +68,8 @@ class ResidualSampler:
         return ResidualSampling(top_p=self._top_p[slots], noise=noise)
 
 
-class TalkerFeedback(FeedbackStrategy):
-    """Keeps each request's prompt, the text rows that it reads while it speaks, and the frames that it has made."""
+class TalkerFeedback(QwenOmniTalkerFeedback):
+    """Keeps the frames of each request as well."""
 
     def __init__(
         self,
@@ -81,54 +82,33 @@ class TalkerFeedback(FeedbackStrategy):
         """
         Args:
             codec_embedding: Of first codes, `[N]` ids -> `[N, hidden]`.
-            max_model_len: No request makes more frames.
+            max_model_len: The most frames of a request.
         """
+        padding = prompt_builder.tts_pad
+        super().__init__(prompt_builder.tts_eos, padding, max_batch_size)
         self._codec_embedding = codec_embedding
         self._prompt_builder = prompt_builder
         self._code_predictor = code_predictor
         self._max_model_len = max_model_len
-        padding = prompt_builder.tts_pad
         num_codes = code_predictor.num_steps + 1
-        self._prompts: dict[int, torch.Tensor] = {}
-        self._text = SlotRows(max_batch_size, padding)
         self._frames = SlotBuffer((num_codes,), max_batch_size, dtype=torch.int64, device=padding.device)
         self._last_hidden = padding.new_zeros(max_batch_size, padding.shape[0])
         self._sampler = ResidualSampler(code_predictor.num_steps, max_batch_size, padding.device)
 
-    # ---- one request
-
     def begin(self, slot: int, information: dict[str, Any], params: SamplingParams, is_input_complete: bool) -> None:
         """`information` holds the fields of `ThinkerRows`."""
         text = self._prompt_builder(ThinkerRows.pop_from(information), self._codec_embedding)
-        self._text.begin(slot)
-        self._append(slot, text.trailing, is_input_complete)
+        self._set_input(slot, text.prompt, text.trailing, is_input_complete)
         self._frames.reserve(slot, min(params.max_tokens or self._max_model_len, self._max_model_len))
         self._last_hidden = with_room_for(self._last_hidden, slot)
         self._sampler.begin(slot, params)
-        self._prompts[slot] = text.prompt
 
-    def extend(self, pieces: list[InputPiece]) -> None:
-        """A piece's `reply_rows`, `[n, thinker_hidden]`, are the reply's next rows; it may have none."""
-        arrived = [piece.information.get("reply_rows") for piece in pieces]
-        sizes = [0 if rows is None else len(rows) for rows in arrived]
-        if any(sizes):
-            rows = self._prompt_builder.project_reply(torch.cat([rows for rows in arrived if rows is not None]))
-        else:
-            rows = self._last_hidden[:0]
-        for piece, part in zip(pieces, rows.split(sizes), strict=True):
-            self._append(piece.slot, part, piece.is_last)
+    def project_reply(self, reply_rows: torch.Tensor) -> torch.Tensor:
+        return self._prompt_builder.project_reply(reply_rows)
 
     def end(self, slot: int) -> None:
-        self._prompts.pop(slot, None)
+        super().end(slot)
         self._sampler.end(slot)
-
-    def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        return self._prompts[slot][start:stop]
-
-    def _append(self, slot: int, rows: torch.Tensor, is_last: bool) -> None:
-        self._text.append(slot, torch.cat((rows, self._prompt_builder.tts_eos[None])) if is_last else rows)
-
-    # ---- all requests of a step
 
     def feed_back(self, rows: FedBackRows) -> FedBack:
         first = self._codec_embedding(rows.token_ids)
@@ -145,6 +125,6 @@ class TalkerFeedback(FeedbackStrategy):
     def _with_text(self, rows: FedBackRows, frame_embeds: torch.Tensor, codes: torch.Tensor) -> FedBack:
         return FedBack(frame_embeds + self._text.read(rows.slots, rows.frames), {"codes": codes})
 
-    def remember(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        """The residual codes of the token that is sampled are predicted from the state that it is sampled from."""
+    def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        """A token's residual codes are predicted from the state that the token is sampled from."""
         self._last_hidden[slots] = hidden_states

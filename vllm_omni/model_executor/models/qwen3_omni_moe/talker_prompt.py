@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The talker's inputs that come from text: its prompt, and the text rows that it reads while it speaks.
+"""The talker's inputs that come from text: its prompt, and the text rows of its later steps.
 
 Reference: `_get_talker_user_parts` and `_get_talker_assistant_parts` of HF transformers' Qwen3-Omni.
-This file knows no engine; the caller says which rows of the thinker belong to the user and to the reply.
+This file knows no engine; its input tells apart the thinker's rows of the user and of the reply.
 """
 
 from dataclasses import dataclass, fields
@@ -13,9 +13,6 @@ from torch import nn
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerResizeMLP
 
-TALKER_INPUT = "talker_input"
-"""The thinker's output: `[rows, thinker_hidden]`, a row for each token of the prompt and the reply but the last."""
-
 NUM_TAIL_ROWS = 9
 """Rows that follow the user's part of the prompt: the reply's header, control codes and its first token."""
 
@@ -25,7 +22,7 @@ NUM_HEADER_ROWS = 3
 
 @dataclass(frozen=True, slots=True)
 class ThinkerRows:
-    """What the thinker handed over for one request; travels as a request's additional information.
+    """The thinker's rows for one request, in the request's additional information.
 
     Attributes:
         user_rows: `[users, thinker_hidden]`, the rows of all user turns in order.
@@ -54,8 +51,8 @@ class TalkerText:
     """
     Attributes:
         prompt: `[users + NUM_TAIL_ROWS, hidden]`, the input embeddings of the prompt.
-        trailing: `[frames, hidden]`, the text rows that have come so far, each for the input of one frame. The end of
-            the text follows when the reply is complete, and padding after that.
+        trailing: `[frames, hidden]`, the text rows received so far, each for the input of one frame. When the reply is
+            complete, the end of the text follows, and then padding.
     """
 
     prompt: torch.Tensor
@@ -63,7 +60,7 @@ class TalkerText:
 
 
 class TalkerPromptBuilder(nn.Module):
-    """Projects the thinker's rows into the talker's space and lays its prompt out."""
+    """Projects the thinker's rows into the talker's space and builds its prompt."""
 
     def __init__(self, config: Qwen3OmniMoeTalkerConfig) -> None:
         """
@@ -85,11 +82,11 @@ class TalkerPromptBuilder(nn.Module):
 
     @property
     def tts_pad(self) -> torch.Tensor:
-        """`[hidden]`, the text row of a frame after the text has ended."""
+        """`[hidden]`, the text row of frames after the end of the text."""
         return self.control[2]
 
     def set_control_embeds(self, embeds: torch.Tensor) -> None:
-        """Takes the thinker's embeddings of `tts_bos`, `tts_eos` and `tts_pad`, `[3, thinker_hidden]`."""
+        """Sets the thinker's embeddings of `tts_bos`, `tts_eos` and `tts_pad`, `[3, thinker_hidden]`."""
         weight = self.text_projection.linear_fc1.weight
         with torch.no_grad():
             self.control.copy_(self.text_projection(embeds.to(weight)))
@@ -117,7 +114,7 @@ class TalkerPromptBuilder(nn.Module):
         return projected
 
     def _control_codes(self, speaker_id: int) -> torch.Tensor:
-        """`[6]` codec ids that stand above the tail's last six rows."""
+        """`[6]` codec ids that are added to the tail's last six rows."""
         config = self.config
         ids = [
             config.codec_nothink_id,

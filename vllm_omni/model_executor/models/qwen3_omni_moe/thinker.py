@@ -1,30 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thinker: vLLM's own model, which also hands each token to the talker.
+"""The thinker: vLLM's own model, which also emits what the talker reads.
 
-The talker reads one vector for each token of the conversation: at tokens that stand for audio, images or
-video the state entering layer `accept_hidden_layer`, everywhere else the input embedding. Only that one
-is emitted, under the name `talker_input`.
+The talker reads one vector for each token of the conversation: at placeholders of audio, images or video the state
+entering layer `accept_hidden_layer`, everywhere else the input embedding. Only this one is emitted, as `talker_input`.
 
 Indices: HF's `hidden_states[k]` is the output of decoder layer `k - 1` before deepstack features are added;
 vLLM's auxiliary state `k` is taken after they were. They are equal for every `k` above the number of
 deepstack levels, which this file requires.
 """
 
-from typing import ClassVar, Literal
-
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from vllm_omni.model_executor.interfaces import RequestSpan
-from vllm_omni.model_executor.models.media_tokens import MediaTokensMixin
-from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TALKER_INPUT
+from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import TALKER_INPUT
+from vllm_omni.model_executor.models.qwen_omni.thinker import QwenOmniThinker
 
 
-class OmniQwen3OmniMoeThinker(MediaTokensMixin, Qwen3OmniMoeThinkerForConditionalGeneration):
+class OmniQwen3OmniMoeThinker(QwenOmniThinker, Qwen3OmniMoeThinkerForConditionalGeneration):
     """Understands text, audio, images and video, answers in text, and emits what the talker reads."""
-
-    omni_output_rows: ClassVar[Literal["all", "generated"]] = "all"
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -32,22 +27,11 @@ class OmniQwen3OmniMoeThinker(MediaTokensMixin, Qwen3OmniMoeThinkerForConditiona
         num_layers = len(self.language_model.model.layers)
         if not self.deepstack_num_level < layer < num_layers:
             raise ValueError(
-                f"accept_hidden_layer={layer} must lie above the {self.deepstack_num_level} deepstack levels "
+                f"accept_hidden_layer={layer} must be above the {self.deepstack_num_level} deepstack levels "
                 f"and below the thinker's {num_layers} layers"
             )
         self.omni_aux_hidden_state_layers = (layer,)
         self.set_media_token_ids(self.config.audio_token_id, self.config.image_token_id, self.config.video_token_id)
-
-    def preprocess(
-        self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None, spans: list[RequestSpan]
-    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Keeps the input embeddings: the first layer's norm writes over them."""
-        if not any(span.emits_rows for span in spans):
-            return inputs_embeds, {}
-        rows = {"embeds": self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()}
-        if any(span.position < span.num_prompt_tokens for span in spans):
-            rows["is_placeholder"] = self.find_placeholders(input_ids, spans)
-        return inputs_embeds, rows
 
     def make_omni_output(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocoder's layers for streams: each takes up where the window before has ended (see `vocoder_carry`).
+"""The vocoder's layers with state: each starts from its state after the window before (see `vocoder_state`).
 
 They also make fewer passes over their activations, which are far larger than any cache. Each takes the parameters of
 the HF transformers layer that it replaces, under the same names, and computes the same.
@@ -20,7 +20,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeSnakeBeta,
 )
 
-from vllm_omni.model_executor.models.qwen3_omni_moe.vocoder_carry import CarriedKeys, Carry
+from vllm_omni.model_executor.models.qwen3_omni_moe.vocoder_state import LayerStates, StateKeys
 
 
 class SnakeBeta(nn.Module):
@@ -33,7 +33,7 @@ class SnakeBeta(nn.Module):
         self.eps = snake.no_div_by_zero
 
     def forward(self, x: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
-        """`[B, C, L]` -> `[B, C, n + L]` with the n positions of `before`, the input of the layer after, in front."""
+        """`[B, C, L]` -> `[B, C, n + L]` with the n positions of `before`, state of the next layer, in front."""
         batch, channels, length = x.shape
         num_before = 0 if before is None else before.shape[-1]
         whole = x.new_empty(batch, channels, num_before + length)
@@ -47,55 +47,55 @@ class SnakeBeta(nn.Module):
 
 
 class CausalConv(nn.Module):
-    """A causal convolution of stride 1; it carries its last `(kernel - 1) * dilation` inputs."""
+    """A causal convolution of stride 1; its state is its last `(kernel - 1) * dilation` inputs."""
 
     def __init__(self, layer: Qwen3OmniMoeCausalConvNet) -> None:
         super().__init__()
         self.conv = layer.conv
-        self.num_carried = layer.padding
-        self.state_size = self.conv.in_channels * self.num_carried
+        self.num_kept = layer.padding
+        self.state_size = self.conv.in_channels * self.num_kept
 
-    def take(self, carry: Carry) -> torch.Tensor:
-        """`[B, C, num_carried]`, what belongs in front of the inputs."""
-        return carry.take(self.conv.in_channels, self.num_carried)
+    def take(self, states: LayerStates) -> torch.Tensor:
+        """`[B, C, num_kept]`, what comes before the inputs."""
+        return states.take(self.conv.in_channels, self.num_kept)
 
-    def forward(self, whole: torch.Tensor, carry: Carry) -> torch.Tensor:
-        """`[B, C, num_carried + L]` -> `[B, C', L]`"""
-        carry.keep(whole, self.num_carried)
+    def forward(self, whole: torch.Tensor, states: LayerStates) -> torch.Tensor:
+        """`[B, C, num_kept + L]` -> `[B, C', L]`"""
+        states.keep(whole, self.num_kept)
         return self.conv(whole)
 
 
 class TransposedConv(nn.Module):
-    """A transposed convolution whose kernel is its stride, or twice that: then it carries one input.
+    """A transposed convolution whose kernel is its stride, or twice that: then its state is one input.
 
-    Of kernel `2 * rate` each position gives `rate` samples, made of it and of the position before; the reference drops
-    those of a stream's first position. As a convolution of kernel 2 with `rate` outputs for each channel it takes half
-    the time.
+    With kernel `2 * rate` each position gives `rate` samples, computed from it and the position before; the reference
+    drops those of a request's first position. As a convolution of kernel 2 with `rate` outputs for each channel it
+    takes half the time.
     """
 
     def __init__(self, layer: Qwen3OmniMoeCausalTransConvNet) -> None:
         super().__init__()
         self.conv = layer.conv
         self.rate = self.conv.stride[0]
-        self.num_carried = self.conv.kernel_size[0] // self.rate - 1
-        assert self.conv.kernel_size[0] == self.rate * (self.num_carried + 1) and self.num_carried <= 1
-        self.state_size = self.conv.in_channels * self.num_carried
+        self.num_kept = self.conv.kernel_size[0] // self.rate - 1
+        assert self.conv.kernel_size[0] == self.rate * (self.num_kept + 1) and self.num_kept <= 1
+        self.state_size = self.conv.in_channels * self.num_kept
 
-    def take(self, carry: Carry) -> torch.Tensor:
-        """`[B, C, num_carried]`, what belongs in front of the inputs."""
-        return carry.take(self.conv.in_channels, self.num_carried)
+    def take(self, states: LayerStates) -> torch.Tensor:
+        """`[B, C, num_kept]`, what comes before the inputs."""
+        return states.take(self.conv.in_channels, self.num_kept)
 
-    def forward(self, whole: torch.Tensor, carry: Carry) -> torch.Tensor:
-        """`[B, C, num_carried + L]` -> `[B, C', at most rate * L]`"""
-        carry.keep(whole, self.num_carried)
-        channels, rate, taps = self.conv.out_channels, self.rate, self.num_carried + 1
+    def forward(self, whole: torch.Tensor, states: LayerStates) -> torch.Tensor:
+        """`[B, C, num_kept + L]` -> `[B, C', at most rate * L]`"""
+        states.keep(whole, self.num_kept)
+        channels, rate, taps = self.conv.out_channels, self.rate, self.num_kept + 1
         weight = self.conv.weight.unflatten(2, (taps, rate)).flip(2)  # [C, C', taps, rate]
         weight = weight.permute(1, 3, 0, 2).reshape(channels * rate, -1, taps)
         bias = cast(torch.Tensor, self.conv.bias).repeat_interleave(rate)
         wave = functional.conv1d(whole, weight, bias)  # [B, C' * rate, L]
         wave = wave.unflatten(1, (channels, rate)).transpose(2, 3).flatten(2)
-        carry.grow(rate)
-        return carry.drop_beginning(wave, rate) if self.num_carried else wave
+        states.grow(rate)
+        return states.drop_beginning(wave, rate) if self.num_kept else wave
 
 
 class ResidualUnit(nn.Module):
@@ -112,9 +112,9 @@ class ResidualUnit(nn.Module):
     def bias(self) -> torch.Tensor:
         return cast(torch.Tensor, self.conv2.conv.bias)
 
-    def forward(self, x: torch.Tensor, carry: Carry) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
         """`[B, C, L]` -> the same shape, in the same memory."""
-        hidden = self.act2(self.conv1(self.act1(x, self.conv1.take(carry)), carry))
+        hidden = self.act2(self.conv1(self.act1(x, self.conv1.take(states)), states))
         pointwise = self.conv2.conv.weight[..., 0].expand(x.shape[0], -1, -1)  # [B, C, C]
         return x.baddbmm_(pointwise, hidden).add_(self.bias[:, None])
 
@@ -131,9 +131,9 @@ class ConvNeXtBlock(nn.Module):
         self.pwconv2 = block.pwconv2
         self.gamma = block.gamma
 
-    def forward(self, x: torch.Tensor, carry: Carry) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
         """`[B, C, L]` -> the same shape."""
-        hidden = self.dwconv(torch.cat((self.dwconv.take(carry), x), dim=-1), carry)
+        hidden = self.dwconv(torch.cat((self.dwconv.take(states), x), dim=-1), states)
         hidden = self.pwconv2(self.act(self.pwconv1(self.norm(hidden.transpose(1, 2)))))
         return torch.addcmul(x, hidden.transpose(1, 2), self.gamma[:, None])
 
@@ -143,24 +143,24 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, layer: Qwen3OmniMoeCode2WavDecoderBlock) -> None:
         super().__init__()
-        hf_layers: Any = layer.block  # nn.ModuleList does not tell their classes
+        hf_layers: Any = layer.block  # nn.ModuleList hides their classes
         activation, transposed, *units = hf_layers
         self.block = nn.ModuleList(
             [SnakeBeta(activation), TransposedConv(transposed), *(ResidualUnit(unit) for unit in units)]
         )
 
-    def forward(self, x: torch.Tensor, carry: Carry) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
         """`[B, C, L]` -> `[B, C / 2, at most rate * L]`"""
         layers: Any = self.block
         activation, transposed, *units = layers
-        x = transposed(activation(x, transposed.take(carry)), carry)
+        x = transposed(activation(x, transposed.take(states)), states)
         for unit in units:
-            x = unit(x, carry)
+            x = unit(x, states)
         return x
 
 
-class StreamingCode2Wav(nn.Module):
-    """HF transformers' vocoder, of which it takes the parameters, for batches of windows of streams."""
+class StatefulCode2Wav(nn.Module):
+    """HF transformers' vocoder, of which it takes the parameters, for batches of windows."""
 
     def __init__(self, vocoder: Qwen3OmniMoeCode2Wav) -> None:
         super().__init__()
@@ -177,36 +177,36 @@ class StreamingCode2Wav(nn.Module):
         self.decoder = nn.ModuleList(
             [CausalConv(first), *(DecoderBlock(block) for block in blocks), SnakeBeta(activation), CausalConv(last)]
         )
-        self._state_size = self._num_carried_keys() + sum(
+        self._state_size = self._keys_size() + sum(
             layer.state_size for layer in self.modules() if isinstance(layer, (CausalConv, TransposedConv))
         )
 
     def new_state(self) -> torch.Tensor:
-        """`[state_size]`, that of a stream without frames."""
+        """`[state_size]`, that of a request before its first frame."""
         return self.code_embedding.weight.new_zeros(self._state_size)
 
-    def forward(self, codes: torch.Tensor, carry: Carry) -> torch.Tensor:
-        """`[B, num_quantizers, L]` int64 -> `[B, samples]` in [-1, 1], of which each row's own come first."""
-        x = self._transform(self.code_embedding(codes + self.code_offset).mean(1), carry).transpose(1, 2)
+    def forward(self, codes: torch.Tensor, states: LayerStates) -> torch.Tensor:
+        """`[B, num_quantizers, L]` int64 -> `[B, samples]` in [-1, 1], each row's own samples first."""
+        x = self._transform(self.code_embedding(codes + self.code_offset).mean(1), states).transpose(1, 2)
         upsample: Any = self.upsample
         for transposed, block in upsample:
-            x = block(transposed(x, carry), carry)
+            x = block(transposed(x, states), states)
         decoder: Any = self.decoder
         first, *blocks, activation, last = decoder
-        x = first(torch.cat((first.take(carry), x), dim=-1), carry)
+        x = first(torch.cat((first.take(states), x), dim=-1), states)
         for block in blocks:
-            x = block(x, carry)
-        wave = last(activation(x, last.take(carry)), carry)
+            x = block(x, states)
+        wave = last(activation(x, last.take(states)), states)
         return wave[:, 0].clamp(min=-1, max=1)
 
-    def _num_carried_keys(self) -> int:
-        """Values of the keys and values of all layers."""
+    def _keys_size(self) -> int:
+        """Size of the keys and values of all layers."""
         rows = [layer.self_attn.k_proj.out_features for layer in self.pre_transformer.layers]
         return 2 * sum(rows) * (self.config.sliding_window - 1)
 
-    def _transform(self, x: torch.Tensor, carry: Carry) -> torch.Tensor:
-        """`[B, L, hidden]` -> the same shape. Its layers all see the same sliding window."""
-        keys = CarriedKeys(carry, self.config.sliding_window)
+    def _transform(self, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
+        """`[B, L, hidden]` -> the same shape. All its layers have the same sliding window."""
+        keys = StateKeys(states, self.config.sliding_window)
         return self.pre_transformer(
             inputs_embeds=x,
             attention_mask={"sliding_attention": keys.mask(x.device), "full_attention": None},

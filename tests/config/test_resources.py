@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`devices`, `memory` and `cpus` are parsed, or refused with a message that names the key."""
+
+from typing import Any
+
+import pytest
+
+from vllm_omni.config.loader import parse_pipeline_config
+from vllm_omni.config.resources import parse_cpus, parse_devices, parse_memory
+from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.errors import StageConfigError
+
+
+def pipeline(*runtimes: dict[str, Any]) -> PipelineConfig:
+    stages = [
+        {"stage_id": i, "engine_type": "fake", "engine_args": {"model_stage": "abcdef"[i]}, "runtime": runtime}
+        for i, runtime in enumerate(runtimes)
+    ]
+    stages[-1] |= {"final_output": True, "final_output_type": "text"}
+    return parse_pipeline_config({"stage_args": stages}, "my.yaml")
+
+
+@pytest.mark.parametrize(
+    ("devices", "entries"),
+    [
+        (0, ["0"]),
+        (3, ["3"]),
+        ("1", ["1"]),
+        ("2,5,7", ["2", "5", "7"]),
+        (" 7, 2 ", ["7", "2"]),
+        ("01", ["1"]),
+        ("GPU-8e26ba6f-1,MIG-GPU-8e/1/0", ["GPU-8e26ba6f-1", "MIG-GPU-8e/1/0"]),
+    ],
+)
+def test_devices(devices: str | int, entries: list[str]) -> None:
+    assert parse_devices(devices) == entries
+
+
+@pytest.mark.parametrize(
+    "devices", ["", "a", "0,", "0,,1", "0;1", -1, "-1", "0-1", "1.0", "cuda:0", "GPU-", "0,0", "0,00"]
+)
+def test_invalid_devices(devices: str | int) -> None:
+    with pytest.raises(StageConfigError, match=r"devices.*(write a number|name each once)"):
+        parse_devices(devices)
+
+
+@pytest.mark.parametrize(
+    ("memory", "value"),
+    [
+        (0.3, 0.3),
+        ("0.3", 0.3),
+        (1, 1.0),
+        ("20GiB", 20 << 30),
+        ("1.5 gib", 3 << 29),
+        ("512MiB", 512 << 20),
+        ("1TiB", 1 << 40),
+        ("2GB", 2_000_000_000),
+        (1 << 30, 1 << 30),
+        (5e9, 5_000_000_000),
+        ("4096KiB", 4 << 20),
+    ],
+)
+def test_memory(memory: str | float, value: float | int) -> None:
+    assert parse_memory(memory) == value
+    assert type(parse_memory(memory)) is type(value)
+
+
+@pytest.mark.parametrize(
+    "memory", ["", "much", "20G", "-0.3", -0.3, 0, "GiB", "1.2.3GiB", "inf", float("nan"), 20, "512"]
+)
+def test_invalid_memory(memory: str | float) -> None:
+    with pytest.raises(StageConfigError, match=r"memory.*a fraction of the device \(0.3\), or bytes with a unit"):
+        parse_memory(memory)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "value"), [("0-3,8", [0, 1, 2, 3, 8]), ("8, 0-1", [0, 1, 8]), ("5", [5]), ("1-1", [1]), (4, 4)]
+)
+def test_cpus(cpus: str | int, value: list[int] | int) -> None:
+    assert parse_cpus(cpus) == value
+
+
+@pytest.mark.parametrize("cpus", ["", "a", "3-1", "0-", "0,", "-1", 0, -2])
+def test_invalid_cpus(cpus: str | int) -> None:
+    with pytest.raises(StageConfigError, match=r"cpus.*(write a list|at least one)"):
+        parse_cpus(cpus)
+
+
+def test_stages_are_grouped_by_process() -> None:
+    config = pipeline(
+        {}, {"process": "x"}, {"process": False}, {"process": "x"}, {"process": True}, {"process": "shared"}
+    )
+    assert [[stage.name for stage in process] for process in config.processes] == [["a"], ["b", "d"], ["c", "f"], ["e"]]
+
+
+@pytest.mark.parametrize(
+    ("runtimes", "words"),
+    [
+        ([{"devices": "x"}], ["stage 0 (a): runtime.devices 'x'"]),
+        ([{}, {"memory": "20G"}], ["stage 1 (b): runtime.memory '20G'"]),
+        ([{"cpus": "3-1"}], ["stage 0 (a): runtime.cpus '3-1'"]),
+        ([{"process": ""}], ["stage 0 (a): runtime.process: the name is empty"]),
+        (
+            [{"process": "x", "devices": 0}, {"process": "x"}, {"process": "x", "devices": "1"}],
+            ["stages 0 and 2 share one process (runtime.process) but not runtime.devices", "or set it for one of them"],
+        ),
+        (
+            [{"process": False, "cpus": 2}, {"process": "shared", "cpus": "0-1"}],
+            ["stages 0 and 1 share one process (runtime.process) but not runtime.cpus"],
+        ),
+    ],
+)
+def test_errors_name_key_and_remedy(runtimes: list[dict[str, Any]], words: list[str]) -> None:
+    with pytest.raises(StageConfigError) as error:
+        pipeline(*runtimes)
+    assert str(error.value).startswith("my.yaml: ")
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_equal_values_may_be_written_differently() -> None:
+    config = pipeline({"process": "x", "devices": 0, "cpus": "0-1"}, {"process": "x", "devices": "0", "cpus": "0,1"})
+    assert len(config.processes) == 1
+
+
+def test_memory_is_set_once() -> None:
+    raw = {
+        "stage_args": [
+            {
+                "stage_id": 0,
+                "runtime": {"memory": 0.5},
+                "engine_args": {"gpu_memory_utilization": 0.5},
+                "final_output": True,
+                "final_output_type": "text",
+            }
+        ]
+    }
+    with pytest.raises(StageConfigError, match=r"runtime\.memory and engine_args\.gpu_memory_utilization.*keep one"):
+        parse_pipeline_config(raw, "f")

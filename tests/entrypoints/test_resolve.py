@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which arguments reach which stage, and what is checked before a stage starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.diffusion.indexes import write_index
+from vllm_omni import OmniLLM
+from vllm_omni.config.loader import parse_pipeline_config
+from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.entrypoints.resolve import apply_arguments, resolve_checkpoints
+from vllm_omni.errors import StageConfigError
+
+PROCESSOR = "tests.diffusion.rewriting.RewrittenPrompt"
+
+
+def pipeline(writer: dict[str, Any] | None = None, dit: dict[str, Any] | None = None) -> PipelineConfig:
+    """An AR stage and a diffusion stage, with these engine arguments."""
+    stages = [
+        {"stage_id": 0, "engine_type": "AR", "engine_args": {"model_stage": "writer", **(writer or {})}},
+        {
+            "stage_id": 1,
+            "engine_type": "DiT",
+            "engine_args": {"model_stage": "dit", **(dit or {})},
+            "engine_input_source": [0],
+            "custom_process_input_func": PROCESSOR,
+            "final_output": True,
+            "final_output_type": "image",
+        },
+    ]
+    return parse_pipeline_config({"stage_args": stages}, "this test")
+
+
+def test_an_engine_argument_reaches_every_stage_that_has_it() -> None:
+    given = {"dtype": "float32", "max_model_len": 64, "vae_tiling": True}
+
+    writer, dit = apply_arguments(pipeline(dit={"dtype": "bfloat16"}), given, {}).stage_args
+
+    assert writer.vllm_engine_args["max_model_len"] == 64 and "vae_tiling" not in writer.engine_args
+    assert dit.engine_args == {"model_stage": "dit", "dtype": "float32", "vae_tiling": True}
+
+
+def test_an_override_is_for_one_stage_and_wins() -> None:
+    config = apply_arguments(pipeline(), {"dtype": "float32"}, {"dit": {"dtype": "float16"}, 0: {"seed": 4}})
+
+    writer, dit = config.stage_args
+    assert (writer.engine_args["dtype"], writer.engine_args["seed"]) == ("float32", 4)
+    assert dit.engine_args == {"model_stage": "dit", "dtype": "float16"}
+
+
+def test_overrides_of_runtime_and_sampling_defaults() -> None:
+    override = {"runtime": {"memory": 0.5}, "default_sampling_params": {"temperature": 0.0}, "seed": 4}
+
+    config = apply_arguments(pipeline({"gpu_memory_utilization": 0.9}), {"dtype": "float32"}, {"writer": override})
+
+    writer, dit = config.stage_args
+    assert writer.runtime.memory == 0.5 and "gpu_memory_utilization" not in writer.engine_args
+    assert writer.default_sampling_params == {"temperature": 0.0} and writer.engine_args["seed"] == 4
+    assert dit.runtime.memory is None
+
+
+def test_gpu_memory_utilization_wins_over_the_memory_of_the_file() -> None:
+    with_memory = apply_arguments(pipeline(), {}, {"writer": {"runtime": {"memory": 0.5}}})
+    for arguments in (({"gpu_memory_utilization": 0.3}, {}), ({}, {"writer": {"gpu_memory_utilization": 0.3}})):
+        assert apply_arguments(with_memory, *arguments).stage_args[0].engine_args["gpu_memory_utilization"] == 0.3
+
+
+def test_a_wrong_override_is_refused() -> None:
+    with pytest.raises(StageConfigError, match=r"stage 0 \(writer\): runtime\.devices '0,0' names a device twice"):
+        apply_arguments(pipeline(), {}, {"writer": {"runtime": {"devices": "0,0"}}})
+    with pytest.raises(StageConfigError, match="override for stage writer: 3 is not a mapping"):
+        apply_arguments(pipeline(), {}, {"writer": 3})  # type: ignore[dict-item]
+
+
+def test_an_argument_that_no_stage_has_is_refused() -> None:
+    with pytest.raises(StageConfigError, match="engine argument 'vae_tilling'; did you mean 'vae_tiling'"):
+        apply_arguments(pipeline(), {"vae_tilling": True}, {})
+    with pytest.raises(StageConfigError, match="no stage 'dti'"):
+        apply_arguments(pipeline(), {}, {"dti": {}})
+
+
+def test_a_stages_own_checkpoint_is_searched_in_the_pipelines_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("model/writer", "elsewhere/dit"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    model = str(tmp_path / "model")
+
+    inside = resolve_checkpoints(pipeline({"model": "writer"}, {"model": "elsewhere/dit"}), model)
+    assert [stage.checkpoint(model) for stage in inside.stage_args] == [
+        str(tmp_path / "model/writer"),
+        str(tmp_path / "elsewhere/dit"),
+    ]
+    assert "model" not in inside.stages[0].vllm_engine_args
+    hub = resolve_checkpoints(pipeline(dit={"model": "organization/dit"}), model)
+    assert [stage.checkpoint(model) for stage in hub.stage_args] == [model, "organization/dit"]
+
+
+@pytest.mark.parametrize("model", ["/no/where", "./dit", "a/b/c"])
+def test_a_stages_own_checkpoint_must_exist(model: str) -> None:
+    with pytest.raises(StageConfigError, match=rf"stage 1 \(dit\): engine_args\.model: there is no '{model}'"):
+        resolve_checkpoints(pipeline(dit={"model": model}), "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_stepz": 3}, ["'max_stepz'", "did you mean 'max_steps'"]),
+        ({"max_model_len": 3}, ["no stage of this pipeline has an engine argument 'max_model_len'"]),
+        ({"dtype": "float8"}, ["dtype", "float8"]),
+        ({"stage_overrides": {"diffusion": {"max_stepz": 3}}}, ["stage 0 (diffusion)", "did you mean 'max_steps'"]),
+        ({"stage_overrides": {"diffusion": {"max_steps": 0}}}, ["stage 0 (diffusion)", "max_steps"]),
+        ({"stage_overrides": {"thinker": {}}}, ["no stage 'thinker'", "'diffusion' (0)"]),
+        ({"pipeline_class": "ZImagPipeline"}, ["did you mean 'ZImagePipeline'"]),
+    ],
+)
+def test_wrong_arguments_of_a_diffusers_model(tmp_path: Path, arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(StageConfigError) as error:
+        OmniLLM(write_index(tmp_path, "ZImagePipeline"), **arguments)
+    assert [word for word in words if word not in str(error.value)] == []

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The resources of a stage: parses `devices`, `memory` and `cpus` of its `runtime`.
+
+Independent of the machine: `stage.devices`, `stage.cores` and `stage.budgets` check that the resources exist.
+"""
+
+import re
+from typing import TypeVar
+
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.errors import StageConfigError
+
+_T = TypeVar("_T")
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for unit, base in (("iB", 1024), ("B", 1000))
+}
+_UNITS_BY_CASE = {unit.casefold(): size for unit, size in _UNITS.items()}
+_MIN_BYTES = 1 << 20
+# The names that CUDA and ROCm give to a device, or to a part of one.
+_DEVICE_NAME = re.compile(r"(GPU|MIG)-[\w/-]+", re.ASCII)
+
+
+def parse_devices(devices: str | int) -> list[str]:
+    """The entries of `runtime.devices`: numbers as decimal strings, or names such as `GPU-8e26ba6f`.
+
+    Raises:
+        StageConfigError: An entry is neither a number nor a name, or a device is listed twice.
+    """
+    entries = [entry.strip() for entry in str(devices).split(",")]
+    for entry in entries:
+        if not (re.fullmatch("[0-9]+", entry) or _DEVICE_NAME.fullmatch(entry)):
+            raise StageConfigError(
+                f"devices {devices!r}: {entry!r} is not a device; write a number (0), a comma list ('2,5'), or names "
+                "as the driver gives them ('GPU-...', 'MIG-...')"
+            )
+    entries = [str(int(entry)) if entry.isdigit() else entry for entry in entries]
+    if len(set(entries)) != len(entries):
+        raise StageConfigError(f"devices {devices!r} names a device twice; name each once")
+    return entries
+
+
+def parse_memory(memory: str | float) -> float | int:
+    """The value of `runtime.memory`: a fraction of the device (float, above 0, at most 1), or bytes (int).
+
+    Raises:
+        StageConfigError: The value is neither of these, or less than 1 MiB, which means that its unit is missing.
+    """
+    match = re.fullmatch(r"([0-9.]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)", str(memory).strip())
+    try:
+        number, unit = float(match[1]), _UNITS_BY_CASE[match[2].casefold()]  # type: ignore[index]
+    except (TypeError, ValueError, KeyError):
+        raise _memory_error(memory, "is not an amount of memory") from None
+    if unit == 1 and 0 < number <= 1:
+        return number
+    if number * unit < _MIN_BYTES:
+        raise _memory_error(memory, f"would be {number * unit:.0f} bytes")
+    return int(number * unit)
+
+
+def _memory_error(memory: str | float, problem: str) -> StageConfigError:
+    return StageConfigError(
+        f"memory {memory!r} {problem}; write a fraction of the device (0.3), or bytes with a unit ('20GiB', '512MiB')"
+    )
+
+
+def parse_cpus(cpus: str | int) -> list[int] | int:
+    """The value of `runtime.cpus`: the cores of a list in Linux notation, sorted, or their number.
+
+    Raises:
+        StageConfigError: The value is neither of these.
+    """
+    if isinstance(cpus, int):
+        if cpus < 1:
+            raise StageConfigError(f"cpus {cpus}: a stage needs at least one core")
+        return cpus
+    cores: set[int] = set()
+    for part in cpus.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise StageConfigError(
+                f"cpus {cpus!r}: {part.strip()!r} is not a range of cores; write a list ('0-3,8'), or a number of "
+                "cores without quotes (4)"
+            )
+        cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return sorted(cores)
+
+
+def check_resources(config: PipelineConfig) -> None:
+    """Checks what is wrong on every machine.
+
+    Raises:
+        StageConfigError: A value cannot be parsed, a stage's memory is set twice, or stages of one process have
+            different devices or cores.
+    """
+    for stage in config.stage_args:
+        try:
+            _check_stage(stage)
+        except StageConfigError as error:
+            raise StageConfigError(f"{stage.label}: runtime.{error}") from error
+    for process in config.processes:
+        process_devices(process)
+        process_cpus(process)
+
+
+def _check_stage(stage: OmniStageConfig) -> None:
+    runtime = stage.runtime
+    if runtime.process == "":
+        raise StageConfigError("process: the name is empty; write true for a process of its own")
+    if runtime.devices is not None:
+        parse_devices(runtime.devices)
+    if runtime.cpus is not None:
+        parse_cpus(runtime.cpus)
+    if runtime.memory is None:
+        return
+    parse_memory(runtime.memory)
+    if "gpu_memory_utilization" in stage.engine_args:
+        raise StageConfigError("memory and engine_args.gpu_memory_utilization set the same limit; keep one of them")
+
+
+def process_devices(process: list[OmniStageConfig]) -> list[str] | None:
+    """The devices of the stages of one process, as `parse_devices` returns them; None: all devices.
+
+    Raises:
+        StageConfigError: Two stages have different devices.
+    """
+    values = {s.stage_id: parse_devices(s.runtime.devices) for s in process if s.runtime.devices is not None}
+    return _common_value("devices", values)
+
+
+def process_cpus(process: list[OmniStageConfig]) -> list[int] | int | None:
+    """The cores of the stages of one process, as `parse_cpus` returns them; None: not set.
+
+    Raises:
+        StageConfigError: Two stages have different cores.
+    """
+    values = {s.stage_id: parse_cpus(s.runtime.cpus) for s in process if s.runtime.cpus is not None}
+    return _common_value("cpus", values)
+
+
+def _common_value(key: str, values: dict[int, _T]) -> _T | None:
+    """The value that all stages with a value share."""
+    (first, common), *others = values.items() or [(0, None)]
+    for stage_id, value in others:
+        if value != common:
+            raise StageConfigError(
+                f"stages {first} and {stage_id} share one process (runtime.process) but not runtime.{key}; set the "
+                "same value for both, or set it for one of them"
+            )
+    return common

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Helpers: hints for misspelled names, conversion to typed structs, and the files of the shipped configurations."""
+
+import difflib
+import re
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+_T = TypeVar("_T")
+
+# msgspec publishes a type's description before it is complete, and several threads may open pipelines.
+_convert_lock = threading.Lock()
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` with the closest known name, or an empty string if none is close."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def convert(raw: Any, cls: type[_T]) -> _T:
+    """Converts plain values, as YAML and callers provide them, to a typed struct.
+
+    Raises:
+        msgspec.ValidationError: A value has the wrong type, or a key is unknown; see `split_error`.
+    """
+    with _convert_lock:
+        return msgspec.convert(raw, cls)
+
+
+def split_error(error: msgspec.ValidationError) -> tuple[str, str]:
+    """The problem, and its location (`stage_args[0].runtime`); the location is empty for the top level."""
+    message = str(error)
+    where = re.search(r" - at `\$(.*)`", message)
+    return message.split(" - at ")[0], where.group(1).lstrip(".") if where else ""
+
+
+def stage_configs_dir() -> Path:
+    """The directory of the shipped stage configurations: one YAML for each model, and variants for other machines.
+
+    The same place in a wheel, in an editable install and in a checkout on `PYTHONPATH`.
+    """
+    return Path(__file__).parents[1] / "stage_configs"
+
+
+def find_stage_configs(path: str) -> Path:
+    """The file of a stage configuration, given by its path or by the name of a shipped one without `.yaml`."""
+    shipped = stage_configs_dir() / f"{path}.yaml"
+    is_name = not Path(path).suffix and Path(path).name == path
+    return shipped if is_name and shipped.exists() and not Path(path).exists() else Path(path)
+
+
+def shipped_variants(path: Path | None) -> list[Path]:
+    """The shipped configurations of the same model for other machines: `MODEL_MACHINE.yaml`.
+
+    Args:
+        path: A stage configuration. One that is not shipped has no variants.
+    """
+    if path is None or path.parent != stage_configs_dir():
+        return []
+    shipped = sorted(stage_configs_dir().glob("*.yaml"))
+    stems = [other.stem for other in shipped if path.stem == other.stem or path.stem.startswith(f"{other.stem}_")]
+    model = min(stems, key=len)
+    return [other for other in shipped if other != path and (other.stem == model or other.stem.startswith(f"{model}_"))]

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the structs that stages exchange into buffers and back, without pickle.
+
+vLLM's msgpack coders carry tensors, arrays and multimodal features beside the message; this file only combines them
+with connectors. A sender and a receiver each belong to one thread.
+"""
+
+import threading
+from typing import Any, TypeVar, cast
+
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_omni.distributed.connectors import Connector, make_receivers
+from vllm_omni.distributed.messages import Frames, PayloadRef
+
+T = TypeVar("T")
+
+# msgspec caches what it learns about a struct for all threads, and other threads see the cache while it is incomplete:
+# two threads that create the first decoders of one type at the same time crash the process.
+_decoder_lock = threading.Lock()
+
+
+class PayloadSender:
+    """Sends typed payloads through a connector."""
+
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+        self._encoder = MsgpackEncoder()
+
+    def put(self, value: Any) -> tuple[PayloadRef, Frames]:
+        """Raises `OSError` where the connector has no room, `TypeError` for a value that cannot be encoded."""
+        return self._connector.put(cast(Frames, self._encoder.encode(value)))
+
+
+class PayloadReceiver:
+    """Receives typed payloads, whatever connector sent them."""
+
+    def __init__(self) -> None:
+        self._receivers = make_receivers()
+        self._decoders: dict[type, MsgpackDecoder] = {}
+
+    def get(self, payload_type: type[T], ref: PayloadRef, frames: list[memoryview]) -> T:
+        """
+        Raises:
+            msgspec.MsgspecError: The payload is not a `payload_type`.
+            OSError: The payload is gone.
+        """
+        decoder = self._decoders.get(payload_type)
+        if decoder is None:
+            with _decoder_lock:
+                decoder = self._decoders[payload_type] = MsgpackDecoder(payload_type)
+        return decoder.decode(self._receivers[type(ref)].get(ref, frames))
+
+    def discard(self, ref: PayloadRef) -> None:
+        """Releases a payload that will not be read."""
+        self._receivers[type(ref)].discard(ref)

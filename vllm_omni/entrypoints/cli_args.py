@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command-line flags from config dataclasses, as vLLM makes its own."""
+
+import argparse
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from vllm.config.utils import get_attr_docs
+from vllm.engine.arg_utils import get_kwargs
+
+
+def add_cli_args(
+    group: argparse._ActionsContainer,
+    cls: type[Any],
+    *,
+    exclude: Collection[str] = (),
+    types: Mapping[str, Callable[[str], Any]] | None = None,
+) -> None:
+    """Adds a flag for each field of a dataclass; its help text is the docstring below the field.
+
+    Args:
+        exclude: Names of fields without a flag.
+        types: Parsers by field name, instead of those for the fields' types; e.g. parsers that check a range.
+    """
+    docs = get_attr_docs(cls)  # `get_kwargs` has them only if the process was started with --help.
+    for name, kwargs in get_kwargs(cls).items():
+        if name not in exclude:
+            kwargs["help"] = " ".join(docs.get(name, "").split()).replace("%", "%%")
+            kwargs |= {"type": types[name]} if types and name in types else {}
+            group.add_argument("--" + name.replace("_", "-"), **kwargs)

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Media of requests: vLLM's media connector, which fetches from allowed hosts only and checks media before decoding.
+
+vLLM's own rules remain: `--allowed-media-domains`, `--allowed-local-media-path`, its time-outs and redirect switch.
+
+- Addresses: the one that is connected to is checked, of every redirect too. So a host name that resolves to another
+  address the next time (DNS rebinding) and an encoded address (decimal, octal, IPv4 within IPv6) are refused.
+- Formats: FFmpeg opens every format that it recognizes. Some (playlists) name other files and hosts, and it depends on
+  FFmpeg's build whether it opens them. So it gets only containers that hold their media themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import av
+import pybase64
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.connector import Connection
+from PIL import Image
+from vllm.connections import HTTPConnection
+from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
+from vllm.multimodal.image import open_image
+from vllm.multimodal.media import (
+    MEDIA_CONNECTOR_REGISTRY,
+    AudioMediaIO,
+    ImageMediaIO,
+    MediaConnector,
+    VideoMediaIO,
+)
+from vllm.multimodal.media.base import MediaIO
+
+from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag, limits_from
+
+logger = logging.getLogger("vllm.omni.server")
+
+CONNECTOR_NAME = "omni"
+
+_ID3 = b"ID3"
+# The first bytes of a file, and their offset.
+_CONTAINERS: tuple[tuple[int, bytes], ...] = (
+    (0, b"RIFF"),  # WAV, AVI
+    (0, b"RF64"),
+    (0, b"fLaC"),
+    (0, b"OggS"),  # Vorbis, Opus, Theora
+    (0, b"\x1a\x45\xdf\xa3"),  # Matroska, WebM
+    (0, b"FORM"),  # AIFF
+    (0, b"caff"),
+    (0, b".snd"),
+    (0, b"#!AMR"),
+    (0, b"FLV"),
+    (0, b"GIF8"),
+    (0, b"\x00\x00\x01\xba"),  # MPEG program stream
+    (0, b"\x00\x00\x01\xb3"),
+    (0, b"\x30\x26\xb2\x75"),  # ASF, WMV
+    *((4, box) for box in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip")),  # MP4, QuickTime
+)
+_CONTAINER_NAMES = "WAV, MP3, FLAC, Ogg, AAC, MP4, WebM, Matroska, AVI, QuickTime, MPEG, AIFF, FLV, GIF, ..."
+
+
+def install(args: argparse.Namespace) -> None:
+    """Registers our connector with vLLM, at the program's start. A connector that the user chose stays."""
+    connection = GuardedHTTPConnection(AddressGuard(args.allowed_media_domains or ()))
+    make = partial(OmniMediaConnector, connection=connection, limits=limits_from(args, RequestLimits))
+    MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR_NAME)(make)
+    chosen = os.environ.setdefault("VLLM_MEDIA_CONNECTOR", CONNECTOR_NAME)
+    if chosen != CONNECTOR_NAME:
+        logger.warning("VLLM_MEDIA_CONNECTOR=%s fetches media: private addresses and sizes are not checked", chosen)
+
+
+class OmniMediaConnector(MediaConnector):
+    """Counts and checks every media part. A wrong one is the client's error, which names the part."""
+
+    def __init__(self, *args: Any, limits: RequestLimits, **kwargs: Any) -> None:
+        """Takes the arguments of `MediaConnector`, and the limits of a request."""
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+
+    def load_from_url(self, url: str, media_io: MediaIO[Any], *, fetch_timeout: int | None = None) -> Any:
+        guarded, label = self._guard(url, media_io)
+        with _client_errors(label, kind_of(media_io)):
+            return super().load_from_url(url, guarded, fetch_timeout=fetch_timeout)
+
+    async def load_from_url_async(self, url: str, media_io: MediaIO[Any], *, fetch_timeout: int | None = None) -> Any:
+        guarded, label = self._guard(url, media_io)
+        with _client_errors(label, kind_of(media_io)):
+            return await super().load_from_url_async(url, guarded, fetch_timeout=fetch_timeout)
+
+    def _guard(self, url: str, media_io: MediaIO[Any]) -> tuple[GuardedMediaIO, str]:
+        context = RequestContext.current()
+        context.num_media_parts += 1
+        if context.num_media_parts > self._limits.max_media_parts:
+            raise VLLMValidationError(
+                f"a request may have {self._limits.max_media_parts} images, audio clips and videos "
+                f"({flag('max_media_parts')}), and this one has more",
+                parameter="messages",
+            )
+        address = f"{url[:48]!r}{'...' if len(url) > 48 else ''}"
+        label = f"media part {context.num_media_parts} of the request, {kind_of(media_io)} {address}"
+        return GuardedMediaIO(media_io, self._limits, label), label
+
+
+@contextlib.contextmanager
+def _client_errors(label: str, kind: str) -> Iterator[None]:
+    """Errors of loading a part as answers for the client."""
+    try:
+        yield
+    except VLLMUnprocessableEntityError as error:
+        # vLLM's, for an error status of the host.
+        raise VLLMUnprocessableEntityError(f"{label}: {error.args[0]}", parameter=f"{kind}_url") from error
+    except VLLMClientError:
+        raise
+    except (OSError, aiohttp.ClientError, TimeoutError) as error:
+        reason = str(error) or "it took too long"
+        raise VLLMUnprocessableEntityError(f"{label} cannot be fetched: {reason}", parameter=f"{kind}_url") from error
+    except (ValueError, RuntimeError) as error:
+        # RuntimeError: vLLM's, for a local file that is not allowed. NotImplementedError: data that is not base64.
+        raise VLLMValidationError(f"{label}: {error}", parameter=f"{kind}_url") from error
+
+
+def kind_of(media_io: MediaIO) -> str:
+    """`image`, `audio` or `video`."""
+    for media_type, kind in ((ImageMediaIO, "image"), (AudioMediaIO, "audio"), (VideoMediaIO, "video")):
+        if isinstance(media_io, media_type):
+            return kind
+    raise TypeError(f"no media of a request is read by {type(media_io).__name__}")
+
+
+class GuardedMediaIO(MediaIO[Any]):
+    """vLLM's reader of one kind of media, after checks. Media that cannot be read is the client's error.
+
+    Args:
+        media_io: Reads media that has passed the checks.
+        limits: Checked before decoding.
+        label: Names the media in messages.
+    """
+
+    def __init__(self, media_io: MediaIO, limits: RequestLimits, label: str) -> None:
+        self._media_io = media_io
+        self._limits = limits
+        self._label = label
+        self._parameter = f"{kind_of(media_io)}_url"
+        self._check = {"image": self._check_image, "audio": check_container, "video": self._check_video}[
+            kind_of(media_io)
+        ]
+        if isinstance(media_io, VideoMediaIO):  # A video may be a list of images.
+            media_io.image_io = GuardedMediaIO(media_io.image_io, limits, label)  # type: ignore[assignment]
+
+    def get_max_bytes(self) -> int:
+        own = self._media_io.get_max_bytes()
+        return self._limits.max_media_bytes if own is None else min(own, self._limits.max_media_bytes)
+
+    def load_bytes(self, data: bytes) -> Any:
+        """
+        Raises:
+            VLLMValidationError: It is too large, of another kind, or broken.
+        """
+        self._check_num_bytes(len(data))
+
+        def load() -> Any:
+            self._check(data)
+            media = self._media_io.load_bytes(data)
+            if isinstance(self._media_io, VideoMediaIO) and not len(media.media[0]):
+                raise ValueError("none of its frames can be decoded")
+            return media
+
+        return self._reported(load)
+
+    def load_base64(self, media_type: str, data: str) -> Any:
+        self._check_num_bytes(len(data) * 3 // 4)
+        if media_type.lower() == "video/jpeg":
+            return self._reported(lambda: self._media_io.load_base64(media_type, data))
+        return self.load_bytes(self._reported(lambda: pybase64.b64decode(data, validate=True)))
+
+    def load_file(self, filepath: Path) -> Any:
+        def read() -> bytes:
+            if not filepath.is_file():  # Reading a pipe or a device might never end.
+                raise ValueError("there is no such file")
+            self._check_num_bytes(filepath.stat().st_size)
+            return filepath.read_bytes()
+
+        return self.load_bytes(self._reported(read))
+
+    def _reported(self, load: Callable[[], Any]) -> Any:
+        try:
+            return load()
+        except (VLLMClientError, ImportError, MemoryError):
+            raise
+        except Exception as error:  # Decoders raise many types (SyntaxError, cv2.error, struct.error, ...).
+            logger.debug("%s cannot be read", self._label, exc_info=True)
+            raise self._refusal(f"cannot be read: {error}") from error
+
+    def _refusal(self, reason: str) -> VLLMValidationError:
+        return VLLMValidationError(f"{self._label} {reason}", parameter=self._parameter)
+
+    def _check_num_bytes(self, num_bytes: int) -> None:
+        limit = self.get_max_bytes()
+        if num_bytes > limit:
+            raise self._refusal(f"has more than {limit} bytes, which is the limit ({flag('max_media_bytes')})")
+
+    def _check_image(self, data: bytes) -> None:
+        """Reads the header only."""
+        with open_image(BytesIO(data)) as image:
+            self._check_pixels(image, self._limits.max_image_pixels, "max_image_pixels")
+
+    def _check_video(self, data: bytes) -> None:
+        """Reads the header only."""
+        check_container(data)
+        with av.open(BytesIO(data)) as container:
+            if not container.streams.video:
+                raise ValueError("it has no video stream")
+            stream = container.streams.video[0]
+            self._check_pixels(stream, self._limits.max_video_pixels, "max_video_pixels")
+            seconds = (container.duration or 0) / av.time_base
+            if stream.duration and stream.time_base:
+                seconds = max(seconds, float(stream.duration * stream.time_base))
+        if seconds > self._limits.max_video_seconds:
+            limit = f"{self._limits.max_video_seconds:g} s, which is the limit ({flag('max_video_seconds')})"
+            raise self._refusal(f"lasts {seconds:.0f} s, more than {limit}")
+
+    def _check_pixels(self, image: Image.Image | av.VideoStream, limit: int, name: str) -> None:
+        if image.width * image.height > limit:
+            size = f"{image.width}x{image.height}"
+            raise self._refusal(f"is {size}, more than {limit} pixels, which is the limit ({flag(name)})")
+
+
+def check_container(data: bytes) -> None:
+    """
+    Raises:
+        ValueError: It is not a file of a format that holds its audio and frames itself.
+    """
+    start = _after_tags(data)
+    head = data[start : start + 16]
+    is_known = any(head[at : at + len(mark)] == mark for at, mark in _CONTAINERS)
+    # MP3 and AAC start with a frame, whose first 11 bits are set; an MPEG transport stream has packets of 188 bytes.
+    is_frame = len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0
+    is_transport = head[:1] == b"G" and data[start + 188 : start + 189] == b"G"
+    if not (is_known or is_frame or is_transport):
+        raise ValueError(f"it is in none of the known formats ({_CONTAINER_NAMES})")
+
+
+def _after_tags(data: bytes) -> int:
+    """The offset after a file's ID3 tags, which FFmpeg skips to detect the format."""
+    start = 0
+    while data[start : start + 3] == _ID3 and len(data) >= start + 10:
+        size = 0
+        for byte in data[start + 6 : start + 10]:
+            size = size << 7 | byte & 0x7F
+        start += 10 + size
+        while data[start : start + 1] == b"\0":  # Some writers do not count their padding.
+            start += 1
+    return start
+
+
+class AddressGuard:
+    """Which hosts may be connected to: those in its list, at any address; without a list, all at public addresses."""
+
+    def __init__(self, allowed_hosts: Iterable[str] = ()) -> None:
+        self._allowed = frozenset(host.lower() for host in allowed_hosts)
+
+    def check(self, host: str, addresses: Sequence[str]) -> None:
+        """
+        Raises:
+            VLLMValidationError: Media may not be fetched from this host.
+        """
+        if self._allowed:
+            if host.lower() not in self._allowed:
+                raise VLLMValidationError(f"media is not fetched from {host}: not in --allowed-media-domains")
+        elif not all(is_public(address) for address in addresses):
+            raise VLLMValidationError(
+                f"media is not fetched from {host}, which is not a public address; "
+                "set --allowed-media-domains to allow it"
+            )
+
+
+def is_public(address: str) -> bool:
+    """Whether an address, and any address wrapped in it, is a public one of the Internet."""
+    ip = ipaddress.ip_address(address.partition("%")[0])  # Without the zone: fe80::1%eth0.
+    if isinstance(ip, ipaddress.IPv6Address):
+        # Relays unwrap these.
+        for inner in (ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())):
+            if inner is not None:
+                return is_public(str(inner)) and ip.teredo is None
+        if ip.is_site_local:
+            return False
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved)
+
+
+class GuardedHTTPConnection(HTTPConnection):
+    """vLLM's HTTP client, on a `GuardedConnector`. Without proxies, which would connect to unchecked addresses."""
+
+    def __init__(self, guard: AddressGuard) -> None:
+        super().__init__()
+        self._guard = guard
+
+    async def get_async_client(self) -> aiohttp.ClientSession:
+        if self._async_client is None:
+            self._async_client = aiohttp.ClientSession(connector=GuardedConnector(self._guard), trust_env=False)
+        return self._async_client
+
+    def get_sync_client(self) -> Any:
+        raise NotImplementedError("a server fetches media on its event loop")
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        if self._async_client is not None:
+            await self._async_client.close()
+            self._async_client = None
+
+
+class GuardedConnector(aiohttp.TCPConnector):
+    """Checks the host of every request and every redirect."""
+
+    def __init__(self, guard: AddressGuard) -> None:
+        super().__init__(resolver=GuardedResolver(guard))
+        self._guard = guard
+
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[Any], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
+        host = req.url.host or ""
+        # An address is not resolved, so it is checked here; the addresses of a name are checked by the resolver.
+        self._guard.check(host, [host] if _is_address(host) else [])
+        return await super().connect(req, traces, timeout)
+
+
+class GuardedResolver(AbstractResolver):
+    """Resolves names, and checks the addresses that are connected to."""
+
+    def __init__(self, guard: AddressGuard) -> None:
+        self._guard = guard
+        self._resolver = aiohttp.ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await self._resolver.resolve(host, port, family)
+        self._guard.check(host, [result["host"] for result in found])
+        return found
+
+    async def close(self) -> None:
+        await self._resolver.close()
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True

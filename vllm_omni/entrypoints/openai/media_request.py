@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for images and videos: JSON or a form, their common settings, and the images that come with them.
+
+vLLM's media connector reads the images: uploads, data URIs and addresses alike, so that its rules and limits apply.
+"""
+
+import asyncio
+import base64
+from argparse import Namespace
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Annotated, Any, TypeVar
+
+import vllm.envs as envs
+from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from PIL import Image
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from starlette.datastructures import UploadFile
+from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaWithBytes
+
+from vllm_omni.entrypoints.openai.stage_params import SETTINGS, diffusion_settings
+
+MAX_IMAGES = 16
+"""Of one request, as in OpenAI's API."""
+
+NO_EFFECT = "Accepted for OpenAI's clients; has no effect here."
+
+_FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
+_MAX_FIELDS = 100
+_SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def as_urls(value: Any) -> Any:
+    """An image field as a list of addresses; pydantic refuses any other value.
+
+    It has one address or a list; each is a string, or an object with it as `image_url` (a string, or an object with
+    `url`).
+    """
+    entries = value if isinstance(value, list) else [value]
+    return [_as_url(entry) for entry in entries]
+
+
+def _as_url(entry: Any) -> Any:
+    for key in ("image_url", "url"):
+        if isinstance(entry, dict) and set(entry) == {key}:
+            entry = entry[key]
+    return entry
+
+
+ImageUrls = Annotated[list[str], BeforeValidator(as_urls)]
+"""Addresses or data URIs of images; also a single one, and objects with an `image_url`."""
+
+Prompt = Annotated[
+    str, Field(min_length=1, max_length=32_000, description="Describes the result.", examples=["A hen."])
+]
+
+
+class DiffusionRequest(BaseModel):
+    """The common fields of requests for images and videos. Defaults are those of the stage, or of the model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: Prompt
+    model: str | None = Field(None, description="A name that the model is served under; default: the first.")
+    size: str | None = Field(
+        None, pattern=_SIZE, description="WIDTHxHEIGHT in pixels, or auto: the model's own.", examples=["1024x1024"]
+    )
+    height: int | None = Field(None, ge=1, description="Pixels; in place of size.")
+    width: int | None = Field(None, ge=1, description="Pixels; in place of size.")
+    negative_prompt: str | None = Field(None, max_length=32_000, description="Describes what to avoid.")
+    num_inference_steps: int | None = Field(None, ge=1, description="Denoising steps.", examples=[8])
+    guidance_scale: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="How closely the prompt is followed, as the model was trained for."
+    )
+    true_cfg_scale: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="The same, by comparing with negative_prompt."
+    )
+    strength: float | None = Field(None, gt=0, le=1, description="How far an input image is changed.")
+    seed: int | list[int] | None = Field(
+        None,
+        description="Of the first output, the next have seed + 1, ...; or one for each. 0 or more. Default: random.",
+    )
+    lora: str | None = Field(None, description="One of the server's LoRA adapters, see GET /v1/models.")
+    lora_scale: float | None = Field(None, allow_inf_nan=False, description="Weight of the adapter. Default: 1.")
+    extra_body: dict[str, Any] | None = Field(
+        None, description=f"More settings, or the same ones, as some clients send them: {', '.join(SETTINGS)}."
+    )
+    user: str | None = Field(None, description=NO_EFFECT)
+    safety_identifier: str | None = Field(None, description=NO_EFFECT)
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of `DiffusionSamplingParams`, and `lora`.
+
+        Raises:
+            VLLMValidationError: A setting is unknown, wrong, or set to two values.
+        """
+        given = diffusion_settings(self.model_dump(exclude_none=True), adapters=True)
+        for name, value, field in self._openai_settings():
+            if given.setdefault(name, value) != value:
+                raise VLLMValidationError(f"{field} and {name} set different values; keep one of them", parameter=name)
+        return given
+
+    def _openai_settings(self) -> list[tuple[str, Any, str]]:
+        """For each of OpenAI's fields: the setting that it sets, the value, and the field's name."""
+        if self.size in (None, "auto"):
+            return []
+        width, height = map(int, str(self.size).split("x"))
+        return [("width", width, "size"), ("height", height, "size")]
+
+
+class ImageFetcher:
+    """Reads the images of requests; keeps their transparency, which some models read."""
+
+    def __init__(self, args: Namespace) -> None:
+        """
+        Args:
+            args: Of `vllm serve`: what may be fetched.
+        """
+        self._connector = MEDIA_CONNECTOR_REGISTRY.load(
+            envs.VLLM_MEDIA_CONNECTOR,
+            media_io_kwargs={"image": {"image_mode": None}},
+            allowed_local_media_path=args.allowed_local_media_path,
+            allowed_media_domains=args.allowed_media_domains,
+        )
+
+    async def fetch(self, urls: Sequence[str], parameter: str) -> list[Image.Image]:
+        """The images at these addresses, or in these data URIs.
+
+        Args:
+            parameter: The request's field, for messages.
+
+        Raises:
+            VLLMClientError: There are too many, or one may not be fetched, does not exist, or is not an image.
+        """
+        if len(urls) > MAX_IMAGES:
+            raise VLLMValidationError(f"{len(urls)} images; a request takes at most {MAX_IMAGES}", parameter=parameter)
+        return [await self._fetch(url, parameter) for url in urls]
+
+    async def _fetch(self, url: str, parameter: str) -> Image.Image:
+        try:
+            image = await self._connector.fetch_image_async(url)
+        except VLLMClientError:
+            raise
+        except (ValueError, NotImplementedError, Image.DecompressionBombError) as error:
+            raise VLLMValidationError(f"{parameter}: {error}", parameter=parameter) from error
+        return image.media if isinstance(image, MediaWithBytes) else image
+
+
+async def read_request(request: Request, model: type[_Model], image_field: str) -> _Model:
+    """The body of a request that may be JSON or a form.
+
+    Args:
+        image_field: The field whose values may be uploaded files; in the result they are data URIs.
+
+    Raises:
+        RequestValidationError: The model refuses it.
+        HTTPException: It is of another type, or no valid form.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in _FORMS:
+        fields = await _read_form(request, image_field)
+    elif kind == "application/json":
+        fields = await request.json()
+    else:
+        raise HTTPException(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send application/json or {_FORMS[0]}, not {kind or 'nothing'}"
+        )
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_input=False)
+        raise RequestValidationError([{**found, "loc": ("body", *found["loc"])} for found in errors]) from error
+
+
+def describe_form(model: type[BaseModel], image_field: str, *, several: bool) -> dict[str, Any]:
+    """The body that `read_request` reads, in the API's description."""
+    schema = model.model_json_schema()
+    file = {"type": "string", "format": "binary"}
+    uploaded = {"type": "array", "items": file, "maxItems": MAX_IMAGES} if several else file
+    form = {**schema, "properties": {**schema["properties"], image_field: uploaded}}
+    content = {"application/json": {"schema": schema}, _FORMS[0]: {"schema": form}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+async def _read_form(request: Request, image_field: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    async with request.form(max_files=MAX_IMAGES + 1, max_fields=_MAX_FIELDS) as form:
+        for key, value in form.multi_items():
+            # Clients write a list as `image[]`, and a field of an object as `input_reference[image_url]`.
+            name = key.removesuffix("[]").removesuffix("[image_url]")
+            if name == image_field:
+                fields.setdefault(name, []).append(await _as_data_uri(value))
+            elif key in fields:
+                raise VLLMValidationError(f"{key} is given more than once", parameter=key)
+            else:
+                fields[key] = value  # The model refuses a file here: it takes strings only.
+    return fields
+
+
+async def _as_data_uri(value: UploadFile | str) -> str:
+    if isinstance(value, str):
+        return value
+    data = await value.read()
+    encoded = await asyncio.to_thread(base64.b64encode, data)
+    return f"data:application/octet-stream;base64,{encoded.decode()}"

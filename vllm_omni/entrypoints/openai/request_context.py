@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one HTTP request, in one object that goes with it from the middleware to the engine client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What a request for text sets besides the fields that vLLM's handlers read.
+
+    Attributes:
+        modalities: The outputs that the pipeline makes for it.
+        stage_params: For each stage, in stage order, its sampling parameters, or None for its defaults. Those of the
+            stage that vLLM's handler samples are added to the handler's own.
+        explicit_fields: Names of sampling parameters that the request sets in its own fields. They win over
+            `stage_params`.
+        prompt: Further keys of the prompt.
+        shows_text: Whether the answer has the text. The text of speech alone is its transcript.
+        audio_format: How speech is encoded.
+    """
+
+    modalities: tuple[str, ...] = ("text",)
+    stage_params: Sequence[Mapping[str, Any] | None] | None = None
+    explicit_fields: frozenset[str] = frozenset()
+    prompt: Mapping[str, Any] = field(default_factory=dict)
+    shows_text: bool = True
+    audio_format: str = "wav"
+
+    @property
+    def has_media(self) -> bool:
+        return self.modalities != ("text",)
+
+
+@dataclass(kw_only=True)
+class RequestContext:
+    """One HTTP request.
+
+    The outermost middleware makes it, the endpoint sets its options. vLLM loads media and calls the engine without
+    the HTTP request, in tasks of its own, so these read it from a context variable (`current`).
+
+    Attributes:
+        owner: The SHA-256 of the API key that the request was sent with; empty where the server has no keys.
+        num_media_parts: Images, audio clips and videos that were loaded for it so far.
+        options: What it sets for the pipeline.
+        outputs: Those of its requests to the engine, in the order of their submission.
+    """
+
+    owner: bytes = b""
+    num_media_parts: int = 0
+    options: RequestOptions = RequestOptions()
+    outputs: list[Peekable[Any]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls) -> RequestContext:
+        """Makes the context of a new HTTP request, for the current task and those that it creates."""
+        context = cls()
+        _current.set(context)
+        return context
+
+    @classmethod
+    def current(cls) -> RequestContext:
+        """The context of the HTTP request that this task works for; outside of one a context of its own."""
+        return _current.get(None) or cls()
+
+    async def started(self) -> None:
+        """Waits until each request to the engine has its first output, so that earlier errors have an HTTP status.
+
+        Raises:
+            OmniHTTPError: One of them failed; the others are aborted.
+        """
+        try:
+            for outputs in self.outputs:
+                await outputs.peek()
+        except BaseException:
+            await asyncio.gather(*(outputs.aclose() for outputs in self.outputs))
+            raise
+
+
+_current: ContextVar[RequestContext] = ContextVar("request_context")
+
+
+class Peekable(AsyncGenerator[Item, None], Generic[Item]):
+    """An async generator whose first item can be awaited before it is read. Closing it closes the generator."""
+
+    def __init__(self, items: AsyncGenerator[Item, None]) -> None:
+        self._items = items
+        self._peeked: list[Item] = []
+
+    async def peek(self) -> None:
+        """Waits for the first item.
+
+        Raises:
+            Exception: Whatever the generator raises before it.
+        """
+        with suppress(StopAsyncIteration):
+            self._peeked.append(await anext(self._items))
+
+    async def __anext__(self) -> Item:
+        return self._peeked.pop() if self._peeked else await anext(self._items)
+
+    async def asend(self, value: None) -> Item:
+        return await self.__anext__()
+
+    async def athrow(self, *error: Any) -> Item:
+        return await self._items.athrow(*error)
+
+    async def aclose(self) -> None:
+        await self._items.aclose()
+
+
+async def started(items: AsyncGenerator[Item, None]) -> Peekable[Item]:
+    """The same items, as soon as there is a first one: errors before it have an HTTP status."""
+    peekable = Peekable(items)
+    await peekable.peek()
+    return peekable

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of the server beside vLLM's: limits of requests and of the server, default outputs and names of voices.
+
+`middleware.py`, `media_input.py` and `video_store.py` apply the limits.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar, get_args
+
+from vllm.config.utils import get_attr_docs
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+Modality = Literal["text", "audio", "image", "video"]
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of one request. The error of a request that exceeds one names the flag that raises it.
+
+    The length of audio clips is limited by vLLM's own variables: VLLM_MAX_AUDIO_DECODE_DURATION_S (600),
+    VLLM_MAX_AUDIO_DECODE_BYTES (256 MiB) and VLLM_MAX_AUDIO_CLIP_FILESIZE_MB (25).
+    """
+
+    max_request_bytes: int = 256 * MIB
+    """Bytes of a request's body; a larger one is answered with 413."""
+
+    max_media_parts: int = 64
+    """Images, audio clips and videos that a request may have, all together."""
+
+    max_media_bytes: int = 128 * MIB
+    """Bytes of one image, audio clip or video as it is sent or fetched, before it is decoded."""
+
+    max_image_pixels: int = 8192 * 4320
+    """Pixels of an image. The default is an 8K picture."""
+
+    max_video_pixels: int = 4096 * 2304
+    """Pixels of a frame of a video in a request. The default is a 4K frame."""
+
+    max_video_seconds: float = 600.0
+    """Length of a video in a request, in seconds."""
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Limits of what the server holds for all requests together."""
+
+    max_total_request_bytes: int = 2 * GIB
+    """Bytes of the bodies of all requests that have not been answered in full; requests beyond that are answered with
+    429. At least --max-request-bytes."""
+
+    video_dir: str | None = None
+    """Existing directory for the files of generated videos. Default: the system's for temporary files."""
+
+    max_stored_videos: int = 1000
+    """Video jobs that are kept; for a new one the oldest that has ended is removed."""
+
+    max_stored_video_bytes: int = 8 * GIB
+    """Bytes of all files of generated videos; for a new one the oldest are removed."""
+
+    video_expires_after_s: float = 3600.0
+    """Seconds that a video job and its file are kept after it has ended."""
+
+
+Limits = TypeVar("Limits", RequestLimits, ServerLimits)
+
+
+def add_limit_arguments(group: argparse._ActionsContainer) -> None:
+    """Adds a flag for each limit; its default is that of `RequestLimits` or `ServerLimits`."""
+    for limits in (RequestLimits, ServerLimits):
+        docs = get_attr_docs(limits)
+        for field in fields(limits):
+            group.add_argument(
+                flag(field.name), type=_PARSERS[field.type], default=field.default, help=docs[field.name]
+            )
+
+
+def add_api_arguments(group: argparse._ActionsContainer) -> None:
+    """Adds `--default-modalities` and `--voice-map`."""
+    group.add_argument(
+        "--default-modalities",
+        nargs="+",
+        choices=get_args(Modality),
+        metavar="MODALITY",
+        help="Outputs of a chat request without `modalities`, such as `text audio`. Default: text, as in OpenAI's API; "
+        "all outputs of a model that writes no text.",
+    )
+    group.add_argument(
+        "--voice-map",
+        type=_voice_map,
+        default={},
+        metavar="JSON",
+        help="Further names of voices in requests for speech, each with the model's voice that it means: --voice-map "
+        '\'{"alloy": "ethan"}\', or --voice-map.alloy ethan. The names of OpenAI\'s voices that are not given are '
+        "mapped to the model's voices in turn; GET /v1/audio/voices shows the mapping.",
+    )
+
+
+def limits_from(args: argparse.Namespace, kind: type[Limits]) -> Limits:
+    """The limits of parsed flags; defaults for flags that the program does not have."""
+    given = vars(args)
+    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
+
+
+def check_limits(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValueError: Two limits contradict each other.
+    """
+    largest = limits_from(args, RequestLimits).max_request_bytes
+    total = limits_from(args, ServerLimits).max_total_request_bytes
+    if total < largest:
+        raise ValueError(
+            f"{flag('max_total_request_bytes')} {total} is less than {flag('max_request_bytes')} {largest}: the "
+            "largest request could never be read; raise the first or lower the second"
+        )
+
+
+def flag(name: str) -> str:
+    """The flag that sets a limit, for messages."""
+    return "--" + name.replace("_", "-")
+
+
+def _positive_int(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    if not 0 < (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
+    return value
+
+
+def _directory(text: str) -> str:
+    if not os.path.isdir(text) or not os.access(text, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"must be an existing directory that the server can write to, not {text!r}")
+    return text
+
+
+def _voice_map(text: str) -> dict[str, str]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict) or not all(isinstance(voice, str) for voice in value.values()):
+        raise argparse.ArgumentTypeError(f'{text!r} is not of the form {{"NAME": "VOICE"}}')
+    return value
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {int: _positive_int, float: _positive_float, str | None: _directory}

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics as text: log lines for each request that ended, and a table of all stages."""
+
+from collections.abc import Sequence
+
+from vllm_omni.metrics.logs import about, get_logger
+from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
+from vllm_omni.metrics.stats import StageMetrics, StageStats
+
+logger = get_logger(__name__)
+
+
+class SummaryLog(PipelineObserver):
+    """Logs a line for each stage of a request and one for the request, when it has ended."""
+
+    def request_ended(self, summary: RequestSummary) -> None:
+        for stage in summary.stages:
+            log = about(logger, request_id=summary.request_id, stage=f"stage {stage.stage_id} ({stage.name})")
+            log.info("%s", _stage_line(stage))
+        about(logger, request_id=summary.request_id).info("%s", _request_line(summary))
+
+
+def _stage_line(stage: StageMetrics) -> str:
+    waited = stage.started - stage.arrival
+    return (
+        f"{stage.num_input_tokens} in, {stage.num_output_tokens} out, {stage.seconds:.3f} s, "
+        f"of which {waited:.3f} s in the queue"
+    )
+
+
+def _request_line(summary: RequestSummary) -> str:
+    where = f" in {summary.failed_stage}" if summary.failed_stage is not None else ""
+    times = {
+        "TTFT": summary.ttft,
+        "time per output token": summary.tpot,
+        "TTFA": summary.ttfa,
+        "TTFI": summary.ttfi,
+    }
+    parts = [f"{name} {seconds:.3f} s" for name, seconds in times.items() if seconds is not None]
+    if summary.real_time_factor is not None:
+        parts.append(f"RTF {summary.real_time_factor:.3f}")
+    return ", ".join([f"{summary.outcome}{where} after {summary.seconds:.3f} s", *parts])
+
+
+_STAGE_COLUMNS = (
+    "stage",
+    "queued",
+    "running",
+    "entered",
+    "completed",
+    "aborted",
+    "failed",
+    "blocked s",
+    "steps",
+    "ms/step",
+    "batch",
+    "KV blocks",
+)
+_EDGE_COLUMNS = ("edge", "payloads", "MB", "ms/payload", "windows")
+
+
+def format_stage_table(stats: Sequence[StageStats]) -> str:
+    """A line for each stage, then one for each edge that was used, then one for each cause of failure.
+
+    Totals are those since each stage started.
+
+    Args:
+        stats: The stages, in the order of the lines.
+    """
+    names = {stage.stage_id: stage.name for stage in stats}
+    parts = [_format_rows([_STAGE_COLUMNS, *(_stage_row(stage) for stage in stats)])]
+    edges = [_edge_row(names, stage, source) for stage in stats for source in sorted(stage.edges)]
+    if edges:
+        parts.append(_format_rows([_EDGE_COLUMNS, *edges]))
+    failures = [(stage.name, cause, str(n)) for stage in stats for cause, n in sorted(stage.failures.items())]
+    if failures:
+        parts.append(_format_rows([("failures in", "cause", "requests"), *failures]))
+    return "\n\n".join(parts)
+
+
+def _stage_row(stage: StageStats) -> tuple[str, ...]:
+    return (
+        stage.name,
+        str(stage.queue_depth),
+        str(stage.num_running),
+        str(stage.num_enqueued),
+        str(stage.num_completed),
+        str(stage.num_aborted),
+        str(sum(stage.failures.values())),
+        f"{stage.blocked_seconds:.2f}",
+        str(stage.num_steps),
+        _mean(stage.step_seconds * 1e3, stage.num_steps),
+        _mean(stage.num_scheduled, stage.num_steps),
+        f"{stage.kv_blocks_used}/{stage.kv_blocks_total}" if stage.kv_blocks_total else "-",
+    )
+
+
+def _edge_row(names: dict[int, str], stage: StageStats, source: int) -> tuple[str, ...]:
+    edge = stage.edges[source]
+    return (
+        f"{names.get(source, source)} -> {stage.name}",
+        str(edge.num_payloads),
+        f"{edge.num_bytes / 1e6:.2f}",
+        _mean(edge.seconds * 1e3, edge.num_payloads),
+        str(edge.num_windows),
+    )
+
+
+def _mean(total: float, count: int) -> str:
+    return f"{total / count:.2f}" if count else "-"
+
+
+def _format_rows(rows: Sequence[tuple[str, ...]]) -> str:
+    """Aligns columns: the first, of names, to the left, the others, of numbers, to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

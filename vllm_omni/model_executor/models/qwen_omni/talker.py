@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bases of both talkers and of their feedback: vLLM's model interface, and the text rows that each step reads."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.model_executor.models.interfaces import SupportsMRoPE
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.sequence import IntermediateTensors
+
+from vllm_omni.model_executor.feedback import FeedbackStrategy, InputPiece
+from vllm_omni.model_executor.feedback_buffers import SlotRows
+from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import REPLY_ROWS
+
+THINKER_EMBEDDING = "thinker.model.embed_tokens.weight"
+
+
+class QwenOmniTalker(nn.Module, SupportsMRoPE):
+    """
+    Attributes:
+        model: The decoder layers.
+    """
+
+    hf_to_vllm_mapper: ClassVar[WeightsMapper]
+    model: nn.Module
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | IntermediateTensors:
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
+    ) -> tuple[torch.Tensor, int]:
+        """Linear positions; the stage input processor sends others with its prompts."""
+        return torch.arange(len(input_tokens)).expand(3, -1), 0
+
+    def is_unused_checkpoint_weight(self, name: str) -> bool:
+        """vLLM's loader skips files that hold only other stages' weights."""
+        return not name.startswith("talker.") and name != THINKER_EMBEDDING
+
+    def load_with_thinker_embeds(
+        self, weights: Iterable[tuple[str, torch.Tensor]], token_ids: list[int]
+    ) -> tuple[set[str], torch.Tensor]:
+        """The names of the parameters that were loaded, and `[len(token_ids), thinker_hidden]`, the thinker's
+        embeddings of these tokens."""
+        thinker_embeds = ThinkerEmbeds(token_ids)
+        loaded = AutoWeightsLoader(self).load_weights(thinker_embeds.take_from(weights), mapper=self.hf_to_vllm_mapper)
+        return loaded, thinker_embeds.rows
+
+
+class ThinkerEmbeds:
+    """Reads rows of the thinker's embedding, which are in the same checkpoint, while a talker's weights are loaded."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._token_ids = token_ids
+        self._rows: torch.Tensor | None = None
+
+    def take_from(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields all other weights."""
+        for name, tensor in weights:
+            if name == THINKER_EMBEDDING:
+                self._rows = tensor[self._token_ids].clone()
+            else:
+                yield name, tensor
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """`[len(token_ids), thinker_hidden]`, after all weights have been read.
+
+        Raises:
+            ValueError: The checkpoint has no thinker embedding.
+        """
+        if self._rows is None:
+            raise ValueError(f"the checkpoint has no {THINKER_EMBEDDING!r}, which the talker's prompt needs")
+        return self._rows
+
+
+class QwenOmniTalkerFeedback(FeedbackStrategy):
+    """Keeps each request's prompt, and the text rows of the reply, one for each token that is fed back.
+
+    Later pieces of a request's input bring `reply_rows`, `[n, thinker_hidden]`, or none. After the reply's last row
+    comes the end of the text, and then padding.
+    """
+
+    def __init__(self, text_end: torch.Tensor, text_pad: torch.Tensor, max_batch_size: int) -> None:
+        """
+        Args:
+            text_end, text_pad: `[hidden]`, what follows the reply.
+        """
+        self._prompts: dict[int, torch.Tensor] = {}
+        self._text = SlotRows(max_batch_size, text_pad)
+        self._text_end = text_end[None]
+
+    @abstractmethod
+    def project_reply(self, reply_rows: torch.Tensor) -> torch.Tensor:
+        """`[n, thinker_hidden]` on any device -> `[n, hidden]`."""
+
+    def extend(self, pieces: list[InputPiece]) -> None:
+        received = [piece.information.get(REPLY_ROWS) for piece in pieces]
+        sizes = [0 if rows is None else len(rows) for rows in received]
+        if any(sizes):
+            projected = self.project_reply(torch.cat([rows for rows in received if rows is not None]))
+        else:
+            projected = self._text_end[:0]
+        for piece, part in zip(pieces, projected.split(sizes), strict=True):
+            self._append(piece.slot, part, piece.is_last)
+
+    def end(self, slot: int) -> None:
+        self._prompts.pop(slot, None)
+
+    def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        return self._prompts[slot][start:stop]
+
+    def _set_input(self, slot: int, prompt: torch.Tensor, text: torch.Tensor, is_complete: bool) -> None:
+        """
+        Args:
+            prompt: `[prompt_len, hidden]`.
+            text: `[n, hidden]`, the reply's rows after those in the prompt.
+        """
+        self._prompts[slot] = prompt
+        self._text.begin(slot)
+        self._append(slot, text, is_complete)
+
+    def _append(self, slot: int, rows: torch.Tensor, is_last: bool) -> None:
+        self._text.append(slot, torch.cat((rows, self._text_end)) if is_last else rows)

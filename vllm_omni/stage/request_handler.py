@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of a stage: their inputs arrive, the engine runs them, their outputs are sent.
+
+Cuts the outputs of other stages into windows and calls the stage input processor. Runs on the IO thread.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+import msgspec
+
+from vllm_omni.distributed.messages import (
+    DataMessage,
+    ErrorMessage,
+    PeerDownMessage,
+    PeerUpMessage,
+    SubmitMessage,
+)
+from vllm_omni.distributed.payloads import PayloadReceiver
+from vllm_omni.errors import InvalidRequestError
+from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.metrics.recorder import ABORTED, StageRecorder
+from vllm_omni.metrics.stats import COMPLETED, StageMetrics
+from vllm_omni.metrics.tracing import StageTracer
+from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
+from vllm_omni.outputs import Completion, StageOutput
+from vllm_omni.stage.engines.base import Error, NewRequest, Result, StageEngine, Stream, StreamChunk
+from vllm_omni.stage.feeders import Feeders, cost_of
+from vllm_omni.stage.outlet import Outlet
+from vllm_omni.stage.queues import FlushTimes, WaitingQueue
+from vllm_omni.stage.request_state import InputCall, InputStreams, RequestState
+from vllm_omni.stage.spec import StageSpec
+
+_LOST_AFTER_S = 0.5
+"""How long the last output of a dead stage may still be in transit in the kernel."""
+
+
+class RequestHandler:
+    """
+    Attributes:
+        capacity: Requests that the engine holds at once; 0 until it has started.
+        num_running: Requests in the engine.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        outlet: Outlet,
+        feeders: Feeders,
+        recorder: StageRecorder,
+        tracer: StageTracer | None,
+        send_stats: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            tracer: None: no spans.
+            send_stats: Sends a snapshot. Called when the last request has ended, before this is reported.
+        """
+        self.capacity = 0
+        self.num_running = 0
+        self._spec = spec
+        self._stage_id = spec.stage.stage_id
+        self._payloads = PayloadReceiver()
+        self._outlet = outlet
+        self._feeders = feeders
+        self._recorder = recorder
+        self._tracer = tracer
+        self._send_stats = send_stats
+        self._engine: StageEngine
+        self._processor: StageInputProcessor | None
+        self._requests: dict[str, RequestState] = {}
+        self._waiting = WaitingQueue(outlet.has_room)
+        self._flush_times = FlushTimes(self._requests)
+        self._last_number = 0
+        self._early: dict[str, list[tuple[DataMessage, list[memoryview]]]] = defaultdict(list)
+        self._lost: list[tuple[float, int, list[str]]] = []  # (when, source that died, requests it had finished)
+
+    def attach(self, engine: StageEngine, processor: StageInputProcessor | None) -> None:
+        self._engine = engine
+        self._processor = processor
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for the engine."""
+        return len(self._waiting)
+
+    @property
+    def due(self) -> float | None:
+        """When `act_on_time` has something to do."""
+        times = [self._flush_times.due, self._lost[0][0] if self._lost else None]
+        return min((due for due in times if due is not None), default=None)
+
+    def act_on_time(self, now: float) -> None:
+        for state in self._flush_times.take_due(now):
+            self._send_segment(state, state.outputs.flush_if_due)
+        while self._lost and self._lost[0][0] <= now:
+            self._fail_lost(*self._lost.pop(0)[1:])
+
+    # Inputs.
+
+    def on_submit(self, message: SubmitMessage, frames: list[memoryview]) -> None:
+        self._last_number = message.number
+        self._drop_stale()
+        try:
+            request = self._payloads.get(StageRequest, message.payload, frames)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            if not message.sources:
+                self._feeders.refund(cost_of(message))
+            self._fail(Error.from_exception(message.request_id, error))
+            return
+        state = self._make_state(message, request)
+        self._requests[message.request_id] = state
+        for early in self._early.pop(message.request_id, ()):
+            self.on_data(*early)
+        if not message.sources:
+            state.owed.append(cost_of(message))
+            self._enqueue(state)
+
+    def _drop_stale(self) -> None:
+        """Drops early data of requests that will not be submitted: they ended while this process was starting."""
+        for request_id, entries in list(self._early.items()):
+            if entries[0][0].number < self._last_number:
+                for message, _ in self._early.pop(request_id):
+                    self._discard(message)
+
+    def _make_state(self, message: SubmitMessage, request: StageRequest) -> RequestState:
+        windows = {i: self._spec.sources[i].window.for_request(message.streams) for i in message.sources}
+        return RequestState(
+            submit=message,
+            request=request,
+            inputs=InputStreams(windows),
+            outputs=self._outlet.output_stream(message),
+            metrics=StageMetrics(stage_id=self._stage_id, name=self._spec.stage.name),
+        )
+
+    def on_data(self, message: DataMessage, frames: list[memoryview]) -> None:
+        state = self._requests.get(message.request_id)
+        if state is None and message.number > self._last_number:
+            self._early[message.request_id].append((message, frames))
+            return
+        if state is None:
+            self._discard(message)
+            return
+        self._recorder.received(message.source, message.payload.num_bytes, time.monotonic() - message.sent)
+        try:
+            self._take_piece(state, message, frames)
+        except Exception as error:
+            self.on_error(Error.from_exception(message.request_id, error))
+        owed = cost_of(message)
+        if state.is_queued:
+            state.owed.append(owed)
+        else:
+            self._feeders.refund(owed)
+
+    def _take_piece(self, state: RequestState, message: DataMessage, frames: list[memoryview]) -> None:
+        """More of the request's input has arrived.
+
+        Raises:
+            OSError, ValueError, msgspec.MsgspecError: It cannot be read.
+            RuntimeError: A piece before it did not arrive.
+        """
+        piece = self._payloads.get(StageOutput, message.payload, frames)
+        if message.sequence != state.num_received.get(message.source, 0):
+            raise RuntimeError(f"a piece of the output of stage {message.source} was lost")
+        state.num_received[message.source] = message.sequence + 1
+        piece.is_last = message.is_last
+        for _ in range(state.inputs.add(message.source, piece)):
+            self._recorder.window(message.source)
+        if state.is_running:
+            self._feed(state)
+        elif not state.is_queued and state.inputs.is_ready:
+            self._enqueue(state)
+
+    def _discard(self, message: DataMessage) -> None:
+        self._payloads.discard(message.payload)
+        self._feeders.refund(cost_of(message))
+
+    def _enqueue(self, state: RequestState) -> None:
+        state.metrics.arrival = time.monotonic()
+        self._recorder.enqueued()
+        state.is_queued = True
+        self._waiting.add(state)
+
+    def start_waiting(self) -> None:
+        """Starts waiting requests while the engine, and the stages that read their outputs, have room."""
+        while self.num_running < self.capacity and (state := self._waiting.first()) is not None:
+            self._start(state)
+        self._recorder.set_blocked(self.num_running < self.capacity and len(self._waiting) > 0)
+
+    def _leave_queue(self, state: RequestState) -> None:
+        state.is_queued = False
+        self._waiting.remove(state)
+        for owed in state.owed:
+            self._feeders.refund(owed)
+        state.owed.clear()
+
+    def _start(self, state: RequestState) -> None:
+        self._leave_queue(state)
+        self._outlet.reserve(state)
+        self._recorder.dequeued()
+        state.metrics.started = time.monotonic()
+        state.is_running = True
+        self.num_running += 1
+        self._feed(state)
+
+    def _feed(self, state: RequestState) -> None:
+        """Passes all available input of the request to the engine."""
+        while state.is_running and state.inputs.is_ready:
+            call = state.inputs.next_call()
+            try:
+                stage_input = None if self._processor is None else self._processor.process(state.request, call.sources)
+                self._pass_to_engine(state, call, stage_input)
+            except Exception as error:
+                self.on_error(Error.from_exception(state.request_id, error, isinstance(error, InvalidRequestError)))
+
+    def _pass_to_engine(self, state: RequestState, call: InputCall, stage_input: StageInput | None) -> None:
+        has_nothing_to_do = self._processor is not None and stage_input is None
+        if state.is_in_engine:
+            if call.is_last or not has_nothing_to_do:
+                sources = {} if has_nothing_to_do else call.sources
+                self._engine.inbox.put(StreamChunk(state.request_id, stage_input, sources, call.is_last))
+        elif not has_nothing_to_do:
+            state.is_in_engine = True
+            streams, reads_rows = self._outlet.streams(state), self._outlet.reads_tensors(state)
+            self._engine.inbox.put(
+                NewRequest(state.request, stage_input, call.sources, call.is_last, streams, reads_rows)
+            )
+        elif call.is_last:
+            assert self._processor is not None
+            self.on_result(Result(state.request_id, self._empty_output(state, self._processor)))
+
+    def _empty_output(self, state: RequestState, processor: StageInputProcessor) -> StageOutput:
+        return StageOutput(
+            request_id=state.request_id,
+            stage_id=self._stage_id,
+            completions=[Completion(finish_reason="stop")],
+            tensors=processor.empty_output(),
+            is_last=True,
+        )
+
+    # Outputs.
+
+    def on_stream(self, item: Stream) -> None:
+        state = self._requests.get(item.request_id)
+        if state is None:
+            return  # Aborted meanwhile.
+        self._record_output(state, item.output)
+        self._send_segment(state, lambda: state.outputs.add(item.output))
+        self._flush_times.add(state)
+
+    def _record_output(self, state: RequestState, output: StageOutput) -> None:
+        if output.step is not None:
+            return  # A progress report, not output.
+        output.prompt = state.request.prompt if not state.metrics.num_chunks else None
+        state.metrics.num_chunks += 1
+        if state.metrics.first_output is None:
+            state.metrics.first_output = time.monotonic()
+
+    def _send_segment(self, state: RequestState, make: Callable[[], StageOutput | None]) -> None:
+        """Sends a segment of the request's output, if one is due. If that fails, the request fails."""
+        try:
+            segment = make()
+            if segment is not None:
+                self._outlet.send_segment(state, segment)
+        except Exception as error:
+            self.on_error(Error.from_exception(state.request_id, error))
+
+    def on_result(self, result: Result) -> None:
+        state = self._requests.get(result.request_id)
+        if state is None:
+            return  # Aborted meanwhile.
+        self._record_output(state, result.output)
+        metrics = state.metrics
+        if metrics.num_chunks == 1:
+            metrics.first_output = None
+        metrics.finished = time.monotonic()
+        metrics.num_input_tokens, metrics.num_output_tokens = result.num_input_tokens, result.num_output_tokens
+        try:
+            message, frames = self._outlet.finish(state, result.output)
+        except Exception as error:
+            self.on_error(Error.from_exception(result.request_id, error), abort_engine=False)
+        else:
+            self._forget(result.request_id, abort_engine=False)
+            self._record_end(state, COMPLETED)
+            self._outlet.send(message, frames)
+
+    # Ends other than a result.
+
+    def on_error(self, error: Error, abort_engine: bool = True) -> None:
+        state = self._forget(error.request_id, abort_engine)
+        if state is not None:
+            self._outlet.forget(error.request_id)
+            self._fail(error, state)
+
+    def _fail(self, error: Error, state: RequestState | None = None) -> None:
+        self._record_end(state, error.error.partition(":")[0])
+        message = ErrorMessage(
+            request_id=error.request_id,
+            stage_id=self._stage_id,
+            error=error.error,
+            traceback=error.traceback,
+            invalid=error.invalid,
+        )
+        self._outlet.send(message)
+
+    def abort(self, request_id: str) -> None:
+        for message, _ in self._early.pop(request_id, ()):
+            self._discard(message)
+        state = self._forget(request_id)
+        self._outlet.forget(request_id)
+        if state is not None:
+            self._record_end(state, ABORTED)
+
+    def _record_end(self, state: RequestState | None, outcome: str) -> None:
+        """
+        Args:
+            state: None for a request whose message could not be decoded, or that the stage has forgotten.
+        """
+        self._recorder.ended(outcome)
+        if state is not None:
+            if outcome != COMPLETED:
+                state.metrics.finished = time.monotonic()
+            if self._tracer is not None:
+                headers = state.request.trace_headers
+                self._tracer.request_ended(state.request_id, headers, state.metrics, outcome)
+        if not self._requests:
+            self._send_stats()
+
+    def _forget(self, request_id: str, abort_engine: bool = True) -> RequestState | None:
+        """Drops the state of a request and aborts it in the engine."""
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            return None
+        if state.is_queued:
+            self._leave_queue(state)
+        if state.is_running:
+            state.is_running = False
+            self.num_running -= 1
+        if state.is_in_engine and abort_engine:
+            self._engine.abort(request_id)
+        return state
+
+    # Peers.
+
+    def on_peer_down(self, message: PeerDownMessage) -> None:
+        peer = message.stage_id
+        if peer in self._outlet.targets:
+            self._outlet.targets[peer].disconnect()
+            for state in list(self._requests.values()):
+                if peer in state.num_sent:
+                    self._report_lost(state.request_id, peer)
+        if peer in self._feeders:
+            self._feeders.disconnect(peer)
+            self._lost.append((time.monotonic() + _LOST_AFTER_S, peer, message.finished))
+
+    def _fail_lost(self, source: int, request_ids: list[str]) -> None:
+        """Fails the requests that the dead source had finished, but whose output has not arrived."""
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None and not state.inputs.has_ended(source):
+                self._report_lost(request_id, source)
+
+    def _report_lost(self, request_id: str, dead_stage: int) -> None:
+        self._forget(request_id)
+        self._outlet.forget(request_id)
+        text = "it died with data of the request"
+        message = ErrorMessage(request_id=request_id, stage_id=self._stage_id, error=text, dead_stage=dead_stage)
+        self._outlet.send(message)
+
+    def on_peer_up(self, message: PeerUpMessage) -> None:
+        if message.stage_id in self._feeders:
+            self._feeders.connect(message)
+        if message.stage_id in self._outlet.targets:
+            for request_id, error in self._outlet.on_target_up(message).items():
+                self._fail(Error.from_exception(request_id, error))

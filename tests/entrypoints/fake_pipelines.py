@@ -99,7 +99,7 @@ def by_request(events: Iterable[OmniEvent]) -> dict[str, list[OmniEvent]]:
     return groups
 
 
-def check_story(events: list[OmniEvent]) -> CompletedEvent:
+def check_events(events: list[OmniEvent]) -> CompletedEvent:
     """Checks the events of a completed request: order, one terminal event, and segments that add up to the outputs."""
     assert [event.sequence for event in events] == list(range(len(events)))
     assert [event.is_terminal for event in events] == [False] * (len(events) - 1) + [True]

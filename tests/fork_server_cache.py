@@ -82,11 +82,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody asks how a server has ended.
     control = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # As in `conftest.py`.
     importlib.import_module("vllm_omni.stage.worker")
     importlib.import_module("vllm_omni.stage.engines.llm")
     setproctitle.getproctitle()  # It finds the process's title with the environment that the process began with.
     gc.collect()
     gc.freeze()
+    gc.enable()
     while True:
         start, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
         if not start:

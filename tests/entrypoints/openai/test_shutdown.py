@@ -70,7 +70,7 @@ def servers(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def test_sigterm_ends_a_server_that_starts(servers: dict[str, EndingServer]) -> None:
     server = servers["starting"]
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 240
     process = psutil.Process(server.process.pid)
     while len(process.children(recursive=True)) < 2 and time.monotonic() < deadline:  # the fork server, and a stage
         time.sleep(0.05)  # There is no event for the start of its stages.

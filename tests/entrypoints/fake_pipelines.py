@@ -47,15 +47,15 @@ def running(
         yield llm
 
 
-def ask(text: str = "p", modalities: list[str] | None = None, **options: Any) -> dict[str, Any]:
+def fake_prompt(text: str = "p", modalities: list[str] | None = None, **options: Any) -> dict[str, Any]:
     """A prompt with options of the fake stages."""
     prompt: dict[str, Any] = {"prompt": text, "additional_information": options}
     return prompt if modalities is None else prompt | {"modalities": modalities}
 
 
-def long(text: str = "p", **options: Any) -> dict[str, Any]:
+def long_prompt(text: str = "p", **options: Any) -> dict[str, Any]:
     """A prompt whose text is generated for much longer than a test takes."""
-    return ask(text, fake_tokens=100_000, fake_seconds=0.01, fake_only="writer", **options)
+    return fake_prompt(text, fake_tokens=100_000, fake_seconds=0.01, fake_only="writer", **options)
 
 
 def make_chat(num_tokens: int) -> dict[str, Any]:

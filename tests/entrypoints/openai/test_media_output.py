@@ -79,7 +79,7 @@ def test_settings_are_read_from_both_places() -> None:
         ({"extra_body": {"height": "64"}}, "height", "Expected `int"),
         ({"extra_body": {"height": 0}}, "height", "1 or more"),
         ({"extra_body": {"guidance_scale": math.nan}}, "guidance_scale", "finite"),
-        ({"extra_body": {"negative_prompt": "\ud800"}}, "negative_prompt", "no valid text"),
+        ({"extra_body": {"negative_prompt": "\ud800"}}, "negative_prompt", "not valid Unicode"),
         ({"output_format": "latent"}, "output_format", "not for HTTP"),
         ({"extra_body": {"strength": 1.5}}, "strength", "1 or less"),
     ],

@@ -5,8 +5,9 @@
                                    [--output FILE.json] [--quick]
 
 For each model two pipelines get the same prompts (text, image, audio and video in turn), greedily in float32, and make
-10 seconds of speech for each. One streams as its stage configuration has it; in the other every stage hands over its
-whole result. Each of `--concurrency` clients sends its next request when the last one is done. Weights are random.
+10 seconds of speech for each (3 with `--quick`). One streams as its stage configuration has it; in the other every
+stage hands over its whole result. Each of `--concurrency` clients sends its next request when the last one is done.
+Weights are random.
 
 TTFT, TTFA: time to the first token, and to the first segment of speech. RTF: seconds for each second of speech. A gap
 is the time between two segments. Underrun: seconds of silence for a client that plays from the first segment on.
@@ -35,8 +36,8 @@ from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 STREAMING, WHOLE, FULL = "streaming", "streaming, client does not stream", "full hand-over"
 TEXT_TOKENS = 40
-TALKER_TOKENS = {"qwen2_5_omni": 500, "qwen3_omni_moe": 126}
-"""For 10 seconds of speech; the last token of a Qwen3-Omni talker makes no frame."""
+CODES = {"qwen2_5_omni": (50.0, 0), "qwen3_omni_moe": (12.5, 1)}
+"""The talker's tokens for a second of speech, and those that make none."""
 
 
 @dataclass
@@ -152,7 +153,14 @@ class Measurement:
         }
 
 
-def start(model: str, path: Path, max_num_seqs: int, stack: ExitStack) -> dict[str, Client]:
+@dataclass(frozen=True)
+class Plan:
+    concurrencies: list[int]
+    rounds: int
+    speech_seconds: float
+
+
+def start(model: str, path: Path, plan: Plan, stack: ExitStack) -> dict[str, Client]:
     """Both pipelines of one checkpoint. An idle one costs no time."""
     config = yaml.safe_load((stage_configs_dir() / f"{model}.yaml").read_text())
     config["runtime"].pop("edges")
@@ -160,16 +168,17 @@ def start(model: str, path: Path, max_num_seqs: int, stack: ExitStack) -> dict[s
     full.write_text(yaml.safe_dump(config))
     llms = {
         name: stack.enter_context(
-            AsyncOmniLLM(str(path), file, dtype="float32", max_model_len=2048, max_num_seqs=max_num_seqs)
+            AsyncOmniLLM(str(path), file, dtype="float32", max_model_len=2048, max_num_seqs=max(plan.concurrencies))
         )
         for name, file in ((STREAMING, None), (FULL, str(full)))
     }
-    params = sampling_params(TEXT_TOKENS, TALKER_TOKENS[model])
+    per_second, extra = CODES[model]
+    params = sampling_params(TEXT_TOKENS, round(per_second * plan.speech_seconds) + extra)
     clients = {name: Client(llm, params, streams=True) for name, llm in llms.items()}
     return clients | {WHOLE: Client(llms[STREAMING], params, streams=False)}
 
 
-def measure(model: str, size: str, concurrencies: list[int], rounds: int, report: Report) -> None:
+def measure(model: str, size: str, plan: Plan, report: Report) -> None:
     """One checkpoint: all clients, round by round. The first round warms up."""
     label = f"{model} {size}"
     measurements: dict[tuple[str, int], Measurement] = defaultdict(Measurement)
@@ -178,10 +187,10 @@ def measure(model: str, size: str, concurrencies: list[int], rounds: int, report
             model, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model", size=size
         )
         progress(f"{label}: starting")
-        clients = start(model, path, max(concurrencies), stack)
-        for number in range(1 + rounds):
-            progress(f"{label}: round {number} of {rounds}" if number else f"{label}: warming up")
-            for concurrency in concurrencies if number else concurrencies[-1:]:
+        clients = start(model, path, plan, stack)
+        for number in range(1 + plan.rounds):
+            progress(f"{label}: round {number} of {plan.rounds}" if number else f"{label}: warming up")
+            for concurrency in plan.concurrencies if number else plan.concurrencies[-1:]:
                 prompts = mixed_prompts(path, max(4, concurrency))
                 for name, client in clients.items():
                     seconds, responses = client.run(prompts, concurrency)
@@ -191,7 +200,7 @@ def measure(model: str, size: str, concurrencies: list[int], rounds: int, report
     check_responses(label, measurements)
     for (name, concurrency), measurement in measurements.items():
         report.rows.append({"model": label, "client": name, "concurrency": concurrency, **measurement.row()})
-    for concurrency in {concurrencies[0], concurrencies[-1]}:
+    for concurrency in {plan.concurrencies[0], plan.concurrencies[-1]}:
         ours, full = (measurements[name, concurrency] for name in (STREAMING, FULL))
         suffix = f"{'_large' if size == 'large' else ''}_c{concurrency}"
         report.ratios[f"{model}_ttfa{suffix}"] = ours.first_audio / full.first_audio
@@ -212,16 +221,18 @@ def check_responses(label: str, measurements: dict[tuple[str, int], Measurement]
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(TALKER_TOKENS), default=list(TALKER_TOKENS))
+    parser.add_argument("--models", nargs="+", choices=list(CODES), default=list(CODES))
     parser.add_argument("--sizes", nargs="+", choices=["default", "large"], default=["default"])
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8], help="clients (default 1 4 8)")
+    parser.add_argument("--concurrency", type=int, nargs="+", help="clients (default 1 4 8; 1 4 with --quick)")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    report = Report("streaming", {"quick": str(args.quick), "speech": "10 s"})
+    concurrencies, rounds, seconds = ([1, 4], 1, 3.0) if args.quick else ([1, 4, 8], 2, 10.0)
+    plan = Plan(sorted(args.concurrency or concurrencies), rounds, seconds)
+    report = Report("streaming", {"quick": str(args.quick), "speech": f"{plan.speech_seconds:g} s"})
     for model in args.models:
         for size in args.sizes:
-            measure(model, size, sorted(args.concurrency), 1 if args.quick else 2, report)
+            measure(model, size, plan, report)
     report.notes.append("ratios are to the full hand-over; ttfa: lower is better, throughput: higher is better")
     report.finish(args.output)
 

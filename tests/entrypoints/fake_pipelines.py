@@ -47,15 +47,15 @@ def running(
         yield llm
 
 
-def ask(text: str = "p", modalities: list[str] | None = None, **options: Any) -> dict[str, Any]:
+def fake_prompt(text: str = "p", modalities: list[str] | None = None, **options: Any) -> dict[str, Any]:
     """A prompt with options of the fake stages."""
     prompt: dict[str, Any] = {"prompt": text, "additional_information": options}
     return prompt if modalities is None else prompt | {"modalities": modalities}
 
 
-def long(text: str = "p", **options: Any) -> dict[str, Any]:
+def long_prompt(text: str = "p", **options: Any) -> dict[str, Any]:
     """A prompt whose text is generated for much longer than a test takes."""
-    return ask(text, fake_tokens=100_000, fake_seconds=0.01, fake_only="writer", **options)
+    return fake_prompt(text, fake_tokens=100_000, fake_seconds=0.01, fake_only="writer", **options)
 
 
 def make_chat(num_tokens: int) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def by_request(events: Iterable[OmniEvent]) -> dict[str, list[OmniEvent]]:
     return groups
 
 
-def check_story(events: list[OmniEvent]) -> CompletedEvent:
+def check_events(events: list[OmniEvent]) -> CompletedEvent:
     """Checks the events of a completed request: order, one terminal event, and segments that add up to the outputs."""
     assert [event.sequence for event in events] == list(range(len(events)))
     assert [event.is_terminal for event in events] == [False] * (len(events) - 1) + [True]

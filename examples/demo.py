@@ -62,7 +62,7 @@ def make_question(output_dir: Path) -> list[dict]:
     return [{"role": "user", "content": content}]
 
 
-def ask(llm: OmniLLM, messages: list[dict]) -> "tuple[list[OmniRequestOutput], float]":
+def chat(llm: OmniLLM, messages: list[dict]) -> "tuple[list[OmniRequestOutput], float]":
     """Prints the text while it is generated.
 
     Returns:
@@ -99,15 +99,15 @@ def print_stages(speech: "OmniRequestOutput", seconds_of_speech: float) -> None:
 
 def speak(folder: Path, output_dir: Path) -> None:
     """Steps 1 to 4."""
-    begin = time.perf_counter()
+    started = time.perf_counter()
     print("[1/6] writing a tiny Qwen3-Omni checkpoint: the real architecture with RANDOM weights")
     model = write_tiny_checkpoint("qwen3_omni_moe", folder / "qwen3_omni_moe")
     print(f"[2/6] making an image and a spoken clip: {output_dir}/picture.png, {output_dir}/voice.wav")
     messages = make_question(output_dir)
     print("[3/6] starting the pipeline: thinker, talker and code2wav, each a vLLM engine in its own process")
     with OmniLLM(str(model), dtype="float32", max_model_len=1024, use_tqdm_on_load=False) as llm:
-        print(f"[4/6] asking about both (ready after {time.perf_counter() - begin:.0f} s)")
-        (text, speech), first_audio = ask(llm, messages)
+        print(f"[4/6] sending both with a question (ready after {time.perf_counter() - started:.0f} s)")
+        (text, speech), first_audio = chat(llm, messages)
     audio = speech.multimodal_output["audio"].numpy()
     write_wav(output_dir / "answer.wav", audio, SPEECH_RATE)
     (output_dir / "answer.txt").write_text(text.outputs[0].text, encoding="utf-8")

@@ -154,7 +154,7 @@ def test_the_colours_of_a_video():
     ((file,), _) = encode("video", [film], "mp4")
     with av.open(io.BytesIO(file)) as container:
         frames = [frame.reformat(format="rgb24", src_colorspace="ITU709") for frame in container.decode(video=0)]
-    assert {frame.colorspace for frame in frames} == {1}, "said in the file: BT.709"
+    assert {frame.colorspace for frame in frames} == {1}, "in the file: BT.709"
     seen = np.stack([frame.to_ndarray()[16, 16] for frame in frames])
     assert np.abs(seen - to_uint8(colours).numpy().astype(int)).max() <= 5
 

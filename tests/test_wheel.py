@@ -32,16 +32,16 @@ def test_the_wheel_has_every_module_and_stage_configuration(wheel):
 
 
 def test_an_installed_wheel_finds_its_stage_configurations(installed):
-    said = run_installed(
+    output = run_installed(
         installed,
         "from vllm_omni.config.utils import stage_configs_dir; d = stage_configs_dir();"
         "print(d, *sorted(p.name for p in d.glob('*.yaml')))",
     )
-    assert said.split() == [str(installed / "vllm_omni" / "stage_configs"), *sorted(CONFIGS)]
+    assert output.split() == [str(installed / "vllm_omni" / "stage_configs"), *sorted(CONFIGS)]
 
 
 def test_without_vllm_the_first_use_is_one_clear_error(installed):
-    said = run_installed(
+    output = run_installed(
         installed,
         "import sys, vllm_omni, vllm_omni.entrypoints.cli.main as cli; sys.argv = ['vllm-omni', '--version'];"
         "cli.main()\n"
@@ -49,7 +49,7 @@ def test_without_vllm_the_first_use_is_one_clear_error(installed):
         "except ImportError as error: print(type(error).__name__, error)",
         "-S",  # no site-packages, so no vLLM
     )
-    version, error = said.split("\n", 1)
+    version, error = output.split("\n", 1)
     assert version.endswith("(vLLM is not installed)")
     assert error.startswith("VllmRequirementError vllm_omni needs vLLM 0.32, and found no vLLM.\nInstall one of")
 

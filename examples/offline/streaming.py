@@ -14,7 +14,7 @@ from vllm_omni import ARSegmentEvent, AsyncOmniLLM, CompletedEvent, ErrorEvent
 
 async def answer(llm: AsyncOmniLLM, number: int, question: str) -> None:
     """Leaving the loop, or cancelling the task, would abort the request."""
-    asked, num_samples = time.perf_counter(), 0
+    started, num_samples = time.perf_counter(), 0
     async for event in llm.generate({"messages": [{"role": "user", "content": question}]}):
         if isinstance(event, ErrorEvent):
             raise event.error
@@ -22,7 +22,7 @@ async def answer(llm: AsyncOmniLLM, number: int, question: str) -> None:
             print(f"[{number}] {event.text!r}", flush=True)
         elif isinstance(event, ARSegmentEvent) and "audio" in event.multimodal_output:
             if not num_samples:
-                print(f"[{number}] speech after {time.perf_counter() - asked:.2f} s", flush=True)
+                print(f"[{number}] speech after {time.perf_counter() - started:.2f} s", flush=True)
             num_samples += len(event.multimodal_output["audio"])  # float32 in [-1, 1]
         elif isinstance(event, CompletedEvent):
             print(f"[{number}] done, {num_samples} samples of speech", flush=True)

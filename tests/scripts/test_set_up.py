@@ -15,7 +15,7 @@ NOT_FOUND = f"ERROR: No matching distribution found for {TORCH}\n"
 
 @pytest.fixture
 def set_up():
-    """The script's functions, with a `pip_install` that results from a list and remembers what it was asked."""
+    """The script's functions, with a fake `pip_install`, which returns `results` in order and records its calls."""
     names = runpy.run_path(str(SCRIPTS / "set_up.py"))
     namespace = names["main"].__globals__
     calls, results = [], []

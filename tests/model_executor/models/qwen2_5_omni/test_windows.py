@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes that are made while the reply is written equal the codes of the whole reply, at every window size."""
+"""Codes that are made from windows of the reply equal the codes of the whole reply, at every window size."""
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ from vllm_omni.model_executor.models.qwen2_5_omni.stage_input_processors import 
 from vllm_omni.outputs import merge_stage_outputs
 from vllm_omni.stage.engines.llm_request import ARRequest
 
-from ..streams import Pieces, run_first_stage, run_stage
+from ..windows import Pieces, run_first_stage, run_stage
 from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
 
 

@@ -10,8 +10,9 @@ OMNI_EXTRA ?= cpu
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(OMNI_EXTRA)
-# Two processes; tests/conftest.py keeps those tests in one that share an engine or a server.
-PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup
+# Two processes; tests/conftest.py keeps tests that share an engine or a server in one of them. Where bytecode is not kept,
+# rewriting the tests' assertions takes ten seconds of each process.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup
 
 # With several threads, OpenMP's waiting threads slow tiny models down several times.
 export OMP_NUM_THREADS ?= 1

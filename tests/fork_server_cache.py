@@ -82,11 +82,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exit codes of servers are not used
     control = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # As in `conftest.py`.
     importlib.import_module("vllm_omni.stage.worker")
     importlib.import_module("vllm_omni.stage.engines.llm")
     setproctitle.getproctitle()  # locates the title's memory while the environment is the original one
     gc.collect()
     gc.freeze()
+    gc.enable()
     while True:
         start, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
         if not start:

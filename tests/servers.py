@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server in a process of its own, started by its command line, for tests over HTTP."""
+"""A server in a separate process, started as users start it, for tests over HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunningServer:
     ) -> None:
         """
         Args:
-            log: Where its output goes.
+            log: The file for its output.
             wait: Return when it is ready.
         """
         self.port = _free_port()
@@ -51,7 +51,7 @@ class RunningServer:
 
     @property
     def model(self) -> str:
-        """The served model name."""
+        """The name of its model."""
         return httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
 
     def openai(self, **arguments: object) -> openai.OpenAI:
@@ -67,7 +67,7 @@ class RunningServer:
         while not self.is_ready():
             assert self.process.poll() is None, f"it exited with {self.process.returncode}:\n{self.output()}"
             assert time.monotonic() < deadline, f"not ready after {timeout} s:\n{self.output()}"
-            time.sleep(0.1)  # only a response shows that it is ready
+            time.sleep(0.1)  # There is no event for it.
 
     def is_ready(self) -> bool:
         with suppress(httpx.TransportError):
@@ -78,7 +78,7 @@ class RunningServer:
         return self.log.read_text(errors="replace")
 
     def stop(self, sig: int = signal.SIGTERM, timeout: float = 30) -> int:
-        """Ends it; its exit code."""
+        """Ends it; returns its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(sig)
         try:
@@ -89,7 +89,7 @@ class RunningServer:
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    """vLLM's script, which calls ours for `--omni`."""
+    """vLLM's own script, which runs our command for `--omni`."""
     return [str(Path(sys.executable).with_name("vllm")), *arguments]
 
 

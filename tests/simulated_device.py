@@ -86,7 +86,7 @@ class DeviceTensor(torch.Tensor):
 
 
 class _FromPython(TorchFunctionMode):
-    """Cases outside of operations: `torch.tensor(..., device="meta")`, and generators, which lose their class."""
+    """Calls that are no operations: `torch.tensor(..., device="meta")`, and generators, which lose their class."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

@@ -345,7 +345,7 @@ def is_vllms(owner):
 
 
 @pytest.mark.parametrize("path", OURS)
-def test_every_override_is_pinned_and_compatible(path):
+def test_every_override_is_pinned_and_takes_vllms_arguments(path):
     ours = resolve(path)
     for name, override in overrides(ours):
         base = next(base for base in ours.__mro__[1:] if is_vllms(base) and name in vars(base))

@@ -34,7 +34,7 @@ def add(engine, request_id, length=8, num_ready_tokens=None, **parameters):
 
 
 def batches(engine, num_steps):
-    """Who takes part in each of the next steps."""
+    """The requests of each of the next steps."""
     names = []
     for _ in range(num_steps):
         engine.step()
@@ -42,7 +42,7 @@ def batches(engine, num_steps):
     return names
 
 
-def test_only_the_starved_one_is_held(engine):
+def test_only_the_request_without_input_is_held(engine):
     add(engine, "a")
     add(engine, "b", num_ready_tokens=9)
     assert batches(engine, 4) == ["ab", "ab", "a", "a"]
@@ -52,7 +52,7 @@ def test_only_the_starved_one_is_held(engine):
     assert batches(engine, 2) == ["ab", "ab"]
 
 
-def test_there_is_work_only_where_a_step_can_do_something(engine):
+def test_has_work_only_if_a_step_can_do_something(engine):
     assert not engine.has_work()
     add(engine, "a", num_ready_tokens=8)
     assert engine.has_work()
@@ -97,7 +97,7 @@ def test_several_sequences_are_one_request(engine):
     assert batches(engine, 1) == ["a"] and engine.last_batch_size == 2
 
 
-def test_input_for_nobody_and_input_that_cannot_travel(engine):
+def test_input_for_an_unknown_request_and_input_that_cannot_be_serialized(engine):
     engine.add_input("unknown", {"x": 1}, None, is_last=True)
     add(engine, "a", num_ready_tokens=8)
     engine.step()
@@ -107,14 +107,14 @@ def test_input_for_nobody_and_input_that_cannot_travel(engine):
 
 
 class TestQuarantine:
-    def test_every_other_step_until_it_is_past(self, engine):
+    def test_every_other_step_until_the_quarantine_ends(self, engine):
         for request_id in "abcd":
             add(engine, request_id)
         engine.quarantine("b", 9)
         engine.quarantine("d", 8)
         assert batches(engine, 8) == ["b", "ac", "b", "abc", "d", "abcd", "abcd", "abcd"]
 
-    def test_among_suspects_only(self, engine):
+    def test_only_quarantined_requests(self, engine):
         add(engine, "a")
         add(engine, "b", num_ready_tokens=8)
         engine.quarantine("a", 9)

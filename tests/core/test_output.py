@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we put around vLLM's structures loses none of their fields, also those that a later vLLM adds."""
+"""Our structures keep all fields of vLLM's, also those that a later vLLM adds."""
 
 import pickle
 from dataclasses import fields
@@ -14,37 +14,39 @@ from vllm_omni.payloads import AdditionalInformationPayload
 
 
 def filled(cls):
-    """An instance whose every field holds another value."""
+    """An instance with different values in all fields."""
     return cls(**{field.name: object() for field in fields(cls)})
 
 
 def test_new_request_data():
     payload = AdditionalInformationPayload.from_dict({"a": 1})
     base = filled(NewRequestData)
-    ours = OmniNewRequestData.from_base(base, payload)
+    ours = OmniNewRequestData.from_base(base, additional_information=payload)
     assert all(getattr(ours, field.name) is getattr(base, field.name) for field in fields(NewRequestData))
     assert ours.additional_information is payload and ours.is_input_complete
-    assert not OmniNewRequestData.from_base(base, None, False).is_input_complete
+    assert not OmniNewRequestData.from_base(base, is_input_complete=False).is_input_complete
 
 
 def test_scheduler_output():
     chunks = {"a": [InputChunk(0, is_last=True)]}
     base = filled(SchedulerOutput)
-    ours = OmniSchedulerOutput.from_base(base, chunks)
+    ours = OmniSchedulerOutput.from_base(base, input_chunks=chunks)
     assert all(getattr(ours, field.name) is getattr(base, field.name) for field in fields(SchedulerOutput))
     assert ours.input_chunks is chunks
 
 
 def test_chunks_reach_workers_in_other_processes():
     payload = AdditionalInformationPayload.from_dict({"rows": torch.arange(3.0)})
-    output = OmniSchedulerOutput.from_base(SchedulerOutput.make_empty(), {"a": [InputChunk(0, payload, True)]})
+    output = OmniSchedulerOutput.from_base(
+        SchedulerOutput.make_empty(), input_chunks={"a": [InputChunk(0, payload, True)]}
+    )
     (chunk,) = pickle.loads(pickle.dumps(output)).input_chunks["a"]
     assert chunk.is_last and chunk.information.to_dict()["rows"].tolist() == [0, 1, 2]
 
 
 def test_model_runner_output():
     base = filled(ModelRunnerOutput)
-    ours = OmniModelRunnerOutput.from_base(base, [None])
+    ours = OmniModelRunnerOutput.from_base(base, pooler_output=[None])
     names = [field.name for field in fields(ModelRunnerOutput) if field.name != "pooler_output"]
     assert all(getattr(ours, name) is getattr(base, name) for name in names)
     assert ours.pooler_output == [None]
@@ -53,5 +55,5 @@ def test_model_runner_output():
 @pytest.mark.parametrize("req_ids", [[], ["a"]])
 def test_they_reach_workers_in_other_processes(req_ids):
     output = OmniModelRunnerOutput(req_ids, {}, pooler_output=[{"rows": torch.ones(2)} for _ in req_ids])
-    travelled = pickle.loads(pickle.dumps(output))
-    assert type(travelled) is OmniModelRunnerOutput and len(travelled.pooler_output) == len(req_ids)
+    received = pickle.loads(pickle.dumps(output))
+    assert type(received) is OmniModelRunnerOutput and len(received.pooler_output) == len(req_ids)

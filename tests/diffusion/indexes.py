@@ -25,11 +25,11 @@ def make_processor(
     sources: tuple[int, ...] = (),
     **runtime: Any,
 ) -> DiffusionInputProcessor:
-    """The front end of a stage `painter` that runs this pipeline class."""
+    """The front end of a stage `diffusion` that runs this pipeline class."""
     stage = OmniStageConfig(
         stage_id=len(sources),
         engine_type="DiT",
-        engine_args={"model_stage": "painter", **(engine_args or {})},
+        engine_args={"model_stage": "diffusion", **(engine_args or {})},
         engine_input_source=list(sources),
         final_output=True,
         final_output_type=makes,

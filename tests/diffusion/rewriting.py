@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between a stage that rewrites prompts and the one that paints: an example, and what tests run."""
+"""The stage input processor between a stage that rewrites prompts and one that makes images: an example for tests."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,11 @@ from vllm_omni.outputs import StageOutput
 
 
 class RewrittenPrompt(StageInputProcessor):
-    """The painter is told what the writer has written."""
+    """The rewriter's text becomes the prompt of the image stage."""
 
     reads = ("completions",)
 
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput:
-        (written,) = sources.values()
-        assert written.first_completion is not None
-        return StageInput(prompt=written.first_completion.text)
+        (rewritten,) = sources.values()
+        assert rewritten.first_completion is not None
+        return StageInput(prompt=rewritten.first_completion.text)

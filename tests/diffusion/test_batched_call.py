@@ -30,7 +30,7 @@ def check_apart(function, *arguments: dict[str, Any]) -> None:
 
 
 def denoise(hidden_states, timestep=None, img_ids=None, guidance=None, return_dict=False, kwargs=None):
-    """Like a transformer: one row for each picture, positions that all have in common."""
+    """Like a transformer: one row for each image, and shared positions."""
     output = hidden_states * 2
     if timestep is not None:
         output = output + timestep.reshape(-1, 1, 1)
@@ -39,7 +39,7 @@ def denoise(hidden_states, timestep=None, img_ids=None, guidance=None, return_di
     return (output,)
 
 
-def test_rows_are_joined_and_given_back():
+def test_rows_are_joined_and_split():
     check_joined(denoise, *({"hidden_states": torch.randn(1, 4, 8), "timestep": torch.rand(1)} for _ in range(3)))
 
 
@@ -77,7 +77,7 @@ def positions() -> torch.Tensor:
 
 
 class TestSharedTensors:
-    """Equal is what has the same bits: a network cannot tell these apart."""
+    """Tensors with the same bits are equal: for a network they are the same."""
 
     @pytest.mark.parametrize(
         ("one", "other", "are_equal"),
@@ -100,7 +100,7 @@ class TestSharedTensors:
         assert find_joinable(Job().call(one), [Job().call(other)]) == [are_equal]
         assert find_joinable(Job().call(other), [Job().call(one)]) == [are_equal]
 
-    def test_a_view_that_conjugates_is_not_what_it_views(self):
+    def test_a_conjugated_view_differs_from_its_base(self):
         job, numbers = Job(), torch.full((4,), 1 + 2j)
         assert find_joinable(job.call(numbers), [job.call(numbers.conj())]) == [False]
 
@@ -115,7 +115,7 @@ class TestSharedTensors:
         calls = [job.call(tensor) for job, tensor in zip(jobs, tensors, strict=True)]
         assert find_joinable(calls[0], calls[1:]) == [True]
 
-    def test_memory_that_is_used_again_is_not_taken_for_what_was_there(self):
+    def test_reused_memory_is_not_mistaken_for_the_old_tensor(self):
         """More new tensors than are kept; torch gives the memory of those that are gone to the next ones."""
         first, second = Job(), Job()
         for step in range(200):
@@ -127,13 +127,13 @@ class TestSharedTensors:
         others = [Job().call(positions(), positions() + add) for add in (0, 1, 0)]
         assert find_joinable(Job().call(positions(), positions()), others) == [True, False, True]
 
-    def test_the_device_is_waited_for_once_and_for_all(self, device: SimulatedDevice):
+    def test_one_wait_for_all_comparisons(self, device: SimulatedDevice):
         """Not at every step: neither for tensors that a pipeline gives again, nor for new views of them."""
         jobs = [Job() for _ in range(4)]
         kept = [positions().to(DEVICE) for _ in jobs]
         different = [torch.full((5,), float(index)).to(DEVICE) for index in range(4)]
         jobs[0].call(kept[0])
-        assert device.num_waits == 0, "one alone has nobody to be compared with"
+        assert device.num_waits == 0, "a single call is not compared"
         for _ in range(5):
             calls = [job.call(tensor[:3], tensor) for job, tensor in zip(jobs, kept, strict=True)]
             assert find_joinable(calls[0], calls) == [True] * 4
@@ -143,7 +143,7 @@ class TestSharedTensors:
             assert find_joinable(calls[0], calls) == [True, False, False, False]
         assert device.num_waits == 2
 
-    def test_one_tensor_in_two_jobs_is_not_looked_at(self, device: SimulatedDevice):
+    def test_a_tensor_shared_by_two_jobs_is_not_compared(self, device: SimulatedDevice):
         table = positions().to(DEVICE)
         assert find_joinable(Job().call(table[1:]), [Job().call(table[1:])]) == [True]
         assert device.num_waits == 0
@@ -184,7 +184,7 @@ def test_joined_on_a_device(case: str, device: SimulatedDevice):
         {"hidden_states": torch.randn(1, 4, 8), "kwargs": {"cache": object()}},
     ],
 )
-def test_what_differs_is_not_joined(other: dict[str, Any]):
+def test_calls_that_differ_are_not_joined(other: dict[str, Any]):
     check_apart(denoise, {"hidden_states": torch.randn(1, 4, 8)}, other)
 
 
@@ -193,9 +193,9 @@ def test_calls_of_two_functions_are_not_joined():
     assert describe(denoise, x).layout != describe(lambda hidden_states: hidden_states, x).layout
 
 
-def paint(x: list[torch.Tensor], t: torch.Tensor, captions: list[torch.Tensor]) -> tuple[list[torch.Tensor]]:
+def denoise_lists(x: list[torch.Tensor], t: torch.Tensor, captions: list[torch.Tensor]) -> tuple[list[torch.Tensor]]:
     """Like a transformer that takes lists, with captions of any length."""
-    return ([picture + time * caption.mean() for picture, time, caption in zip(x, t, captions, strict=True)],)
+    return ([image + time * caption.mean() for image, time, caption in zip(x, t, captions, strict=True)],)
 
 
 def test_lists_are_joined_whatever_the_length_of_the_captions():
@@ -203,12 +203,12 @@ def test_lists_are_joined_whatever_the_length_of_the_captions():
         {"x": [torch.randn(16, 1, 4, 4)], "t": torch.rand(1), "captions": [torch.randn(length, 8)]}
         for length in (3, 7, 1)
     ]
-    check_joined(paint, *calls)
+    check_joined(denoise_lists, *calls)
 
 
-def test_pictures_of_two_sizes_are_not_joined():
+def test_images_of_two_sizes_are_not_joined():
     check_apart(
-        paint,
+        denoise_lists,
         *(
             {"x": [torch.randn(16, 1, size, size)], "t": torch.rand(1), "captions": [torch.randn(3, 8)]}
             for size in (4, 8)
@@ -216,7 +216,7 @@ def test_pictures_of_two_sizes_are_not_joined():
     )
 
 
-def test_pictures_of_as_many_pixels_but_another_shape_are_not_joined():
+def test_images_of_as_many_pixels_but_another_shape_are_not_joined():
     """A network may take the shapes of all from the first."""
     latents = torch.randn(1, 8, 64)
     check_apart(denoise, *({"hidden_states": latents, "kwargs": [[(1, *shape)]]} for shape in ((2, 4), (4, 2))))
@@ -275,13 +275,13 @@ def test_the_output_of_an_encoder_is_split_and_its_cache_is_left_out():
     assert second.past_key_values is None
 
 
-def test_a_call_alone_keeps_its_output_as_it_is():
+def test_a_single_call_s_output_is_unchanged():
     output = object()
     assert compute([describe(lambda x: output, torch.randn(1))]) == [output]
 
 
 @pytest.mark.parametrize("output", [object(), torch.randn(5), torch.tensor(1.0), [1, 2, 3]])
-def test_what_cannot_be_split_is_said(output: Any):
+def test_an_output_that_cannot_be_split_raises(output: Any):
     calls = [describe(lambda x: (output,), torch.randn(1, 3))] * 2
     with pytest.raises(CannotSplitError):
         compute(calls)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint whose VAE overflows: its caller gets an error, and no black picture."""
+"""A checkpoint whose VAE overflows: the request gets an error, and no black image."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ def watched(tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.Temp
 
 
 @pytest.mark.parametrize("output_format", ["pil", "np", "png", "jpeg", "webp"])
-def test_what_is_no_picture_is_an_error(watched: WatchedEngine, output_format: str) -> None:
+def test_an_output_with_nan_is_an_error(watched: WatchedEngine, output_format: str) -> None:
     watched.run_to_the_end(new_request("black", 1, 2, output_format=output_format, num_inference_steps=1))
 
     end = watched.outbox.items["black"][-1]
@@ -33,7 +33,7 @@ def test_what_is_no_picture_is_an_error(watched: WatchedEngine, output_format: s
     assert "image 0" in end.error and "NaN" in end.error and "half precision" in end.error
 
 
-def test_the_stage_goes_on_with_what_it_can(watched: WatchedEngine) -> None:
+def test_the_stage_continues_with_valid_requests(watched: WatchedEngine) -> None:
     requests = [new_request("black", 1), new_request("latents", 1, output_format="latent")]
     watched.run_to_the_end(*requests)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage that caches makes what diffusers makes with the same cache, picture by picture."""
+"""A stage with a cache makes the images of diffusers with the same cache."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ def flux(tiny_diffusion: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def uncached(flux: Path) -> torch.Tensor:
-    return paint(bare(flux), "a cat")
+    return generate(bare(flux), "a cat")
 
 
 def bare(model: Path, config: Any = None) -> DiffusionPipeline:
@@ -49,7 +49,7 @@ def bare(model: Path, config: Any = None) -> DiffusionPipeline:
     return pipe
 
 
-def paint(pipe: DiffusionPipeline, prompt: str) -> torch.Tensor:
+def generate(pipe: DiffusionPipeline, prompt: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return pipe(prompt, generator=generator, output_type="pt", **ARGUMENTS).images[0].movedim(0, -1)
 
@@ -77,7 +77,7 @@ def in_diffusers(backend: str) -> Any:
 
 
 @pytest.mark.parametrize("backend", SETTINGS)
-def test_pictures_side_by_side_and_after_an_abort(flux: Path, uncached: torch.Tensor, backend: str) -> None:
+def test_concurrent_images_and_an_image_after_an_abort(flux: Path, uncached: torch.Tensor, backend: str) -> None:
     config = DiTConfig(cache_backend=backend, cache_config=SETTINGS[backend])
     executor = DiffusersPipelineExecutor(str(flux), config)
     executor.start()
@@ -91,7 +91,7 @@ def test_pictures_side_by_side_and_after_an_abort(flux: Path, uncached: torch.Te
     ends = run(executor)
     expected = bare(flux, in_diffusers(backend))
     for prompt in ("a cat", "a blue house"):
-        assert (ends[prompt].output - paint(expected, prompt)).abs().max() < 1e-4
+        assert (ends[prompt].output - generate(expected, prompt)).abs().max() < 1e-4
     has_effect = (ends["a cat"].output - uncached).abs().max() > 1e-3
     assert has_effect == (backend != "text_kv_cache")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image-to-image requests that begin and end at different times: none of them keeps a graph."""
+"""Image-to-image requests that start and end at different times: none of them keeps a graph."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ def watched(tiny_diffusion: Callable[[str], Path]) -> Iterator[WatchedEngine]:
 
 
 def change(request_id: str, num_inference_steps: int) -> NewRequest:
-    """A picture to be made of another one."""
+    """An image-to-image request."""
     params = DiffusionSamplingParams(**SHORT | {"num_inference_steps": num_inference_steps, "strength": 0.9})
     image = torch.randint(256, (32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     diffusion = DiffusionRequest(params=params, seeds=[7], images=[image])
@@ -58,6 +58,6 @@ def test_nothing_is_computed_with_gradients(watched: WatchedEngine, monkeypatch:
         assert torch.is_grad_enabled(), "the thread that ran the engine is as it was"
 
     order = watched.outbox.order
-    assert "long" in order[len(order) - order[::-1].index("short") :], "one has to end while another goes on"
+    assert "long" in order[len(order) - order[::-1].index("short") :], "one has to end while another one runs"
     assert len(modes) > 30 and not any(modes)
     assert not any(watched.tensors(name)["image"].requires_grad for name in ("short", "long", "late"))

@@ -52,7 +52,7 @@ def test_a_palette_with_a_transparent_color_stays_transparent() -> None:
     assert read(image)[0].shape == (5, 6, 4)
 
 
-def test_what_was_read_is_the_callers_no_more() -> None:
+def test_read_images_are_copies() -> None:
     image = PIXELS.copy()
     (pixels,) = read(image)
     image[:] = 0
@@ -61,7 +61,7 @@ def test_what_was_read_is_the_callers_no_more() -> None:
 
 
 @pytest.mark.parametrize(("data", "count"), [(None, 0), ({}, 0), ({"image": []}, 0), ({"image": PIXELS}, 1)])
-def test_one_needs_no_list(data: dict[str, Any] | None, count: int) -> None:
+def test_one_image_needs_no_list(data: dict[str, Any] | None, count: int) -> None:
     assert len(read_images(data, max_pixels=100)) == count
 
 
@@ -94,7 +94,7 @@ def truncated_png() -> Image.Image:
         (7, ["a int"]),
     ],
 )
-def test_what_is_no_image_is_refused(image: Any, words: list[str]) -> None:
+def test_invalid_images_are_refused(image: Any, words: list[str]) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
         read(PIXELS, image)
     assert [word for word in words if word not in str(error.value)] == []

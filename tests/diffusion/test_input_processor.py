@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a diffusion stage is told of a request, and which requests it never sees."""
+"""The requests of a diffusion stage: completed by the stage's defaults, or refused."""
 
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
 from vllm_omni.errors import StageConfigError
 from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 
-PICTURE = Image.new("RGB", (8, 4), "red")
+IMAGE = Image.new("RGB", (8, 4), "red")
 PAINTERS = {"text": "ZImagePipeline", "edit": "QwenImageEditPipeline", "klein": "Flux2KleinPipeline"}
 PAINTERS |= {"video": "WanPipeline", "audio": "StableAudioPipeline", "flux": "FluxPipeline"}
 
 
 @pytest.fixture(scope="module")
-def painters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DiffusionInputProcessor]:
+def processors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DiffusionInputProcessor]:
     folder = tmp_path_factory.mktemp("indexes")
     limits = {"max_pixels": 1 << 20, "max_steps": 60, "max_frames": 81, "max_outputs": 4}
     return {
@@ -32,77 +32,77 @@ def painters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DiffusionInp
     }
 
 
-def ask(painter: DiffusionInputProcessor, params: Any = None, image: Any = None, **prompt: Any) -> DiffusionRequest:
+def ask(processor: DiffusionInputProcessor, params: Any = None, image: Any = None, **prompt: Any) -> DiffusionRequest:
     prompt = {"prompt": "a hen"} | prompt
     if image is not None:
         prompt["multi_modal_data"] = {"image": image}
-    return painter.process(prompt, params)  # type: ignore[arg-type]
+    return processor.process(prompt, params)  # type: ignore[arg-type]
 
 
-def test_settings_may_be_a_dict_or_an_object(painters: dict[str, DiffusionInputProcessor]) -> None:
+def test_settings_may_be_a_dict_or_an_object(processors: dict[str, DiffusionInputProcessor]) -> None:
     settings = {"height": 64, "guidance_scale": 3, "seed": 5, "num_outputs_per_prompt": 2}
-    as_dict = ask(painters["text"], settings)
+    as_dict = ask(processors["text"], settings)
 
-    assert as_dict == ask(painters["text"], DiffusionSamplingParams(**settings))
+    assert as_dict == ask(processors["text"], DiffusionSamplingParams(**settings))
     assert (as_dict.params.height, as_dict.params.width, as_dict.seeds) == (64, None, [5, 6])
-    assert as_dict.params.output_format == "pil"  # what nobody chose is decided here, and nowhere else
+    assert as_dict.params.output_format == "pil"  # the default is set here, and nowhere else
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(as_dict), type=DiffusionRequest) == as_dict
 
 
-def test_the_stages_defaults_stand_where_the_request_says_nothing(tmp_path: Path) -> None:
+def test_the_stages_defaults_apply_to_unset_fields(tmp_path: Path) -> None:
     defaults = {"height": 64, "seed": 9, "num_outputs_per_prompt": 2, "extra_args": {"cfg_truncation": 0.5}}
-    painter = make_processor(tmp_path, "ZImagePipeline", defaults=defaults)
+    processor = make_processor(tmp_path, "ZImagePipeline", defaults=defaults)
     extra = {"max_sequence_length": 8}
 
-    nothing = ask(painter)
+    nothing = ask(processor)
     assert (nothing.params.height, nothing.seeds) == (64, [9, 10])
-    some = ask(painter, {"height": 32, "seed": None, "num_outputs_per_prompt": 1, "extra_args": extra})
+    some = ask(processor, {"height": 32, "seed": None, "num_outputs_per_prompt": 1, "extra_args": extra})
     assert (some.params.height, some.seeds) == (32, [9])
     assert some.params.extra_args == {"cfg_truncation": 0.5, "max_sequence_length": 8}
-    assert ask(painter, DiffusionSamplingParams(width=16)).params.num_outputs_per_prompt == 2
+    assert ask(processor, DiffusionSamplingParams(width=16)).params.num_outputs_per_prompt == 2
 
 
-def test_seeds_are_fresh_where_none_are_given(painters: dict[str, DiffusionInputProcessor]) -> None:
-    seeds = [ask(painters["text"], {"num_outputs_per_prompt": 4}).seeds for _ in range(2)]
+def test_seeds_are_random_without_a_seed(processors: dict[str, DiffusionInputProcessor]) -> None:
+    seeds = [ask(processors["text"], {"num_outputs_per_prompt": 4}).seeds for _ in range(2)]
 
     assert len({*seeds[0], *seeds[1]}) == 8
-    assert ask(painters["text"], {"seed": [4, 4], "num_outputs_per_prompt": 2}).seeds == [4, 4]
+    assert ask(processors["text"], {"seed": [4, 4], "num_outputs_per_prompt": 2}).seeds == [4, 4]
 
 
-def test_a_negative_prompt_may_stand_in_the_prompt(
-    painters: dict[str, DiffusionInputProcessor], tmp_path: Path
-) -> None:
-    painter = make_processor(tmp_path, "ZImagePipeline", defaults={"negative_prompt": "blurred"})
+def test_a_negative_prompt_can_be_in_the_prompt(processors: dict[str, DiffusionInputProcessor], tmp_path: Path) -> None:
+    processor = make_processor(tmp_path, "ZImagePipeline", defaults={"negative_prompt": "blurred"})
 
-    assert ask(painter).params.negative_prompt == "blurred"
-    assert ask(painter, negative_prompt="").params.negative_prompt == ""
-    assert ask(painter, {"negative_prompt": "ox"}, negative_prompt="ox").params.negative_prompt == "ox"
-    with pytest.raises(ValueError, match="keep one of them"):
-        ask(painter, {"negative_prompt": "ox"}, negative_prompt="cow")
+    assert ask(processor).params.negative_prompt == "blurred"
+    assert ask(processor, negative_prompt="").params.negative_prompt == ""
+    assert ask(processor, {"negative_prompt": "ox"}, negative_prompt="ox").params.negative_prompt == "ox"
+    with pytest.raises(ValueError, match="remove one of them"):
+        ask(processor, {"negative_prompt": "ox"}, negative_prompt="cow")
 
 
-def test_images_choose_what_a_request_can_ask(painters: dict[str, DiffusionInputProcessor]) -> None:
-    request = ask(painters["text"], {"strength": 0.5}, image=PICTURE)
+def test_the_settings_depend_on_input_images(processors: dict[str, DiffusionInputProcessor]) -> None:
+    request = ask(processors["text"], {"strength": 0.5}, image=IMAGE)
     assert request.images[0].shape == (4, 8, 3) and request.params.strength == 0.5
-    assert len(ask(painters["klein"], image=[PICTURE, PICTURE]).images) == 2
+    assert len(ask(processors["klein"], image=[IMAGE, IMAGE]).images) == 2
     with pytest.raises(ValueError, match="ZImageImg2ImgPipeline does not take 'cfg_truncaton'"):
-        ask(painters["text"], {"extra_args": {"cfg_truncaton": 1.0}}, image=PICTURE)
+        ask(processors["text"], {"extra_args": {"cfg_truncaton": 1.0}}, image=IMAGE)
 
 
-def test_an_adapter_is_told_by_name_and_place(painters: dict[str, DiffusionInputProcessor], tmp_path: Path) -> None:
-    request = painters["text"].process({"prompt": "a hen"}, None, LoRARequest("ink", 1, str(tmp_path)))
+def test_an_adapter_is_passed_by_name_and_path(processors: dict[str, DiffusionInputProcessor], tmp_path: Path) -> None:
+    request = processors["text"].process({"prompt": "a hen"}, None, LoRARequest("ink", 1, str(tmp_path)))
 
     assert (request.lora_name, request.lora_path) == ("ink", str(tmp_path))
-    with pytest.raises(ValueError, match=r"there is no '/no/file'"):
-        painters["text"].process({"prompt": "a hen"}, None, LoRARequest("ink", 1, "/no/file"))
+    with pytest.raises(ValueError, match=r"'/no/file' does not exist"):
+        processors["text"].process({"prompt": "a hen"}, None, LoRARequest("ink", 1, "/no/file"))
     with pytest.raises(ValueError, match="StableAudioPipeline takes no LoRA adapters"):
-        painters["audio"].process({"prompt": "a hen"}, {"num_inference_steps": 2}, LoRARequest("ink", 1, str(tmp_path)))
+        processors["audio"].process(
+            {"prompt": "a hen"}, {"num_inference_steps": 2}, LoRARequest("ink", 1, str(tmp_path))
+        )
     with pytest.raises(TypeError, match="must be a LoRARequest, not str"):
-        painters["text"].process({"prompt": "a hen"}, None, str(tmp_path))  # type: ignore[arg-type]
+        processors["text"].process({"prompt": "a hen"}, None, str(tmp_path))  # type: ignore[arg-type]
 
 
-def test_a_stage_behind_another_needs_no_prompt_and_reads_images_if_told_to(tmp_path: Path) -> None:
-    prompt: Any = {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": PICTURE, "audio": None}}
+def test_a_stage_with_sources_needs_no_prompt_and_reads_images_if_configured(tmp_path: Path) -> None:
+    prompt: Any = {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": IMAGE, "audio": None}}
 
     blind = make_processor(tmp_path / "a", "FluxPipeline", sources=(0,))
     seeing = make_processor(tmp_path / "b", "FluxPipeline", sources=(0,), requires_multimodal_data=True)
@@ -135,11 +135,11 @@ BAD_SETTINGS: list[tuple[str, Any, list[str]]] = [
     ("text", {"lora_scale": float("inf")}, ["lora_scale inf", "finite"]),
     ("text", {"output_quality": 101}, ["output_quality 101", "100 or less"]),
     ("text", {"preview_every": -1}, ["preview_every -1", "0 or more"]),
-    ("text", {"negative_prompt": "\ud800"}, ["negative_prompt is no valid text"]),
+    ("text", {"negative_prompt": "\ud800"}, ["negative_prompt is not valid Unicode"]),
     ("text", {"output_format": "bmp"}, ["output_format"]),
     ("text", {"output_format": "mp4"}, ["'mp4'", "png"]),
     ("video", {"output_format": "png"}, ["'png'", "mp4"]),
-    ("text", {"seed": -1}, ["seed -1", "leave it out for a fresh one"]),
+    ("text", {"seed": -1}, ["seed -1", "omit it for a random one"]),
     ("text", {"seed": 2**63 - 1, "num_outputs_per_prompt": 2}, [f"seed {2**63}"]),
     ("text", {"seed": [1, 2, 3], "num_outputs_per_prompt": 2}, ["3 entries", "num_outputs_per_prompt is 2"]),
     ("text", {"seed": [1, 2]}, ["2 entries", "num_outputs_per_prompt is 1"]),
@@ -155,52 +155,52 @@ BAD_SETTINGS: list[tuple[str, Any, list[str]]] = [
     ("text", {"fps": 8}, ["fps is for videos", "ZImagePipeline makes image"]),
     ("video", {"fps": 0}, ["fps 0", "above 0"]),
     ("video", {"strength": 0.5}, ["WanPipeline does not take 'strength'"]),
-    ("text", {"strength": 0.5}, ["strength", "there is none"]),
+    ("text", {"strength": 0.5}, ["strength", "needs an input image"]),
     ("klein", {"negative_prompt": "x"}, ["Flux2KleinPipeline does not take 'negative_prompt'"]),
-    ("audio", {"num_inference_steps": 2, "preview_every": 1}, ["preview_every", "sound"]),
-    ("text", {"extra_args": {"sigmas": torch.ones(2)}}, ["extra_args: 'sigmas' is not plain"]),
-    ("text", {"extra_args": {"sigmas": [2**80]}}, ["extra_args: 'sigmas' is not plain"]),
-    ("text", {"extra_args": {"height": 64}}, ["'height' is a setting of its own"]),
+    ("audio", {"num_inference_steps": 2, "preview_every": 1}, ["preview_every", "audio"]),
+    ("text", {"extra_args": {"sigmas": torch.ones(2)}}, ["extra_args: 'sigmas' must be"]),
+    ("text", {"extra_args": {"sigmas": [2**80]}}, ["extra_args: 'sigmas' must be"]),
+    ("text", {"extra_args": {"height": 64}}, ["'height' is a field of its own"]),
 ]
 
 
-@pytest.mark.parametrize(("painter", "params", "words"), BAD_SETTINGS)
+@pytest.mark.parametrize(("pipeline", "params", "words"), BAD_SETTINGS)
 def test_bad_settings_are_refused(
-    painters: dict[str, DiffusionInputProcessor], painter: str, params: Any, words: list[str]
+    processors: dict[str, DiffusionInputProcessor], pipeline: str, params: Any, words: list[str]
 ) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
-        ask(painters[painter], params)
+        ask(processors[pipeline], params)
     assert [word for word in words if word not in str(error.value)] == []
 
 
 @pytest.mark.parametrize(
-    ("painter", "prompt", "words"),
+    ("pipeline", "prompt", "words"),
     [
         ("text", {"prompt": ""}, ["prompt is empty"]),
         ("text", {"prompt": " \n"}, ["prompt is empty"]),
-        ("text", {"prompt": None}, ["must be a text, not missing"]),
-        ("text", {"prompt": ["a"]}, ["must be a text, not a list"]),
-        ("text", {"prompt": "a\ud800"}, ["prompt is no valid text", "position 1"]),
+        ("text", {"prompt": None}, ["must be a string, not missing"]),
+        ("text", {"prompt": ["a"]}, ["must be a string, not a list"]),
+        ("text", {"prompt": "a\ud800"}, ["prompt is not valid Unicode", "position 1"]),
         ("text", {"prompt_token_ids": [1]}, ["not prompt_token_ids"]),
         ("text", {"prompt_embeds": torch.ones(1, 4)}, ["not prompt_embeds"]),
         ("text", {"mm_processor_kwargs": {"size": 1}}, ["not mm_processor_kwargs"]),
-        ("text", {"negative_prompt": ["a"]}, ["negative_prompt must be a text, not a list"]),
+        ("text", {"negative_prompt": ["a"]}, ["negative_prompt must be a string, not a list"]),
         ("text", {"additional_information": {"x": torch.ones(1)}}, ["'x' is a tensor"]),
         ("text", {"additional_information": [1]}, ["additional_information must be a dict"]),
         ("text", {"multi_modal_data": {"audio": np.ones(4)}}, ["'audio'", "images only"]),
         ("text", {"multi_modal_data": {"image": "cat.png"}}, ["image 0 is a str", "PIL.Image.open"]),
-        ("text", {"multi_modal_data": {"image": [PICTURE, PICTURE]}}, ["one input image for a prompt, not 2"]),
+        ("text", {"multi_modal_data": {"image": [IMAGE, IMAGE]}}, ["one input image for a prompt, not 2"]),
         ("text", {"multi_modal_data": {"image": Image.new("RGB", (2048, 1024))}}, ["image 0", "max_pixels"]),
-        ("video", {"multi_modal_data": {"image": PICTURE}}, ["WanPipeline takes no input images"]),
+        ("video", {"multi_modal_data": {"image": IMAGE}}, ["WanPipeline takes no input images"]),
         ("edit", {}, ["QwenImageEditPipeline needs an input image"]),
         ("edit", {"multi_modal_data": {"image": []}}, ["needs an input image"]),
     ],
 )
 def test_bad_prompts_are_refused(
-    painters: dict[str, DiffusionInputProcessor], painter: str, prompt: dict[str, Any], words: list[str]
+    processors: dict[str, DiffusionInputProcessor], pipeline: str, prompt: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
-        ask(painters[painter], None, **prompt)
+        ask(processors[pipeline], None, **prompt)
     assert [word for word in words if word not in str(error.value)] == []
 
 
@@ -220,4 +220,4 @@ def test_a_stage_that_contradicts_its_checkpoint_is_refused(
 ) -> None:
     with pytest.raises(StageConfigError) as error:
         make_processor(tmp_path, "ZImagePipeline", **stage)
-    assert [word for word in ["stage 0 (painter)", *words] if word not in str(error.value)] == []
+    assert [word for word in ["stage 0 (diffusion)", *words] if word not in str(error.value)] == []

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline is loaded as the stage says: the same picture as diffusers makes with the same setting, or a clear no."""
+"""A pipeline is loaded with the stage's settings: the same image as diffusers with the same setting, or a clear
+error."""
 
 import json
 import shutil
@@ -41,8 +42,8 @@ def bare(model: Path, **arguments: Any) -> DiffusionPipeline:
     return pipe
 
 
-def paint(pipe: DiffusionPipeline, **arguments: Any) -> torch.Tensor:
-    """A picture, float32 `[1, 3, 64, 64]`."""
+def generate(pipe: DiffusionPipeline, **arguments: Any) -> torch.Tensor:
+    """An image, float32 `[1, 3, 64, 64]`."""
     defaults = {"prompt": "a red cat", "height": 64, "width": 64, "num_inference_steps": 2, "guidance_scale": 4.0}
     generator = torch.Generator().manual_seed(3)
     return pipe(**(defaults | arguments), generator=generator, output_type="pt").images.float()
@@ -63,7 +64,7 @@ def no_weights_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", refuse)
 
 
-# What applies on a CPU.
+# Settings that have an effect on a CPU.
 
 
 def tile(pipe: DiffusionPipeline) -> None:
@@ -90,7 +91,7 @@ def no_more(pipe: DiffusionPipeline) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_a_setting_does_what_it_does_in_diffusers(
+def test_a_setting_has_the_effect_that_it_has_in_diffusers(
     z_image: Path, engine_args: dict[str, Any], arguments: dict[str, Any], change: Callable
 ) -> None:
     expected = bare(z_image, **arguments)
@@ -98,12 +99,12 @@ def test_a_setting_does_what_it_does_in_diffusers(
     pipe = load(z_image, **engine_args)
     assert pipe.transformer.dtype == expected.transformer.dtype
     assert (pipe.vae.use_tiling, pipe.vae.use_slicing) == (expected.vae.use_tiling, expected.vae.use_slicing)
-    assert (paint(pipe) - paint(expected)).abs().max() < 1e-4
+    assert (generate(pipe) - generate(expected)).abs().max() < 1e-4
 
 
-def test_a_loaded_pipeline_is_silent_and_ready(z_image: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_loaded_pipeline_is_ready_and_prints_nothing(z_image: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pipe = load(z_image)
-    paint(pipe)
+    generate(pipe)
     assert "it/s" not in capfd.readouterr().err
     assert not any(module.training for module in (pipe.transformer, pipe.vae, pipe.text_encoder))
 
@@ -155,7 +156,7 @@ def test_an_attention_backend_is_that_of_one_pipeline(z_image: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_had_is_refused_before_loading(
+def test_unsupported_settings_are_refused_before_loading(
     z_image: Path, engine_args: dict[str, Any], words: list[str]
 ) -> None:
     message = refusal(z_image, **engine_args)
@@ -163,7 +164,7 @@ def test_what_cannot_be_had_is_refused_before_loading(
         assert word in message, message
 
 
-def test_a_compiler_that_does_not_work_is_noticed(z_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_compiler_is_refused(z_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_nothing(function: Callable) -> None:
         raise RuntimeError("no C++ compiler was found\nand so on")
 
@@ -176,24 +177,24 @@ def test_quantized_weights(z_image: Path) -> None:
     pytest.importorskip("torchao")
     method = {"quant_backend": "torchao", "quant_type": "Int8WeightOnlyConfig"}
     pipe = load(z_image, quantization={"quant_mapping": {"transformer": method}})
-    assert 0 < (paint(pipe) - paint(load(z_image))).abs().max() < 0.1
+    assert 0 < (generate(pipe) - generate(load(z_image))).abs().max() < 0.1
 
 
 # Parts.
 
 
-def test_two_parts_make_the_picture_of_the_whole(z_image: Path) -> None:
+def test_two_parts_make_the_image_of_the_whole(z_image: Path) -> None:
     encoder, denoiser = load(z_image, part="encoder"), load(z_image, part="denoiser")
     assert all(value.is_meta for value in (*encoder.transformer.parameters(), *encoder.vae.parameters()))
     assert all(value.is_meta for value in denoiser.text_encoder.parameters())
     embeds, negative = encoder.encode_prompt("a red cat", do_classifier_free_guidance=True)
-    picture = paint(denoiser, prompt=None, prompt_embeds=embeds, negative_prompt_embeds=negative)
-    assert torch.equal(picture, paint(load(z_image)))
+    image = generate(denoiser, prompt=None, prompt_embeds=embeds, negative_prompt_embeds=negative)
+    assert torch.equal(image, generate(load(z_image)))
 
 
 @pytest.mark.parametrize("name", ["z_image", "qwen_image", "flux", "stable_diffusion_3", "wan", "wan_i2v"])
 @pytest.mark.parametrize("part", ["encoder", "denoiser"])
-def test_a_part_reads_no_weights_but_its_own(
+def test_a_part_reads_only_its_own_weights(
     tiny_diffusion: Callable[[str], Path], tmp_path: Path, name: str, part: str
 ) -> None:
     folder = Path(shutil.copytree(tiny_diffusion(name), tmp_path / name))
@@ -207,9 +208,9 @@ def test_a_part_reads_no_weights_but_its_own(
     assert pipe._execution_device == CPU
 
 
-def test_what_a_part_leaves_out_says_so(z_image: Path) -> None:
+def test_a_component_without_weights_raises(z_image: Path) -> None:
     with pytest.raises(RuntimeError, match="text_encoder is not loaded: this stage has part: denoiser"):
-        paint(load(z_image, part="denoiser"))
+        generate(load(z_image, part="denoiser"))
     with pytest.raises(RuntimeError, match="vae is not loaded: this stage has part: encoder"):
         load(z_image, part="encoder").vae.decode(torch.zeros(1, 16, 4, 4))
 
@@ -217,7 +218,7 @@ def test_what_a_part_leaves_out_says_so(z_image: Path) -> None:
 # Checkpoints.
 
 
-def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
     message = refusal(tmp_path)
     assert str(tmp_path) in message and "model_index.json" in message
 
@@ -232,40 +233,40 @@ class TestFiles:
 
     def test_no_weights(self, copied: Path) -> None:
         (copied / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-        assert f"{copied / 'vae'}: holds no weights" in refusal(copied)
+        assert f"{copied / 'vae'}: has no weights" in refusal(copied)
 
-    def test_a_component_that_is_missing(self, copied: Path) -> None:
+    def test_a_missing_component(self, copied: Path) -> None:
         shutil.rmtree(copied / "tokenizer")
-        assert f"{copied / 'tokenizer'}: is missing, model_index.json names it" in refusal(copied)
+        assert f"{copied / 'tokenizer'}: is missing; model_index.json names it" in refusal(copied)
 
-    def test_a_file_that_is_cut_off(self, copied: Path) -> None:
+    def test_a_truncated_file(self, copied: Path) -> None:
         file = copied / "transformer" / "diffusion_pytorch_model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
         message = refusal(copied)
-        assert message.startswith(f"{file}: is damaged") and "fetch it again" in message
+        assert message.startswith(f"{file}: is damaged") and "download it again" in message
 
-    def test_a_shard_that_is_missing(self, copied: Path) -> None:
+    def test_a_missing_shard(self, copied: Path) -> None:
         index = copied / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": {"x": "diffusion_pytorch_model-00002-of-00002.safetensors"}}))
         message = refusal(copied)
         assert "diffusion_pytorch_model-00002-of-00002.safetensors: is missing" in message and index.name in message
 
-    def test_an_index_that_is_damaged(self, copied: Path) -> None:
+    def test_a_damaged_index(self, copied: Path) -> None:
         index = copied / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
         index.write_text("{")
         assert f"{index}: is damaged" in refusal(copied)
 
-    def test_a_class_that_is_not_known(self, copied: Path) -> None:
+    def test_an_unknown_class(self, copied: Path) -> None:
         change_index(copied, transformer=["diffusers", "ZImageTransformer9DModel"])
         message = refusal(copied)
         assert "transformer is a ZImageTransformer9DModel, which diffusers does not have here" in message
         assert "trust_remote_code" in message
 
-    def test_a_component_that_the_index_lacks(self, copied: Path) -> None:
+    def test_a_component_missing_in_the_index(self, copied: Path) -> None:
         change_index(copied, vae=[None, None])
-        assert "ZImagePipeline needs a vae; model_index.json says [None, None]" in refusal(copied)
+        assert "ZImagePipeline needs a vae; model_index.json has [None, None]" in refusal(copied)
 
-    def test_code_that_comes_with_the_checkpoint(self, copied: Path, tmp_path: Path) -> None:
+    def test_code_of_the_checkpoint(self, copied: Path, tmp_path: Path) -> None:
         add_code(copied, tmp_path / "has_run")
         message = refusal(copied)
         assert "transformer is a OwnTransformer" in message and "trust_remote_code: true" in message
@@ -274,13 +275,13 @@ class TestFiles:
 
 def test_pickled_weights_that_are_allowed(copied: Path, z_image: Path) -> None:
     pickle(copied)
-    assert torch.equal(paint(load(copied, use_safetensors=False)), paint(load(z_image)))
+    assert torch.equal(generate(load(copied, use_safetensors=False)), generate(load(z_image)))
 
 
-def test_code_that_is_trusted(copied: Path, z_image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trusted_code(copied: Path, z_image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     add_code(copied, tmp_path / "has_run")
-    assert torch.equal(paint(load(copied, trust_remote_code=True)), paint(load(z_image)))
+    assert torch.equal(generate(load(copied, trust_remote_code=True)), generate(load(z_image)))
     assert (tmp_path / "has_run").exists()
 
 
@@ -291,7 +292,7 @@ def test_weights_of_another_shape(copied: Path) -> None:
     assert message.startswith(f"{copied}: cannot be loaded as ZImagePipeline")
 
 
-def test_weights_that_are_not_all_there(copied: Path) -> None:
+def test_incomplete_weights(copied: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     file = copied / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -302,7 +303,7 @@ def test_weights_that_are_not_all_there(copied: Path) -> None:
     assert str(copied) in message and "layers.0.attention.to_q.weight" in message
 
 
-def test_a_variant_that_is_not_there(z_image: Path) -> None:
+def test_a_missing_variant(z_image: Path) -> None:
     assert "variant=fp16" in refusal(z_image, variant="fp16")
 
 
@@ -347,16 +348,16 @@ def test_weights_are_counted_without_reading_them(z_image: Path, tmp_path: Path,
 
 
 def test_offloaded_weights_are_not_counted(z_image: Path) -> None:
-    with pytest.raises(StageConfigError, match="are not computed"):
+    with pytest.raises(StageConfigError, match="cannot be estimated"):
         weight_bytes(str(z_image), parse_dit_config({"offload": "group"}, "dit"), CPU)
 
 
 @pytest.mark.parametrize("part", ["pipeline", "encoder", "denoiser"])
-def test_a_revision_is_loaded_and_nothing_of_another(
+def test_only_the_given_revision_is_loaded(
     z_image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     cache = HubCache(tmp_path, monkeypatch)
-    (cache.add(z_image, "main") / "model_index.json").write_text("{}")  # Whoever reads this fails.
+    (cache.add(z_image, "main") / "model_index.json").write_text("{}")  # Reading it fails.
     cache.add(z_image, "v2")
 
     pipe = load(Path(NAME), revision="v2", part=part)

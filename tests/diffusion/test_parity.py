@@ -16,7 +16,7 @@ from vllm_omni import OmniLLM, OmniRequestOutput
 from vllm_omni.sampling_params import DiffusionSamplingParams
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 
-# How a pipeline is asked to follow its prompt more closely than by default, or less.
+# Each pipeline's setting for another guidance than the default.
 NEGATIVE = {"negative_prompt": "grey and quiet"}
 GUIDED: dict[str, dict[str, Any]] = {
     "ace_step": {"guidance_scale": 2.0},
@@ -103,7 +103,7 @@ def the_array(output: OmniRequestOutput) -> np.ndarray:
     return np.asarray(output.multimodal_output["audio"][0] if made is None else made[0])
 
 
-def test_a_request_alone_and_among_others_is_what_diffusers_makes(
+def test_a_request_alone_and_in_a_batch_equals_diffusers(
     name: str, llm: OmniLLM, tiny_diffusion: Callable[[str], Path]
 ) -> None:
     asks = different_asks(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A diffusers pipeline as two stages: one encodes prompts, the other denoises; the same picture comes out."""
+"""A diffusers pipeline as two stages: one encodes prompts, the other denoises; the image is the same."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +47,7 @@ def two_stages(**denoiser: Any) -> dict[str, Any]:
         ("stable_diffusion_3", {}),
     ],
 )
-def test_the_picture_is_that_of_the_pipeline_alone(
+def test_the_image_equals_that_of_the_whole_pipeline(
     tiny_diffusion: Callable[[str], Path], tmp_path: Path, name: str, settings: dict[str, Any]
 ):
     model, settings = tiny_diffusion(name), SETTINGS | settings

@@ -33,7 +33,7 @@ def load(folder: Path, class_name: object, **config: object) -> PipelineInfo:
         ("WanVideoToVideoPipeline", "video", None, False, False),  # its call has no num_frames
         ("SanaVideoPipeline", "video", None, False, False),  # nor has this one's
         ("StableAudioPipeline", "audio", None, False, False),
-        ("StableAudio3Pipeline", "audio", None, False, False),  # nothing in its call speaks of audio
+        ("StableAudio3Pipeline", "audio", None, False, False),  # its call has no argument about audio
     ],
 )
 def test_what_a_pipeline_makes_and_takes(
@@ -64,16 +64,16 @@ def test_a_configuration_can_name_another_class(tmp_path: Path) -> None:
         ("AutoencoderKL", ["no pipeline 'AutoencoderKL'"]),
         ("DDPMPipeline", ["DDPMPipeline takes no prompt"]),
         (["painting", "MyPipeline"], ["MyPipeline", "painting.py", "trust_remote_code: true"]),
-        ("", ["names no pipeline class"]),
+        ("", ["has no _class_name"]),
     ],
 )
-def test_what_cannot_be_run_is_refused(tmp_path: Path, class_name: object, words: list[str]) -> None:
+def test_unsupported_checkpoints_are_refused(tmp_path: Path, class_name: object, words: list[str]) -> None:
     with pytest.raises(StageConfigError) as error:
         load(tmp_path, class_name)
     assert [word for word in [str(tmp_path), *words] if word not in str(error.value)] == []
 
 
-def test_code_of_the_checkpoint_runs_where_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_the_checkpoint_runs_if_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     code = "from diffusers import WanPipeline\nclass Own(WanPipeline):\n    pass\n"
@@ -94,11 +94,11 @@ def test_a_folder_is_a_diffusers_model_by_its_index(tmp_path: Path, tiny_qwen3: 
 
 
 @pytest.mark.parametrize(("content", "words"), [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "no class")])
-def test_an_index_that_is_none_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
+def test_an_invalid_index_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
     if content is not None:
         (tmp_path / "model_index.json").write_text(content)
 
-    with pytest.raises(StageConfigError, match=words.replace("no class", "names no pipeline class")):
+    with pytest.raises(StageConfigError, match=words.replace("no class", "has no _class_name")):
         load_model_index(str(tmp_path))
 
 
@@ -107,7 +107,7 @@ def test_a_name_that_is_not_in_the_cache_is_refused_offline() -> None:
         load_model_index("nobody/has-this")
 
 
-def test_diffusers_is_not_imported_to_tell_what_a_checkpoint_is(tiny_qwen3: Path) -> None:
+def test_recognizing_a_checkpoint_does_not_import_diffusers(tiny_qwen3: Path) -> None:
     code = (
         "import sys; from vllm_omni.diffusion.pipeline_info import is_diffusers_model; "
         f"assert not is_diffusers_model({str(tiny_qwen3)!r}); assert 'diffusers' not in sys.modules"

@@ -32,7 +32,7 @@ MIDDLE_FRAME = 4  # of 9
 
 @pytest.fixture(scope="module", params=CALLS)
 def run(request, tiny_diffusion):
-    """A pipeline, the picture that it made (float32 `[3, h, w]`), and its latents after each step."""
+    """A pipeline, its image (float32 `[3, h, w]`), and its latents after each step."""
     pipe = DiffusionPipeline.from_pretrained(tiny_diffusion(request.param))
     pipe.set_progress_bar_config(disable=True)
     if hasattr(pipe.vae, "bn"):  # statistics that change nothing could be left out unnoticed
@@ -47,8 +47,8 @@ def run(request, tiny_diffusion):
     call = {"prompt": "a red cat", "height": HEIGHT, "width": WIDTH, "num_inference_steps": 3} | CALLS[request.param]
     generator = torch.Generator().manual_seed(5)
     made = pipe(**call, generator=generator, output_type="pt", callback_on_step_end=keep)[0]
-    picture = made[0] if made.dim() == 4 else made[0, MIDDLE_FRAME]
-    return SimpleNamespace(pipe=pipe, picture=picture, latents=latents)
+    image = made[0] if made.dim() == 4 else made[0, MIDDLE_FRAME]
+    return SimpleNamespace(pipe=pipe, image=image, latents=latents)
 
 
 @pytest.mark.parametrize("name", ["z_image", "flux2_klein", "wan"])
@@ -66,19 +66,19 @@ def test_a_preview_is_made_on_the_device(name, tiny_diffusion):
         assert (preview.int() - expected.int()).abs().max() <= 1
 
 
-def test_a_preview_of_finished_latents_is_the_picture(run):
+def test_a_preview_of_finished_latents_is_the_image(run):
     preview = make_preview(run.pipe, run.latents[-1], HEIGHT, WIDTH, longer_side=256)
     assert (preview.dtype, preview.shape) == (torch.uint8, (HEIGHT, WIDTH, 3))
-    expected = (run.picture.permute(1, 2, 0) * 255).round()
+    expected = (run.image.permute(1, 2, 0) * 255).round()
     assert (preview.float() - expected).abs().max() <= 1
-    assert expected.std() > 10, "a grey picture would prove nothing"
+    assert expected.std() > 10, "a grey image would prove nothing"
 
 
-def test_what_has_previews_is_not_refused_beforehand(run):
+def test_check_previews_accepts_pipelines_with_previews(run):
     check_previews(run.pipe)
 
 
-def test_a_preview_is_small_and_shows_how_far_the_run_is(run):
+def test_a_preview_is_small_and_shows_the_current_state(run):
     previews = [make_preview(run.pipe, latents, HEIGHT, WIDTH, longer_side=48) for latents in run.latents]
     assert all(preview.shape == (32, 48, 3) for preview in previews)
     assert (previews[0].float() - previews[-1].float()).abs().mean() > 1
@@ -96,9 +96,9 @@ def pipeline_like(**parts):
 @pytest.mark.parametrize(
     "latents",
     [torch.zeros(1, 64, 100), torch.zeros(1, 3, 8, 8), torch.zeros(1, 4, 5, 8, 8), torch.zeros(1, 4)],
-    ids=["sound", "channels", "video from a picture's VAE", "flat"],
+    ids=["sound", "channels", "video from an image's VAE", "flat"],
 )
-def test_latents_of_an_unknown_form_are_refused_by_name(image_vae, latents):
+def test_latents_of_an_unsupported_form_are_refused(image_vae, latents):
     with pytest.raises(ValueError, match=r"OddPipeline has no previews: its latents \[1, "):
         make_preview(pipeline_like(vae=image_vae), latents, 64, 64, 32)
 
@@ -117,14 +117,14 @@ def test_frames_before_channels_are_not_taken_for_channels():
         layers_per_block=1,
         norm_num_groups=4,
     )
-    assert_refused_beforehand(pipeline_like(vae=vae), "of no form known", torch.zeros(1, 16, 16, 8, 8))
+    assert_refused_beforehand(pipeline_like(vae=vae), "latents is not supported", torch.zeros(1, 16, 16, 8, 8))
 
 
 def test_a_pipeline_without_a_vae_is_refused():
     assert_refused_beforehand(pipeline_like(), "has no VAE", torch.zeros(1, 4, 8, 8))
 
 
-def test_latents_that_are_unpacked_by_what_is_not_known_are_refused(image_vae):
+def test_unsupported_unpacking_of_latents_is_refused(image_vae):
     unpack = staticmethod(lambda latents, num_frames, height, width: latents)
     assert_refused_beforehand(
         pipeline_like(vae=image_vae, _unpack_latents=unpack), "unpacked by num_frames", torch.zeros(1, 64, 16)
@@ -155,7 +155,7 @@ def test_the_estimate_of_a_straight_flow_is_its_end_from_the_first_step_on(sched
     assert scheduler.step_index == 4
 
 
-def test_the_estimate_knows_that_an_image_to_image_run_begins_later():
+def test_the_estimate_of_an_image_to_image_run_starts_later():
     clean, noise = torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(4)
@@ -169,13 +169,13 @@ def test_the_estimate_knows_that_an_image_to_image_run_begins_later():
 @pytest.mark.parametrize(
     "scheduler", [DDIMScheduler(), FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)], ids=["ddim", "noisy"]
 )
-def test_nothing_is_estimated_where_steps_do_not_follow_a_flow(scheduler):
+def test_no_estimate_without_a_flow(scheduler):
     scheduler.set_timesteps(4)
     before, after = torch.randn(2, 1, 4, 8, 8)
     assert estimate_clean(scheduler, 0, before, after) is after
 
 
-def test_nothing_is_estimated_of_a_step_that_the_schedule_does_not_have():
+def test_no_estimate_for_a_step_outside_the_schedule():
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(2)
     before, after = torch.randn(2, 1, 4, 8, 8)

@@ -18,13 +18,13 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "diffusion.md").read_text()
 def test_every_field_is_described_with_its_default() -> None:
     table = DOCUMENT.split("| field | default | meaning |\n")[1].split("\n\n")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines()[1:]]
-    said = {field: default.strip() for fields, default in rows for field in re.findall("`(.*?)`", fields)}
+    described = {field: default.strip() for fields, default in rows for field in re.findall("`(.*?)`", fields)}
 
     fields = {field.name: field for field in msgspec.structs.fields(DiffusionSamplingParams)}
-    assert sorted(said) == sorted(fields)
+    assert sorted(described) == sorted(fields)
     for name, field in fields.items():
         default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-        assert said[name] == ("none" if default is None else f"`{default}`"), name
+        assert described[name] == ("none" if default is None else f"`{default}`"), name
 
 
 @pytest.mark.parametrize("text", re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL))

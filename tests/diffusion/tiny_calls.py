@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiny pipelines are asked in tests: the smallest output of each, and a picture for those that need one."""
+"""The arguments of the tiny pipelines in tests: the smallest output of each, and an image for those that need one."""
 
 from typing import Any
 

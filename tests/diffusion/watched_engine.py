@@ -20,7 +20,7 @@ SHORT = {"height": 32, "width": 32, "num_inference_steps": NUM_STEPS, "output_fo
 
 
 class WatchedEngine:
-    """An engine that runs in the test's thread, so that what is done about an item is done before its next step."""
+    """An engine that runs in the test's thread, so that an item is processed before the next step."""
 
     def __init__(self, checkpoint: Path, max_batch_size: int) -> None:
         self.outbox = WatchedOutbox()
@@ -57,7 +57,7 @@ class WatchedEngine:
         return on_item
 
     def steps(self, request_id: str) -> list[tuple[int, int]]:
-        """Which output came how far, as a caller who looks on is told."""
+        """The steps of each output, as a streaming client gets them."""
         told = [item.output for item in self.outbox.items[request_id] if isinstance(item, Stream)]
         return [(output.data["index"], output.step) for output in told]
 
@@ -92,7 +92,7 @@ class WatchedCounter(StepCounter):
 
 
 def new_request(request_id: str, *seeds: int, **settings: Any) -> NewRequest:
-    """One picture for each seed."""
+    """One image for each seed."""
     params = DiffusionSamplingParams(**(SHORT | settings), num_outputs_per_prompt=len(seeds))
     diffusion = DiffusionRequest(params=params, seeds=list(seeds))
     return NewRequest(StageRequest(request_id=request_id, prompt="a hen", diffusion=diffusion), streams_output=True)

@@ -31,7 +31,7 @@ def running_engines() -> Iterator[list[OmniLLMEngine]]:
 
 @pytest.fixture(scope="session")
 def thinker_engine(running_engines: list[OmniLLMEngine], tiny_qwen3_omni_moe: Path) -> OmniLLMEngine:
-    """Hidden states of a model with M-RoPE that takes pictures."""
+    """Hidden states of a model with M-RoPE and images."""
     return start(
         running_engines,
         tiny_qwen3_omni_moe,

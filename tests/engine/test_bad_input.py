@@ -78,7 +78,7 @@ def test_bad_sampling_parameters(latent_engine):
     assert not latent_engine.has_unfinished_requests()
 
 
-def test_embeddings_where_they_are_off(text_engine):
+def test_embeddings_without_the_engine_argument(text_engine):
     with pytest.raises(InvalidRequestError, match="enable-prompt-embeds"):
         text_engine.add_request("bad", {"prompt_embeds": torch.zeros(3, 128)}, greedy(4))
 
@@ -90,7 +90,7 @@ def test_embeddings_of_another_dtype_are_cast(latent_engine):
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
 
 
-def test_every_id_of_the_vocabulary_is_taken(latent_engine):
+def test_every_id_of_the_vocabulary_is_accepted(latent_engine):
     (output,) = run(latent_engine, [{"prompt_token_ids": [0, 511]}], greedy(2))
     assert len(output.outputs[0].token_ids) == 2
 
@@ -101,7 +101,7 @@ def test_a_request_of_another_id_is_refused(latent_engine):
         latent_engine.add_request("b", request, greedy(2))
 
 
-def test_the_prompt_is_left_as_it_was(latent_engine):
+def test_the_prompt_is_not_changed(latent_engine):
     (token_ids,) = random_prompts(3)
     prompt = {"prompt_token_ids": token_ids, "additional_information": {"a": torch.zeros(1)}}
     latent_engine.input_processor.process_inputs("a", prompt, greedy(2))

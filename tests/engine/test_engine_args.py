@@ -11,9 +11,8 @@ import torch
 from vllm import SamplingParams, envs
 
 from vllm_omni.engine import engine_args
-from vllm_omni.engine.engine_args import create_config_for_inputs, create_engine_args
+from vllm_omni.engine.engine_args import OmniEngineSettings, create_config_for_inputs, create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
-from vllm_omni.engine.settings import OmniEngineSettings
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.engines.base import Outbox
 from vllm_omni.stage.engines.llm import LLMStageEngine
@@ -34,7 +33,7 @@ class TestRefused:
         with pytest.raises(StageConfigError, match=message):
             create_engine_args("model", **arguments)
 
-    def test_a_part_that_the_configuration_has_not(self, tiny_qwen3_omni_moe):
+    def test_an_unknown_part_of_the_configuration(self, tiny_qwen3_omni_moe):
         arguments = create_engine_args(str(tiny_qwen3_omni_moe), hf_config_name="talker")
         with pytest.raises(ValueError, match=r"Qwen3OmniMoeConfig has no 'talker'; it has .*'talker_config'"):
             arguments.create_engine_config()
@@ -56,9 +55,9 @@ class TestPartOfACheckpoint:
         model = config.model_config
         assert model.architectures == ["Qwen3ForCausalLM"]
         assert type(model.hf_config).__name__ == "Qwen3OmniMoeTalkerConfig"
-        assert model.hf_config.dtype is torch.float32  # which only the whole configuration says
+        assert model.hf_config.dtype is torch.float32  # set only in the whole configuration
 
-    def test_the_whole_is_at_hand(self, config):
+    def test_the_part_has_the_whole_configuration(self, config):
         whole = config.model_config.hf_config.omni_parent_config
         assert whole["model_type"] == "qwen3_omni_moe" and "thinker_config" in whole
         assert whole["architectures"] == ["Qwen3OmniMoeForConditionalGeneration"]
@@ -67,13 +66,13 @@ class TestPartOfACheckpoint:
         hf_config = config.model_config.hf_config
         assert hf_config.own_field == 3 and hf_config.text_config.rms_norm_eps == 0.5
 
-    def test_the_language_models_tokenizer_and_defaults_stay_out(self, config):
+    def test_the_language_models_tokenizer_and_defaults_are_not_used(self, config):
         assert config.model_config.skip_tokenizer_init
         assert config.model_config.get_diff_sampling_param() == {}
         request = OmniInputProcessor(config).process_inputs("0", {"prompt_token_ids": [1]}, SamplingParams())
         assert request.sampling_params.all_stop_token_ids == set()
 
-    def test_settings_reach_whoever_has_the_configuration(self, config):
+    def test_settings_are_readable_from_the_configuration(self, config):
         travelled = pickle.loads(pickle.dumps(config))
         assert OmniEngineSettings.from_vllm_config(travelled) == OmniEngineSettings("ar", "codes", "talker", False)
 
@@ -135,12 +134,12 @@ class TestModelRunner:
         monkeypatch.setenv(self.VARIABLE, "")  # Restored afterwards.
         monkeypatch.delenv(self.VARIABLE)
 
-    def test_the_callers_environment_stays_as_it_is(self, tiny_qwen3):
+    def test_the_callers_environment_does_not_change(self, tiny_qwen3):
         before = dict(os.environ)
         create_config_for_inputs(create_engine_args(str(tiny_qwen3)))
         assert os.environ == before
 
-    def test_inputs_are_processed_for_the_runner_of_the_stage(self, tiny_qwen3):
+    def test_inputs_are_processed_for_the_stage_s_runner(self, tiny_qwen3):
         arguments = create_engine_args(str(tiny_qwen3))
         assert arguments.create_engine_config().use_v2_model_runner, "or else this shows nothing"
         processor = OmniInputProcessor(create_config_for_inputs(arguments))
@@ -149,7 +148,7 @@ class TestModelRunner:
             processor.process_inputs("0", {"prompt_token_ids": [1, 2]}, params)
         processor.process_inputs("0", {"prompt_token_ids": [1]}, SamplingParams())
 
-    def test_a_stages_process_chooses_it(self, tiny_qwen3):
+    def test_a_stages_process_selects_the_first_runner(self, tiny_qwen3):
         LLMStageEngine(Outbox(), 0, str(tiny_qwen3), "ar", {})
         assert os.environ[self.VARIABLE] == "0"
         assert not create_engine_args(str(tiny_qwen3)).create_engine_config().use_v2_model_runner

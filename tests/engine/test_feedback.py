@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feedback runner, on a model whose loop is computed again in plain torch, with the draws that it emitted."""
+"""The feedback runner, on a model whose loop is repeated in plain torch, with the emitted random draws."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def echo_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) ->
 
 @pytest.fixture
 def runner(echo_engine: OmniLLMEngine) -> CPUFeedbackARModelRunner:
-    """What is left of other tests is dropped with a step; a test of this file leaves nothing."""
+    """A step drops the requests of other tests; a test of this file keeps none."""
     worker: Any = echo_engine.model_executor.driver_worker
     return worker.model_runner
 
@@ -99,7 +99,7 @@ def test_requests_alone_and_together(
     assert strategy.calls == [("feed_back", 1)] * 8
     for prompt, output in zip(prompts, run(echo_engine, prompts, greedy(40)), strict=True):
         check(output, oracle, prompt, 40)
-    assert any(name == "replay" for name, _ in strategy.calls), "nobody was preempted"
+    assert any(name == "replay" for name, _ in strategy.calls), "no request was preempted"
     assert max(count for name, count in strategy.calls if name == "feed_back") > 1
     assert sum(count for name, count in strategy.calls if name == "feed_back") == 8 + 7 * 39, "a token was fed twice"
     assert_nothing_is_left(echo_engine, runner, strategy)

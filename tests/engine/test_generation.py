@@ -35,7 +35,7 @@ def test_batches_of_different_lengths(vocoder_engine):
     assert [int(output.multimodal_output["batch"]) for output in outputs] == [4, 4, 4, 4, 2, 2, 1, 3, 3, 3]
 
 
-def test_an_output_does_not_hold_the_memory_of_its_batch(vocoder_engine):
+def test_an_output_does_not_keep_the_memory_of_its_batch(vocoder_engine):
     for index in range(3):
         vocoder_engine.add_request(str(index), frames(10), PARAMS)
     for output in step_until_idle(vocoder_engine):
@@ -49,7 +49,7 @@ def test_a_prompt_longer_than_a_step_is_refused(vocoder_engine):
     assert not vocoder_engine.has_unfinished_requests()
 
 
-def test_a_prompt_longer_than_a_step_starves_nobody(vocoder_engine, monkeypatch):
+def test_a_prompt_longer_than_a_step_does_not_block_others(vocoder_engine, monkeypatch):
     """Should one get past the input processor, it fails, and those behind it are served in the same step."""
     monkeypatch.setattr(vocoder_engine.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 16)
     for index, length in enumerate([17, 5, 20, 6]):

@@ -101,7 +101,7 @@ def test_cumulative_outputs_bring_everything_with_the_last(latent_engine):
     assert len(last.multimodal_output["hidden"]) == 8 + 4 - 1
 
 
-def test_an_aborted_request_leaves_the_others_as_they_are(latent_engine, oracle):
+def test_an_aborted_request_does_not_change_others(latent_engine, oracle):
     prompts = random_prompts(40, 12, 60)
     for index, prompt in enumerate(prompts):
         latent_engine.add_request(str(index), {"prompt_token_ids": prompt}, greedy(8))
@@ -141,7 +141,7 @@ def test_prompt_embeddings_survive_preemption(latent_engine, oracle):
 
 
 def test_a_seed_fixes_the_tokens_whatever_else_runs(latent_engine, oracle):
-    """Also where the prompt takes several steps, in which vLLM samples in vain."""
+    """Also where the prompt takes several steps, whose samples vLLM discards."""
     prompts = random_prompts(100, 5, 70)
     params = greedy(10, temperature=1.0, seed=4)
     alone = [run(latent_engine, [{"prompt_token_ids": prompt}], params)[0] for prompt in prompts]
@@ -151,7 +151,7 @@ def test_a_seed_fixes_the_tokens_whatever_else_runs(latent_engine, oracle):
         assert_rows(second.multimodal_output["hidden"], prompt, second.outputs[0].token_ids, oracle)
 
 
-def test_rows_that_nobody_reads_are_not_made(latent_engine, oracle, monkeypatch):
+def test_unread_rows_are_not_computed(latent_engine, oracle, monkeypatch):
     """Alone nothing is made at all; beside one that is read, and of several sequences, the first has its rows."""
     runner = latent_engine.model_executor.driver_worker.model_runner
     prompts = random_prompts(40, 50, seed=3)

@@ -57,7 +57,7 @@ def oracle_tokens(oracle, prompt, num_tokens):
     return tokens
 
 
-def test_the_bytes_are_held_once(latent_engine):
+def test_the_bytes_are_stored_once(latent_engine):
     """The scheduler lets go of the payload once the runner has it."""
     prompt = {"prompt_token_ids": [1, 2, 3], "additional_information": {"a": torch.randn(3)}}
     latent_engine.add_request("0", prompt, greedy(3))
@@ -75,33 +75,33 @@ def processor(tiny_qwen3_omni_moe):
 
 class TestMultimodal:
     @pytest.fixture
-    def request_with_picture(self, processor, tiny_qwen3_omni_moe):
+    def request_with_image(self, processor, tiny_qwen3_omni_moe):
         return processor.process_inputs("0", make_prompt(tiny_qwen3_omni_moe, "image"), greedy(4))
 
-    def test_features_travel_with_their_tensors(self, request_with_picture):
-        (feature,) = request_with_picture.mm_features
-        (travelled,) = travel(request_with_picture).mm_features
+    def test_features_are_serialized_with_their_tensors(self, request_with_image):
+        (feature,) = request_with_image.mm_features
+        (travelled,) = travel(request_with_image).mm_features
         assert travelled.mm_position == feature.mm_position and travelled.mm_hash == feature.mm_hash
         before, after = feature.data.get_data(), travelled.data.get_data()
         assert sorted(before) == sorted(after)
         for name, tensor in before.items():
             assert torch.equal(after[name], tensor)
 
-    def test_nothing_is_left_out_the_second_time(self, processor, tiny_qwen3_omni_moe):
+    def test_the_second_request_of_an_item_has_it_too(self, processor, tiny_qwen3_omni_moe):
         """The engine that saw the first request may be gone."""
         prompt = make_prompt(tiny_qwen3_omni_moe, "image")
         features = [processor.process_inputs(i, prompt, greedy(4)).mm_features[0] for i in "01"]
         assert features[0].mm_hash == features[1].mm_hash
         assert features[0].data is not None and features[1].data is not None
 
-    def test_placeholders_may_be_any_id_but_text_may_not(self, processor, request_with_picture):
-        position = request_with_picture.mm_features[0].mm_position.offset
-        ids = list(request_with_picture.prompt_token_ids)
-        request_with_picture.prompt_token_ids = [*ids[:position], 100_000, *ids[position + 1 :]]
-        processor._check_token_ids(request_with_picture)
-        request_with_picture.prompt_token_ids = [100_000, *ids[1:]]
+    def test_only_placeholders_can_have_any_id(self, processor, request_with_image):
+        position = request_with_image.mm_features[0].mm_position.offset
+        ids = list(request_with_image.prompt_token_ids)
+        request_with_image.prompt_token_ids = [*ids[:position], 100_000, *ids[position + 1 :]]
+        processor._check_token_ids(request_with_image)
+        request_with_image.prompt_token_ids = [100_000, *ids[1:]]
         with pytest.raises(ValueError, match="100000 at position 0"):
-            processor._check_token_ids(request_with_picture)
+            processor._check_token_ids(request_with_image)
 
 
 class TestAdmission:
@@ -113,7 +113,7 @@ class TestAdmission:
         latent_engine.add_request("0", {"prompt_token_ids": [1, 2]}, greedy(2))
         assert len(step_until_idle(latent_engine)) == 1
 
-    def test_nothing_is_awaited_of_a_request_that_the_core_refuses(self, latent_engine, monkeypatch):
+    def test_a_request_that_the_core_refuses_is_removed(self, latent_engine, monkeypatch):
         def refuse(request):
             raise RuntimeError("refused")
 

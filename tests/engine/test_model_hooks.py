@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose input is made of its own output one step before, against the same loop in plain torch."""
+"""A model whose input is its output of the step before, against the same loop in plain torch."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_one_request(hooked_engine, oracle, shifts):
 
 
 def test_requests_preempt_each_other(hooked_engine, oracle, shifts):
-    """6 requests want 25 blocks and there are 10: whoever loses its blocks repeats its rows and emits none twice."""
+    """6 requests need 25 blocks of 10: a preempted one computes its rows again and emits none twice."""
     prompts = random_prompts(90, 70, 80, 60, 75, 85)
     for index, prompt in enumerate(prompts):
         hooked_engine.add_request(str(index), as_prompt(prompt, shifts[index]), greedy(40))
@@ -99,7 +99,7 @@ def test_nothing_is_kept_of_requests_that_have_ended(hooked_engine, shifts):
 
 
 class TestRaisingHook:
-    def test_the_engine_lives(self, hooked_engine, oracle, shifts):
+    def test_the_engine_still_works(self, hooked_engine, oracle, shifts):
         prompts = random_prompts(70, 20, 50)
         hooked_engine.add_request("good", as_prompt(prompts[0], shifts[0]), greedy(20))
         hooked_engine.add_request("bad", as_prompt(prompts[1], shifts[1], raise_at=23), greedy(20))

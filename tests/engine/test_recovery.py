@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After an exception anywhere inside a step, `recover` has all requests go on, and nobody finds what it has spoiled."""
+"""After an exception anywhere inside a step, `recover` continues all requests, without results of the failed step."""
 
 from collections import defaultdict
 
@@ -56,7 +56,7 @@ PLACES = ["_update_states", "_prepare_inputs", "_model_forward", "_make_rows", "
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("num_good_calls", [0, 1, 9])
-def test_wherever_it_breaks(latent_engine, break_once, place, num_good_calls):
+def test_an_exception_anywhere_in_the_step(latent_engine, break_once, place, num_good_calls):
     """Before, in and after the forward; in the first step, inside a prompt, and while tokens leave one by one."""
     prompts = [{"prompt_token_ids": prompt} for prompt in random_prompts(40, 7, 90)]
     expected = run(latent_engine, prompts, greedy(12))
@@ -88,7 +88,7 @@ def test_wherever_it_breaks(latent_engine, break_once, place, num_good_calls):
     ids=["seed", "sequences", "penalties", "grammar"],
 )
 def test_nothing_of_a_request_is_lost(text_engine, break_once, method, params):
-    """Seeds draw each token once, penalties count all tokens, a grammar and each of several sequences goes on."""
+    """Seeds draw each token once, penalties count all tokens, a grammar and each of several sequences continues."""
     prompts = [{"prompt_token_ids": prompt} for prompt in random_prompts(30, 7)]
     params.output_kind = RequestOutputKind.FINAL_ONLY
     expected = run(text_engine, prompts, params)
@@ -115,7 +115,7 @@ def test_blocks_that_were_never_filled_are_not_found_in_the_prefix_cache(text_en
     assert output.num_cached_tokens == 0 and output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-def test_pictures_that_were_never_encoded_are_not_found_in_the_encoder_cache(
+def test_images_that_were_never_encoded_are_not_found_in_the_encoder_cache(
     thinker_engine, tiny_qwen3_omni_moe, break_once
 ):
     prompt = make_prompt(tiny_qwen3_omni_moe, "image")
@@ -132,8 +132,8 @@ def test_pictures_that_were_never_encoded_are_not_found_in_the_encoder_cache(
         )
 
 
-def test_the_workers_hear_of_requests_that_ended_before(latent_engine, break_once):
-    """Which requests have ended is told once; the step that was to tell it broke."""
+def test_ended_requests_are_reported_to_the_workers_again(latent_engine, break_once):
+    """Ended requests are reported once; the step with the report raised."""
     (prompt,) = random_prompts(5)
     run(latent_engine, [{"prompt_token_ids": prompt}], greedy(2))
     runner = runner_of(latent_engine)
@@ -149,7 +149,7 @@ def test_the_workers_hear_of_requests_that_ended_before(latent_engine, break_onc
 
 @pytest.mark.parametrize("place", ["update_from_output", "process_outputs"])
 def test_requests_whose_tokens_were_lost_end(latent_engine, break_once, place):
-    """Outside of the model: the tokens of the step are neither here nor there. Who took no part goes on."""
+    """An exception outside of the model loses the step's tokens. Requests outside of the step continue."""
     prompts = [{"prompt_token_ids": prompt} for prompt in random_prompts(40, 30, 20)]
     expected = run(latent_engine, prompts, greedy(6))
     held, *others = prompts

@@ -47,7 +47,7 @@ def test_stop_strings(engine_name, request, oracle):
 
 @pytest.mark.slow
 class TestClosing:
-    def test_others_go_on_and_the_closed_one_says_so(self, start_engine, text_engine, tiny_qwen3):
+    def test_others_continue_and_the_closed_engine_raises(self, start_engine, text_engine, tiny_qwen3):
         engine = start_engine(tiny_qwen3, block_size=32)
         (prompt,) = random_prompts(6)
         engine.add_request("0", {"prompt_token_ids": prompt}, greedy(5))
@@ -60,7 +60,7 @@ class TestClosing:
         (output,) = run(text_engine, [{"prompt_token_ids": prompt}], greedy(5))
         assert len(output.outputs[0].token_ids) == 5
 
-    def test_one_that_is_dropped_does_not_take_others_down(self, text_engine, tiny_qwen3):
+    def test_closing_one_engine_does_not_affect_others(self, text_engine, tiny_qwen3):
         from vllm_omni.engine.engine_args import create_engine_args
         from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 

@@ -16,8 +16,6 @@ from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import make_prompt
 
-pytestmark = pytest.mark.slow
-
 MAX_MODEL_LEN = 1024
 SAMPLES_PER_FRAME = 1920
 

@@ -22,7 +22,7 @@ def test_rows_are_those_of_the_slot_and_padding_beyond_its_end() -> None:
     assert read(rows, [0, 1, 0, 0, 0], [1, 0, 2, 99_999, 0]).tolist() == [[3, 4], [-1, -2], [-1, -2], [-1, -2], [1, 2]]
 
 
-def test_a_slot_that_begins_again_has_nothing_of_before() -> None:
+def test_a_reused_slot_is_empty() -> None:
     rows = SlotRows(1, PADDING)
     rows.begin(0)
     rows.append(0, torch.ones(5, 2))
@@ -51,7 +51,7 @@ def test_any_order_of_growth_gives_what_lists_give() -> None:
     assert torch.equal(read(rows, slots, indices), torch.stack(expected))
 
 
-def test_what_is_written_survives_growth() -> None:
+def test_rows_survive_growth() -> None:
     buffer = SlotBuffer((3,), 2, dtype=torch.int64, device="cpu")
     buffer.reserve(1, 10)
     buffer.write(torch.tensor([1, 0]), torch.tensor([9, 0]), torch.tensor([[1, 2, 3], [4, 5, 6]]))

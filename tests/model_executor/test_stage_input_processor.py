@@ -59,7 +59,7 @@ def test_the_revision_of_a_diffusers_checkpoint_is_the_stages(cache: HubCache, t
     assert read(NAME, revision="v2")._class_name == "WanPipeline"
 
 
-def test_the_configuration_may_lie_elsewhere(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_the_configuration_can_be_in_another_folder(tiny_qwen3: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((tiny_qwen3 / "config.json").read_text())
     set_value(tmp_path / "config.json", "read_from", "elsewhere")
 

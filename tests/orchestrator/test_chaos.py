@@ -102,7 +102,7 @@ def told(event: CompletedEvent) -> list[tuple]:
     ]
 
 
-def check_story(events: list[OmniEvent]) -> None:
+def check_events(events: list[OmniEvent]) -> None:
     """One end, at the end; nothing missing; and the pieces of what completed are the whole."""
     assert [event.sequence for event in events] == list(range(len(events)))
     assert [event.is_terminal for event in events] == [False] * (len(events) - 1) + [True]
@@ -225,7 +225,7 @@ def test_every_request_is_accounted_for_and_survivors_are_as_if_alone(seed: int,
         storm.run()
         assert len(storm.stories) == NUM_REQUESTS
         for request_id, events in storm.stories.items():
-            check_story(events)
+            check_events(events)
             check_end(storm, request_id, alone)
         check_nothing_is_left(caller, victim)
         again = [kind.submit(caller) for kind in kinds[:40] if kind.failing_stage is None]

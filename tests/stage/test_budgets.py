@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni.engine.settings import SHARES_PROCESS
+from vllm_omni.engine.engine_args import SHARES_PROCESS
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage import budgets
 from vllm_omni.stage.budgets import apply_budgets

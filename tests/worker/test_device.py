@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model runners do around a forward, on a device that is not the CPU: what is copied where, and how often."""
+"""What the model runners do around a forward, on a device that is not the CPU: what is copied, and how often."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ def is_host(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.device.type == "cpu"
 
 
-def test_host_copies_wait_once(device: SimulatedDevice) -> None:
+def test_a_host_copy_waits_once(device: SimulatedDevice) -> None:
     tensors = [torch.arange(3, device=DEVICE), torch.arange(4.0)]
     copies = HostCopy(tensors).wait()
     assert all(is_host(copy) for copy in copies)

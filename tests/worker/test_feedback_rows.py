@@ -67,7 +67,7 @@ def test_two_new_tokens_of_one_request_are_refused() -> None:
         sort_rows(np.array([0]), np.array([0]), np.array([3]), np.array([3]), np.array([2]))
 
 
-def test_the_lowest_free_slot_is_taken_and_its_count_starts_anew() -> None:
+def test_the_lowest_free_slot_is_taken_and_its_count_starts_at_zero() -> None:
     slots = RequestSlots()
     assert [slots.take(name) for name in "abcd"] == [0, 1, 2, 3]
     slots.num_frames[:4] = 9

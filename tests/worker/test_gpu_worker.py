@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our workers do on a GPU, on machines that have none: calls of torch and of vLLM's workers are looked at."""
+"""Our workers on a GPU, tested on machines without one by their calls of torch and of vLLM's workers."""
 
 import queue
 from collections import deque
@@ -11,7 +11,7 @@ import torch
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_omni.engine.settings import SHARES_PROCESS
+from vllm_omni.engine.engine_args import SHARES_PROCESS
 from vllm_omni.worker.gpu_worker import GPUARWorker, GPUGenerationWorker, is_device_broken
 
 
@@ -43,7 +43,7 @@ class InThisThread(WorkerProc, MultiprocExecutor):
     ],
 )
 @pytest.mark.parametrize("method", ["execute_model", "sample_tokens"])
-def test_a_broken_device_is_known_behind_vllms_executor(
+def test_a_broken_device_is_recognized_behind_vllms_executor(
     method: str, error: Exception, is_broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_broken_device_is_known_behind_vllms_executor(
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, torch.device]]:
-    """What torch is told that the process may take of a device."""
+    """The process's limit of a device's memory, as passed to torch."""
     limits: list[tuple[float, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
     return limits
@@ -74,12 +74,12 @@ def init(worker_class: type[Worker], device: str, monkeypatch: pytest.MonkeyPatc
     worker.init_device()
 
 
-def test_a_one_step_stage_takes_no_more_of_its_device_than_it_may(limits: Any, monkeypatch: Any) -> None:
+def test_a_one_step_stage_is_limited_to_its_memory(limits: Any, monkeypatch: Any) -> None:
     init(GPUGenerationWorker, "cuda:1", monkeypatch)
     assert limits == [(0.1, torch.device("cuda:1"))]
 
 
-def test_a_limit_holds_for_no_other_stage(limits: Any, monkeypatch: Any) -> None:
+def test_a_memory_limit_does_not_apply_to_stages_that_share_the_process(limits: Any, monkeypatch: Any) -> None:
     """torch knows limits of processes only."""
     init(GPUGenerationWorker, "cuda:0", monkeypatch, **{SHARES_PROCESS: True})
     init(GPUARWorker, "cuda:0", monkeypatch)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several calls of one module computed as one: their arguments joined along the batch dimension, the output split.
 
-A call is that of a single picture, so its batch holds one row, or two where a pipeline computes the guided and the
-unguided picture in one go. What has that many entries is taken for a batch; all else has to be the same in every call.
-Only a sequence that comes with a mask (`encoder_hidden_states`, `encoder_hidden_states_mask`) may have another length
-in each: it is padded. Knows no module and no pipeline.
+A call is for a single image, so its batch has one row, or two where a pipeline computes the guided and the unguided
+image together. A value with that many entries is a batch; everything else must be the same in every call. Only a
+sequence with a mask (`encoder_hidden_states`, `encoder_hidden_states_mask`) can have another length in each: it is
+padded. Knows no module and no pipeline.
 """
 
 from collections import defaultdict
@@ -22,14 +22,14 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class CannotSplitError(Exception):
-    """An output holds something that is not known to have rows."""
+    """An output has a value of a type without known rows."""
 
 
 class _Value:
-    """What a tensor holds, bit by bit: one object for all tensors that were found to be equal.
+    """The bits of a tensor: one object for all tensors that were found to be equal.
 
     Attributes:
-        different: Values of which it is known that they are not this one.
+        different: Values that are known to differ from this one.
     """
 
     def __init__(self) -> None:
@@ -38,12 +38,11 @@ class _Value:
 
 @dataclass(slots=True, eq=False)
 class SharedTensor:
-    """A tensor without rows, as it was when a network was called with it.
+    """A tensor without rows, at the time of a call with it.
 
     Attributes:
-        memory: Where it lies, and how often that was written to: of two tensors that both live, equal in this, each
-            holds what the other does.
-        value: Changes when it turns out to be that of another tensor.
+        memory: Its address and version: two tensors that are alive and equal in this have equal contents.
+        value: Replaced when it turns out to equal that of another tensor.
     """
 
     tensor: torch.Tensor
@@ -52,10 +51,10 @@ class SharedTensor:
 
 
 class SharedTensors:
-    """The tensors without rows that one call of a pipeline gives to its networks: most of them again at every step.
+    """The tensors without rows that one call of a pipeline passes to its networks: most of them again at every step.
 
-    They are known again by their memory, so that nobody waits for a device to look at what they hold. As long as one is
-    kept, no other can get its memory.
+    They are identified by their memory, without waiting for a device to compare contents. While a tensor is kept, no
+    other can get its memory.
     """
 
     def __init__(self) -> None:
@@ -72,42 +71,42 @@ class SharedTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """How a call holds its batch.
+class CallBatch:
+    """The batch dimension of a call.
 
     Attributes:
-        count: Rows of it.
-        in_lists: Pictures come in a list, and so does everything of any length that belongs to one.
+        num_rows: Its size.
+        in_lists: Images are passed as a list, and so is everything of any length that belongs to one.
     """
 
-    count: int
+    num_rows: int
     in_lists: bool
 
     def has(self, tensor: torch.Tensor) -> bool:
-        return tensor.ndim > 0 and tensor.shape[0] == self.count
+        return tensor.ndim > 0 and tensor.shape[0] == self.num_rows
 
     def are_items_of(self, value: list) -> bool:
-        """Whether a list has one entry for each row; a list of batches has not."""
-        if len(value) != self.count:
+        """Whether a list has one entry for each row; false for a list of batches."""
+        if len(value) != self.num_rows:
             return False
         return self.in_lists or not any(isinstance(item, torch.Tensor) and self.has(item) for item in value)
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """A call that waits to be computed.
+    """A call that is to be computed.
 
     Attributes:
-        function: What is called; calls of different functions are never joined.
-        rows: Its batch.
-        layout: Calls with the same can be computed as one if their shared tensors are equal.
-        shared: What has to be equal and is a tensor, in the order of the arguments.
+        function: Calls of different functions are never joined.
+        batch: Its batch dimension.
+        layout: Calls of equal layout can be computed as one if their shared tensors are equal.
+        shared: Tensors without rows, which have to be equal, in the order of the arguments.
     """
 
     function: Callable[..., Any]
     args: tuple
     kwargs: dict[str, Any]
-    rows: Rows
+    batch: CallBatch
     layout: Hashable
     shared: tuple[SharedTensor, ...] = ()
 
@@ -117,13 +116,13 @@ class ModuleCall:
     ) -> "ModuleCall":
         """
         Args:
-            tensors: Of the pipeline's call that makes this one.
+            tensors: Those of the pipeline's call.
         """
         leading = next((value for value in (*args, *kwargs.values()) if _leads(value)), None)
-        rows = Rows(1 if leading is None else len(leading), in_lists=isinstance(leading, list))
-        # Pictures of one batch have one size: padding a small one to a large one would waste more than is won.
-        sizes = tuple(tuple(picture.shape) for picture in leading) if isinstance(leading, list) else ()
-        masked = _masked_sequences(kwargs, rows)
+        batch = CallBatch(1 if leading is None else len(leading), in_lists=isinstance(leading, list))
+        # Images of one batch have one size: padding a small one to a large one would cost more than it saves.
+        sizes = tuple(tuple(image.shape) for image in leading) if isinstance(leading, list) else ()
+        masked = _masked_sequences(kwargs, batch)
         others = {key: value for key, value in kwargs.items() if key not in (*masked, *masked.values())}
         shared: list[SharedTensor] = []
 
@@ -131,18 +130,17 @@ class ModuleCall:
             shared.append(tensors.find(tensor))
 
         layout = (
-            *(id(function), rows, sizes),
-            *(_layout(args, rows, share), _layout(others, rows, share)),
+            *(id(function), batch, sizes),
+            *(_layout(args, batch, share), _layout(others, batch, share)),
             *((name, kwargs[name].shape[2], kwargs[name].dtype) for name in masked),
         )
-        return cls(function, args, kwargs, rows, layout, tuple(shared))
+        return cls(function, args, kwargs, batch, layout, tuple(shared))
 
 
 def find_joinable(call: ModuleCall, others: Sequence[ModuleCall]) -> list[bool]:
     """Which of these calls can be computed as one with `call`.
 
-    Shared tensors are compared bit by bit, on their device and only where it is not known already whether they are
-    equal: then the CPU waits once, for all of them.
+    Shared tensors whose equality is not known are compared bit by bit on their device; the CPU waits once for all.
     """
     alike = [other.layout == call.layout for other in others]
     pairs = [
@@ -165,7 +163,7 @@ def _is_decided(a: SharedTensor, b: SharedTensor) -> bool:
 
 
 def _compare(pairs: list[tuple[SharedTensor, SharedTensor]]) -> None:
-    """Finds out whether the two of each pair, of one shape, dtype and device, hold the same."""
+    """Compares the tensors of each pair, of one shape, dtype and device."""
     by_device: dict[torch.device, list[tuple[SharedTensor, SharedTensor]]] = defaultdict(list)
     for pair in pairs:
         by_device[pair[0].tensor.device].append(pair)
@@ -180,7 +178,7 @@ def _compare(pairs: list[tuple[SharedTensor, SharedTensor]]) -> None:
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """So that -0.0 is not 0.0, and a NaN is itself."""
+    """-0.0 differs from 0.0, and a NaN equals itself."""
     tensor = tensor.resolve_conj().resolve_neg()
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return plain.view(_AS_BITS[plain.element_size()])
@@ -191,36 +189,36 @@ def compute(calls: Sequence[ModuleCall]) -> list[Any]:
 
     Raises:
         CannotSplitError: They can only be computed one by one.
-        Exception: What the function raises.
+        Exception: The function's.
     """
     first = calls[0]
     if len(calls) == 1:
         return [first.function(*first.args, **first.kwargs)]
-    rows, num_calls = first.rows, len(calls)
-    args = _join([call.args for call in calls], rows)
+    batch, num_calls = first.batch, len(calls)
+    args = _join([call.args for call in calls], batch)
     kwargs: dict[str, Any] = {}
-    masked = _masked_sequences(first.kwargs, rows)
+    masked = _masked_sequences(first.kwargs, batch)
     for name, mask_name in masked.items():
         sequences, masks = ([call.kwargs[key] for call in calls] for key in (name, mask_name))
         kwargs[name], kwargs[mask_name] = _pad(sequences, masks)
     for name in first.kwargs.keys() - kwargs.keys():
-        kwargs[name] = _join([call.kwargs[name] for call in calls], rows)
-    return _split(first.function(*args, **kwargs), rows.count, num_calls)
+        kwargs[name] = _join([call.kwargs[name] for call in calls], batch)
+    return _split(first.function(*args, **kwargs), batch.num_rows, num_calls)
 
 
 def _leads(value: Any) -> bool:
-    """Whether it tells how many rows a call has, if it is the first that does."""
+    """Whether it has a batch dimension; the first such argument defines the number of rows."""
     if isinstance(value, torch.Tensor):
         return value.ndim > 0
     return isinstance(value, list) and len(value) > 0 and isinstance(value[0], torch.Tensor)
 
 
-def _masked_sequences(kwargs: dict[str, Any], rows: Rows) -> dict[str, str]:
-    """Arguments `[rows, length, features]` that come with a mask `[rows, length]`, and the name of that."""
+def _masked_sequences(kwargs: dict[str, Any], batch: CallBatch) -> dict[str, str]:
+    """Arguments `[rows, length, features]` that have a mask `[rows, length]`, and the mask's name."""
     found = {}
     for name, value in kwargs.items():
         mask_name = f"{name}_mask"
-        if mask_name in kwargs and isinstance(value, torch.Tensor) and value.ndim == 3 and rows.has(value):
+        if mask_name in kwargs and isinstance(value, torch.Tensor) and value.ndim == 3 and batch.has(value):
             mask = kwargs[mask_name]
             if mask is None or (mask.shape == value.shape[:2] and not mask.is_floating_point()):
                 found[name] = mask_name
@@ -228,7 +226,7 @@ def _masked_sequences(kwargs: dict[str, Any], rows: Rows) -> dict[str, str]:
 
 
 def _pad(sequences: list[torch.Tensor], masks: list[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sequences `[rows, length, features]` as one, as long as the longest, and its mask, if it needs one."""
+    """Sequences `[rows, length, features]`, padded to the longest and joined, and their mask, if one is needed."""
     length = max(sequence.shape[1] for sequence in sequences)
     padded = [F.pad(sequence, (0, 0, 0, length - sequence.shape[1])) for sequence in sequences]
     if all(mask is None for mask in masks) and all(sequence.shape[1] == length for sequence in sequences):
@@ -240,47 +238,47 @@ def _pad(sequences: list[torch.Tensor], masks: list[torch.Tensor | None]) -> tup
     return torch.cat(padded), torch.cat([F.pad(mask, (0, length - mask.shape[1])) for mask in full])
 
 
-def _layout(value: Any, rows: Rows, share: Callable[[torch.Tensor], None]) -> Hashable:
+def _layout(value: Any, batch: CallBatch, share: Callable[[torch.Tensor], None]) -> Hashable:
     match value:
         case torch.Tensor() if value.ndim == 0:
             return ("scalar", value.dtype)
-        case torch.Tensor() if rows.has(value):
+        case torch.Tensor() if batch.has(value):
             return ("rows", tuple(value.shape[1:]), value.dtype)
         case torch.Tensor():
             share(value)
             return ("shared", tuple(value.shape), value.dtype, value.device)
-        case list() if rows.are_items_of(value):
-            return ("list", *(_item_layout(item, rows, share) for item in value))
+        case list() if batch.are_items_of(value):
+            return ("list", *(_item_layout(item, batch, share) for item in value))
         case list() | tuple():
-            return (type(value), *(_layout(item, rows, share) for item in value))
+            return (type(value), *(_layout(item, batch, share) for item in value))
         case dict():
-            return ("dict", *((key, _layout(item, rows, share)) for key, item in value.items()))
+            return ("dict", *((key, _layout(item, batch, share)) for key, item in value.items()))
         case _ if isinstance(value, _PLAIN):
             return ("plain", type(value), value)
         case _:
             return ("object", id(value))
 
 
-def _item_layout(item: Any, rows: Rows, share: Callable[[torch.Tensor], None]) -> Hashable:
-    """Of what belongs to one row. Plain values have to be equal: a network may look at those of the first row only."""
+def _item_layout(item: Any, batch: CallBatch, share: Callable[[torch.Tensor], None]) -> Hashable:
+    """Of a row's item. Plain values have to be equal: a network may read those of the first row only."""
     if not isinstance(item, torch.Tensor):
-        return _layout(item, rows, share)
-    return ("item", item.dtype, None if rows.in_lists else tuple(item.shape))
+        return _layout(item, batch, share)
+    return ("item", item.dtype, None if batch.in_lists else tuple(item.shape))
 
 
-def _join(values: list[Any], rows: Rows) -> Any:
+def _join(values: list[Any], batch: CallBatch) -> Any:
     first = values[0]
     match first:
         case torch.Tensor() if first.ndim == 0:
-            return torch.cat([value.expand(rows.count) for value in values])
-        case torch.Tensor() if rows.has(first):
+            return torch.cat([value.expand(batch.num_rows) for value in values])
+        case torch.Tensor() if batch.has(first):
             return torch.cat(values)
-        case list() if rows.are_items_of(first):
+        case list() if batch.are_items_of(first):
             return [item for value in values for item in value]
         case list() | tuple():
-            return type(first)(_join([value[i] for value in values], rows) for i in range(len(first)))
+            return type(first)(_join([value[i] for value in values], batch) for i in range(len(first)))
         case dict():
-            return {key: _join([value[key] for value in values], rows) for key in first}
+            return {key: _join([value[key] for value in values], batch) for key in first}
         case _:
             return first
 

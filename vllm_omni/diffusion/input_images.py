@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's images, in whatever form they were given, as the tensors that a diffusion stage is told.
+"""A prompt's images, of any supported type, as tensors for a diffusion stage.
 
-Values stay what they are: nothing is resized, turned or laid on a background. Which of that is right is the pipeline's
-to know.
+Values are not changed: the pipeline decides about resizing, rotation and backgrounds.
 """
 
 from collections.abc import Mapping
@@ -25,10 +24,10 @@ def read_images(multi_modal_data: Mapping[str, Any] | None, max_pixels: int) -> 
         multi_modal_data: `{"image": one or a list of them}`; each a PIL image, an array `[height, width]` or
             `[height, width, channels]`, or a tensor like that or `[channels, height, width]`. uint8, or floating point
             in [0, 1].
-        max_pixels: Height x width of the largest image that is taken.
+        max_pixels: Height x width of the largest accepted image.
 
     Raises:
-        ValueError, TypeError: There is something else, an image is too large, or one cannot be decoded.
+        ValueError, TypeError: An item is no image, is too large, or cannot be decoded.
     """
     if multi_modal_data is None:
         return []
@@ -60,13 +59,13 @@ def _from_pil(image: Image.Image, where: str) -> torch.Tensor:
         raise ValueError(f"{where} has mode {image.mode!r}, whose values have no fixed range; convert it to RGB")
     try:
         converted = image.convert("RGBA" if image.has_transparency_data else "RGB")
-    except (OSError, SyntaxError) as error:  # PIL decodes late, and calls some broken files so.
+    except (OSError, SyntaxError) as error:  # PIL decodes late, and raises either for broken files.
         raise ValueError(f"{where} cannot be decoded: {error}") from error
     return torch.from_numpy(np.array(converted))
 
 
 def _as_hwc(image: np.ndarray | torch.Tensor, where: str) -> torch.Tensor:
-    """`[height, width, channels]`; an array's channels stand last, a tensor's first, where both would do."""
+    """`[height, width, channels]`; where the shape is ambiguous, an array's channels are last, a tensor's first."""
     is_tensor = isinstance(image, torch.Tensor)
     if isinstance(image, torch.Tensor) and (image.is_meta or image.layout != torch.strided):
         raise TypeError(f"{where} is a tensor without plain pixels ({image.layout}, {image.device}); give a dense one")
@@ -90,7 +89,7 @@ def _as_hwc(image: np.ndarray | torch.Tensor, where: str) -> torch.Tensor:
 def _as_uint8(pixels: torch.Tensor, where: str) -> torch.Tensor:
     if pixels.is_floating_point():
         pixels = pixels.float()
-        if not bool(((pixels >= 0) & (pixels <= 1)).all()):  # False for what is no number, too
+        if not bool(((pixels >= 0) & (pixels <= 1)).all()):  # False for NaN, too
             raise ValueError(f"{where} has values outside [0, 1]; floating point images must be in that range")
         pixels = to_uint8(pixels)
     if pixels.dtype != torch.uint8:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a prompt and its settings to what a diffusion stage is told.
+"""From a prompt and its settings to a diffusion stage's request.
 
-Runs in the caller's process and refuses there whatever can be known to be wrong without the weights.
+Runs in the caller's process and refuses everything that is known to be wrong without the weights.
 """
 
 import os
@@ -42,8 +42,8 @@ class DiffusionInputProcessor:
             model: The stage's checkpoint.
 
         Raises:
-            StageConfigError: The checkpoint is no diffusers pipeline that can be run, does not make what the stage is
-                said to, or cannot have the stage's `default_sampling_params`.
+            StageConfigError: The checkpoint is not a supported diffusers pipeline, its output type is not the stage's,
+                or it does not take the stage's `default_sampling_params`.
         """
         where = f"stage {stage.stage_id} ({stage.name})"
         self._config = parse_dit_config(stage.dit_engine_args, where)
@@ -53,7 +53,7 @@ class DiffusionInputProcessor:
         self.reads_images = self._is_first or stage.runtime.requires_multimodal_data
         _check_output_type(stage, self._info, where)
         try:
-            self._defaults, self._said = read_settings(stage.default_sampling_params, self._info.pipeline_class)
+            self._defaults, self._set_defaults = read_settings(stage.default_sampling_params, self._info.pipeline_class)
             self._check_settings(self._defaults, self._info.pipeline_class)
         except (ValueError, TypeError) as error:
             raise StageConfigError(f"{where}: default_sampling_params: {error}") from error
@@ -66,18 +66,18 @@ class DiffusionInputProcessor:
     ) -> DiffusionRequest:
         """
         Args:
-            params: Settings; where they say nothing, the stage's `default_sampling_params` do.
-            lora_request: The adapter that the stage runs with.
+            params: Settings; those that are not set come from the stage's `default_sampling_params`.
+            lora_request: The adapter.
 
         Raises:
-            ValueError, TypeError: Something is wrong, or is not for this pipeline; says what, and what would be right.
+            ValueError, TypeError: A value is invalid, or not supported by this pipeline; names it and valid ones.
         """
         if self._is_first:
             _check_prompt(prompt)
         settings = self._with_defaults(prompt, params)
         images = self._read_images(prompt)
         if settings.strength is not None and not images and self._info.takes_images:
-            raise ValueError("strength says how much of an image is changed, and there is none; give one, or leave it")
+            raise ValueError("strength needs an input image; give one, or remove strength")
         pipeline_class = self._info.class_for(bool(images))
         self._check_settings(settings, pipeline_class)
         check_limits(settings, pipeline_class, self._config)
@@ -94,15 +94,17 @@ class DiffusionInputProcessor:
     def _with_defaults(
         self, prompt: OmniPrompt, params: DiffusionSamplingParams | SamplingParams | Mapping[str, Any] | None
     ) -> DiffusionSamplingParams:
-        given, said = read_settings({} if params is None else params, self._info.pipeline_class)
-        values = {name: getattr(self._defaults, name) for name in self._said}
-        values |= {name: getattr(given, name) for name in said}
+        given, set_fields = read_settings({} if params is None else params, self._info.pipeline_class)
+        values = {name: getattr(self._defaults, name) for name in self._set_defaults}
+        values |= {name: getattr(given, name) for name in set_fields}
         negative = prompt.get("negative_prompt")
         if negative is not None:
             if not isinstance(negative, str):
-                raise TypeError(f"negative_prompt must be a text, not a {type(negative).__name__}")
+                raise TypeError(f"negative_prompt must be a string, not a {type(negative).__name__}")
             if given.negative_prompt not in (None, negative):
-                raise ValueError("negative_prompt is in the prompt and, another one, in the settings; keep one of them")
+                raise ValueError(
+                    "negative_prompt is in the prompt and, with another value, in the settings; remove one of them"
+                )
             values["negative_prompt"] = negative
         values["extra_args"] = {**self._defaults.extra_args, **given.extra_args}
         return msgspec.structs.replace(DiffusionSamplingParams(), **values)
@@ -122,9 +124,9 @@ class DiffusionInputProcessor:
         call_arguments(pipeline_class, params)
         made = self._info.output_type
         if params.fps is not None and made != "video":
-            raise ValueError(f"fps is for videos, and {self._class_name} makes {made}; leave it out")
+            raise ValueError(f"fps is for videos, and {self._class_name} makes {made}; remove it")
         if params.preview_every and made == "audio":
-            raise ValueError("preview_every: there is nothing to see of sound; leave it out")
+            raise ValueError("preview_every: audio has no previews; remove it")
         check_output_format(made, params.output_format)
 
     def _check_adapter(self, lora_request: LoRARequest | None) -> None:
@@ -133,34 +135,36 @@ class DiffusionInputProcessor:
         if not isinstance(lora_request, LoRARequest):
             raise TypeError(f"lora_request must be a LoRARequest, not {type(lora_request).__name__}")
         if not hasattr(self._info.pipeline_class, "load_lora_weights"):
-            raise ValueError(f"{self._class_name} takes no LoRA adapters; leave lora_request out")
+            raise ValueError(f"{self._class_name} takes no LoRA adapters; remove lora_request")
         path = lora_request.lora_path
         if not os.path.exists(path) and path.count("/") != 1:  # a name on the hub has one
-            raise ValueError(f"lora_request: there is no {path!r}; give an adapter's file or folder, or its hub name")
+            raise ValueError(
+                f"lora_request: {path!r} does not exist; give an adapter's file or folder, or its hub name"
+            )
 
 
 def _check_output_type(stage: OmniStageConfig, info: PipelineInfo, where: str) -> None:
     if stage.final_output and stage.final_output_type != info.output_type:
         raise StageConfigError(
             f"{where}: final_output_type {stage.final_output_type!r}, but {info.pipeline_class.__name__} makes "
-            f"{info.output_type!r}; write that"
+            f"{info.output_type!r}; set that"
         )
 
 
 def _check_prompt(prompt: OmniPrompt) -> None:
-    """A diffusion stage that nobody feeds takes text, and images."""
+    """A diffusion stage without sources takes text, and images."""
     for key in _NOT_FOR_DIFFUSION:
         if prompt.get(key) is not None:
             raise ValueError(f"a diffusion stage takes a prompt's text, not {key}; give 'prompt'")
     text = prompt.get("prompt")
     if not isinstance(text, str):
-        raise TypeError(f"prompt must be a text, not {'missing' if text is None else f'a {type(text).__name__}'}")
+        raise TypeError(f"prompt must be a string, not {'missing' if text is None else f'a {type(text).__name__}'}")
     if not text.strip():
-        raise ValueError("prompt is empty; say what there is to be made")
+        raise ValueError("prompt is empty; describe the output")
     check_text(text, "prompt")
     information = prompt.get("additional_information") or {}
     if not isinstance(information, Mapping):
         raise TypeError(f"additional_information must be a dict, not a {type(information).__name__}")
     for key, value in information.items():
         if isinstance(value, torch.Tensor):
-            raise ValueError(f"additional_information: {key!r} is a tensor, which a diffusion stage has no use for")
+            raise ValueError(f"additional_information: {key!r} is a tensor, which a diffusion stage does not take")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One output of one request of a diffusion stage: what is to be made, and how it ended."""
+"""One output of one request of a diffusion stage: the job, its result, and encoded prompts between two stages."""
 
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from vllm_omni.outputs import StageOutput
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter and how strongly it counts; both names None where there is none."""
+    """A LoRA adapter and its scale; name and path are None for none."""
 
     name: str | None = None
     path: str | None = None
@@ -26,11 +26,11 @@ NO_ADAPTER = Adapter()
 
 @dataclass(slots=True, frozen=True)
 class Progress:
-    """How far a job has come.
+    """The progress of a job.
 
     Attributes:
         index: Which of the request's outputs.
-        step, num_steps: The step that is done, from 0, and how many there will be.
+        step, num_steps: The last completed step, from 0, and the number of steps.
         preview: uint8 `[height, width, 3]` on the CPU, or None.
     """
 
@@ -44,16 +44,16 @@ class Progress:
 class DiffusionJob:
     """
     Attributes:
-        request_id: The request that this is for.
+        request_id: The job's request.
         index: Which of its outputs.
-        pipeline_class: The diffusers class that makes it, of the components that are loaded.
-        arguments: Of the pipeline's call; the runner adds what it needs itself.
-        seed: Of the output's own random numbers. They are drawn on the CPU: the same on every device.
-        latents_only: Leave out the decoding.
-        adapter: The LoRA adapter that it runs with.
-        preview_every: A preview after every so many steps; 0: none.
-        encoded_prompts: What each call of the pipeline's `encode_prompt` returns, where an earlier stage has done it.
-        on_progress: Is told of every step.
+        pipeline_class: The diffusers class that runs it, with the loaded components.
+        arguments: Of the pipeline's call; the runner adds its own.
+        seed: Of the output's random numbers. They are drawn on the CPU: the same on every device.
+        latents_only: Skip decoding.
+        adapter: The LoRA adapter.
+        preview_every: Steps between previews; 0: none.
+        encoded_prompts: The results of the pipeline's calls of `encode_prompt`, if an earlier stage has made them.
+        on_progress: Called after every step.
     """
 
     request_id: str
@@ -74,10 +74,10 @@ class RunningJob:
 
     Attributes:
         waiting: The module call that it waits for.
-        size: Height and width of the output in pixels, once the pipeline has said so.
-        latents: What the last step left; kept only where there are previews to make.
-        num_calls: Module calls that are done.
-        has_begun: A step is done, or a network has failed; until then a ValueError is the request's fault.
+        size: Height and width of the output in pixels, once the pipeline has computed them.
+        latents: Those after the last step; kept only for previews.
+        num_calls: Completed module calls.
+        has_started: A step is complete, or a network has failed; before, a ValueError means an invalid request.
     """
 
     job: DiffusionJob
@@ -86,15 +86,15 @@ class RunningJob:
     size: tuple[int, int] | None = None
     latents: torch.Tensor | None = None
     num_calls: int = 0
-    has_begun: bool = False
+    has_started: bool = False
 
     @property
     def waiting_call(self) -> ModuleCall:
         assert self.waiting is not None
         return self.waiting
 
-    def let_go(self) -> None:
-        """It has ended: nothing of it stays on the device until Python looks for reference cycles."""
+    def release(self) -> None:
+        """Frees its memory on the device, without waiting for Python's garbage collection of cycles."""
         self.waiting = self.latents = None
         self.call.close()
 
@@ -104,11 +104,11 @@ class JobEnd:
     """How a job ended.
 
     Attributes:
-        output: A picture float32 `[height, width, channels]` in [0, 1], a video `[frames, height, width, channels]`,
-            sound `[channels, samples]`, or latents; on the CPU. Of a stage that encodes prompts: what `encode_prompt`
-            returned.
-        error: Why there is none; without its frames, which would keep all that the pipeline has computed.
-        traceback: Where that was raised.
+        output: An image float32 `[height, width, channels]` in [0, 1], a video `[frames, height, width, channels]`,
+            audio `[channels, samples]`, or latents; on the CPU. Of a stage that encodes prompts: the results of
+            `encode_prompt`.
+        error: The reason for no output; without its frames, which would keep the pipeline's tensors.
+        traceback: Its text.
         is_invalid: The request itself was wrong.
     """
 
@@ -128,9 +128,10 @@ _NAME = "prompt_embeds"
 
 
 def pack_encoded_prompts(results: list[Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """
+    """Encoded prompts for another stage, whose pipeline calls `encode_prompt` as usual and gets these results.
+
     Args:
-        results: What each call returned: tensors and None, in any depth of tuples and lists.
+        results: Of each call of `encode_prompt`: tensors and None, in nested tuples and lists.
 
     Returns:
         `StageOutput.tensors` and `StageOutput.data`.
@@ -140,7 +141,7 @@ def pack_encoded_prompts(results: list[Any]) -> tuple[dict[str, torch.Tensor], d
 
 
 def unpack_encoded_prompts(output: StageOutput) -> list[Any] | None:
-    """What `pack_encoded_prompts` was given; None where the output has none."""
+    """The argument of `pack_encoded_prompts`; None for an output without encoded prompts."""
     return _unpack(output.data[_NAME], output.tensors) if _NAME in output.data else None
 
 
@@ -152,7 +153,7 @@ def _pack(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return [type(value).__name__, *(_pack(item, tensors) for item in value)]
     if value is not None:
-        raise TypeError(f"encode_prompt returned a {type(value).__name__}; only tensors can be handed to another stage")
+        raise TypeError(f"encode_prompt returned a {type(value).__name__}; only tensors can be sent to another stage")
     return None
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a diffusers pipeline as a stage's configuration says, or says why it cannot be loaded.
+"""Loads a diffusers pipeline with a stage's configuration, or reports why it cannot be loaded.
 
-What the platform or the checkpoint lacks is refused before any weights are read, wherever that can be known. Loading
-itself is diffusers' business, and so is which modules keep float32. Knows no pipeline by name.
+Where possible, what the platform or the checkpoint lacks is refused before any weights are read: diffusers and
+transformers find most of it too, some of it after minutes of loading, and not always by name. Diffusers loads, and
+decides which modules keep float32. Knows no pipeline by name.
 """
 
 import json
@@ -20,35 +21,25 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.diffusion.offload import check_offload, place
+from vllm_omni.diffusion.offload import check_offload, place_modules
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.diffusion.pipeline_settings import apply_settings, check_settings, quantization_config
 from vllm_omni.errors import StageConfigError
 
-_LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    ImportError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    SafetensorError,
-)
+_LOADING_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError, SafetensorError)
 
 
 def load_pipeline(model: str, config: DiTConfig, device: torch.device) -> DiffusionPipeline:
     """A pipeline that is ready to be called: on its device, all settings applied, in eval mode, without progress bars.
 
-    What a stage's `part` leaves out has its configuration, but no weights: it is on the meta device, and raises when
-    it is called.
+    Components that a stage's `part` excludes have no weights: they are on the meta device, and raise when called.
 
     Args:
         model: A folder, or a name on the hub.
 
     Raises:
         StageConfigError: The checkpoint is incomplete, damaged or of a kind that is not allowed, or a setting is
-            unknown, does not fit the pipeline, or cannot be had on this device.
+            unknown, or not supported by the pipeline or this device.
     """
     info = PipelineInfo.load(model, config)
     classes = _component_classes(model, info, config)
@@ -62,7 +53,7 @@ def load_pipeline(model: str, config: DiTConfig, device: torch.device) -> Diffus
         module.eval()
     apply_settings(pipe, config)
     loaded = {name: module for name, module in _modules(pipe).items() if name not in left_out}
-    place(pipe, loaded, config, device)
+    place_modules(pipe, loaded, config, device)
     return pipe
 
 
@@ -75,7 +66,7 @@ def weight_bytes(model: str, config: DiTConfig, device: torch.device) -> int:
         StageConfigError: They cannot be counted without loading them.
     """
     if config.quantization or config.offload:
-        raise StageConfigError("weights that are quantized or offloaded while they are loaded are not computed")
+        raise StageConfigError("weights that are quantized or offloaded while they are loaded cannot be estimated")
     info = PipelineInfo.load(model, config)
     classes = _component_classes(model, info, config)
     left_out = _left_out(info.pipeline_class, classes, config)
@@ -85,7 +76,7 @@ def weight_bytes(model: str, config: DiTConfig, device: torch.device) -> int:
 
 
 def resolve_dtype(config: DiTConfig, device: torch.device) -> torch.dtype:
-    """What the weights are loaded as; a model's own exceptions are kept."""
+    """The dtype of the weights, except those that a model keeps in another one."""
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, config.dtype)
@@ -94,10 +85,10 @@ def resolve_dtype(config: DiTConfig, device: torch.device) -> torch.dtype:
 def _component_classes(model: str, info: PipelineInfo, config: DiTConfig) -> dict[str, type]:
     """The class of each component that the pipeline takes and the checkpoint has.
 
-    Where code that comes with the checkpoint may run, a class that is not found is left to diffusers.
+    With `trust_remote_code` diffusers looks for unknown classes in the checkpoint.
 
     Raises:
-        StageConfigError: One is missing, or of a class that is not known.
+        StageConfigError: One is missing, or its class is unknown.
     """
     expected, _ = info.pipeline_class._get_signature_keys(info.pipeline_class)
     classes = {}
@@ -109,8 +100,8 @@ def _component_classes(model: str, info: PipelineInfo, config: DiTConfig) -> dic
                 continue
             case entry:
                 raise StageConfigError(
-                    f"{model}: {info.pipeline_class.__name__} needs a {name}; model_index.json says {entry!r}, and not "
-                    "the library and the class of one"
+                    f"{model}: {info.pipeline_class.__name__} needs a {name}; model_index.json has {entry!r} instead "
+                    "of its library and class"
                 )
         try:
             classes[name] = simple_get_class_obj(library, class_name)
@@ -124,14 +115,11 @@ def _component_classes(model: str, info: PipelineInfo, config: DiTConfig) -> dic
     return classes
 
 
-# What a stage's part leaves out.
-
-
 def _left_out(pipeline_class: type, classes: Mapping[str, type], config: DiTConfig) -> dict[str, type]:
-    """The models that this stage has no use for. Tokenizers and schedulers are always there.
+    """The models that a stage's part excludes. Tokenizers and schedulers are always loaded.
 
     Raises:
-        StageConfigError: Nothing would be left, or they can only be made with their weights.
+        StageConfigError: Nothing would be left, or they can only be built with their weights.
     """
     if config.part == "pipeline":
         return {}
@@ -139,16 +127,16 @@ def _left_out(pipeline_class: type, classes: Mapping[str, type], config: DiTConf
     encoders = {name for name in modules if "text_encoder" in name}
     where = f"engine_args.part: {config.part}: {pipeline_class.__name__}"
     if not encoders or encoders == set(modules) or not hasattr(pipeline_class, "encode_prompt"):
-        raise StageConfigError(f"{where} does not encode prompts in a step of its own; run it with part: pipeline")
+        raise StageConfigError(f"{where} does not encode prompts in a separate method; set part: pipeline")
     left_out = {name: cls for name, cls in modules.items() if (name in encoders) != (config.part == "encoder")}
     for name, cls in left_out.items():
         if not issubclass(cls, (ModelMixin, PreTrainedModel)):
-            raise StageConfigError(f"{where}: {name} ({cls.__name__}) cannot be left out; run it with part: pipeline")
+            raise StageConfigError(f"{where}: {name} ({cls.__name__}) cannot be left out; set part: pipeline")
     return left_out
 
 
 def _without_weights(model: str, name: str, cls: type, config: DiTConfig, device: torch.device) -> torch.nn.Module:
-    """A component as its configuration describes it, on the meta device."""
+    """A component built from its configuration, on the meta device."""
     empty, dtype = _empty_class(name, cls, config.part, device), resolve_dtype(config, device)
     place = {"subfolder": name, "revision": config.revision}
     try:
@@ -161,23 +149,20 @@ def _without_weights(model: str, name: str, cls: type, config: DiTConfig, device
             return torch.nn.Module.to(empty(settings), dtype)
     except _LOADING_ERRORS as error:
         raise StageConfigError(
-            f"{model}: {name} ({cls.__name__}) cannot be made without its weights: {error}; run it with part: pipeline"
+            f"{model}: {name} ({cls.__name__}) cannot be built without its weights: {error}; set part: pipeline"
         ) from error
 
 
 def _empty_class(name: str, cls: type, part: str, device: torch.device) -> Any:
-    """The class of a component without weights. It refuses to compute, and says that it is where the pipeline computes:
-    diffusers asks whichever component comes first for that."""
+    """The class of a component without weights. It raises when called. Its device is the pipeline's, because diffusers
+    takes the device of the first component."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{name} is not loaded: this stage has part: {part}, and its pipeline needs {name} for that")
+        raise RuntimeError(f"{name} is not loaded: this stage has part: {part}, and the pipeline called {name}")
 
     body: dict[str, Any] = {method: refuse for method in ("forward", "encode", "decode") if hasattr(cls, method)}
     body |= {"__module__": cls.__module__, "device": property(lambda self: device)}
     return type(cls.__name__, (cls,), body)
-
-
-# Loading.
 
 
 def _load(
@@ -207,7 +192,7 @@ def _load(
 
 
 def _file_choice(config: DiTConfig) -> dict[str, Any]:
-    # use_safetensors=False would be: pickled weights only.
+    # use_safetensors=False means pickled weights only.
     return {
         "variant": config.variant,
         "use_safetensors": config.use_safetensors or None,
@@ -216,7 +201,7 @@ def _file_choice(config: DiTConfig) -> dict[str, Any]:
 
 
 def _local_folder(model: str, pipeline_class: Any, left_out: Mapping[str, type], config: DiTConfig) -> Path:
-    """Where the checkpoint lies; downloaded if it is a name on the hub, without what is left out."""
+    """The checkpoint's folder; a name on the hub is downloaded, without what is left out."""
     if Path(model).is_dir():
         return Path(model)
     try:
@@ -232,8 +217,8 @@ def _check_complete(model: str, modules: Mapping[str, torch.nn.Module]) -> None:
         missing = [key for key, value in module.state_dict().items() if value.is_meta]
         if missing:
             raise StageConfigError(
-                f"{model}: {name} has no weights for {', '.join(missing[:3])} ({len(missing)} in all); its files are "
-                "those of another model, or incomplete: fetch the checkpoint again"
+                f"{model}: {name} has no weights for {', '.join(missing[:3])} ({len(missing)} in all); its files "
+                "are incomplete or of another model: download the checkpoint again"
             )
 
 
@@ -243,15 +228,15 @@ def _modules(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Loading says nothing on the terminal, which belongs to the caller."""
+    """Loading prints nothing on the caller's terminal."""
     libraries = [diffusers_logging, transformers_logging]
-    talkative = [library for library in libraries if library.is_progress_bar_enabled()]
-    for library in talkative:
+    enabled = [library for library in libraries if library.is_progress_bar_enabled()]
+    for library in enabled:
         library.disable_progress_bar()
     try:
         yield
     finally:
-        for library in talkative:
+        for library in enabled:
             library.enable_progress_bar()
 
 
@@ -259,24 +244,22 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def check_weight_files(folder: Path, names: Iterable[str], classes: Mapping[str, type], config: DiTConfig) -> None:
-    """Reads the headers of the weights, nothing else.
+    """Checks names and headers of the weights, nothing else.
 
     Args:
         folder: The checkpoint.
-        names: The components that are about to be loaded.
+        names: The components to load.
         classes: The class of each component.
 
     Raises:
-        StageConfigError: Names the folder or file, and what to do.
+        StageConfigError: A file is missing, not allowed or damaged; names it, and what to do.
     """
     for name in names:
         place = folder / name
         if not place.is_dir():
-            if (folder / "config.json").is_file():  # a component that lies in the checkpoint's own folder
+            if (folder / "config.json").is_file():  # a component in the checkpoint's own folder
                 continue
-            raise StageConfigError(
-                f"{place}: is missing, model_index.json names it; the checkpoint is incomplete: fetch it again"
-            )
+            raise StageConfigError(f"{place}: is missing; model_index.json names it: download the checkpoint again")
         if issubclass(classes[name], torch.nn.Module):
             _check_weights(place, config)
 
@@ -285,7 +268,7 @@ def _check_weights(place: Path, config: DiTConfig) -> None:
     files = sorted(place.glob("*.safetensors"))
     pickled = sorted(file for pattern in _PICKLED for file in place.glob(pattern))
     if not files and not pickled:
-        raise StageConfigError(f"{place}: holds no weights; the checkpoint is incomplete: fetch it again")
+        raise StageConfigError(f"{place}: has no weights; download the checkpoint again")
     if not files and config.use_safetensors:
         raise StageConfigError(
             f"{place}: its weights are pickled ({pickled[0].name}), and a pickle can run any code when it is read; use "
@@ -302,7 +285,7 @@ def _check_header(file: Path) -> None:
         with safe_open(file, framework="pt"):
             pass
     except (SafetensorError, OSError) as error:
-        raise StageConfigError(f"{file}: is damaged ({error}); fetch it again") from error
+        raise StageConfigError(f"{file}: is damaged ({error}); download it again") from error
 
 
 def _check_shards(index: Path) -> None:
@@ -310,7 +293,7 @@ def _check_shards(index: Path) -> None:
         contents: Any = json.loads(index.read_text(encoding="utf-8"))
         shards = sorted(set(contents["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StageConfigError(f"{index}: is damaged; fetch it again") from error
+        raise StageConfigError(f"{index}: is damaged; download it again") from error
     for shard in shards:
         if not (index.parent / shard).is_file():
-            raise StageConfigError(f"{index.parent / shard}: is missing, {index.name} names it; fetch it again")
+            raise StageConfigError(f"{index.parent / shard}: is missing; {index.name} names it: download it again")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of a diffusion pipeline: loaded when a request first asks for one, and one of them active at a time.
+"""LoRA adapters of a diffusion pipeline: loaded on first use, and one of them active at a time.
 
-All weights stay apart from the model's own (nothing is fused), so that without an adapter the model computes what it
-always did. A file is checked before the model is touched: diffusers itself would skip what does not fit, and lets some
-files overwrite weights of the model. Nothing here knows requests or batches.
+Their weights are not fused with the model's, so that without an adapter the model's results do not change. A file is
+checked before the model is changed: diffusers itself would skip weights that do not match, and lets some files
+overwrite weights of the model. Nothing here knows requests or batches.
 """
 
 import itertools
@@ -26,30 +26,29 @@ OTHER_SIDE = {"A": "B", "B": "A"}
 class AdapterManager:
     """The adapters of one loaded pipeline.
 
-    An adapter is its path; its name is only what errors call it. So two adapters of one name are two, and one adapter
+    An adapter is identified by its path; its name is for errors. So two adapters can have one name, and one adapter
     under two names is loaded once.
     """
 
     def __init__(self, pipe: DiffusionPipeline, max_loras: int) -> None:
-        """`max_loras`: how many adapters stay loaded; the one that was unused for longest goes first. 0: none are
-        taken."""
+        """`max_loras`: how many adapters stay loaded; the least recently used one is removed. 0: none are allowed."""
         self._pipe: Any = pipe
         self._max_loras = max_loras
-        self._loaded: dict[str, str] = {}  # path -> the adapter's name in the pipeline; the last is the latest used
+        self._loaded: dict[str, str] = {}  # path -> the adapter's name in the pipeline; the last one was used last
         self._numbers = itertools.count()
         self._active: tuple[str, float] | None = None
 
     def activate(self, name: str | None, path: str | None, scale: float) -> None:
-        """Makes the pipeline's modules compute with one adapter, or with none. Costs nothing if they do already.
+        """Makes the pipeline's modules compute with one adapter, or with none. Does nothing if they do already.
 
         Args:
-            name: What the user calls the adapter; None: no adapter.
-            path: Its file, safetensors, or the folder that the file is in, or its name on the hub, from where it is
-                downloaded now unless it was before.
-            scale: How strongly it counts; 1: as it was trained.
+            name: The user's name of the adapter; None: no adapter.
+            path: Its safetensors file, or the file's folder, or its name on the hub, from where it is downloaded unless
+                it is cached.
+            scale: 1: as it was trained.
 
         Raises:
-            ValueError: It is no adapter for this pipeline. What was active still is.
+            ValueError: It is no adapter for this pipeline. The active adapter does not change.
         """
         wanted = None if name is None or path is None else (path, scale)
         if wanted == self._active:
@@ -66,15 +65,15 @@ class AdapterManager:
             self._pipe.disable_lora()
             return
         path, scale = wanted
-        adapter = self._loaded[path] = self._loaded.pop(path)  # now the latest
+        adapter = self._loaded[path] = self._loaded.pop(path)  # now the last
         self._pipe.set_adapters([adapter], [scale])
         self._pipe.enable_lora()
 
     def check(self, name: str, path: str) -> str:
-        """Where an adapter lies on this machine, which is downloaded now unless it was before.
+        """An adapter's local path; it is downloaded unless it is cached.
 
         Raises:
-            ValueError: It is no adapter for this pipeline, as far as its file shows it.
+            ValueError: Its file shows that it is no adapter for this pipeline.
         """
         if self._max_loras < 1:
             raise ValueError(f"LoRA adapter {name!r}: this stage takes none (max_loras is {self._max_loras})")
@@ -89,7 +88,7 @@ class AdapterManager:
         adapter = f"adapter_{next(self._numbers)}"
         try:
             self._pipe.load_lora_weights(place, adapter_name=adapter, use_safetensors=True, local_files_only=True)
-        except Exception as error:  # whatever the file provokes in diffusers or PEFT is the file's fault
+        except Exception as error:  # any error of diffusers or PEFT is the file's fault
             self._pipe.delete_adapters([adapter])
             self._apply(self._active)
             if isinstance(error, torch.OutOfMemoryError):
@@ -99,42 +98,42 @@ class AdapterManager:
 
 
 def _place(path: str) -> str:
-    """Where an adapter lies on this machine; `path` itself, if nowhere."""
+    """An adapter's local path; `path` itself if it is not available."""
     try:
         return get_adapter_absolute_path(path)
-    except OSError:  # the hub cannot be reached, and nothing was kept
+    except OSError:  # the hub cannot be reached, and the adapter is not cached
         return path
 
 
 def _problem(pipe: Any, path: str) -> str | None:
-    """What keeps a file from being an adapter for this pipeline; None: nothing that can be seen from outside."""
+    """Why a file is no adapter for this pipeline; None if its file shows no reason."""
     if not isinstance(pipe, LoraBaseMixin):
         return f"{type(pipe).__name__} takes no LoRA adapters"
     if not os.path.exists(path):
-        return "there is no such file or folder, and it could not be had from the hub"
+        return "no such file or folder, and it could not be downloaded from the hub"
     if os.path.isdir(path):
         files = [file.name for file in Path(path).glob("*.safetensors")]
         if LORA_WEIGHT_NAME_SAFE not in files and len(files) != 1:
-            return f"the folder holds {len(files)} .safetensors files: name the one that is meant"
+            return f"the folder holds {len(files)} .safetensors files: give the path of one of them"
     try:
         weights = _read(pipe, path)
-    except Exception as error:  # diffusers reads a dozen formats, and each fails in a way of its own
+    except Exception as error:  # diffusers reads a dozen formats, with different errors
         return f"is no safetensors file of a LoRA adapter: {error}"
     return _mismatch(pipe, weights)
 
 
 def _read(pipe: Any, path: str) -> dict[str, torch.Tensor]:
-    """The file's tensors, under the names that diffusers has for them."""
+    """The file's tensors, by diffusers' names."""
     extra = {"unet_config": pipe.unet.config} if hasattr(pipe, "unet") else {}
     result = pipe.lora_state_dict(path, use_safetensors=True, local_files_only=True, **extra)
     return result[0] if isinstance(result, tuple) else result  # pipelines with a UNet add network alphas
 
 
 def _mismatch(pipe: Any, weights: dict[str, torch.Tensor]) -> str | None:
-    """What diffusers would overlook: it skips what it finds no place for, and makes up what is missing."""
+    """Errors that diffusers ignores: it skips weights without a layer, and initializes missing ones."""
     foreign = [key for key in weights if "lora" not in key]
     if foreign:
-        return f"holds what is no LoRA, such as {foreign[0]}: it would change the model for every request"
+        return f"has weights that are no LoRA, such as {foreign[0]}: it would change the model for every request"
     components = [name for name in pipe._lora_loadable_modules if getattr(pipe, name, None) is not None]
     if not any(key.startswith(f"{name}.") for key in weights for name in components):
         return f"has no weights for {' or '.join(components) or 'anything that this stage runs'}"
@@ -149,18 +148,18 @@ def _odd_pair(weights: dict[str, torch.Tensor]) -> str | None:
             continue
         other = f"{key[: match.start('side')]}{OTHER_SIDE[match['side']]}{key[match.end('side') :]}"
         if other not in weights:
-            return f"has one half of a pair: {key} without {other}"
+            return f"has half of a pair: {key} without {other}"
         if weight.dim() < 2:
-            return f"{key} is no matrix"
+            return f"{key} is not a matrix"
         if match["side"] == "A" and weight.shape[:1] != weights[other].shape[1:2]:
             return f"{key} and {other} are of different ranks"
     return None
 
 
 def _misfits(pipe: Any, components: list[str], weights: dict[str, torch.Tensor]) -> str | None:
-    """The first weight that has no place in the denoiser.
+    """The first weight that does not match a layer of the denoiser.
 
-    Names in text encoders differ between versions of transformers; diffusers translates them as it loads.
+    Names in text encoders differ between versions of transformers; diffusers converts them when it loads.
     """
     models = {name: getattr(pipe, name) for name in components}
     layers = {name: dict(model.named_modules()) for name, model in models.items() if isinstance(model, ModelMixin)}
@@ -176,8 +175,8 @@ def _misfits(pipe: Any, components: list[str], weights: dict[str, torch.Tensor])
 def _misfit(layer: torch.nn.Module | None, side: str, weight: torch.Tensor) -> str | None:
     """Why a layer cannot take one of an adapter's two factors."""
     if layer is None:
-        return "there is no such layer"
-    layer = getattr(layer, "base_layer", layer)  # an adapter that is loaded already wraps it
+        return "no such layer"
+    layer = getattr(layer, "base_layer", layer)  # a loaded adapter wraps it
     if not isinstance(layer, torch.nn.Linear):
         return None
     expected, given = (layer.in_features, weight.shape[1]) if side == "A" else (layer.out_features, weight.shape[0])

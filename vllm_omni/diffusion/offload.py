@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the weights of a diffusers pipeline lie: on the stage's device, or on the CPU while they are not needed."""
+"""Moves the weights of a diffusers pipeline to the stage's device, or keeps them on the CPU until they are needed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,24 +14,23 @@ from vllm_omni.errors import StageConfigError
 
 
 def check_offload(config: DiTConfig, device: torch.device) -> None:
-    """Raises StageConfigError where there is nothing that weights could be kept off."""
+    """Raises StageConfigError without an accelerator."""
     if config.offload is not None and device.type == "cpu":
         raise StageConfigError(
-            f"engine_args.offload: {config.offload}: keeps weights off an accelerator, and this stage computes on a "
-            "CPU; remove it"
+            f"engine_args.offload: {config.offload}: keeps weights on the CPU, and this stage runs on a CPU; remove it"
         )
 
 
-def place(
+def place_modules(
     pipe: DiffusionPipeline, modules: Mapping[str, torch.nn.Module], config: DiTConfig, device: torch.device
 ) -> None:
-    """Brings a pipeline's modules to the device, or sees to it that they come when they are called.
+    """Moves a pipeline's modules to the device, or makes them move when they are called.
 
     Args:
-        modules: Those that have weights, by name.
+        modules: Those with weights, by name.
 
     Raises:
-        StageConfigError: They do not fit.
+        StageConfigError: The device's memory is too small.
     """
     try:
         match config.offload:
@@ -52,32 +51,32 @@ def place(
 
 
 class OneAtATime(ModelHook):
-    """Brings a component to the device when it is called, and takes all others off it.
+    """Moves a component to the device when it is called, and all others to the CPU.
 
-    Diffusers' `enable_model_cpu_offload` expects components in one order, and takes its hooks off and on again after
-    every call of the pipeline: neither goes with calls that run side by side.
+    Diffusers' `enable_model_cpu_offload` expects components in one order, and removes and adds its hooks after every
+    call of the pipeline: neither works for concurrent calls.
 
     Attributes:
-        execution_device: Where the pipeline computes; diffusers asks the hooks of its components for that.
+        execution_device: Of the pipeline; diffusers reads it from the hooks of the components.
     """
 
     def __init__(self, device: torch.device, components: Sequence[torch.nn.Module]) -> None:
         self.execution_device = device
         self._components = components
-        self._is_here = False
+        self._is_on_device = False
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        if not self._is_here:
+        if not self._is_on_device:
             for other in self._components:
-                other._hf_hook.leave(other)  # type: ignore[union-attr, operator]
+                other._hf_hook.move_to_cpu(other)  # type: ignore[union-attr, operator]
             module.to(self.execution_device)
-            self._is_here = True
+            self._is_on_device = True
         return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
 
-    def leave(self, module: torch.nn.Module) -> None:
-        if self._is_here:
+    def move_to_cpu(self, module: torch.nn.Module) -> None:
+        if self._is_on_device:
             module.to("cpu")
-            self._is_here = False
+            self._is_on_device = False
 
 
 def _offload_components(pipe: DiffusionPipeline, modules: Mapping[str, torch.nn.Module], device: torch.device) -> None:
@@ -92,8 +91,8 @@ def _offload_components(pipe: DiffusionPipeline, modules: Mapping[str, torch.nn.
 def _offload_groups(modules: Mapping[str, torch.nn.Module], device: torch.device) -> None:
     from diffusers.hooks import apply_group_offloading
 
-    # As diffusers' enable_group_offload does, which would take along what a stage's part leaves out. Each layer is a
-    # group: it works for every module, and with a stream the next one is on its way while one computes.
+    # As diffusers' enable_group_offload, which would include what a stage's part leaves out. Each layer is a group:
+    # this works for every module, and with a CUDA stream the next layer is copied while one computes.
     how: dict[str, Any] = {"offload_type": "leaf_level", "use_stream": device.type == "cuda"}
     for name, module in modules.items():
         if not isinstance(module, ModelMixin):
@@ -102,7 +101,7 @@ def _offload_groups(modules: Mapping[str, torch.nn.Module], device: torch.device
             module.enable_group_offload(onload_device=device, **how)
         else:
             raise StageConfigError(
-                f"engine_args.offload: group: {name} ({type(module).__name__}) cannot do that; use model or sequential"
+                f"engine_args.offload: group: {name} ({type(module).__name__}) cannot do it; set model or sequential"
             )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a diffusers pipeline that can be interrupted wherever it calls one of its modules.
+"""One call of a diffusers pipeline that is interrupted wherever it calls one of its modules.
 
-The pipeline runs as it would for anybody, in a coroutine of its own (a greenlet: a pipeline is an ordinary function,
-which no `await` can leave). Whoever resumes it gets the module calls it makes, and decides when, and with which others,
-they are computed. Knows no pipeline by name.
+The pipeline runs unchanged, in a coroutine of its own (a greenlet: a pipeline is an ordinary function, which cannot
+`await`). The caller that resumes it gets its module calls, and decides when, and with which others, they are computed.
+Knows no pipeline by name.
 """
 
 import copy
@@ -20,14 +20,14 @@ from vllm_omni.diffusion.batched_call import ModuleCall, SharedTensors
 
 
 class CallAborted(BaseException):
-    """Thrown into a call that nobody wants any more. No `except Exception` of a pipeline holds it up."""
+    """Thrown into a call to abort it. No `except Exception` of a pipeline catches it."""
 
 
 class PipelineCall:
     """A call of a pipeline, on its own copy of it: modules are shared, the scheduler and all settings are not.
 
-    Its grad mode is its own as well: a pipeline sets the thread's when it is called and restores it when it ends, in
-    the middle of other calls.
+    It has its own grad mode too: a pipeline sets the thread's when it is called and restores it when it ends, while
+    other calls are running.
 
     Attributes:
         pipe: The copy.
@@ -45,16 +45,16 @@ class PipelineCall:
         self._greenlet: _CallGreenlet
 
     def start(self, arguments: dict[str, Any]) -> ModuleCall | None:
-        """Calls the pipeline; returns its first module call, or None where it is done without any.
+        """Calls the pipeline; returns its first module call, or None if it ends without any.
 
         Raises:
-            Exception: What the pipeline raises.
+            Exception: The pipeline's.
         """
         self._greenlet = _CallGreenlet(self, lambda: self.pipe(**arguments))
         return self._advance(self._greenlet.switch)
 
     def resume(self, output: Any) -> ModuleCall | None:
-        """Gives the output of the module call that it waits for; returns the next one. Raises as `start`."""
+        """Passes the output of the module call that it waits for; returns the next one. Raises as `start`."""
         return self._advance(lambda: self._greenlet.switch(output))
 
     def throw(self, error: BaseException) -> ModuleCall | None:
@@ -62,7 +62,7 @@ class PipelineCall:
         return self._advance(lambda: self._greenlet.throw(error))
 
     def close(self) -> None:
-        """Takes the copy apart: its hooks refer to it, and it to all that the pipeline has computed."""
+        """Clears the copy: its hooks refer to it, and it refers to all tensors of the call."""
         vars(self.pipe).clear()
         del self.pipe, self._greenlet
 
@@ -88,7 +88,7 @@ class _CallGreenlet(greenlet.greenlet):
 
 
 class _Gate:
-    """Stands in for a module's function: a call of it made by a pipeline that runs as a `PipelineCall` waits."""
+    """Replaces a module's function: if a pipeline that runs as a `PipelineCall` calls it, the call waits."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -100,18 +100,15 @@ class _Gate:
         return self._function(*args, **kwargs)
 
 
-def tell_device(pipe: DiffusionPipeline, device: torch.device) -> None:
-    """Lets a pipeline object know where it computes.
-
-    diffusers asks every module of every component for that, each time that the pipeline is called.
-    """
+def set_execution_device(pipe: DiffusionPipeline, device: torch.device) -> None:
+    """Fixes the device of a pipeline object, which diffusers otherwise looks up in every module at each call."""
     _set_on_class(pipe, "_execution_device", device)
 
 
-def tell_dtypes(pipe: DiffusionPipeline) -> None:
-    """Lets the models of a pipeline know their dtype, which will not change any more.
+def set_dtypes(pipe: DiffusionPipeline) -> None:
+    """Fixes the dtypes of a pipeline's models, which will not change.
 
-    diffusers looks at every parameter for that, and its pipelines ask at every step: once for each picture of a batch.
+    diffusers otherwise looks them up in every parameter, at every step of each image of a batch.
     """
     for module in pipe.components.values():
         if isinstance(module, ModelMixin):
@@ -119,14 +116,14 @@ def tell_dtypes(pipe: DiffusionPipeline) -> None:
 
 
 def _set_on_class(instance: Any, name: str, value: Any) -> None:
-    """Gives an object's property one value for good; its class, and all others of that, stay as they are."""
+    """Replaces a property of one object by a value; its class and other instances do not change."""
     instance.__class__ = type(type(instance).__name__, (type(instance),), {name: value})
 
 
 def gate_modules(pipe: DiffusionPipeline) -> None:
-    """Puts a gate before every module of a pipeline: `forward`, or `decode` where it is an autoencoder.
+    """Puts a gate before every module of a pipeline: `forward`, or `decode` of an autoencoder.
 
-    To be called again when something may have replaced these functions, as offloading and adapters do.
+    Call it again when these functions may have been replaced, as by offloading and adapters.
     """
     for module in vars(pipe).values():
         if isinstance(module, torch.nn.Module):
@@ -137,10 +134,10 @@ def gate_modules(pipe: DiffusionPipeline) -> None:
 
 
 def on_method(pipe: DiffusionPipeline, name: str, hook: Callable[[Callable[..., Any], dict[str, Any]], Any]) -> None:
-    """Has `hook(method, arguments)` called instead of a method of this one pipeline object, if it has the method.
+    """Calls `hook(method, arguments)` instead of a method of this one pipeline object, if it has the method.
 
     Args:
-        hook: Gets the method, to be called with the arguments by name, or not at all.
+        hook: Gets the method with its arguments bound, and the arguments by name.
     """
     method = getattr(pipe, name, None)
     if method is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a diffusers checkpoint is: its pipeline's class, what that makes, and what images it takes.
+"""A diffusers checkpoint's pipeline class, its output type, the images that it takes, and its numbers of frames.
 
-Reads `model_index.json` and the class's signature; loads no weights and builds no pipeline. What a pipeline makes and
-takes is read from diffusers' own declarations, so that one that comes with the next diffusers needs nothing here.
+Reads `model_index.json`, configurations and the class's signature; loads no weights and builds no pipeline. Everything
+comes from diffusers' own declarations, so that a pipeline of a later diffusers needs no change here.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ if TYPE_CHECKING:  # diffusers is imported when a diffusion pipeline is opened, 
 OutputType = Literal["image", "video", "audio"]
 
 _INDEX = "model_index.json"
-# Fields of diffusers' output classes, and what they hold.
+# Fields of diffusers' output classes, and their media.
 _OUTPUT_FIELDS: dict[str, OutputType] = {"frames": "video", "audios": "audio"}
-# Their signatures promise a batch of images, one for each prompt; they take several for one prompt.
+# By signature they take one image for each prompt; in fact several for one prompt.
 _SEVERAL_IMAGES = ("QwenImageEditPlusPipeline", "QwenImage21Pipeline")
 
 
 def is_diffusers_model(model: str, revision: str | None = None) -> bool:
     """Whether a checkpoint (a directory, or a name on the hub) is a diffusers pipeline. Imports no diffusers.
 
-    A name that cannot be asked for (offline, not cached) is none: who loads it next says what is wrong.
+    False for a name that cannot be looked up (offline, not cached): loading it raises the error.
     """
     if Path(model).exists():
         return (Path(model) / _INDEX).is_file()
@@ -64,7 +64,7 @@ class PipelineInfo:
     def load(cls, model: str, config: DiTConfig) -> "PipelineInfo":
         """
         Raises:
-            StageConfigError: The checkpoint cannot be read, its class is not known, or takes no prompt.
+            StageConfigError: The checkpoint cannot be read, or its class is unknown or takes no prompt.
         """
         index = load_model_index(model, config.revision)
         pipeline_class = _find_class(model, index, config)
@@ -76,7 +76,7 @@ class PipelineInfo:
 
     @cached_property
     def output_type(self) -> OutputType:
-        """What the pipeline makes, as the output classes say that its module deals with."""
+        """The pipeline's output, by the output classes in its module."""
         from diffusers.utils import BaseOutput
 
         known: Iterable[Any] = vars(sys.modules[self.pipeline_class.__module__]).values()
@@ -88,7 +88,7 @@ class PipelineInfo:
 
     @property
     def needs_images(self) -> bool:
-        """Whether it makes nothing from a prompt alone."""
+        """Whether a request must have an input image."""
         parameter = call_parameters(self.pipeline_class).get("image")
         if parameter is None:
             return False
@@ -102,7 +102,7 @@ class PipelineInfo:
 
     @property
     def takes_images(self) -> bool:
-        """Whether a request may have input images."""
+        """Whether a request can have input images."""
         return "image" in call_parameters(self.pipeline_class) or self._class_with_images is not None
 
     def class_for(self, has_images: bool) -> "type[DiffusionPipeline]":
@@ -114,12 +114,12 @@ class PipelineInfo:
         if not has_images or "image" in call_parameters(self.pipeline_class):
             return self.pipeline_class
         if self._class_with_images is None:
-            raise ValueError(f"{self.pipeline_class.__name__} takes no input images; leave multi_modal_data out")
+            raise ValueError(f"{self.pipeline_class.__name__} takes no input images; remove multi_modal_data")
         return self._class_with_images
 
     @cached_property
     def _class_with_images(self) -> "type[DiffusionPipeline] | None":
-        """What diffusers has for the same model where images come in, in a class of its own."""
+        """Diffusers' image-to-image class for the same model."""
         from diffusers.pipelines import auto_pipeline
 
         by_text = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING
@@ -144,7 +144,7 @@ def _named_parameters(call: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def takes_several_images(pipeline_class: type) -> bool:
     """Whether one prompt can have several input images.
 
-    Most of diffusers' pipelines take a list for a batch of prompts; then an array or a tensor may be an item, too.
+    Most of diffusers' pipelines take a list for a batch of prompts; then an item can be an array or a tensor too.
     """
     if pipeline_class.__name__ in _SEVERAL_IMAGES:
         return True
@@ -157,7 +157,7 @@ def load_model_index(model: str, revision: str | None = None) -> dict[str, Any]:
     """A checkpoint's `model_index.json`.
 
     Raises:
-        StageConfigError: It is not there, cannot be read, or names no class.
+        StageConfigError: It cannot be read, or names no class.
     """
     from diffusers import DiffusionPipeline
 
@@ -165,13 +165,11 @@ def load_model_index(model: str, revision: str | None = None) -> dict[str, Any]:
         index = DiffusionPipeline.load_config(model, revision=revision)
     except (OSError, ValueError) as error:
         raise StageConfigError(
-            f"{model}: {_INDEX} cannot be read ({error}); give a folder that a diffusers pipeline was saved to, or a "
-            "name on the hub (offline: one that is in the cache)"
+            f"{model}: {_INDEX} cannot be read ({error}); give a folder of a saved diffusers pipeline, or a "
+            "name on the hub (offline: a cached one)"
         ) from error
     if not isinstance(index, dict) or not index.get("_class_name"):
-        raise StageConfigError(
-            f"{model}: {_INDEX} names no pipeline class (_class_name); it is no diffusers checkpoint"
-        )
+        raise StageConfigError(f"{model}: {_INDEX} has no _class_name; it is no diffusers checkpoint")
     return index
 
 
@@ -179,25 +177,25 @@ def _find_class(model: str, index: dict[str, Any], config: DiTConfig) -> "type[D
     import diffusers
 
     name = config.pipeline_class or index["_class_name"]
-    if not isinstance(name, str):  # [file, class]: code that comes with the checkpoint
+    if not isinstance(name, str):  # [file, class]: code of the checkpoint
         return _load_own_class(model, name[0], name[1], config)
     found = getattr(diffusers, name, None)
     if isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline):
         return found
     if found is not None and hasattr(found, "_backends"):
         needed = ", ".join(found._backends)
-        raise StageConfigError(f"{model}: {name} needs packages that are not installed, of these: {needed}")
+        raise StageConfigError(f"{model}: {name} needs packages of which some are not installed: {needed}")
     known = [other for other in dir(diffusers) if other.endswith("Pipeline")]
     raise StageConfigError(
         f"{model}: diffusers {diffusers.__version__} has no pipeline {name!r}{nearest(name, known)}; install a "
-        "diffusers that has it, or name another one as engine_args.pipeline_class"
+        "version that has it, or set engine_args.pipeline_class"
     )
 
 
 def _load_own_class(model: str, module: str, name: str, config: DiTConfig) -> "type[DiffusionPipeline]":
     if not config.trust_remote_code:
         raise StageConfigError(
-            f"{model}: its pipeline {name} is code that comes with the checkpoint ({module}.py); read that, and set "
+            f"{model}: its pipeline {name} is code of the checkpoint ({module}.py); read it, and set "
             "engine_args.trust_remote_code: true to run it"
         )
     from diffusers.utils.dynamic_modules_utils import get_class_from_dynamic_module
@@ -219,12 +217,14 @@ def _is_optional(annotation: Any) -> bool:
     return type(None) in _alternatives(annotation) or (isinstance(annotation, str) and "None" in annotation)
 
 
-# What VAEs call it: frames that become one latent frame.
+# VAEs' names for the frames of one latent frame.
 _TEMPORAL_FACTORS = ("scale_factor_temporal", "temporal_compression_ratio")
 
 
 def temporal_factor(model: str, index: dict[str, Any], revision: str | None = None) -> int:
-    """Frames of a video that the VAE of a checkpoint makes one of; 1 where it does not say.
+    """Frames of one latent frame of a checkpoint's VAE, from its configuration; 1 where it has none.
+
+    Such a VAE makes a multiple of this number of frames, and one more.
 
     Args:
         index: The checkpoint's `model_index.json`.
@@ -245,5 +245,5 @@ def temporal_factor(model: str, index: dict[str, Any], revision: str | None = No
 
 
 def nearest_num_frames(seconds: float, fps: float, factor: int) -> int:
-    """The number of frames of a video of about this length, at least 1."""
+    """The number of frames of a video of about this length that a VAE with this factor makes, at least 1."""
     return max(0, round((seconds * fps - 1) / factor)) * factor + 1

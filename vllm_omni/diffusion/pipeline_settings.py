@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a diffusers pipeline that make it faster or smaller: VAE, attention, caches, compilation.
+"""Settings that make a diffusers pipeline faster or smaller: quantization, VAE, attention, caches, compilation.
 
-`check_settings` says what cannot be had before any weights are read, by trying it in small where nobody says so;
-`apply_settings` applies the rest to the loaded pipeline. What there is to choose from, diffusers says.
+`check_settings` refuses what is unsupported before any weights are read, with a small trial where no other check
+exists; `apply_settings` applies the rest to the loaded pipeline. The choices come from diffusers.
+
+A cache is one of diffusers' caching methods for denoisers, by name: `first_block_cache` is `FirstBlockCacheConfig`, and
+so on. It holds results of an image's earlier steps. The runner completes an image before it starts the next one, calls
+`follow` for each, and clears the cache of an aborted one (`maybe_free_model_hooks`, which diffusers calls itself for a
+complete image).
 """
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import diffusers.hooks
@@ -35,11 +40,11 @@ def check_settings(
     """Refuses what the pipeline, this device or this installation cannot do.
 
     Args:
-        classes: The class of each of the pipeline's components, as far as it is known.
-        dtype: What the weights will be.
+        classes: The class of each of the pipeline's components, where known.
+        dtype: Of the weights.
 
     Raises:
-        StageConfigError: Names the setting, the reason, and what there is instead.
+        StageConfigError: Names the setting, the reason, and the supported values.
     """
     _check_vae(config, classes)
     if config.cache_backend is not None:
@@ -67,7 +72,7 @@ def apply_settings(pipe: DiffusionPipeline, config: DiTConfig) -> None:
 
 
 def _denoisers(classes: Mapping[str, type]) -> list[str]:
-    """The components that run at every step: diffusers' transformers and UNets, or what is called so."""
+    """The components that run at every step: diffusers' transformers and UNets, by package or name."""
     return [
         name
         for name, cls in classes.items()
@@ -83,20 +88,16 @@ def _check_vae(config: DiTConfig, classes: Mapping[str, type]) -> None:
     has_vae = any(issubclass(cls, AutoencoderMixin) for cls in classes.values())
     for key in ("vae_slicing", "vae_tiling"):
         if getattr(config, key) and not has_vae:
-            raise StageConfigError(f"engine_args.{key}: this pipeline has no VAE of diffusers' that could; remove it")
+            raise StageConfigError(f"engine_args.{key}: this pipeline has no VAE that supports it; remove it")
 
 
 def _apply_to_vae(vae: AutoencoderMixin, config: DiTConfig) -> None:
-    def enable(key: str, switch_on: Callable[[], None]) -> None:
+    for key, enable in (("vae_slicing", vae.enable_slicing), ("vae_tiling", vae.enable_tiling)):
         try:
-            switch_on()
+            if getattr(config, key):
+                enable()
         except NotImplementedError as error:
             raise StageConfigError(f"engine_args.{key}: {error} Remove it.") from error
-
-    if config.vae_slicing:
-        enable("vae_slicing", vae.enable_slicing)
-    if config.vae_tiling:
-        enable("vae_tiling", vae.enable_tiling)
 
 
 # Attention.
@@ -113,10 +114,10 @@ def _check_attention(name: str, device: torch.device, dtype: torch.dtype) -> Non
     try:
         with attention_backend(name), torch.no_grad():
             dispatch_attention_fn(query, query, query)
-    except Exception as error:  # anything that a kernel, or the package it is from, complains of
+    except Exception as error:  # any error of a kernel or its package
         raise StageConfigError(
-            f"engine_args.attention_backend: {name}: does not work here with {dtype} on {device}: {error}; install "
-            "what it needs, or use native"
+            f"engine_args.attention_backend: {name}: does not work with {dtype} on {device}: {error}; install its "
+            "package, or use native"
         ) from error
 
 
@@ -125,7 +126,7 @@ def _set_attention(denoiser: torch.nn.Module, name: str) -> None:
         raise StageConfigError(
             f"engine_args.attention_backend: {type(denoiser).__name__} is not a model of diffusers'; remove it"
         )
-    # It also becomes the backend of the process, which other stages may share: not beyond this.
+    # It also becomes the backend of the process, which other stages may share: only inside of this.
     with attention_backend(name):
         denoiser.set_attention_backend(name)
 
@@ -136,20 +137,19 @@ def _set_attention(denoiser: torch.nn.Module, name: str) -> None:
 def _check_compiler(device: torch.device) -> None:
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.ones(4, device=device))
-    except Exception as error:  # whatever the compilers that torch calls complain of
+    except Exception as error:  # any error of the compilers that torch calls
         reason = str(error).partition("\n")[0]
         raise StageConfigError(
-            f"engine_args.compile: torch.compile does not work here: {reason}; it needs a C++ compiler, and Triton "
-            "on a GPU"
+            f"engine_args.compile: torch.compile fails: {reason}; it needs a C++ compiler, and Triton on a GPU"
         ) from error
 
 
 def _compile(denoiser: torch.nn.Module) -> None:
-    """Its repeated blocks, where the model says what they are: much quicker than all of it, and nearly as good."""
+    """Its repeated blocks, where the model declares them: much quicker than the whole, and nearly as fast to run."""
     if isinstance(denoiser, ModelMixin) and denoiser._repeated_blocks:
         denoiser.compile_repeated_blocks()
     else:
-        # What the runner replaces is `forward`: `Module.compile` would go round it.
+        # Not `Module.compile`, which would bypass the `forward` that the runner replaces.
         denoiser.forward = torch.compile(denoiser.forward)
 
 
@@ -157,20 +157,19 @@ _TIMESTEP = "current_timestep_callback"
 
 
 def cache_backends() -> dict[str, Any]:
-    """What can be said as `cache_backend`, and the class of its settings."""
+    """The values of `cache_backend`, and the class of each one's settings."""
     names = [name for name in vars(diffusers.hooks) if name.endswith("CacheConfig")]
     classes = [getattr(diffusers.hooks, name) for name in (*names, "PyramidAttentionBroadcastConfig")]
     return {cls.__module__.rpartition(".")[2]: cls for cls in classes}
 
 
 def check_cache(config: DiTConfig, pipeline_class: type, denoisers: Mapping[str, type]) -> None:
-    """Whether this pipeline can be cached as the configuration says.
-
+    """
     Args:
         denoisers: The class of each component that is to be cached, by name.
 
     Raises:
-        StageConfigError: Names the method, setting or component, and what there is.
+        StageConfigError: This pipeline cannot be cached so; names the method, setting or component, and the choices.
     """
     settings = _settings(config)
     for name, cls in denoisers.items():
@@ -180,16 +179,15 @@ def check_cache(config: DiTConfig, pipeline_class: type, denoisers: Mapping[str,
             )
     if hasattr(settings, _TIMESTEP) and not hasattr(pipeline_class, "current_timestep"):
         raise StageConfigError(
-            f"engine_args.cache_backend: {config.cache_backend} follows the timesteps of the pipeline, and "
-            f"{pipeline_class.__name__} does not tell them; use another one of {', '.join(cache_backends())}"
+            f"engine_args.cache_backend: {config.cache_backend} reads the timesteps of the pipeline, and "
+            f"{pipeline_class.__name__} does not provide them; use another one of {', '.join(cache_backends())}"
         )
 
 
 def enable_cache(denoiser: torch.nn.Module, config: DiTConfig) -> None:
-    """Puts the cache into a denoiser.
-
+    """
     Raises:
-        StageConfigError: It does not fit this model.
+        StageConfigError: The cache does not support this model.
     """
     assert isinstance(denoiser, CacheMixin)
     settings = _settings(config)
@@ -204,7 +202,7 @@ def enable_cache(denoiser: torch.nn.Module, config: DiTConfig) -> None:
 
 
 def follow(pipe: DiffusionPipeline) -> None:
-    """From now on, caches that go by the timestep ask this pipeline object: a copy of the one that was loaded."""
+    """Caches that depend on the timestep read it from this pipeline object from now on, a copy of the loaded one."""
     for component in pipe.components.values():
         if isinstance(component, CacheMixin) and component.is_cache_enabled:
             callback = getattr(component._cache_config, _TIMESTEP, None)
@@ -213,11 +211,7 @@ def follow(pipe: DiffusionPipeline) -> None:
 
 
 class _Timestep:
-    """Where the picture is that is being made.
-
-    Attributes:
-        pipe: What makes it.
-    """
+    """The current timestep of `pipe`."""
 
     pipe: Any
 
@@ -229,7 +223,7 @@ def _settings(config: DiTConfig) -> Any:
     """The settings as an object of diffusers.
 
     Raises:
-        StageConfigError: There is no such method or setting, or it cannot have this value.
+        StageConfigError: The method or setting is unknown, or the value is invalid.
     """
     assert config.cache_backend is not None
     backends = cache_backends()
@@ -253,7 +247,7 @@ def _settings(config: DiTConfig) -> Any:
 
 
 def _value(value: Any, default: Any) -> Any:
-    """A value of a YAML file as diffusers has it."""
+    """A value of a YAML file as diffusers' type."""
     if isinstance(default, torch.dtype) and isinstance(getattr(torch, str(value), None), torch.dtype):
         return getattr(torch, value)
     return value
@@ -263,16 +257,16 @@ _WHERE = "engine_args.quantization"
 
 
 def quantization_config(config: DiTConfig, classes: Mapping[str, type]) -> PipelineQuantizationConfig | None:
-    """What `from_pretrained` takes; None where nothing is to be quantized.
+    """The argument of `from_pretrained`, as diffusers' `PipelineQuantizationConfig` describes it; None for none.
 
     The values of `quant_mapping`, which are objects in diffusers, are mappings here: `quant_backend`, and that method's
-    own arguments.
+    own arguments. The quantizers of diffusers and transformers check the packages and devices that a method needs.
 
     Args:
-        classes: The class of each component, as far as it is known.
+        classes: The class of each component, where known.
 
     Raises:
-        StageConfigError: An argument, a method or a component is not known, or the method cannot be had here.
+        StageConfigError: An argument, a method or a component is unknown, or the method is not supported here.
     """
     if config.quantization is None:
         return None
@@ -305,7 +299,7 @@ def _check_components(names: Iterable[str], classes: Mapping[str, type]) -> None
 
 
 def _method(name: str, how: Any, classes: Mapping[str, type]) -> Any:
-    """The quantization of one component, as an object of the library that the component is from."""
+    """The quantization of one component, as an object of its library."""
     methods = DIFFUSERS_METHODS if issubclass(classes[name], ModelMixin) else TRANSFORMERS_METHODS
     arguments = dict(how)
     backend = arguments.pop("quant_backend", None)
@@ -320,7 +314,7 @@ def _method(name: str, how: Any, classes: Mapping[str, type]) -> Any:
 
 
 def _torchao_type(name: str) -> Any:
-    """torchao's methods are classes of its own, e.g. `Int8WeightOnlyConfig`; here with their defaults."""
+    """One of torchao's classes, e.g. `Int8WeightOnlyConfig`, with its defaults."""
     torchao = importlib.import_module("torchao.quantization")
     known = [other for other in dir(torchao) if other.endswith("Config")]
     if name not in known:
@@ -329,7 +323,7 @@ def _torchao_type(name: str) -> Any:
 
 
 def _check_environment(config: PipelineQuantizationConfig, name: str, is_diffusers: bool) -> None:
-    """Raises whatever the method's quantizer complains of."""
+    """Raises the errors of the method's quantizer."""
     method = config._resolve_quant_config(is_diffusers=is_diffusers, module_name=name)
     if method is not None:
         quantizers = DiffusersAutoQuantizer if is_diffusers else AutoHfQuantizer

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small pictures of an output that is not finished.
+"""Small images of an unfinished output.
 
-What makes them cheap is that the latents are made smaller before they are decoded: a latent pixel is an average of
-picture pixels, nearly, so the average of some of them is a smaller picture's. What a pipeline's latents look like is
-read off its configuration, its VAE and their shape. Nothing here knows when previews are made, or for whom.
+They are cheap because the latents are downsampled before they are decoded: a latent pixel is nearly an average of image
+pixels, so the average of some of them is that of a smaller image. The form of a pipeline's latents comes from its
+configuration, its VAE and their shape. This file does not know when previews are made.
 """
 
 import inspect
@@ -17,17 +17,17 @@ from torch.nn import functional
 from vllm_omni.media import to_uint8
 
 UNPACK_ARGUMENTS = frozenset({"latents", "height", "width", "vae_scale_factor", "patch_size"})
-"""What a pipeline's `_unpack_latents` may ask for; pixels. Others mean something else by the same names."""
+"""Supported parameters of a pipeline's `_unpack_latents`, in pixels. With others the names have another meaning."""
 FRAMES_BEFORE_CHANNELS = frozenset({"AutoencoderKLCogVideoX"})
-"""VAEs of pipelines whose latents are `[1, frames, channels, h, w]`, which no number tells from the usual form."""
+"""VAEs of pipelines whose latents are `[1, frames, channels, h, w]`; the shape does not show it."""
 FLOW_SCHEDULERS = frozenset({"FlowMatchEulerDiscreteScheduler"})
-"""Schedulers that integrate a flow; others do so if they `use_flow_sigmas`."""
+"""Schedulers that integrate a flow; others do with `use_flow_sigmas`."""
 
 
 def check_previews(pipe: DiffusionPipeline) -> None:
     """
     Raises:
-        ValueError: It is certain, before there are any latents, that `make_preview` cannot decode this pipeline's.
+        ValueError: `make_preview` cannot decode this pipeline's latents, as far as is known without any.
     """
     _image_vae(pipe)
     _unpack_arguments(pipe)
@@ -37,19 +37,19 @@ def check_previews(pipe: DiffusionPipeline) -> None:
 def make_preview(
     pipe: DiffusionPipeline, latents: torch.Tensor, height: int, width: int, longer_side: int
 ) -> torch.Tensor:
-    """Decodes what there is so far of one output: the picture, or a video's middle frame.
+    """Decodes the current state of one output: the image, or a video's middle frame.
 
     Args:
-        latents: Of one output, as the pipeline gives them to `callback_on_step_end`: `[1, channels, h, w]`,
+        latents: Of one output, as the pipeline passes them to `callback_on_step_end`: `[1, channels, h, w]`,
             `[1, channels, frames, h, w]`, or packed, `[1, tokens, features]`.
         height, width: The output's, pixels.
-        longer_side: The preview's, pixels, about. What is smaller already is not made larger.
+        longer_side: The preview's, approximately, pixels. Smaller outputs are not enlarged.
 
     Returns:
         uint8 `[height, width, 3]`, on the CPU.
 
     Raises:
-        ValueError: Latents of this pipeline are of a form that is not known here.
+        ValueError: The form of this pipeline's latents is not supported.
     """
     vae = _image_vae(pipe)
     grid = _denormalized(pipe, vae, _unpacked(pipe, latents, height, width))
@@ -57,29 +57,29 @@ def make_preview(
     if grid.dim() == 5:
         grid = _middle_window(grid)
     grid = _shrunk(grid, longer_side / max(height, width))
-    picture = vae.decode(grid.to(get_module_execution_device(vae), vae.dtype), return_dict=False)[0]
-    if picture.dim() == 5:
-        picture = picture[:, :, -1]  # [1, channels, frames, h, w] to [1, channels, h, w]
-    return _to_uint8(pipe, picture)
+    image = vae.decode(grid.to(get_module_execution_device(vae), vae.dtype), return_dict=False)[0]
+    if image.dim() == 5:
+        image = image[:, :, -1]  # [1, channels, frames, h, w] to [1, channels, h, w]
+    return _to_uint8(pipe, image)
 
 
 def estimate_clean(scheduler: Any, step: int, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Where the latents would end if the rest of the way were straight, as flow matching means it to be.
+    """The final latents for a straight path from here, as in flow matching.
 
-    Early in a run this shows far more than the latents themselves, which are mostly noise then.
+    Early in a run they show far more than the latents themselves, which are mostly noise.
 
     Args:
         scheduler: The run's own, timesteps set.
-        step: The step that was just made, from 0.
+        step: The last step, from 0.
         before, after: The latents before and after it, any shape.
 
     Returns:
-        The estimate; or `after` itself, where the scheduler does not integrate a flow in noise levels.
+        The estimate; or `after` itself if the scheduler does not integrate a flow in noise levels.
     """
     if not _is_straight(scheduler):
         return after
-    start = (scheduler.begin_index or 0) + step  # image to image begins at a later noise level
-    if start + 1 >= len(scheduler.sigmas):  # the noise levels of this run are counted in another way
+    start = (scheduler.begin_index or 0) + step  # image to image starts at a later noise level
+    if start + 1 >= len(scheduler.sigmas):  # the noise levels of this run have another order
         return after
     level, next_level, last_level = (float(scheduler.sigmas[i]) for i in (start, start + 1, -1))
     if next_level == level:
@@ -89,22 +89,24 @@ def estimate_clean(scheduler: Any, step: int, before: torch.Tensor, after: torch
 
 
 def _is_straight(scheduler: Any) -> bool:
-    """Whether steps follow `x = (1 - sigma) * clean + sigma * noise` and add no fresh noise."""
+    """Whether steps follow `x = (1 - sigma) * clean + sigma * noise` and add no new noise."""
     config = scheduler.config
     flow = hasattr(scheduler, "begin_index") and (
         type(scheduler).__name__ in FLOW_SCHEDULERS or config.get("use_flow_sigmas")
     )
-    fresh_noise = config.get("stochastic_sampling") or str(config.get("algorithm_type")).startswith("sde")
-    return bool(flow) and not fresh_noise
+    adds_noise = config.get("stochastic_sampling") or str(config.get("algorithm_type")).startswith("sde")
+    return bool(flow) and not adds_noise
 
 
 def _image_vae(pipe: Any) -> Any:
-    """The pipeline's VAE, if it needs nothing but latents to decode."""
+    """The pipeline's VAE, if it needs only latents to decode."""
     vae = getattr(pipe, "vae", None)
     if vae is None or not hasattr(vae, "decoder"):
-        raise ValueError(f"{_name(pipe)} has no previews: it has no VAE whose decoder is known here")
+        raise ValueError(f"{_name(pipe)} has no previews: it has no VAE with a supported decoder")
     if type(vae).__name__ in FRAMES_BEFORE_CHANNELS:
-        raise ValueError(f"{_name(pipe)} has no previews: the latents of its {type(vae).__name__} are of no form known")
+        raise ValueError(
+            f"{_name(pipe)} has no previews: the form of its {type(vae).__name__}'s latents is not supported"
+        )
     parameters = list(inspect.signature(type(vae).decode).parameters.values())[2:]  # not self, nor latents
     needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if needed or vae.config.get("timestep_conditioning"):
@@ -113,13 +115,15 @@ def _image_vae(pipe: Any) -> Any:
 
 
 def _unpack_arguments(pipe: Any) -> set[str]:
-    """What the pipeline's `_unpack_latents` asks for, if it has one."""
+    """The parameters of the pipeline's `_unpack_latents`, if it has one."""
     if not hasattr(pipe, "_unpack_latents"):
         return set()
     wanted = set(inspect.signature(pipe._unpack_latents).parameters)
     if not wanted <= UNPACK_ARGUMENTS:
         unknown = ", ".join(sorted(wanted - UNPACK_ARGUMENTS))
-        raise ValueError(f"{_name(pipe)} has no previews: its latents are unpacked by {unknown}, not known here")
+        raise ValueError(
+            f"{_name(pipe)} has no previews: its latents are unpacked by {unknown}, which is not supported"
+        )
     return wanted
 
 
@@ -140,17 +144,17 @@ def _unpacked(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torc
 
 
 def _unpacked_by(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """What the pipeline itself does with its packed latents before it decodes them."""
+    """Unpacks latents with the pipeline's own method."""
     given: dict[str, Any] = {"latents": latents, "height": height, "width": width}
     given |= {name: getattr(pipe, name) for name in _unpack_arguments(pipe) - given.keys()}
     try:
         return pipe._unpack_latents(**given)
-    except RuntimeError as error:  # as many tokens as another size has
+    except RuntimeError as error:  # the number of tokens is that of another size
         raise _unknown_form(pipe, latents) from error
 
 
 def _denormalized(pipe: Any, vae: Any, grid: torch.Tensor) -> torch.Tensor:
-    """Float32 latents as the VAE decodes them, of those that the denoiser works on."""
+    """The denoiser's latents as float32 latents of the VAE's decoder."""
     grid = grid.float()
     if hasattr(vae, "bn"):
         if not hasattr(pipe, "_unpatchify_latents"):
@@ -165,7 +169,7 @@ def _denormalized(pipe: Any, vae: Any, grid: torch.Tensor) -> torch.Tensor:
 
 
 def _denormalized_patches(vae: Any, patches: torch.Tensor) -> torch.Tensor:
-    """Undoes a batch norm that the VAE's encoder ends with; its channels are those of a patch."""
+    """Inverts the batch norm at the end of the VAE's encoder; its channels are those of a patch."""
     variance = _per_channel(vae.bn.running_var, patches)
     return patches * torch.sqrt(variance + vae.config.batch_norm_eps) + _per_channel(vae.bn.running_mean, patches)
 
@@ -176,7 +180,7 @@ def _per_channel(values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
 
 
 def _check_form(pipe: Any, vae: Any, grid: torch.Tensor) -> None:
-    """Holds latents against what the VAE's decoder takes: pictures or videos, and of how many channels."""
+    """Compares latents with the input of the VAE's decoder: images or videos, and the number of channels."""
     channels = vae.config.get("latent_channels") or vae.config.get("z_dim")
     dims = next(weight.dim() for weight in vae.decoder.parameters() if weight.dim() > 3)  # of the first convolution
     if grid.dim() != dims or grid.shape[1] != channels:
@@ -184,13 +188,13 @@ def _check_form(pipe: Any, vae: Any, grid: torch.Tensor) -> None:
 
 
 def _middle_window(grid: torch.Tensor) -> torch.Tensor:
-    """A video's middle frame and the one before it: such VAEs make most frames of what has changed since the last."""
+    """A video's middle frame and the one before it: such VAEs decode a frame from its difference to the one before."""
     middle = grid.shape[2] // 2
     return grid[:, :, max(middle - 1, 0) : middle + 1]
 
 
 def _shrunk(grid: torch.Tensor, factor: float) -> torch.Tensor:
-    """Averages neighbours so that both sides are `factor` times as long; they never grow."""
+    """Averages neighbours so that both sides are `factor` times as long; never enlarges."""
     if factor >= 1:
         return grid
     frames = grid.shape[2:-2]
@@ -198,16 +202,16 @@ def _shrunk(grid: torch.Tensor, factor: float) -> torch.Tensor:
     return functional.interpolate(grid, size=(*frames, *sides), mode="area")
 
 
-def _to_uint8(pipe: Any, picture: torch.Tensor) -> torch.Tensor:
-    """Pixels `[1, 3, h, w]` as the VAE makes them, -1 to 1, to `[h, w, 3]` on the CPU."""
-    if picture.shape[1] != 3:
-        raise ValueError(f"{_name(pipe)} has no previews: its VAE makes {picture.shape[1]} channels, not 3")
-    pixels = picture[0].permute(1, 2, 0).contiguous().cpu()
+def _to_uint8(pipe: Any, image: torch.Tensor) -> torch.Tensor:
+    """The VAE's pixels `[1, 3, h, w]`, -1 to 1, as `[h, w, 3]` on the CPU."""
+    if image.shape[1] != 3:
+        raise ValueError(f"{_name(pipe)} has no previews: its VAE makes {image.shape[1]} channels, not 3")
+    pixels = image[0].permute(1, 2, 0).contiguous().cpu()
     return to_uint8(pixels.float() / 2 + 0.5)
 
 
 def _unknown_form(pipe: Any, latents: torch.Tensor) -> ValueError:
-    return ValueError(f"{_name(pipe)} has no previews: its latents {list(latents.shape)} are of no form known here")
+    return ValueError(f"{_name(pipe)} has no previews: the form of its latents {list(latents.shape)} is not supported")
 
 
 def _name(pipe: Any) -> str:

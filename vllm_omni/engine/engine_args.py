@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM engine arguments for one stage: what the caller gave, and what a stage needs besides.
+"""vLLM engine arguments for one stage: the caller's, and the stage's defaults.
 
 This is the only place that decides how a stage's engine is set up; it starts nothing.
 """
 
 import difflib
 import os
-from dataclasses import fields
-from typing import Any, cast, get_args
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, cast, get_args
 
 from vllm.config import VllmConfig
 from vllm.config.logging import LoggingConfig
@@ -16,12 +16,11 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_omni.engine.hf_override import StageConfigOverride
-from vllm_omni.engine.settings import EngineType, OmniEngineSettings
 from vllm_omni.errors import StageConfigError
 
 logger = init_logger("vllm.omni.engine.engine_args")
 
-_WORKERS = {  # by engine type, and whether vLLM's platform is the CPU
+_WORKERS = {  # by engine type, and whether vLLM runs on a CPU
     ("ar", False): "vllm_omni.worker.gpu_worker.GPUARWorker",
     ("ar", True): "vllm_omni.worker.cpu_worker.CPUARWorker",
     ("generation", False): "vllm_omni.worker.gpu_worker.GPUGenerationWorker",
@@ -33,9 +32,53 @@ _SCHEDULERS = {
 }
 # By class path, because vLLM rewrites the name "uni" to "mp" on the CPU.
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-# Without a figure vLLM's CPU worker asks for 92% of the machine's memory, for each stage.
+# By default vLLM's CPU worker takes 92% of the machine's memory, for each stage.
 CPU_KV_CACHE_BYTES = 512 << 20
 _V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+EngineType = Literal["ar", "generation"]
+
+_KEY = "omni"
+
+SHARES_PROCESS = "omni_shares_process"
+"""Key of `additional_config`: other engines run in the stage's process, so no limit may apply to the process."""
+
+
+@dataclass(frozen=True)
+class OmniEngineSettings:
+    """Part of vLLM's `additional_config`, which reaches every worker.
+
+    Attributes:
+        engine_type: `ar` samples tokens; `generation` makes everything in one step, without KV cache.
+        engine_output_type: `text`: only tokens leave the engine, and no rows are captured. Any other word names the
+            rows that the model emits besides, e.g. `latent`, `codes`, `audio`.
+        model_stage: The stage's name, for messages.
+        uses_generation_config: The checkpoint's `generation_config.json` is about this stage's tokens.
+    """
+
+    engine_type: EngineType = "ar"
+    engine_output_type: str = "text"
+    model_stage: str = ""
+    uses_generation_config: bool = True
+
+    @property
+    def emits_rows(self) -> bool:
+        """Whether outputs of the model leave the engine besides tokens."""
+        return self.engine_type == "ar" and self.engine_output_type != "text"
+
+    @property
+    def can_cache_prefixes(self) -> bool:
+        """Tokens found in a cache have no rows."""
+        return self.engine_type == "ar" and not self.emits_rows
+
+    def as_additional_config(self) -> dict[str, Any]:
+        return {_KEY: asdict(self)}
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: VllmConfig) -> "OmniEngineSettings":
+        additional = cast(dict[str, Any], vllm_config.additional_config)
+        return cls(**additional.get(_KEY, {}))
 
 
 def create_engine_args(
@@ -48,14 +91,14 @@ def create_engine_args(
     model_stage: str = "",
     **vllm_engine_args: Any,
 ) -> EngineArgs:
-    """Engine arguments of one stage. Arguments given here win over what a stage sets by default.
+    """Engine arguments of one stage. The caller's arguments override a stage's defaults.
 
     Args:
         model: Checkpoint directory or Hugging Face id.
         engine_type: `ar` samples tokens; `generation` makes the whole output in one step.
-        engine_output_type: `text`, or what the model's rows are that leave the engine besides tokens.
-        hf_config_name: The part of the checkpoint's configuration that is this stage's, e.g. `talker_config`. The
-            model finds the whole configuration there as the dict `omni_parent_config`.
+        engine_output_type: `text`, or the name of the model's rows that leave the engine besides tokens.
+        hf_config_name: The part of the checkpoint's configuration that is this stage's, e.g. `talker_config`. It has
+            the whole configuration as the dict `omni_parent_config`.
         model_arch: The architecture to run instead of the checkpoint's.
         model_stage: The stage's name, for messages.
         vllm_engine_args: Any of vLLM's `EngineArgs`.
@@ -80,8 +123,8 @@ def create_engine_args(
     if _world_size(arguments) == 1:
         arguments.setdefault("distributed_executor_backend", _UNIPROC_EXECUTOR)
     if arguments.get("otlp_traces_endpoint"):
-        arguments["disable_log_stats"] = False  # vLLM makes its spans of these figures, and fails without them.
-    if isinstance(arguments.get("logging_config"), dict):  # vLLM makes objects of all other configurations itself.
+        arguments["disable_log_stats"] = False  # vLLM makes its spans of these statistics, and fails without them.
+    if isinstance(arguments.get("logging_config"), dict):  # vLLM converts all other configurations itself.
         arguments["logging_config"] = LoggingConfig(**arguments["logging_config"])
     arguments["additional_config"] = vllm_engine_args.get("additional_config", {}) | settings.as_additional_config()
     return EngineArgs(model=model, hf_overrides=override, **arguments)
@@ -104,7 +147,7 @@ def _defaults(settings: OmniEngineSettings) -> dict[str, Any]:
     if is_cpu:
         defaults |= {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "enforce_eager": True}
     if not settings.uses_generation_config:
-        # Tokenizer and generation defaults of a checkpoint are those of its language model.
+        # A checkpoint's tokenizer and generation defaults are for its language model.
         defaults |= {"skip_tokenizer_init": True, "generation_config": "vllm"}
     if not settings.can_cache_prefixes:
         defaults |= {"enable_prefix_caching": False}
@@ -137,13 +180,13 @@ def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings)
 
 
 def _turn_off_prefix_caching(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:
-    """Where it was asked for but cannot be: that may have been meant for another stage."""
+    """With a warning: the argument may have been meant for another stage."""
     if settings.can_cache_prefixes or not arguments.get("enable_prefix_caching"):
         return
     arguments["enable_prefix_caching"] = False
     logger.warning_once(
-        "stage %s runs without enable_prefix_caching: what it makes for the next stage (engine_output_type %r) is made "
-        "where a token is computed, and tokens found in a cache are not",
+        "stage %s runs without enable_prefix_caching: its rows for the next stage (engine_output_type %r) exist for "
+        "computed tokens, and tokens found in a cache are not computed",
         settings.model_stage,
         settings.engine_output_type,
     )
@@ -155,7 +198,7 @@ def _refuse_v2_model_runner() -> None:
 
 
 def choose_v1_model_runner() -> None:
-    """Chooses vLLM's first model runner, which ours extend, for this process and those that it starts.
+    """Chooses vLLM's first model runner, which ours extend, for this process and its children.
 
     For a stage's process: vLLM reads the choice from the environment and has no argument for it.
     """
@@ -164,7 +207,7 @@ def choose_v1_model_runner() -> None:
 
 
 class _StageVllmConfig(VllmConfig):
-    """Says of the model runner what holds in the stage's process, also in a process that did not choose one."""
+    """Has the model runner of the stage's process, also in a process that did not call `choose_v1_model_runner`."""
 
     @property
     def use_v2_model_runner(self) -> bool:
@@ -172,10 +215,10 @@ class _StageVllmConfig(VllmConfig):
 
 
 def create_config_for_inputs(engine_args: EngineArgs) -> VllmConfig:
-    """The configuration of a stage's engine for processing inputs elsewhere: no engine can run with it.
+    """The configuration of a stage's engine for processing inputs in another process: no engine can run with it.
 
-    The environment of the process stays as it is.
+    Does not change the environment of the process.
     """
     config = engine_args.create_engine_config()
-    config.__class__ = _StageVllmConfig  # vLLM's function names its own class.
+    config.__class__ = _StageVllmConfig  # vLLM's function builds its own class.
     return config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's configuration as a stage reads it, and one part of it as the configuration of the stage's model."""
+"""A checkpoint's configuration, and one part of it as the configuration of a stage's model."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from vllm.transformers_utils.config import get_config
 
 HfOverrides = dict[str, Any] | Callable[[PretrainedConfig], PretrainedConfig]
 
-# vLLM asks every configuration for these; a model without tokens or attention has no use for them.
+# vLLM reads these from every configuration, also of a model without tokens or attention.
 _ONE_STEP_DEFAULTS = {"vocab_size": 1, "hidden_size": 1, "num_attention_heads": 1, "num_hidden_layers": 1}
 
 _READING_ARGS = ("revision", "code_revision", "config_format")
@@ -21,7 +21,7 @@ def load_hf_config(model: str, engine_args: Mapping[str, Any]) -> PretrainedConf
     """The whole configuration that vLLM reads for an engine with these arguments, before any `hf_overrides`.
 
     Raises:
-        OSError, ValueError: There is none that can be read.
+        OSError, ValueError: It cannot be read.
     """
     given = {name: engine_args[name] for name in _READING_ARGS if engine_args.get(name) is not None}
     return get_config(
@@ -34,7 +34,7 @@ def load_hf_config(model: str, engine_args: Mapping[str, Any]) -> PretrainedConf
 
 @dataclass(frozen=True)
 class StageConfigOverride:
-    """vLLM's `hf_overrides` for a stage. Picklable: it travels with the engine arguments.
+    """vLLM's `hf_overrides` for a stage. Picklable, as part of the engine arguments.
 
     Attributes:
         hf_config_name: The part that becomes the model's configuration, e.g. `talker_config`; dots descend further.
@@ -51,7 +51,7 @@ class StageConfigOverride:
 
     def __call__(self, config: PretrainedConfig) -> PretrainedConfig:
         if config.model_type.startswith("dummy_"):
-            return config  # vLLM probes whether an override changes the model type.
+            return config  # vLLM tests whether an override changes the model type.
         part = self._select(config)
         if self.model_arch is not None:
             part.architectures = [self.model_arch]
@@ -66,7 +66,7 @@ class StageConfigOverride:
     def _select(self, config: PretrainedConfig) -> PretrainedConfig:
         if self.hf_config_name is None:
             return config
-        # A copy: the whole configuration stays what the checkpoint says.
+        # A copy: the whole configuration stays as in the checkpoint.
         part = copy.deepcopy(_descend(config, self.hf_config_name))
         if part.dtype is None:
             part.dtype = config.dtype

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a prompt to the request that an engine takes: vLLM's input processing, and ours around it.
+"""From a prompt to an engine's request: vLLM's input processing, with further inputs and checks.
 
-Whatever could make a model raise is refused here, for this request alone, because an exception inside a step takes
-the whole batch with it. Works without an engine: the pipeline's front end preprocesses prompts with it, and ships the
-request to the stage's process.
+Whatever could make a model raise is refused here, for this request alone, because an exception inside a step fails the
+whole batch. Works without an engine: the pipeline's front end preprocesses prompts with it, and sends the request to
+the stage's process.
 """
 
-from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, TypedDict, cast
 
@@ -14,7 +13,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import EngineInput, PromptType
-from vllm.lora.request import LoRARequest
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.pooling_params import PoolingParams
 from vllm.renderers import BaseRenderer, ChatParams
@@ -26,17 +24,16 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.utils.mistral import is_mistral_tokenizer
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.kv_hints import KvHintsEnvelope
 
-from vllm_omni.engine.settings import OmniEngineSettings
+from vllm_omni.engine.engine_args import OmniEngineSettings
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreRequest, PromptEmbedsPayload
 
 
 class PreprocessedPrompt(TypedDict):
-    """A request that another `OmniInputProcessor` has made, in the shape of a prompt.
+    """A request that another `OmniInputProcessor` made, in the form of a prompt.
 
-    `LLMEngine.add_request` deprecates requests but takes any dict; the two other keys are those it reads.
+    `LLMEngine.add_request` deprecates requests but accepts any dict; it reads the two other keys.
     """
 
     engine_core_request: OmniEngineCoreRequest
@@ -47,11 +44,11 @@ class PreprocessedPrompt(TypedDict):
 class OmniInputProcessor(InputProcessor):
     """vLLM's input processor with additional information, embedding payloads and stricter checks.
 
-    A prompt is any of vLLM's, raw or rendered; as a dict it may hold two keys more:
+    A prompt is any of vLLM's, raw or rendered; as a dict it can have two more keys:
 
     - `additional_information`: a dict of tensors and plain values for the model's hooks. Its key `mrope_positions`
       (int64 `[3, prompt_len]`), where present, sets the request's M-RoPE positions.
-    - `prompt_embeds`: besides a tensor, a `PromptEmbedsPayload`.
+    - `prompt_embeds`: a tensor, as in vLLM, or a `PromptEmbedsPayload`.
     """
 
     def __init__(
@@ -64,11 +61,11 @@ class OmniInputProcessor(InputProcessor):
         super().__init__(vllm_config, renderer, mm_registry=mm_registry)
         self._settings = OmniEngineSettings.from_vllm_config(vllm_config)
         if not self._settings.uses_generation_config:
-            # vLLM takes stop tokens from there whatever it is told: a talker would stop at the text's last id, or raise
-            # where that lies outside its vocabulary and a minimum length is set.
+            # vLLM always takes stop tokens from the generation config: a talker would stop at the text's last id, or
+            # raise where that id is outside its vocabulary and a minimum length is set.
             self.generation_config_fields = {}
         _resample_without_torchaudio(self.renderer)
-        self._dtype = cast(torch.dtype, self.model_config.dtype)  # vLLM has resolved the name by now.
+        self._dtype = cast(torch.dtype, self.model_config.dtype)  # vLLM has resolved the name.
         self._vocab_size = self.model_config.get_vocab_size()
         self._embeds_size = self.model_config.get_inputs_embeds_size()
 
@@ -78,17 +75,14 @@ class OmniInputProcessor(InputProcessor):
         prompt: PromptType | EngineInput | PreprocessedPrompt | dict[str, Any],
         params: SamplingParams | PoolingParams,
         supported_tasks: tuple[SupportedTask, ...] = ("generate",),
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
+        *args: Any,
         tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        resumable: bool = False,
-        session_id: str | None = None,
-        kv_hints: KvHintsEnvelope | None = None,
+        **kwargs: Any,
     ) -> OmniEngineCoreRequest:
         """
+        Args:
+            args, kwargs: vLLM's.
+
         Raises:
             InvalidRequestError: The prompt or its parameters are wrong; the message says what.
         """
@@ -97,26 +91,13 @@ class OmniInputProcessor(InputProcessor):
         try:
             information = _take_additional_information(prompt)
             engine_input = self._render(prompt, tokenization_kwargs)
-            request = super().process_inputs(
-                request_id,
-                engine_input,
-                params,
-                supported_tasks,
-                arrival_time=arrival_time,
-                lora_request=lora_request,
-                trace_headers=trace_headers,
-                priority=priority,
-                data_parallel_rank=data_parallel_rank,
-                resumable=resumable,
-                session_id=session_id,
-                kv_hints=kv_hints,
-            )
+            request = super().process_inputs(request_id, engine_input, params, supported_tasks, *args, **kwargs)
             return self._finish(request, information)
         except (ValueError, TypeError, VLLMClientError) as error:
             raise InvalidRequestError(str(error), request_id) from error
 
     def render_chat(self, messages: list[ChatCompletionMessageParam], params: ChatParams) -> EngineInput:
-        """A conversation as the model's chat template writes it, tokenized, its media fetched and preprocessed.
+        """A conversation, rendered by the model's chat template and tokenized, its media fetched and preprocessed.
 
         Raises:
             ValueError, TypeError, VLLMClientError: The messages are wrong, or the model has no chat template.
@@ -140,15 +121,15 @@ class OmniInputProcessor(InputProcessor):
         if "prompt_embeds" in parsed:
             parsed = self._with_checked_embeds(parsed)
         tok_params = self.renderer.default_cmpl_tok_params.with_kwargs(**(tokenization_kwargs or {}))
-        # The cache that is skipped leaves out what the engine should have seen already; where the engine is in another
-        # process and may be restarted, that is a guess. Items are still processed only once.
+        # The cache omits items that the engine has received before. Here the engine is in another process and may have
+        # been restarted, so it is skipped. Items are still processed only once.
         return self.renderer.render_cmpl([parsed], tok_params, skip_mm_cache=True)[0]
 
     def _with_checked_embeds(self, prompt: dict[str, Any]) -> dict[str, Any]:
         embeds = self._check_embeds(prompt["prompt_embeds"])
         prompt = {**prompt, "prompt_embeds": embeds}
         if prompt.get("prompt_token_ids") is not None and prompt.get("prompt_is_token_ids") is None:
-            # Without a mask vLLM would look the ids up and ignore the embeddings.
+            # Without a mask vLLM would embed the ids and ignore the embeddings.
             prompt["prompt_is_token_ids"] = [False] * len(embeds)
         return prompt
 
@@ -179,7 +160,7 @@ class OmniInputProcessor(InputProcessor):
             raise ValueError(f"a prompt of {num_tokens} does not fit into one step of at most {budget} tokens")
 
     def _check_token_ids(self, request: EngineCoreRequest) -> None:
-        """vLLM checks ids only where there is a tokenizer, and against its vocabulary instead of the model's."""
+        """vLLM checks ids only with a tokenizer, and against its vocabulary instead of the model's."""
         token_ids = request.prompt_token_ids
         if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
             return
@@ -190,7 +171,7 @@ class OmniInputProcessor(InputProcessor):
 
 
 def _resample_without_torchaudio(renderer: BaseRenderer) -> None:
-    """Sound of another sampling rate than the model's: vLLM asks torchaudio, which need not be installed."""
+    """Audio of another sampling rate than the model's: vLLM uses torchaudio, which may not be installed."""
     if renderer.mm_processor is None or find_spec("torchaudio"):
         return
     resampler = renderer.mm_processor.info.data_parser.audio_resampler
@@ -210,7 +191,7 @@ def _take_additional_information(prompt: Any) -> dict[str, Any]:
 
 
 def _positions_without_token(request: EngineCoreRequest) -> set[int]:
-    """Positions of multimodal items and of given embeddings: the ids there are placeholders and are not looked up."""
+    """Positions of multimodal items and of prompt embeddings: their ids are placeholders and are not embedded."""
     positions: set[int] = set()
     for feature in request.mm_features or ():
         span = feature.mm_position

@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core of a stage: vLLM's, which hands additional information on to the scheduler and can be recovered."""
+"""The engine core of a stage: vLLM's, which passes additional information to the scheduler and can be recovered."""
 
 import weakref
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.request import Request
 
-from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
-from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationScheduler
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest
 from vllm_omni.payloads import OmniEngineCoreRequest
 
+SchedulerT = TypeVar("SchedulerT", bound=OmniSchedulerMixin)
+
 
 class OmniEngineCore(EngineCore):
-    """In-process only. Holds no state of its own: vLLM builds its own class, and `adopt` turns it into this one."""
+    """In-process only. Has no attributes of its own: vLLM builds its own class, and `adopt` turns it into this one."""
 
-    # vLLM's distributed groups belong to the process, so the last engine of the process takes them down.
+    # vLLM's distributed groups belong to the process, so its last engine destroys them.
     _alive: ClassVar[weakref.WeakSet[EngineCore]] = weakref.WeakSet()
 
     @classmethod
     def adopt(cls, client: InprocClient) -> "OmniEngineCore":
-        """vLLM names its class inside `InprocClient`; this changes one instance instead of that module."""
+        """vLLM builds its class inside `InprocClient`; this changes one instance instead of that module."""
         core: EngineCore = client.engine_core
         core.__class__ = cls
         assert isinstance(core, cls)
@@ -48,32 +48,20 @@ class OmniEngineCore(EngineCore):
             OmniRequest.adopt(scheduled, request)
         return scheduled, wave
 
-    @property
-    def omni_scheduler(self) -> OmniSchedulerMixin:
+    def scheduler_as(self, kind: type[SchedulerT]) -> SchedulerT:
         scheduler = self.scheduler
-        assert isinstance(scheduler, OmniSchedulerMixin), f"{type(scheduler).__name__} cannot hold requests"
-        return scheduler
-
-    @property
-    def ar_scheduler(self) -> OmniARScheduler:
-        scheduler = self.scheduler
-        assert isinstance(scheduler, OmniARScheduler), f"{type(scheduler).__name__} takes no further input"
-        return scheduler
-
-    @property
-    def generation_scheduler(self) -> OmniGenerationScheduler:
-        scheduler = self.scheduler
-        assert isinstance(scheduler, OmniGenerationScheduler), f"{type(scheduler).__name__} knows no streams"
+        assert isinstance(scheduler, kind), f"{type(scheduler).__name__} is no {kind.__name__}"
         return scheduler
 
     def restart_requests(self) -> None:
-        """Has every request computed again, in whatever state an exception inside a step has left the engine.
+        """Computes every request again after an exception inside a step, whatever state it left.
 
-        Whatever the step was to compute is distrusted: cached blocks and encoder outputs may be marked as filled
-        without having been.
+        Results of the step are not used: cached blocks and encoder outputs can be marked as filled without being so.
         """
-        # The workers may have missed which requests were finished before: the next step says it once more.
+        # The workers may have missed which requests were finished before: the next step repeats them.
         known_to_workers: list[list[str]] = self.collective_rpc("discard_step")
         self.scheduler.reset_encoder_cache()
         self.model_executor.reset_encoder_cache()
-        self.omni_scheduler.restart_requests({req_id for req_ids in known_to_workers for req_id in req_ids})
+        self.scheduler_as(OmniSchedulerMixin).restart_requests(
+            {req_id for req_ids in known_to_workers for req_id in req_ids}
+        )

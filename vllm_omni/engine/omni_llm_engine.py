@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One stage's engine, in the calling process: vLLM's `LLMEngine` with omni inputs and outputs (design document 003).
 
-It knows one stage only; how stages are joined is the orchestrator's business.
+It knows one stage only; the orchestrator connects stages.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import EngineInput, PromptType
-from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -21,13 +20,15 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
-from vllm.v1.kv_hints import KvHintsEnvelope
 
+from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
+from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationScheduler
+from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest, RequestWindow
+from vllm_omni.engine.engine_args import OmniEngineSettings
 from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
 from vllm_omni.engine.omni_engine_core import OmniEngineCore
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
-from vllm_omni.engine.settings import OmniEngineSettings
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
 
@@ -35,11 +36,10 @@ from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreReque
 class OmniLLMEngine(LLMEngine):
     """Runs one autoregressive or one-step generation stage.
 
-    Not for use from several threads at once. vLLM keeps its forward context in the process, so several engines in one
-    process must be stepped one at a time; a pipeline gives each its own process. Close an engine that is not used any
-    more.
+    Not thread-safe. vLLM keeps its forward context in the process, so several engines in one process must be stepped
+    one at a time; a pipeline gives each its own process. Close an engine after its last use.
 
-    After an exception out of `step` nothing but `recover` and `close` is allowed; `recover` makes it usable again.
+    After an exception out of `step` only `recover` and `close` are allowed; `recover` makes the engine usable again.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,6 +58,7 @@ class OmniLLMEngine(LLMEngine):
         )
         assert isinstance(self.engine_core, InprocClient)
         self._core = OmniEngineCore.adopt(self.engine_core)
+        self._scheduler = self._core.scheduler_as(OmniSchedulerMixin)
         self._emits_rows = settings.emits_rows
 
     @classmethod
@@ -76,7 +77,7 @@ class OmniLLMEngine(LLMEngine):
     def from_omni_config(
         cls, vllm_config: VllmConfig, log_stats: bool, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
     ) -> "OmniLLMEngine":
-        """The same, for a configuration that was made of such arguments."""
+        """The same, for a configuration made of such arguments."""
         with opaque_module_hidden():
             return cls(
                 vllm_config=vllm_config,
@@ -91,23 +92,18 @@ class OmniLLMEngine(LLMEngine):
         request_id: str,
         prompt: EngineCoreRequest | PromptType | EngineInput | PreprocessedPrompt | dict[str, Any],
         params: SamplingParams | PoolingParams,
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        session_id: str | None = None,
+        *args: Any,
         prompt_text: str | None = None,
-        kv_hints: KvHintsEnvelope | None = None,
+        **kwargs: Any,
     ) -> str:
         """Queues a request; `step` makes it progress.
 
         Args:
-            request_id: The caller's id; outputs carry it.
-            prompt: A prompt as `OmniInputProcessor` takes it, or the request that one has made of it.
-            params: Sampling parameters. A ready-made request has its own, and these are not used.
-            arrival_time, lora_request, tokenization_kwargs, trace_headers, priority, session_id, kv_hints: vLLM's.
-            prompt_text: The text of a ready-made request, for the output.
+            request_id: The caller's id; outputs have it.
+            prompt: A prompt as `OmniInputProcessor` takes it, or a request that an `OmniInputProcessor` made.
+            params: Sampling parameters. A preprocessed request has its own, and these are not used.
+            prompt_text: The text of a preprocessed request, for the output.
+            args, kwargs: vLLM's.
 
         Returns:
             vLLM's internal id.
@@ -121,64 +117,53 @@ class OmniLLMEngine(LLMEngine):
         if isinstance(prompt, OmniEngineCoreRequest):
             prompt = _as_preprocessed_prompt(request_id, prompt, prompt_text)
         try:
-            return super().add_request(
-                request_id,
-                prompt,  # type: ignore[arg-type]
-                params,
-                arrival_time=arrival_time,
-                lora_request=lora_request,
-                tokenization_kwargs=tokenization_kwargs,
-                trace_headers=trace_headers,
-                priority=priority,
-                session_id=session_id,
-                kv_hints=kv_hints,
-            )
+            return super().add_request(request_id, prompt, params, *args, **kwargs)  # type: ignore[arg-type]
         except Exception:
-            self.abort_request([request_id])  # Outputs may be awaited of a request that the core has refused.
+            self.abort_request([request_id])  # The output processor may hold a request that the core has refused.
             raise
 
     def await_input(self, request_id: str, num_ready_tokens: int | None) -> None:
-        """Says of a request that was just added that more of its input follows, by `add_input`.
+        """Marks the input of a request, just after it was added, as incomplete: `add_input` adds more.
 
         Args:
             request_id: The caller's id.
-            num_ready_tokens: Tokens of the request, prompt and generated, that can be computed with what is here. The
-                request, and it alone, is held when it has computed them. None: it need not wait.
+            num_ready_tokens: Tokens of the request, prompt and generated, that can be computed with the input so far.
+                The request, and no other, is held when it has computed them. None: it is not held.
         """
         for req_id in self._internal_ids(request_id):
-            self._core.ar_scheduler.await_input(req_id, num_ready_tokens)
+            self._core.scheduler_as(OmniARScheduler).await_input(req_id, num_ready_tokens)
 
     def add_input(
         self, request_id: str, information: dict[str, Any], num_ready_tokens: int | None, is_last: bool
     ) -> None:
-        """Adds to the input of a request that waits for more.
+        """Adds to the input of a request after `await_input`.
 
         Args:
-            request_id: The caller's id. Of an unknown request, or one that has ended, nothing happens.
+            request_id: The caller's id. An unknown or ended request is ignored.
             information: More `additional_information`.
-            num_ready_tokens: As for `await_input`; the last chunk lifts the bound.
+            num_ready_tokens: As for `await_input`; the last chunk removes the bound.
             is_last: The input is complete.
 
         Raises:
-            InvalidRequestError: The information holds something that cannot travel. The request is unchanged.
+            InvalidRequestError: The information cannot be serialized. The request is unchanged.
         """
         try:
             payload = AdditionalInformationPayload.from_dict(information) if information else None
         except TypeError as error:
             raise InvalidRequestError(str(error), request_id) from error
         for req_id in self._internal_ids(request_id):
-            self._core.ar_scheduler.add_input(req_id, payload, num_ready_tokens, is_last)
+            self._core.scheduler_as(OmniARScheduler).add_input(req_id, payload, num_ready_tokens, is_last)
 
     def discard_rows(self, request_id: str, first: int) -> None:
-        """Says of a request that was just added that nobody reads what the model makes of it besides tokens.
+        """Keeps the rows of a request, just after it was added, in the engine: it emits tokens only.
 
         Args:
             request_id: The caller's id.
-            first: The first of its sequences for which this holds; it does for those after it.
+            first: The first of its sequences without rows; the sequences after it have none either.
         """
         for req_id in self._internal_ids(request_id) if self._emits_rows else ():
             if self.output_processor.request_states[req_id].request_index >= first:
-                self._core.ar_scheduler.discard_rows(req_id)
+                self._core.scheduler_as(OmniARScheduler).discard_rows(req_id)
 
     def set_window(self, request_id: str, window: RequestWindow) -> None:
         """Marks a request of a one-step stage, just after it was added, as one window of the pipeline's request.
@@ -187,7 +172,7 @@ class OmniLLMEngine(LLMEngine):
         raised is computed again. Call `release_state` when the pipeline's request has ended.
         """
         for req_id in self._internal_ids(request_id):
-            self._core.generation_scheduler.set_window(req_id, window)
+            self._core.scheduler_as(OmniGenerationScheduler).set_window(req_id, window)
 
     def release_state(self, request_id: str) -> None:
         """Removes the model's state of a pipeline's request; does nothing for an unknown one."""
@@ -195,20 +180,20 @@ class OmniLLMEngine(LLMEngine):
 
     def has_work(self) -> bool:
         """Whether `step` would do anything. False also while every request is held: then only new input, a new request
-        or an abort changes something."""
-        return self._core.omni_scheduler.has_work()
+        or an abort makes progress."""
+        return self._scheduler.has_work()
 
     def kv_blocks(self) -> tuple[int, int]:
-        """Blocks of the KV cache that requests hold, and that there are. May be called from another thread."""
-        pool = self._core.omni_scheduler.kv_cache_manager.block_pool
-        total = pool.num_gpu_blocks - 1  # vLLM keeps one that stands for none
+        """Used and total blocks of the KV cache. May be called from another thread."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        total = pool.num_gpu_blocks - 1  # without vLLM's null block
         return total - pool.get_num_free_blocks(), total
 
     def last_batch(self) -> dict[str, int]:
         """The requests of the last step, also of one that raised: the callers' ids, and how many tokens each has
-        computed with it (of several sequences of a request: the most). Empty where scheduling itself raised."""
+        computed after it (the most of several sequences of a request). Empty where scheduling itself raised."""
         batch: dict[str, int] = {}
-        for request in self._core.omni_scheduler.last_batch:
+        for request in self._scheduler.last_batch:
             assert isinstance(request, OmniRequest)
             known = batch.get(request.external_req_id, 0)
             batch[request.external_req_id] = max(known, request.num_computed_tokens)
@@ -217,20 +202,20 @@ class OmniLLMEngine(LLMEngine):
     @property
     def last_batch_size(self) -> int:
         """Sequences in the last step."""
-        return len(self._core.omni_scheduler.last_batch)
+        return len(self._scheduler.last_batch)
 
     def quarantine(self, request_id: str, num_tokens: int) -> None:
-        """After `recover`: lets a request share no step until it has computed this many tokens again."""
+        """After `recover`: runs a request in steps of its own until it has computed this many tokens again."""
         for req_id in self._internal_ids(request_id):
-            self._core.omni_scheduler.quarantine(req_id, num_tokens)
+            self._scheduler.quarantine(req_id, num_tokens)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
-        """Schedules, runs the model once and returns what is to be handed out.
+        """Schedules, runs the model once and returns the new outputs.
 
-        Each `RequestOutput` has the attribute `multimodal_output`, as `MultimodalOutputProcessor` says.
+        Each `RequestOutput` has the attribute `multimodal_output`; see `MultimodalOutputProcessor`.
 
         Raises:
-            Exception: Whatever the model or its hooks raised. Call `recover` next.
+            Exception: What the model or its hooks raise. Call `recover` next.
         """
         self._check_usable()
         try:
@@ -240,27 +225,26 @@ class OmniLLMEngine(LLMEngine):
             raise
 
     def recover(self) -> list[str]:
-        """Makes the engine usable again after an exception out of `step`; the requests go on.
+        """Makes the engine usable again after an exception out of `step`; the requests continue.
 
-        All that was computed of them is computed again, as after a preemption: their tokens stay, and nothing that
-        has been handed out is handed out again. An exception inside a step cannot be told apart by request: if it was
-        one of them, the next step that this one takes part in raises again. If the device itself is broken, the next
-        step raises as well: close the engine then.
+        They are computed again, as after a preemption: their tokens stay, and no output is returned twice. An exception
+        does not name the request that caused it: the next step with that request raises again. If the device itself is
+        broken, the next step raises as well: then close the engine.
 
         Returns:
-            The callers' ids of requests that cannot go on, and were aborted: those of the last step where it was
+            The callers' ids of requests that cannot continue, and were aborted: those of the last step, if it was
             computed and its outputs were lost.
         """
         if not self._has_failed:
             return []
-        lost = list(self.last_batch()) if self._core.omni_scheduler.has_output else []
+        lost = list(self.last_batch()) if self._scheduler.has_output else []
         self.abort_request(lost)
         self._core.restart_requests()
         self._has_failed = False
         return lost
 
     def close(self) -> None:
-        """Releases the model, the KV cache and vLLM's distributed groups. Does nothing the second time."""
+        """Releases the model, the KV cache and vLLM's distributed groups. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -283,11 +267,7 @@ def _as_preprocessed_prompt(
 ) -> PreprocessedPrompt:
     if request.request_id != request_id:
         raise InvalidRequestError(f"the request was preprocessed as {request.request_id!r}", request_id)
-    return {
-        "engine_core_request": request,
-        "prompt": prompt_text,
-        "prompt_token_ids": request.prompt_token_ids or [],
-    }
+    return {"engine_core_request": request, "prompt": prompt_text, "prompt_token_ids": request.prompt_token_ids or []}
 
 
 OPAQUE_MODULE = "llvmlite.binding.ffi"
@@ -295,7 +275,12 @@ OPAQUE_MODULE = "llvmlite.binding.ffi"
 
 @contextmanager
 def opaque_module_hidden() -> Iterator[None]:
-    """Takes the module out of `sys.modules` meanwhile; those that have imported it keep it."""
+    """Removes a module from `sys.modules` meanwhile, because vLLM's search for kernels fails on it.
+
+    On a CPU every start of a worker walks through all modules of the process. An object of llvmlite, which numba
+    imports, takes any attribute name for a function of its library, and the walk ends with an AttributeError. So once a
+    process has used numba (a vocoder, vLLM's own n-gram proposer), no engine could start in it any more.
+    """
     module = sys.modules.pop(OPAQUE_MODULE, None)
     try:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what an engine made in a step to what its caller gets: vLLM's output processing, with outputs of the model.
+"""vLLM's output processing, with outputs of the model beside the text.
 
 Rows accumulate as lists, step by step, and are concatenated once. This file does not know what the rows mean.
 """
@@ -12,12 +12,7 @@ from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, 
 from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.output_processor import (
-    OutputProcessor,
-    OutputProcessorOutput,
-    RequestOutputCollector,
-    RequestState,
-)
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestOutputCollector, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
 
@@ -26,13 +21,13 @@ _ATTRIBUTE = "multimodal_output"
 
 
 class OmniRequestState(RequestState):
-    """vLLM's state of one sequence, and the outputs of the model that have not been handed out yet."""
+    """vLLM's state of one sequence, and the outputs of the model that were not returned yet."""
 
     multimodal_chunks: dict[str, list[torch.Tensor]]
 
     @classmethod
     def adopt(cls, state: RequestState) -> None:
-        """Turns vLLM's state, which its own code builds from some 25 fields, into one of ours."""
+        """Turns vLLM's state, which vLLM builds from some 25 fields, into one of ours."""
         state.__class__ = cls
         assert isinstance(state, cls)
         state.multimodal_chunks = defaultdict(list)
@@ -65,16 +60,16 @@ class OmniRequestState(RequestState):
 class MultimodalOutputProcessor(OutputProcessor):
     """Attaches `multimodal_output: dict[str, Tensor]` to every `RequestOutput` and to each of its completions.
 
-    Tensors are on the CPU and concatenated along their first dimension. A request that streams deltas gets the
-    increments; any other gets everything with its last output, and an empty dict before that. The `RequestOutput`'s
-    own is that of its first completion.
+    Tensors are on the CPU and concatenated along their first dimension. With output kind DELTA each output has the
+    increment; otherwise the last output has everything, and those before it an empty dict. The `RequestOutput`'s own is
+    that of its first completion.
     """
 
     def __init__(self, tokenizer: TokenizerLike | None, *, output_type: str, **kwargs: Any) -> None:
         """
         Args:
-            tokenizer: None where nothing is turned into text.
-            output_type: The engine's output type: the name of an output that the model gave none.
+            tokenizer: None where no text is made.
+            output_type: The engine's output type: the name of an output without a name of its own.
             kwargs: vLLM's own arguments.
         """
         super().__init__(tokenizer, **kwargs)
@@ -106,10 +101,10 @@ class MultimodalOutputProcessor(OutputProcessor):
         return super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats, weight_version)
 
     def _route_and_normalize(self, output: EngineCoreOutput) -> None:
-        """Takes the model's outputs off, since vLLM would not turn the tokens beside them into text."""
+        """Moves the model's outputs to our state: with a pooling output vLLM would not detokenize the tokens."""
         state = self.request_states.get(output.request_id)
         if not isinstance(state, OmniRequestState) or state.detokenizer is None:
-            return  # Aborted meanwhile, or a pooling request, whose output this is.
+            return  # Aborted meanwhile, or a pooling request, which keeps its output.
         payload: Any = output.pooling_output
         state.add_multimodal_output(payload if isinstance(payload, dict) else {self._output_type: payload})
         output.pooling_output = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which jobs of a diffusion stage run, and which of them compute together next. It knows no request and no pipeline."""
+"""Schedules the jobs of a diffusion stage: which run, and which are computed together next. It knows no pipeline."""
 
 import sys
 from collections import deque
@@ -16,21 +16,21 @@ _DEFAULT_MAX_BATCH_SIZE = 4
 class DiffusersPipelineExecutor:
     """Runs up to `max_batch_size` jobs at a time, first come, first served.
 
-    A job joins the others at their next step and leaves when it is done: nobody waits for a batch to end.
+    A job joins the others at their next step and leaves when it ends: no job waits for a batch to end.
 
     Attributes:
-        max_batch_size: Outputs that are worked on at once.
+        max_batch_size: The most concurrent jobs.
     """
 
     def __init__(self, model: str, config: DiTConfig, memory: float | int | None = None) -> None:
-        """`memory`: what it may take of an accelerator: a fraction, or bytes; None: all."""
-        # Jobs at different places would have an offloaded pipeline's components moved back and forth.
+        """`memory`: its share of an accelerator's memory: a fraction, or bytes; None: all."""
+        # Concurrent jobs at different components would move an offloaded pipeline's components back and forth.
         is_serial = config.cache_backend is not None or config.offload == "model"
         self.max_batch_size = config.max_batch_size or (1 if is_serial else _DEFAULT_MAX_BATCH_SIZE)
         self._worker = DiffusionGPUWorker(model, config, memory)
         self._runner: DiffusionModelRunner
         self._waiting: deque[DiffusionJob] = deque()
-        self._ended: list[JobEnd] = []  # before they had anything to compute
+        self._ended: list[JobEnd] = []  # before their first module call
 
     def start(self) -> None:
         """Loads the pipeline. Raises as `DiffusionGPUWorker.load_model`."""
@@ -43,56 +43,56 @@ class DiffusersPipelineExecutor:
 
     @property
     def has_room(self) -> bool:
-        """Whether a job that came now would begin at once."""
+        """Whether a new job would start at once."""
         return len(self._waiting) + len(self._runner.running) < self.max_batch_size
 
     @property
     def sample_rate(self) -> int | None:
-        """Samples per second of the sound that the pipeline makes, if it makes any."""
+        """Samples per second of the pipeline's audio, if it makes any."""
         return self._runner.sample_rate
 
     def add(self, job: DiffusionJob) -> None:
-        """Begins with a job, up to its first module call, or lets it wait until another has ended."""
+        """Starts a job, up to its first module call, or queues it until another one ends."""
         self._waiting.append(job)
-        self._begin_waiting()
+        self._start_waiting()
 
     def abort(self, request_id: str) -> None:
-        """Ends all jobs of a request. Those that ended by themselves are still told of."""
+        """Aborts all jobs of a request. Those that had ended before are still returned by `step`."""
         self._waiting = deque(job for job in self._waiting if job.request_id != request_id)
         for running in list(self._runner.running):
             if running.job.request_id == request_id:
                 self._runner.abort(running)
-        self._begin_waiting()
+        self._start_waiting()
 
     def step(self) -> tuple[list[JobEnd], int]:
-        """Computes one module call of those jobs that can do it together.
+        """Computes one module call of each of the jobs that can be computed together.
 
         Returns:
-            The jobs that ended, and how many computed.
+            The jobs that ended, and the number of jobs that were computed.
         """
         batch = self._next_batch()
         ends, self._ended = self._ended, []
         if batch:
             ends += self._worker.execute(batch)
-        self._begin_waiting()
+        self._start_waiting()
         return ends, len(batch)
 
-    def _begin_waiting(self) -> None:
+    def _start_waiting(self) -> None:
         while self._waiting and len(self._runner.running) < self.max_batch_size:
             end = self._runner.start(self._waiting.popleft())
             if end is not None:
                 self._ended.append(end)
 
     def _next_batch(self) -> list[RunningJob]:
-        """Those that compute next.
+        """The jobs to compute next.
 
-        A job that has not made a step yet catches up with the others first: all that follows it does together with
-        them. After that it is the turn of whoever has waited longest, and of all that can join it.
+        A job without a completed step comes first: once it has caught up, all its steps are computed together with the
+        others. Then comes the job that has waited longest, with all that can join it.
         """
         running = self._runner.running
         if not running:
             return []
-        first = min(running, key=lambda job: sys.maxsize if job.has_begun else job.num_calls)
+        first = min(running, key=lambda job: sys.maxsize if job.has_started else job.num_calls)
         call, adapter = first.waiting_call, first.job.adapter
         others = [job for job in running if job.job.adapter == adapter]
         joinable = find_joinable(call, [job.waiting_call for job in others])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of feedback strategies: rows of many requests in one tensor, read and written for all of a step at once.
+"""Buffers of feedback strategies: rows of many requests in one tensor, read and written for all of a step at once.
 
-Memory grows where it must and is used again by the slot's next request; it never shrinks. Indices are taken as they
-come: nothing here waits for the device to check them. This file knows no model and no runner.
+A buffer grows on demand, is reused by the slot's next request, and never shrinks. Indices are not checked: nothing here
+waits for the device. This file knows no model and no runner.
 """
 
 import torch
@@ -11,7 +11,7 @@ _FIRST_CAPACITY = 64
 
 
 def with_room_for(tensor: torch.Tensor, slot: int) -> torch.Tensor:
-    """`[slots, ...]` with an entry for this slot: the tensor itself, or a longer copy, zeros at its end."""
+    """`[slots, ...]` with an entry for this slot: the tensor itself, or a longer copy with zeros at its end."""
     num_slots = tensor.shape[0]
     if slot < num_slots:
         return tensor
@@ -21,24 +21,24 @@ def with_room_for(tensor: torch.Tensor, slot: int) -> torch.Tensor:
 
 
 class SlotBuffer:
-    """A row for each index of each slot, `[*row_shape]` each. What was never written is undefined."""
+    """A row for each index of each slot, `[*row_shape]` each. Rows that were not written are undefined."""
 
     def __init__(
         self, row_shape: tuple[int, ...], num_slots: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         """
         Args:
-            num_slots: How many slots to have memory for at first.
+            num_slots: The initial number of slots.
         """
         self._rows = torch.zeros(num_slots, _FIRST_CAPACITY, *row_shape, dtype=dtype, device=device)
 
     @property
     def num_slots(self) -> int:
-        """Slots that there is memory for."""
+        """Slots with memory."""
         return self._rows.shape[0]
 
     def reserve(self, slot: int, capacity: int) -> None:
-        """Makes room for a slot, and for so many rows in every slot."""
+        """Allocates memory for a slot, and for `capacity` rows in every slot."""
         self._rows = with_room_for(self._rows, slot)
         num_slots, known = self._rows.shape[:2]
         if capacity > known:
@@ -60,12 +60,12 @@ class SlotBuffer:
 
 
 class SlotRows(SlotBuffer):
-    """Lists of rows that grow at their end. What is read beyond an end is one and the same row, the padding."""
+    """Lists of rows that grow at their end. Reading beyond the end gives the padding row."""
 
     def __init__(self, num_slots: int, padding: torch.Tensor) -> None:
         """
         Args:
-            num_slots: How many slots to have memory for at first.
+            num_slots: The initial number of slots.
             padding: `[*row_shape]`, on the device and in the rows' dtype.
         """
         super().__init__(tuple(padding.shape), num_slots, dtype=padding.dtype, device=padding.device)
@@ -74,11 +74,11 @@ class SlotRows(SlotBuffer):
         self._ends = torch.zeros(num_slots, dtype=torch.int64, device=padding.device)
 
     def size(self, slot: int) -> int:
-        """Rows of a slot that has begun."""
+        """Rows of a slot in use."""
         return self._sizes[slot]
 
     def begin(self, slot: int) -> None:
-        """Empties a slot, which may be a new one."""
+        """Empties a slot, which can be a new one."""
         self.reserve(slot, 1)
         self._ends = with_room_for(self._ends, slot)
         self._sizes += [0] * (len(self._ends) - len(self._sizes))

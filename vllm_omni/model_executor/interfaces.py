@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model may offer to the omni runners, beyond vLLM's own model interface.
+"""Hooks of a model for the omni runners, beyond vLLM's own model interface.
 
 Every hook is optional. The runner looks for each of them once, when the model is loaded, and calls
 those it finds in this order, once a step, outside any CUDA graph:
 
-0. `extend_information` where more of a request's input has arrived since its last step
-1. `preprocess`       before the forward: replaces input embeddings, may emit outputs of its own
-2. `forward`          vLLM's; receives `runtime_additional_information` if its signature names it
-3. `make_omni_output` after the forward: which rows this stage hands to the next one
-4. `postprocess`      after sampling: what the request must remember for its next step
+0. `extend_information` for requests that have received more input since their last step
+1. `preprocess`       before the forward: replaces input embeddings, can emit outputs of its own
+2. `forward`          vLLM's; receives `runtime_additional_information` if its signature has it
+3. `make_omni_output` after the forward: the rows that this stage emits
+4. `postprocess`      after sampling: the request's state for its next step
 
 This file knows no model and no runner.
 """
@@ -27,16 +27,16 @@ class RequestSpan:
     Attributes:
         req_id: vLLM's internal request id.
         start, stop: Rows `[start, stop)` of the step's flat batch.
-        position: Absolute position of the first row (tokens computed before this step). It goes back
-            to 0 when the request was preempted, or a step raised: a hook must then reproduce the rows it made before.
+        position: Absolute position of the first row (tokens computed before this step). It is 0 again
+            after a preemption, or a step that raised: a hook must then reproduce the rows it made before.
         num_prompt_tokens: Rows at positions below this belong to the prompt.
         num_tokens: Tokens known so far, prompt and generated. The step samples for this request
             only if its last row is the last known token.
         sampling_params: The request's sampling parameters.
-        additional_information: The request's own state: what the caller sent with the request,
-            decoded to tensors, later chunks of its input, and what `postprocess` returned. Hooks may write to it.
+        additional_information: The request's own state: the caller's information, decoded to tensors, later chunks of
+            its input, and what `postprocess` returned. Hooks may write to it.
         is_input_complete: No further chunk of input will be added to `additional_information`.
-        emits_rows: Somebody reads what the stage emits for it. Where nobody does, it need not be made.
+        emits_rows: The request's rows leave the stage; otherwise they need not be made.
     """
 
     req_id: str
@@ -62,17 +62,17 @@ class RequestSpan:
 
 @runtime_checkable
 class SupportsInputChunks(Protocol):
-    """Takes in the later chunks of a request's input itself.
+    """Adds the later chunks of a request's input itself.
 
-    For a model that has turned its first information into something else. Without this hook tensors are concatenated
-    along their first dimension under their names, and plain values are replaced.
+    For a model that converts its first information. Without this hook tensors of one name are concatenated along their
+    first dimension, and plain values are replaced.
     """
 
     def extend_information(self, information: dict[str, Any], chunk: dict[str, Any], is_last: bool) -> None:
         """
         Args:
             information: The request's `additional_information`, to be changed in place.
-            chunk: What has arrived, decoded, tensors on the CPU; empty where the input merely ended.
+            chunk: The new input, decoded, tensors on the CPU; empty where the input only ended.
             is_last: The input is complete now.
         """
         ...
@@ -83,10 +83,7 @@ class SupportsPreprocess(Protocol):
     """Replaces the input embeddings of a step, e.g. by those of the last frame of codes."""
 
     def preprocess(
-        self,
-        input_ids: torch.Tensor,
-        inputs_embeds: torch.Tensor | None,
-        spans: list[RequestSpan],
+        self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None, spans: list[RequestSpan]
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """
         Args:
@@ -97,15 +94,14 @@ class SupportsPreprocess(Protocol):
 
         Returns:
             The embeddings to run with (or None, to run with what was given), and outputs by row:
-            `[num_tokens, ...]` tensors that are passed on to `make_omni_output`, or, where the
-            model has none, handed to the caller as they are.
+            `[num_tokens, ...]` tensors for `make_omni_output`, or, without that hook, for the caller.
         """
         ...
 
 
 @runtime_checkable
 class SupportsOmniOutput(Protocol):
-    """Chooses the rows that a stage emits. A model without this hook emits `{"hidden": hidden_states}`."""
+    """Makes the rows that a stage emits. A model without this hook emits `{"hidden": hidden_states}`."""
 
     omni_output_rows: ClassVar[Literal["all", "generated"]]
     """`generated`: rows of the prompt are not emitted."""
@@ -139,7 +135,7 @@ class SupportsAuxHiddenStates(Protocol):
 
 @runtime_checkable
 class SupportsPostprocess(Protocol):
-    """Says what a request must remember for its next step."""
+    """Returns a request's state for its next step."""
 
     def postprocess(self, hidden_states: torch.Tensor, spans: list[RequestSpan]) -> list[dict[str, Any]]:
         """
@@ -158,13 +154,13 @@ class SupportsOneStepGeneration(Protocol):
     """A model without KV cache that turns a request, or a window of its input, into output in one forward.
 
     `forward(input_ids, positions, *, runtime_additional_information, ...)` returns one dict of
-    tensors for each request, in the order of `runtime_additional_information`. Each of these has two keys more than
-    what came with the request:
+    tensors for each request, in the order of `runtime_additional_information`. Each of these has two keys beside the
+    request's own:
 
-    - `stream`: a dict of the model's own, which lives as long as the pipeline's request, from window to window. They
-      come one after the other, never two in one step. The model replaces values in it and does not change them in
-      place: a window runs again, with the dict as it was, if anything raises in its step.
-    - `is_last`: no window follows. A request that is not cut is one window, the first and the last.
+    - `state`: a dict of the model's own, kept between the windows of the pipeline's request. Windows come one after the
+      other, never two in one step. The model replaces values in it and does not change them in place: if the step
+      raises, the window runs again with the dict as it was.
+    - `is_last`: no window follows. A whole request is one window, the first and the last.
     """
 
     is_attention_free: ClassVar[Literal[True]]
@@ -181,8 +177,8 @@ class SupportsOneStepGeneration(Protocol):
 
 @runtime_checkable
 class SupportsActivationEstimate(Protocol):
-    """Declares how much memory a step takes besides the weights. One-step models need it to be counted before they are
-    loaded; of other models it is estimated from their layers."""
+    """Declares the memory of a step besides the weights. One-step models need it for the estimate before they are
+    loaded; for other models it is estimated from their layers."""
 
     def activation_bytes(self, num_rows: int) -> int:
         """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The architectures that this package adds to vLLM's, as `module:class` to be imported when first used.
 
-It imports no model. An architecture that vLLM has itself never stands here.
+It imports no model, and has no architecture of vLLM's.
 """
 
 _QWEN2_5_OMNI = "vllm_omni.model_executor.models.qwen2_5_omni"

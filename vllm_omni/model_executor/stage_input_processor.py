@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class that a model derives from to say how one stage's outputs become the next stage's input."""
+"""The base class of stage input processors: a model's conversion of one stage's outputs to the next stage's input."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,30 +20,30 @@ class StageInputProcessor(ABC):
     """Builds a stage's engine input from the outputs of its sources and the original request.
 
     One instance serves all requests of a stage, on the stage's IO thread; it keeps no state of a request
-    and has no access to weights (what needs weights belongs in the model's `preprocess`).
+    and has no access to weights (code that needs weights belongs in the model's `preprocess`).
     """
 
     mm_metadata_keys: ClassVar[tuple[str, ...]] = ()
     """Multimodal fields of the first stage's prompt that `StageRequest.mm_metadata` must carry."""
 
     reads: ClassVar[tuple[str, ...] | None] = None
-    """What of its sources' outputs it reads; nothing else travels. Names of `StageOutput`'s fields (`prompt`,
+    """What it reads of its sources' outputs; nothing else is sent. Names of `StageOutput`'s fields (`prompt`,
     `prompt_token_ids`, `completions`, `tensors`, `data`), or single entries (`tensors.codes`, `data.size`).
     None: everything."""
 
     window: ClassVar[WindowConfig | None] = None
-    """How it wants its input cut where the edge has a window size: `unit`, `left_context`, `first_window_size`,
+    """The windows of its input where the edge has a window size: `unit`, `left_context`, `first_window_size`,
     `window_growth`. None: it reads whole results only."""
 
     min_first_window_size: ClassVar[int] = 1
-    """Units without which it cannot begin."""
+    """The fewest units of the first window."""
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
         """
         Args:
             hf_config: The checkpoint's full configuration, with the stage's `hf_overrides`; of a diffusers pipeline,
-                what `model_index.json` holds. `name_or_path` and `omni_revision` are the stage's checkpoint and its
-                revision, for what lies beside its weights.
+                the contents of `model_index.json`. `name_or_path` and `omni_revision` are the stage's checkpoint and
+                its revision, for files beside its weights.
         """
         self.hf_config = hf_config
 
@@ -51,23 +51,23 @@ class StageInputProcessor(ABC):
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
         """
         Args:
-            request: The original request as this stage sees it.
+            request: The original request, with this stage's parameters.
             sources: The complete outputs of this stage's sources, by stage id. Where an edge has a window size: the
-                source's next window (see `StageOutput`). Each call has the next one of every such source that has
-                not ended, and what the others have in full.
+                source's next window (see `StageOutput`). Each call has the next window of every such source that has
+                not ended, and the whole output of the others.
 
         Returns:
-            The engine input, or None where there is nothing to do for this request, or this window: the result of a
-            request with nothing to do at all is empty and valid.
+            The engine input, or None for nothing to do for this request, or this window: a request with nothing to do
+            at all has an empty, valid result.
 
         Raises:
             Exception: Fails this request alone, with this stage's name.
         """
 
-    def validate(self, request: StageRequest) -> None:  # noqa: B027 (not every processor has something to check)
-        """Refuses a request that `process` could not work with, as far as the request itself shows it.
+    def validate(self, request: StageRequest) -> None:  # noqa: B027 (optional)
+        """Refuses a request that `process` could not convert, as far as the request itself shows it.
 
-        Runs in the caller's process, before any stage hears of the request.
+        Runs in the caller's process, before the request is submitted to any stage.
 
         Raises:
             ValueError: The request is wrong; the message says what is right.
@@ -75,7 +75,7 @@ class StageInputProcessor(ABC):
 
     @property
     def voices(self) -> tuple[str, ...]:
-        """The voices that a request can choose (`additional_information={"speaker": ...}`), the default one first."""
+        """The voices that a request can select (`additional_information={"speaker": ...}`), the default one first."""
         return ()
 
     def empty_output(self) -> dict[str, torch.Tensor]:

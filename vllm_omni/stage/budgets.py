@@ -20,8 +20,7 @@ from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 
 from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.engine.engine_args import CPU_KV_CACHE_BYTES
-from vllm_omni.engine.settings import SHARES_PROCESS
+from vllm_omni.engine.engine_args import CPU_KV_CACHE_BYTES, SHARES_PROCESS
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.devices import stage_devices, visible_devices
 

@@ -154,7 +154,7 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         if state is None or self._emitted is None:
             return output
         emitted, self._emitted = self._emitted, None
-        return OmniModelRunnerOutput.from_base(output, emitted.wait(len(output.req_ids)))
+        return OmniModelRunnerOutput.from_base(output, pooler_output=emitted.wait(len(output.req_ids)))
 
     def _save_hidden_states(self, state: ExecuteModelState) -> None:
         """A request samples unless its prompt, or what it computes again, continues in the next step."""

@@ -55,7 +55,7 @@ class GPUARModelRunner(OmniGPUModelRunner):
             self._run_postprocess(state, spans)
         if tracker is None or rows is None:
             return output
-        return OmniModelRunnerOutput.from_base(output, tracker.emit(spans, rows.wait()))
+        return OmniModelRunnerOutput.from_base(output, pooler_output=tracker.emit(spans, rows.wait()))
 
     def _remove_input(self, req_id: str) -> None:
         super()._remove_input(req_id)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the calls of a diffusers pipeline side by side: each is at a module call of its own, and these are computed
-together. It knows no pipeline by name, and not what is computed when."""
+"""Runs concurrent calls of a diffusers pipeline: each waits at a module call, and module calls are computed together.
+
+It knows no pipeline by name; the executor decides what is computed when.
+"""
 
 import copy
 from collections.abc import Callable
@@ -20,8 +22,8 @@ from vllm_omni.diffusion.pipeline_call import (
     PipelineCall,
     gate_modules,
     on_method,
-    tell_device,
-    tell_dtypes,
+    set_dtypes,
+    set_execution_device,
 )
 from vllm_omni.diffusion.pipeline_info import call_parameters
 from vllm_omni.diffusion.pipeline_settings import follow
@@ -29,7 +31,7 @@ from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_pre
 
 
 class _PromptsEncoded(BaseException):
-    """All that this stage does of the pipeline is done."""
+    """Ends the pipeline's call of a stage that only encodes prompts."""
 
 
 class DiffusionModelRunner:
@@ -37,13 +39,13 @@ class DiffusionModelRunner:
 
     Attributes:
         running: Jobs that wait for a module call, the longest-waiting first.
-        sample_rate: Samples per second of the sound that the pipeline makes; None where it makes none.
+        sample_rate: Samples per second of the pipeline's audio, if it makes any.
     """
 
     def __init__(self, pipe: DiffusionPipeline, config: DiTConfig, device: torch.device) -> None:
         """
         Raises:
-            ValueError: One of the configuration's adapters is none for this pipeline.
+            ValueError: An adapter of the configuration is not for this pipeline.
         """
         self.running: list[RunningJob] = []
         self._config = config
@@ -53,15 +55,15 @@ class DiffusionModelRunner:
         self._adapters = AdapterManager(pipe, config.max_loras)
         for name, path in config.lora_modules.items():
             self._adapters.check(name, path)
-        tell_dtypes(pipe)
+        set_dtypes(pipe)
         vae = pipe.components.get("vae")
         self.sample_rate: int | None = None if vae is None else vae.config.get("sampling_rate")
 
     def start(self, job: DiffusionJob) -> JobEnd | None:
-        """Calls the pipeline, up to its first module call. The end of the job, if that is it.
+        """Calls the pipeline, up to its first module call. Returns the end of the job if it ends before.
 
         Raises:
-            torch.AcceleratorError: The device is broken; so all that let a job go on.
+            torch.AcceleratorError: The device is broken. All methods that continue a job raise it.
         """
         try:
             self.activate(job.adapter)
@@ -75,47 +77,48 @@ class DiffusionModelRunner:
         return self._advance(running, lambda: running.call.start(arguments))
 
     def activate(self, adapter: Adapter) -> None:
-        """The modules compute with this LoRA adapter from now on, which a job has started with before."""
+        """Makes the modules compute with this LoRA adapter, which a job has started with before."""
         self._adapters.activate(*adapter)
 
     def resume(self, running: RunningJob, output: Any) -> JobEnd | None:
-        """Goes on with a job up to its next module call; an exception is what its module call raised."""
+        """Continues a job up to its next module call. `output` is that of its last one, or the exception that it
+        raised."""
         self.running.remove(running)
         running.num_calls += 1
         if isinstance(output, Exception):
-            running.has_begun = True
+            running.has_started = True
             return self._advance(running, lambda: running.call.throw(output))
         return self._advance(running, lambda: running.call.resume(output))
 
     def abort(self, running: RunningJob) -> None:
-        """Ends a job that nobody wants any more."""
+        """Aborts a job."""
         self.running.remove(running)
         try:
             self._advance(running, lambda: running.call.throw(CallAborted()))
         except CallAborted as aborted:
-            aborted.with_traceback(None)  # It is a local variable of its own frames: a cycle.
+            aborted.with_traceback(None)  # It is a local variable of its own frames, which is a cycle.
             running.call.pipe.maybe_free_model_hooks()
-            running.let_go()
+            running.release()
 
     def _pipe_for(self, pipeline_class: type) -> DiffusionPipeline:
-        """The loaded components as another pipeline, e.g. one that starts from a picture."""
+        """The loaded components as another pipeline, e.g. for image to image."""
         if pipeline_class not in self._pipes:
             pipe = self._pipes[pipeline_class] = self._make_pipe(pipeline_class)
             pipe.set_progress_bar_config(disable=True)
-            tell_device(pipe, self._device)
+            set_execution_device(pipe, self._device)
         return self._pipes[pipeline_class]
 
     def _make_pipe(self, pipeline_class: type) -> DiffusionPipeline:
         if pipeline_class is type(self._pipe):
             return copy.copy(self._pipe)
-        # diffusers' own `from_pipe` would convert the weights, which all share, to one dtype.
+        # diffusers' own `from_pipe` would convert the weights, which all pipelines share, to one dtype.
         components, options = DiffusionPipeline._get_signature_keys(pipeline_class)
         arguments: dict[str, Any] = {name: self._pipe.components.get(name) for name in components}
         arguments |= {name: self._pipe.config[name] for name in options if name in self._pipe.config}
         return pipeline_class(**arguments)
 
     def _prepare(self, running: RunningJob) -> dict[str, Any]:
-        """The arguments of the pipeline's call, and the hooks that it runs with.
+        """The arguments of the pipeline's call. Sets the hooks on the pipeline.
 
         Raises:
             ValueError: The pipeline cannot make this size, or has no previews.
@@ -144,7 +147,7 @@ class DiffusionModelRunner:
         }
 
     def _on_prepare(self, running: RunningJob, method: Callable[[], Any], arguments: dict[str, Any]) -> Any:
-        """The pipeline knows its sizes now, and has encoded the prompt."""
+        """The pipeline has computed its sizes and encoded the prompt."""
         height, width = arguments.get("height"), arguments.get("width")
         if height and width:
             check_pixels(height, width, self._config.max_pixels)
@@ -157,7 +160,7 @@ class DiffusionModelRunner:
         return prepared
 
     def _callbacks(self, running: RunningJob) -> dict[str, Any]:
-        """How the pipeline tells of its steps; the older way where it has no other."""
+        """The pipeline's callback after each step; the older one where it has no other."""
         parameters = call_parameters(running.job.pipeline_class)
         if "callback_on_step_end" in parameters:
 
@@ -172,7 +175,7 @@ class DiffusionModelRunner:
 
     def _on_step(self, running: RunningJob, step: int, latents: torch.Tensor) -> None:
         job, pipe = running.job, running.call.pipe
-        running.has_begun = True
+        running.has_started = True
         num_steps = (
             len(pipe.scheduler.timesteps) if getattr(pipe, "num_timesteps", None) is None else pipe.num_timesteps
         )
@@ -187,14 +190,14 @@ class DiffusionModelRunner:
         pipe, before = running.call.pipe, running.latents
         clean = latents if before is None else estimate_clean(pipe.scheduler, step, before, latents)
         if running.size is None:
-            raise ValueError(f"{type(pipe).__name__} has no previews: it does not say how large its output is")
+            raise ValueError(f"{type(pipe).__name__} has no previews: the size of its output is not known")
         return make_preview(pipe, clean, *running.size, self._config.preview_size)
 
-    def _advance(self, running: RunningJob, go_on: Callable[[], ModuleCall | None]) -> JobEnd | None:
-        """Lets the pipeline run. None while it waits for the next module call."""
+    def _advance(self, running: RunningJob, proceed: Callable[[], ModuleCall | None]) -> JobEnd | None:
+        """Runs the pipeline. None if it waits for its next module call."""
         job, call = running.job, running.call
         try:
-            running.waiting = go_on()
+            running.waiting = proceed()
             if running.waiting is not None:
                 self.running.append(running)
                 return None
@@ -202,17 +205,17 @@ class DiffusionModelRunner:
         except _PromptsEncoded:
             end = JobEnd(job, call.result)
         except torch.AcceleratorError:
-            raise  # The device is in a state that nothing can run in.
+            raise  # The device is in an unusable state.
         except Exception as error:
-            call.pipe.maybe_free_model_hooks()  # which the pipeline does itself when it ends well
+            call.pipe.maybe_free_model_hooks()  # the pipeline does this itself when it succeeds
             end = JobEnd.failed(job, error, _is_refusal(error, running))
-        running.let_go()
+        running.release()
         return end
 
 
 def _is_refusal(error: Exception, running: RunningJob) -> bool:
-    """Whether the arguments were wrong, and not what was computed with them."""
-    return isinstance(error, (ValueError, TypeError)) and not running.has_begun
+    """Whether the arguments were wrong, and not a result computed with them."""
+    return isinstance(error, (ValueError, TypeError)) and not running.has_started
 
 
 def _keep(results: list[Any], result: Any) -> Any:
@@ -235,7 +238,7 @@ def _as_output(result: Any, latents_only: bool) -> torch.Tensor:
 
 _PROCESSORS = ("image_processor", "video_processor")
 _ROUND_SIZE = 32
-"""Pixels: what every pipeline that changes pictures makes multiples of."""
+"""Pixels: every image-to-image pipeline makes multiples of this."""
 _TEMPORAL_FACTORS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 
 
@@ -245,7 +248,7 @@ def check_size(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> None:
         arguments: Of the pipeline's call.
 
     Raises:
-        ValueError: Height, width or number of frames is not one that the pipeline makes; names the nearest.
+        ValueError: The pipeline would silently make another height, width or number of frames; names the nearest.
     """
     factor = _spatial_factor(pipe)
     for name in ("height", "width"):
@@ -262,15 +265,15 @@ def check_size(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> None:
 
 
 def fit_image(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Gives a picture that is to be changed the size of the output: the one asked for, else nearly the picture's own.
+    """Resizes an input image to the size of the output: the request's, or nearly the image's own.
 
-    Most pipelines do the former themselves, in the same way; some fail on any other size.
+    Most pipelines do this for the request's size, in the same way; some fail on any other size.
 
     Args:
-        arguments: Of the call of a pipeline that changes a picture, `image`.
+        arguments: Of the call of an image-to-image pipeline.
 
     Returns:
-        The arguments to call it with.
+        The arguments with the resized image and its size.
     """
     image = arguments["image"]
     if not isinstance(image, Image.Image) or "height" not in call_parameters(type(pipe)):
@@ -286,7 +289,7 @@ def fit_image(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> dict[str, A
 def check_pixels(height: int, width: int, max_pixels: int) -> None:
     """
     Raises:
-        ValueError: It is larger than the stage allows.
+        ValueError: The size exceeds the stage's limit.
     """
     if height * width > max_pixels:
         raise ValueError(
@@ -295,7 +298,7 @@ def check_pixels(height: int, width: int, max_pixels: int) -> None:
 
 
 def _spatial_factor(pipe: DiffusionPipeline) -> int | None:
-    processors = (getattr(pipe, name, None) for name in _PROCESSORS)  # an image encoder has one of another kind
+    processors = (getattr(pipe, name, None) for name in _PROCESSORS)  # an image encoder's is of another class
     processor = next((found for found in processors if isinstance(found, VaeImageProcessor)), None)
     return None if processor is None else processor.config.vae_scale_factor
 

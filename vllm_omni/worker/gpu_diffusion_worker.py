@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of a diffusion stage, the weights on it, and what is done when its memory does not suffice."""
+"""The device of a diffusion stage: its weights, and smaller batches where its memory is too small."""
 
 import sys
 from collections.abc import Hashable, Sequence
@@ -17,28 +17,27 @@ from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
 
 logger = get_logger(__name__)
 
-
 _MAX_LIMITS = 1000
 
 
 class DiffusionGPUWorker:
-    """Holds one loaded pipeline; on a CPU, where there is no accelerator."""
+    """Holds one loaded pipeline; on the CPU without an accelerator."""
 
     def __init__(self, model: str, config: DiTConfig, memory: float | int | None) -> None:
         """
         Args:
-            memory: What it may take of an accelerator: a fraction, or bytes; None: all.
+            memory: Its share of an accelerator's memory: a fraction, or bytes; None: all.
         """
         self._model = model
         self._config = config
         self._memory = memory
         self._device = torch.device(current_platform.device_type)
-        self._limits: dict[Hashable, int] = {}  # by function or layout: the largest batch that may be tried
+        self._limits: dict[Hashable, int] = {}  # by function or layout: the largest batch to try
         self._runner: DiffusionModelRunner
 
     def init_device(self) -> None:
         if self._device.type == "cuda":
-            self._device = torch.device("cuda", 0)  # the first that the stage sees
+            self._device = torch.device("cuda", 0)  # the first visible one
             torch.cuda.set_device(self._device)
             if self._memory is not None:
                 torch.cuda.set_per_process_memory_fraction(self._memory_fraction(self._memory), self._device)
@@ -58,15 +57,16 @@ class DiffusionGPUWorker:
         return memory / torch.cuda.get_device_properties(self._device).total_memory
 
     def max_batch_size(self, call: ModuleCall) -> int:
-        """How many calls like this one can be computed as one, as far as is known."""
+        """How many calls like this one can be computed as one, as far as known."""
         return min(self._limits.get(key, sys.maxsize) for key in (call.function, call.layout))
 
     def execute(self, batch: Sequence[RunningJob]) -> list[JobEnd]:
-        """Computes the module calls that these jobs wait for as one, and goes on with each; those that ended."""
+        """Computes the module calls that these jobs wait for as one, and continues each job. Returns those that
+        ended."""
         calls = [running.waiting_call for running in batch]
         try:
             self._runner.activate(batch[0].job.adapter)
-        except Exception as error:  # It was loaded before, but had to make room for others since.
+        except Exception as error:  # It was loaded before, and has been removed for others.
             outputs: list[Any] = [error] * len(batch)
         else:
             outputs = self._compute(calls)
@@ -74,12 +74,12 @@ class DiffusionGPUWorker:
         return [end for end in ends if end is not None]
 
     def _compute(self, batch: Sequence[ModuleCall]) -> list[Any]:
-        """The output of each module call, or the exception that it raised by itself.
+        """The output of each module call, or the exception that it raised alone.
 
-        A batch that fails is tried again in halves: it was too large for the memory, or one of them is at fault.
+        A batch that fails is tried again in halves: it was too large for the memory, or one of the calls raises.
 
         Raises:
-            torch.AcceleratorError: The device is in a state that nothing can run in.
+            torch.AcceleratorError: The device is in an unusable state.
         """
         try:
             return compute(batch)
@@ -90,17 +90,17 @@ class DiffusionGPUWorker:
                 return [error]
             logger.warning("a batch of %d failed (%s); trying again in halves", len(batch), _first_line(error))
             key = batch[0].function if isinstance(error, CannotSplitError) else batch[0].layout
-        # Here and not above: an exception that is being handled holds on to the tensors of the step that failed.
+        # After the except block: an exception that is being handled keeps the tensors of the step that failed.
         if self._device.type != "cpu":
             torch.accelerator.empty_cache()
         middle = len(batch) // 2
         outputs = [*self._compute(batch[:middle]), *self._compute(batch[middle:])]
         if not any(isinstance(output, Exception) for output in outputs):
-            self._limit(key, middle)  # None of them was at fault.
+            self._limit(key, middle)  # No single call raises.
         return outputs
 
     def _limit(self, key: Hashable, max_batch_size: int) -> None:
-        """Batches that cannot work are not tried again and again."""
+        """Later batches are not larger than this."""
         if len(self._limits) >= _MAX_LIMITS:
             self._limits.clear()
         self._limits[key] = min(max_batch_size, self._limits.get(key, max_batch_size))

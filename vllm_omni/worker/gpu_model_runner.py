@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_omni.core.sched.output import InputChunk, OmniNewRequestData, OmniSchedulerOutput
-from vllm_omni.engine.settings import OmniEngineSettings
+from vllm_omni.engine.engine_args import OmniEngineSettings
 from vllm_omni.model_executor.interfaces import (
     RequestSpan,
     SupportsAuxHiddenStates,
@@ -192,9 +192,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         input_ids, inputs_embeds, *rest = prepared
         num_tokens = scheduler_output.total_num_scheduled_tokens
         replaced, self.preprocessed = self.hooks.preprocess.preprocess(
-            self.input_ids.gpu[:num_tokens],
-            None if inputs_embeds is None else inputs_embeds[:num_tokens],
-            self.spans,
+            self.input_ids.gpu[:num_tokens], None if inputs_embeds is None else inputs_embeds[:num_tokens], self.spans
         )
         if replaced is not None:
             input_ids, inputs_embeds = None, self._place_embeds(replaced, num_input_tokens)

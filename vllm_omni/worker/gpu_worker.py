@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_omni.engine.settings import SHARES_PROCESS
+from vllm_omni.engine.engine_args import SHARES_PROCESS
 from vllm_omni.model_executor.feedback import SupportsFeedback
 from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
 from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner

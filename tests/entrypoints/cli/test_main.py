@@ -53,7 +53,7 @@ def test_vllm_itself_hands_omni_to_us():
     code = "import sys; sys.argv = ['vllm', 'bench', '--omni']; import vllm.entrypoints.cli.main as m; m.main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert "vllm-omni: error: --omni is for serve" in result.stderr and "Traceback" not in result.stderr
+    assert "vllm-omni: error: --omni is for bench serve" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("command", [["serve", "MODEL"], ["config", "show", "MODEL"], ["chat"]])

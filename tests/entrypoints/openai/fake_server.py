@@ -59,7 +59,7 @@ class FakeServer:
 
 @contextmanager
 def over_http(app: FastAPI) -> Iterator[str]:
-    """Serves an application in a thread; its URL."""
+    """Serves an application in a thread; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical"))
         thread = threading.Thread(target=server.run, args=([listener],))

@@ -30,7 +30,7 @@ def start_engine(model: Path, **engine_args: Any) -> OmniLLMEngine:
 
 
 def make_expert_group() -> None:
-    """The first engine of a process makes vLLM's groups, and leaves that of the experts out if it has none itself."""
+    """The first engine of a process creates vLLM's groups, without the expert group if it has no experts."""
     if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
         parallel_state._EP = parallel_state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
 
@@ -64,6 +64,6 @@ class PreemptionCounter:
 
 
 def read_weights(checkpoint: Path, prefix: str) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights whose names begin so."""
+    """A checkpoint's weights with this prefix."""
     weights = [item for file in checkpoint.glob("*.safetensors") for item in load_file(file).items()]
     return {name: tensor for name, tensor in weights if name.startswith(prefix)}

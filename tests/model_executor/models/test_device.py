@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What models share, on a device that is not the CPU."""
+"""The models' shared code, on a device that is not the CPU."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ AUDIO, IMAGE, VIDEO = 7, 8, 9
 
 
 class Embedding(nn.Module):
-    """As vLLM's thinkers: media take the place of their tokens."""
+    """Like vLLM's thinkers: media replace the embeddings of their tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class OlderThinker(QwenOmniThinker, Embedding):
     make_omni_output = OmniQwen2_5OmniThinker.make_omni_output
 
 
-def hand_over(thinker_class: type, device: torch.device) -> list[torch.Tensor]:
-    """What a thinker hands to the talker, of a prompt with sound in its video and of a token that it has written."""
+def emit_rows(thinker_class: type, device: torch.device) -> list[torch.Tensor]:
+    """A thinker's rows for the talker, of a prompt with audio in its video and of a generated token."""
     torch.manual_seed(0)
     thinker = thinker_class()
     thinker.set_media_token_ids(AUDIO, IMAGE, VIDEO)
@@ -64,9 +64,9 @@ def hand_over(thinker_class: type, device: torch.device) -> list[torch.Tensor]:
     return made
 
 
-def test_what_a_thinker_hands_to_the_talker(device: SimulatedDevice) -> None:
+def test_rows_of_a_thinker_for_the_talker(device: SimulatedDevice) -> None:
     for thinker_class in (Thinker, OlderThinker):
-        made, expected = (hand_over(thinker_class, where) for where in (DEVICE, torch.device("cpu")))
+        made, expected = (emit_rows(thinker_class, where) for where in (DEVICE, torch.device("cpu")))
         torch.testing.assert_close(on_cpu(made), expected)
 
 

@@ -17,7 +17,7 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
 
     Without KV cache and chunked prefill vLLM itself schedules a prompt whole or not at all, so only two things
     differ: a request ends without a sampled token, and a prompt that can never fit into a step fails instead of
-    standing in front of all others for ever (`OmniInputProcessor` refuses it before it comes here).
+    blocking all others (`OmniInputProcessor` refuses it before that).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -31,7 +31,7 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
             self._unschedulable.append(request.request_id)
 
     def set_window(self, req_id: str, window: RequestWindow) -> None:
-        """Says of a request that was just added which part of a stream it is."""
+        """Marks a request, just after it was added, as one window of the pipeline's request."""
         request = self.requests[req_id]
         assert isinstance(request, OmniRequest)
         request.window = window

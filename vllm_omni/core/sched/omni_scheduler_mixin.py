@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both omni schedulers add to vLLM's: additional information travels with its request, requests can be held, and
-they go on after a step that raised.
+"""What both omni schedulers add to vLLM's: a request's additional information, held requests, and recovery after a step
+that raised.
 
-A held request is passed over by a step, and only it: it keeps its place and its blocks, as long as nobody needs them.
+A step skips a held request, and no other: it keeps its place and, as long as no other request needs them, its blocks.
 """
 
 import time
@@ -19,20 +19,20 @@ from vllm_omni.core.sched.output import OmniNewRequestData, OmniRequest
 
 
 class OmniSchedulerMixin(Scheduler):
-    """Holds requests, rewraps newly scheduled ones, and knows which took part in the last step.
+    """Holds requests, adds their information to newly scheduled ones, and tracks the requests of the last step.
 
-    All else about which requests are scheduled stays vLLM's decision. `OmniInputProcessor` makes every request an
-    `OmniRequest`; any other is passed on as it is.
+    vLLM decides everything else about which requests are scheduled. `OmniInputProcessor` makes every request an
+    `OmniRequest`; any other is passed on unchanged.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.last_batch: list[Request] = []
-        """Who takes part in the last step; empty where scheduling itself raised."""
+        """The requests of the last step; empty where scheduling itself raised."""
         self.has_output = False
-        """Whether the last step was computed: its tokens are, or are about to be, those of its requests."""
-        self._sent: dict[str, OmniRequest] = {}  # those whose input may have to be sent again
-        self._suspects: dict[str, OmniRequest] = {}
+        """Whether the last step was computed: its requests have, or are about to get, its tokens."""
+        self._sent: dict[str, OmniRequest] = {}  # requests whose input may have to be sent again
+        self._quarantined: dict[str, OmniRequest] = {}
         self._alone: OmniRequest | None = None
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -42,7 +42,7 @@ class OmniSchedulerMixin(Scheduler):
         output = super().schedule(throttle_prefills)
         self.last_batch = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
         if not output.num_scheduled_tokens:
-            self._make_way()
+            self._preempt_held()
         if output.scheduled_new_reqs:
             output.scheduled_new_reqs = [self._with_additional_information(data) for data in output.scheduled_new_reqs]
         return output
@@ -66,21 +66,21 @@ class OmniSchedulerMixin(Scheduler):
     def restart_requests(self, known_to_workers: set[str]) -> None:
         """After an exception inside a step: every request is computed again, as after a preemption.
 
-        A request that has tokens keeps them, and what the workers hold of it. Any other is sent to them again, as new.
-        Nothing else of the step is trusted: blocks may be marked as filled that it never filled, and a request that it
-        has passed over may be in no queue.
+        A request that has tokens keeps them and its state in the workers. Any other is sent to them again, as new.
+        Nothing else of the step is used: blocks can be marked as filled without being so, and a request that the step
+        skipped can be in no queue.
 
         Args:
-            known_to_workers: Requests that some worker holds something of.
+            known_to_workers: Requests of which a worker holds state.
 
         Raises:
-            RuntimeError: Blocks are held by nobody, so that the prefix cache cannot be cleared.
+            RuntimeError: No request holds some allocated blocks, so that the prefix cache cannot be cleared.
         """
         self.running = []
         self.waiting, self.kv_holding_waiting = create_request_queue(self.policy), create_request_queue(self.policy)
         self.deferred_waiting.clear()
         now = time.monotonic()
-        for request in reversed(self.requests.values()):  # Each comes to stand before the one after it.
+        for request in reversed(self.requests.values()):  # Each is put before the one after it.
             self._restart(request, now)
         has_tokens = {req_id for req_id, request in self.requests.items() if request.num_output_tokens}
         self.finished_req_ids = (self.finished_req_ids | known_to_workers | self.requests.keys()) - has_tokens
@@ -101,42 +101,41 @@ class OmniSchedulerMixin(Scheduler):
             request.status, request.num_preemptions = RequestStatus.WAITING, 0
 
     def has_work(self) -> bool:
-        """Whether a step would do anything: compute something, or tell the workers which requests have ended."""
+        """Whether a step would do anything: compute something, or report ended requests to the workers."""
         return self.has_finished_requests() or not all(_is_starved(request) for request in self.requests.values())
 
     def quarantine(self, req_id: str, num_tokens: int) -> None:
-        """Gives a request that is to be computed again steps of its own, every other step, until it has computed this
-        many tokens.
+        """Computes a request in steps of its own, every other step, until it has computed this many tokens.
 
-        For requests of a step that raised: the one that raises again, alone, is the one at fault.
+        For requests of a step that raised: the one that raises again, alone, is the cause.
         """
         request = self.requests[req_id]
         assert isinstance(request, OmniRequest)
         request.alone_until = max(request.alone_until, num_tokens)
-        self._suspects[req_id] = request
+        self._quarantined[req_id] = request
 
     def _next_alone(self) -> OmniRequest | None:
-        """The suspect whose turn this step is."""
-        if not self._suspects:
+        """The quarantined request that this step computes, if any."""
+        if not self._quarantined:
             return None
-        self._suspects = {
+        self._quarantined = {
             req_id: request
-            for req_id, request in self._suspects.items()
-            if self.requests.get(req_id) is request and request.is_suspect
+            for req_id, request in self._quarantined.items()
+            if self.requests.get(req_id) is request and request.is_quarantined
         }
         others_wait = self._alone is not None and any(
-            not (_is_starved(request) or request.request_id in self._suspects) for request in self.requests.values()
+            not (_is_starved(request) or request.request_id in self._quarantined) for request in self.requests.values()
         )
         if others_wait:
             return None
-        return next((request for request in self._suspects.values() if not request.is_starved), None)
+        return next((request for request in self._quarantined.values() if not request.is_starved), None)
 
     def _is_held(self, request: Request) -> bool:
         if _is_starved(request):
             return True
         if self._alone is not None:
             return request is not self._alone
-        return request.request_id in self._suspects
+        return request.request_id in self._quarantined
 
     def _hold_running(self) -> None:
         held = [request for request in self.running if self._is_held(request)]
@@ -144,14 +143,14 @@ class OmniSchedulerMixin(Scheduler):
             return
         for request in held:
             request.next_decode_eligible_step = self.current_step + 2
-        # vLLM takes blocks from the last of these when others need them.
+        # vLLM preempts from the end of the list when blocks are missing.
         self.running.sort(key=self._is_held)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         return not self._is_held(request) and super()._handle_blocked_waiting_request(request)
 
-    def _make_way(self) -> None:
-        """Nothing could run. If a request waits for what a held one occupies, that one starts over later."""
+    def _preempt_held(self) -> None:
+        """Nothing could run: if a request waits for blocks of a held one, the held one is preempted."""
         waits = any(request.status in _READY and not self._is_held(request) for request in self.waiting)
         if waits and self.running and self._is_held(self.running[-1]):
             self._preempt_request(self.running.pop(), time.monotonic())
@@ -160,13 +159,17 @@ class OmniSchedulerMixin(Scheduler):
         request = self.requests[data.req_id]
         if not isinstance(request, OmniRequest):
             return data
-        brings_nothing = request.additional_information is None and request.is_input_complete and request.emits_rows
-        if brings_nothing and request.window is None:
+        is_plain = request.additional_information is None and request.is_input_complete and request.emits_rows
+        if is_plain and request.window is None:
             return data
         # The runner keeps it until the request ends, preemptions included: with the first token it is dropped here.
         self._sent[data.req_id] = request
         return OmniNewRequestData.from_base(
-            data, request.additional_information, request.is_input_complete, request.emits_rows, request.window
+            data,
+            additional_information=request.additional_information,
+            is_input_complete=request.is_input_complete,
+            emits_rows=request.emits_rows,
+            window=request.window,
         )
 
 

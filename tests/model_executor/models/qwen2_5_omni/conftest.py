@@ -51,7 +51,7 @@ def cases(tiny_qwen2_5_omni: Path, oracle: HFOracle) -> dict[str, Case]:
 
 @pytest.fixture(scope="session")
 def spoken(cases: dict[str, Case]) -> dict[str, Case]:
-    """The cases whose reply is long enough to be spoken."""
+    """The cases with a reply of several tokens, which has speech."""
     spoken = {name: case for name, case in cases.items() if len(case.expected.thinker_token_ids) > 1}
     assert len(spoken) >= 8
     return spoken

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.models.qwen2_5_omni.stage_input_processors import ThinkerToTalker
-from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT
+from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import TALKER_INPUT
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.testing.hf_oracle import OracleResult
 

@@ -16,7 +16,7 @@ from tests.model_executor.models.engines import read_weights
 from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu, simulate_device
 from vllm_omni.model_executor.feedback import FedBackRows, InputPiece
 from vllm_omni.model_executor.models.qwen2_5_omni import token2wav_dit
-from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import TalkerFeedback
+from vllm_omni.model_executor.models.qwen2_5_omni.talker import TalkerFeedback
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import OmniQwen2_5OmniToken2Wav
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def make_codes(length: int) -> torch.Tensor:
 
 
 def windows(length: int, sizes: list[int], speaker: str) -> list[Info]:
-    """One request's windows, so many codes in each."""
+    """One request's windows, `sizes` codes each."""
     state: Info = {}
     infos = [{"codes": part, "speaker": speaker, "seed": length} for part in make_codes(length).split(sizes)]
     return [info | {"state": state, "is_last": info is infos[-1]} for info in infos]
@@ -62,7 +62,7 @@ def vocode(vocoder: OmniQwen2_5OmniToken2Wav) -> list[list[torch.Tensor]]:
 
 
 def test_speech_whole_and_in_windows(vocoder: OmniQwen2_5OmniToken2Wav, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token2wav_dit, "NUM_TIME_POINTS", 3)  # The solver's other steps would do the same again.
+    monkeypatch.setattr(token2wav_dit, "NUM_TIME_POINTS", 3)  # Further steps of the solver would repeat the same code.
     expected = vocode(copy.deepcopy(vocoder))
     with simulate_device():
         made = vocode(copy.deepcopy(vocoder).to(DEVICE))
@@ -73,7 +73,7 @@ def test_speech_whole_and_in_windows(vocoder: OmniQwen2_5OmniToken2Wav, monkeypa
 
 
 def feed_back(device: torch.device) -> list[torch.Tensor]:
-    """What a talker reads: two prompts, text that comes later, tokens that are fed back, the end and padding."""
+    """A talker's inputs: two prompts, later text, tokens that are fed back, the end and padding."""
     torch.manual_seed(0)
     projection = nn.Linear(12, 8).requires_grad_(False)
     codec, end, pad, voice = torch.randn(20, 12), torch.randn(12), torch.randn(12), torch.randn(12)
@@ -81,7 +81,7 @@ def feed_back(device: torch.device) -> list[torch.Tensor]:
     strategy = TalkerFeedback(
         projection.to(device), codec.to(device), (16, 17), end.to(device), pad.to(device), {"a": voice.to(device)}, 1
     )
-    for slot in range(2):  # More than fit at first.
+    for slot in range(2):  # more than the initial capacity
         information = {"prompt_rows": rows[slot], "reply_rows": rows[2 + slot], "speaker": "a"}
         strategy.begin(slot, information, SamplingParams(), is_input_complete=slot == 0)
     strategy.extend([InputPiece(1, {"reply_rows": rows[2]}, False), InputPiece(1, {}, True)])
@@ -94,5 +94,5 @@ def feed_back(device: torch.device) -> list[torch.Tensor]:
     return made
 
 
-def test_what_the_talker_reads(device: SimulatedDevice) -> None:
+def test_inputs_of_the_talker(device: SimulatedDevice) -> None:
     torch.testing.assert_close(on_cpu(feed_back(DEVICE)), feed_back(torch.device("cpu")))

@@ -18,7 +18,7 @@ from vllm_omni.model_executor.models.qwen2_5_omni.stage_input_processors import 
 from vllm_omni.outputs import merge_stage_outputs
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest
 
-from ..streams import run_first_stage, run_stage
+from ..windows import run_first_stage, run_stage
 from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
 
 THINKER = SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS)

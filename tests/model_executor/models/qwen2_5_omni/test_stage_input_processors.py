@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.models.qwen2_5_omni.stage_input_processors import TalkerToToken2Wav, ThinkerToTalker
-from vllm_omni.model_executor.models.qwen2_5_omni.thinker import TALKER_INPUT
+from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import TALKER_INPUT
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
@@ -80,12 +80,12 @@ def test_a_reply_in_windows(to_talker: ThinkerToTalker) -> None:
     assert to_talker.process(request(), window([], num_rows=0, start=5)) is None
 
 
-def test_a_reply_of_one_token_has_nothing_to_say(to_talker: ThinkerToTalker) -> None:
+def test_a_reply_of_one_token_has_no_speech(to_talker: ThinkerToTalker) -> None:
     assert to_talker.process(request(), window([40], num_rows=3)) is None
     assert to_talker.process(request(), window([40, 41], num_rows=4)) is not None
 
 
-def test_a_thinker_that_hands_nothing_over_is_named(to_talker: ThinkerToTalker) -> None:
+def test_an_error_names_a_thinker_without_rows(to_talker: ThinkerToTalker) -> None:
     with pytest.raises(ValueError, match="engine_output_type must be 'latent'"):
         to_talker.process(request(), window([40, 41], num_rows=0))
 
@@ -141,7 +141,7 @@ def test_positions_equal_hf(
     assert torch.equal(ours, expected[:, 0].long())
 
 
-def test_codes_without_what_has_no_sound(to_token2wav: TalkerToToken2Wav, config: PretrainedConfig) -> None:
+def test_tokens_that_are_no_codes_are_left_out(to_token2wav: TalkerToToken2Wav, config: PretrainedConfig) -> None:
     talker = config.talker_config
     tokens = [3, 0, talker.tts_codec_mask_token_id, 255, talker.vocab_size - 1, talker.tts_codec_end_token_id]
     made = process(to_token2wav, window(tokens, num_rows=0))
@@ -167,7 +167,7 @@ def test_no_codes_are_no_work_for_the_vocoder(to_token2wav: TalkerToToken2Wav, c
 
 
 @pytest.mark.parametrize("tokens", [[], ["end"]])
-def test_the_vocoder_hears_of_the_end_though_there_is_no_code(
+def test_the_end_reaches_the_vocoder_without_codes(
     tokens: list[Any], to_token2wav: TalkerToToken2Wav, config: PretrainedConfig
 ) -> None:
     ids = [config.talker_config.tts_codec_end_token_id for _ in tokens]
@@ -176,7 +176,7 @@ def test_the_vocoder_hears_of_the_end_though_there_is_no_code(
     assert made.prompt_token_ids == [0], "an engine takes no empty prompt"
 
 
-def test_context_is_not_said_twice(to_token2wav: TalkerToToken2Wav) -> None:
+def test_context_is_not_vocoded_twice(to_token2wav: TalkerToToken2Wav) -> None:
     sources = window([7, 8, 9], num_rows=0, start=4)
     sources[0].context = 2
     assert process(to_token2wav, sources).additional_information["codes"].tolist() == [9]

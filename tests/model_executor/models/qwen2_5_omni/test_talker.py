@@ -95,7 +95,7 @@ def test_a_seed_fixes_every_code_whatever_else_runs(
         assert tokens_of(outputs[name]) == spoken[name].expected.talker_token_ids
 
 
-def test_speech_never_begins_anew(talker_engine: OmniLLMEngine, config: PretrainedConfig) -> None:
+def test_speech_does_not_start_again(talker_engine: OmniLLMEngine, config: PretrainedConfig) -> None:
     model = loaded_model(talker_engine)
     assert isinstance(model, OmniQwen2_5OmniTalker)
     logits = model.compute_logits(torch.randn(3, config.talker_config.hidden_size))

@@ -7,7 +7,7 @@ from torch import nn
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni.model_executor.feedback import FedBackRows, InputPiece
-from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import TalkerFeedback
+from vllm_omni.model_executor.models.qwen2_5_omni.talker import TalkerFeedback
 
 WIDTH, HIDDEN, CODES, PAD, BOS = 12, 8, 20, 16, 17
 PARAMS = SamplingParams()
@@ -64,7 +64,7 @@ def test_prompts_end_with_the_voice_and_the_first_token_of_the_reply() -> None:
         assert_close(strategy.prompt_rows(slot, 1, 3), [*expected[1:3]])
 
 
-def test_every_token_is_read_with_its_text_then_the_end_then_padding() -> None:
+def test_each_token_is_read_with_a_row_of_text_then_the_end_then_padding() -> None:
     reference = Reference()
     strategy = reference.strategy()
     replies = {0: rows(1, 20), 1: rows(5, 21)}
@@ -79,7 +79,7 @@ def test_every_token_is_read_with_its_text_then_the_end_then_padding() -> None:
 
 
 @pytest.mark.parametrize("pieces", [[5], [1, 1, 3], [0, 2, 0, 3, 0]])
-def test_text_that_arrives_in_pieces_is_the_same_text(pieces: list[int]) -> None:
+def test_text_in_pieces_equals_the_whole_text(pieces: list[int]) -> None:
     reference = Reference()
     strategy = reference.strategy()
     reply, other = rows(6, 30), rows(6, 31)

@@ -61,7 +61,7 @@ def run_hf(oracle: HFOracle, codes: torch.Tensor, seed: int, speaker: str) -> to
 
 
 def cut(codes: torch.Tensor, sizes: list[int], seed: int = 0, speaker: str = "chelsie") -> Iterator[Info]:
-    """One request's windows; the last of `sizes` is that of all that follow."""
+    """One request's windows; the last of `sizes` applies to all further ones."""
     state: Info = {}
     start = 0
     while start < codes.shape[0]:
@@ -89,7 +89,7 @@ def test_every_request_of_a_batch_equals_hf(
             torch.testing.assert_close(wave, run_hf(oracle, codes, seed, speaker), rtol=0, atol=1e-5)
 
 
-def test_a_seed_repeats_the_noise_and_nothing_else_does(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+def test_only_a_seed_repeats_the_noise(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
     codes = make_codes(5)
     first, second, seeded, again = run(vocoder, [make_info(codes, seed) for seed in (None, None, 7, 7)])
     assert torch.equal(seeded, again)
@@ -97,8 +97,8 @@ def test_a_seed_repeats_the_noise_and_nothing_else_does(vocoder: OmniQwen2_5Omni
 
 
 @pytest.mark.parametrize("sizes", [[12], [48, 96], [41]])
-def test_windows_add_up_to_nearly_the_whole(sizes: list[int], vocoder: OmniQwen2_5OmniToken2Wav) -> None:
-    """The bounds are a little above what is measured; with nothing held back they would not hold."""
+def test_joined_windows_nearly_equal_the_whole(sizes: list[int], vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+    """The bounds are a little above the measured values; without held back blocks the test fails."""
     codes = make_codes(150)
     (whole,) = run(vocoder, [make_info(codes)])
     joined = torch.cat([run(vocoder, [window])[0] for window in cut(codes, sizes.copy())])
@@ -107,20 +107,20 @@ def test_windows_add_up_to_nearly_the_whole(sizes: list[int], vocoder: OmniQwen2
     assert (joined - whole).abs().max() < 5e-2 * rms(whole)
 
 
-def test_a_window_speaks_at_once_and_the_next_one_goes_on(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+def test_the_first_window_gives_audio_and_the_next_one_continues(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
     """One block is held back."""
     sizes = [run(vocoder, [window])[0].shape[0] for window in cut(make_codes(100), [40])]
     assert sizes == [codes * SAMPLES_PER_CODE for codes in (2 * BLOCK_CODES, 3 * BLOCK_CODES, 100 - 5 * BLOCK_CODES)]
 
 
-def test_too_little_to_speak_of_is_kept_for_the_next_window(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+def test_less_than_a_block_is_kept_for_the_next_window(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
     parts = [run(vocoder, [window])[0] for window in cut(make_codes(30), [15])]
     assert parts[0].shape == (0,)
     torch.testing.assert_close(parts[1], run(vocoder, [make_info(make_codes(30))])[0], rtol=0, atol=1e-5)
 
 
-def test_no_seam_can_be_heard(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
-    """The step from sample to sample where windows meet is that of the whole wave there."""
+def test_windows_join_without_a_jump(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+    """The difference of samples at the borders of windows equals that of the whole wave."""
     codes = make_codes(150)
     (whole,) = run(vocoder, [make_info(codes)])
     parts = [run(vocoder, [window])[0] for window in cut(codes, [40])]
@@ -139,7 +139,7 @@ def test_windows_of_several_requests_in_one_step_equal_those_of_each_alone(vocod
         torch.testing.assert_close(torch.cat([step[index] for step in steps]), expected, rtol=0, atol=1e-5)
 
 
-def test_an_empty_last_window_brings_what_was_held_back(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
+def test_an_empty_last_window_returns_the_held_back_audio(vocoder: OmniQwen2_5OmniToken2Wav) -> None:
     codes = make_codes(40)
     window = make_info(codes, is_last=False)
     parts = [*run(vocoder, [window])]
@@ -162,7 +162,7 @@ def test_a_step_that_fails_can_run_again(vocoder: OmniQwen2_5OmniToken2Wav, monk
 
 
 @torch.inference_mode()
-def test_a_device_without_the_quick_layers_makes_the_same_wave(
+def test_a_device_without_the_fast_layers_makes_the_same_wave(
     vocoder: OmniQwen2_5OmniToken2Wav, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes that are made while the reply is written equal the codes of the whole reply, at every window size."""
+"""Codes that are made from windows of the reply equal the codes of the whole reply, at every window size."""
 
 import msgspec
 import pytest
@@ -12,10 +12,8 @@ from vllm_omni.model_executor.models.qwen2_5_omni.stage_input_processors import 
 from vllm_omni.outputs import merge_stage_outputs
 from vllm_omni.stage.engines.llm_request import ARRequest
 
-from ..streams import Pieces, run_first_stage, run_stage
+from ..windows import Pieces, run_first_stage, run_stage
 from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +22,7 @@ def thoughts(thinker_engine: OmniLLMEngine, cases: dict[str, Case]) -> Pieces:
     return run_first_stage(thinker_engine, {name: case.prompt for name, case in cases.items()}, params)
 
 
-@pytest.mark.parametrize("window_size", [1, 4, -1])
+@pytest.mark.parametrize("window_size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, -1))])
 def test_codes_do_not_depend_on_when_text_arrives(
     window_size: int,
     thoughts: Pieces,

@@ -20,7 +20,7 @@ BATCH = 8
 
 
 class RecordLogits:
-    """Stands in for sampling: takes the likeliest code and keeps the logits."""
+    """Replaces sampling: takes the likeliest code and keeps the logits."""
 
     def __init__(self) -> None:
         self.logits: list[torch.Tensor] = []

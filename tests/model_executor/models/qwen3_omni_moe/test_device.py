@@ -19,7 +19,7 @@ from vllm_omni.model_executor.feedback import FedBackRows, InputPiece
 from vllm_omni.model_executor.models.qwen3_omni_moe.code2wav import OmniQwen3OmniMoeCode2Wav
 from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import CodePredictor
 from vllm_omni.model_executor.models.qwen3_omni_moe.residual_frames import Frame, FrameGraphs, ResidualSampling
-from vllm_omni.model_executor.models.qwen3_omni_moe.talker_feedback import TalkerFeedback
+from vllm_omni.model_executor.models.qwen3_omni_moe.talker import TalkerFeedback
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TalkerPromptBuilder, ThinkerRows
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ GREEDY, DRAWN, SEEDED = SamplingParams(temperature=0), SamplingParams(), Samplin
 
 @pytest.fixture(scope="module")
 def talker(config: PretrainedConfig) -> nn.ModuleDict:
-    """What a talker's feedback is made of, on the CPU, with random weights."""
+    """The modules of a talker's feedback, on the CPU, with random weights."""
     torch.manual_seed(0)
     talker_config = config.talker_config
     predictor = CodePredictor(talker_config.code_predictor_config, max_batch_size=4)
@@ -43,7 +43,7 @@ def talker(config: PretrainedConfig) -> nn.ModuleDict:
 
 @torch.no_grad()
 def speak(talker: nn.ModuleDict, device: torch.device) -> list[torch.Tensor]:
-    """Three requests, of which one draws its residual codes, one of them from a seed: what they read and emit."""
+    """Inputs and outputs of three requests: greedy, sampled, and sampled with a seed."""
     parts: Any = copy.deepcopy(talker).to(device)
     strategy = TalkerFeedback(parts["embedding"], parts["builder"], parts["predictor"], 2, max_model_len=80)
     torch.manual_seed(1)
@@ -68,7 +68,7 @@ def speak(talker: nn.ModuleDict, device: torch.device) -> list[torch.Tensor]:
     return made
 
 
-def test_what_the_talker_reads_and_emits(talker: nn.ModuleDict, device: SimulatedDevice) -> None:
+def test_inputs_and_outputs_of_the_talker(talker: nn.ModuleDict, device: SimulatedDevice) -> None:
     torch.testing.assert_close(on_cpu(speak(talker, DEVICE)), speak(talker, CPU))
 
 

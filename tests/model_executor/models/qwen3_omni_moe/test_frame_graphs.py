@@ -44,7 +44,7 @@ def inputs(batch_size: int, sampled: bool) -> tuple[torch.Tensor, torch.Tensor, 
     return 10 * torch.randn(batch_size, HIDDEN), torch.randn(batch_size, HIDDEN), sampling
 
 
-def test_frames_are_those_without_graphs_whatever_ran_before() -> None:
+def test_frames_with_graphs_equal_those_without() -> None:
     torch.manual_seed(0)
     setting, made = Setting(), []
     for batch_size in (3, 1, 6, 3, 2, 4, 5, 1):

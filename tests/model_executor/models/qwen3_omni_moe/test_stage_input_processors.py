@@ -102,7 +102,7 @@ def test_the_end_of_speech_and_a_placeholder_that_is_never_sampled(
     assert talker.text_config.vocab_size - 1024 <= placeholder < talker.text_config.vocab_size
 
 
-def test_a_reply_of_one_token_has_nothing_to_say(to_talker: ThinkerToTalker, config: PretrainedConfig) -> None:
+def test_a_reply_of_one_token_has_no_speech(to_talker: ThinkerToTalker, config: PretrainedConfig) -> None:
     prompt = render(config, (config.user_token_id, [30]))
     assert process(to_talker, thinker_output(config, prompt, num_generated=1)) is None
     assert process(to_talker, thinker_output(config, prompt, num_generated=2)) is not None
@@ -126,7 +126,7 @@ def as_stream(output: StageOutput) -> Iterator[StageOutput]:
 
 @pytest.mark.parametrize("num_generated", [1, 2, 3, 9, 10])
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_a_reply_in_windows_is_the_whole_in_pieces(
+def test_a_reply_in_windows_equals_the_whole(
     num_generated: int, size: int, to_talker: ThinkerToTalker, config: PretrainedConfig
 ) -> None:
     whole = thinker_output(config, render(config, (config.user_token_id, [30])), num_generated)

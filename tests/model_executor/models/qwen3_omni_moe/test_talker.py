@@ -106,7 +106,7 @@ def test_without_a_seed_every_run_differs(
     assert not torch.equal(first, second)
 
 
-def test_hot_sampling_never_leaves_the_codebook(
+def test_sampling_at_a_high_temperature_stays_in_the_codebook(
     talker_engine: OmniLLMEngine, cases: dict[str, Case], make_prompt: Any, make_params: Any, config: PretrainedConfig
 ) -> None:
     prompts = {str(i): make_prompt(cases["text"]) for i in range(4)}

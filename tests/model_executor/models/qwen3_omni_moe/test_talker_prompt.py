@@ -59,6 +59,6 @@ def test_media_rows_take_the_other_projection(builder: TalkerPromptBuilder, conf
     assert made[0].prompt.shape[0] == 5 + NUM_TAIL_ROWS
 
 
-def test_a_request_without_the_thinker_s_rows_says_what_is_missing() -> None:
+def test_an_error_names_missing_thinker_rows() -> None:
     with pytest.raises(KeyError, match="user_rows"):
         ThinkerRows.pop_from({"speaker_id": 1})

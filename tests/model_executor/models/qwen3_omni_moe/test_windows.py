@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speech that is made while the reply is written equals the speech of the whole reply, at every window size."""
+"""Speech that is made from windows of the reply equals the speech of the whole reply, at every window size."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
-from tests.model_executor.models.streams import Pieces, run_first_stage, run_stage
+from tests.model_executor.models.windows import Pieces, run_first_stage, run_stage
 from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageRequest
@@ -18,8 +18,6 @@ from vllm_omni.outputs import StageOutput, merge_stage_outputs
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest
 
 from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +31,7 @@ def with_params(cases: dict[str, Case], params: SamplingParams) -> dict[str, Sta
     return {name: msgspec.structs.replace(r, sampling_params=params) for name, r in requests.items()}
 
 
-@pytest.mark.parametrize("text_window", [1, 3, 16])
+@pytest.mark.parametrize("text_window", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 16))])
 def test_codes_do_not_depend_on_when_text_arrives(
     text_window: int,
     thoughts: Pieces,
@@ -52,15 +50,15 @@ def test_codes_do_not_depend_on_when_text_arrives(
 
 
 def one_by_one(name: str, codes: torch.Tensor) -> Iterator[StageOutput]:
-    """`[frames, groups]` codes, frame by frame; one piece without any where there are none."""
+    """`[frames, groups]` codes, frame by frame; one empty piece for no codes."""
     frames = codes.split(1) if len(codes) else [codes]
     for i, frame in enumerate(frames):
         is_last = i == len(frames) - 1
         yield StageOutput(request_id=name, stage_id=1, tensors={"codes": frame}, is_last=is_last)
 
 
-@pytest.mark.parametrize("code_window", [1, 2, 7, 25, -1])
-def test_the_waveform_has_no_seams(
+@pytest.mark.parametrize("code_window", [7, -1, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 25))])
+def test_the_waveform_has_no_jumps_between_windows(
     code_window: int, code2wav_engine: OmniLLMEngine, cases: dict[str, Case], config: PretrainedConfig
 ) -> None:
     codes = {name: case.expected.codes.T for name, case in cases.items()}

@@ -15,7 +15,6 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniPr
 from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import DEFAULT_SPEAKER, load_speakers
-from vllm_omni.model_executor.models.qwen2_5_omni.talker_feedback import PROMPT_ROWS, SPEAKER
 from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import (
     REPLY_ROWS,
     TALKER_INPUT,
@@ -25,6 +24,9 @@ from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import (
 )
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import StageOutput
+
+PROMPT_ROWS = "prompt_rows"
+SPEAKER = "speaker"
 
 MM_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "audio_feature_lengths", "use_audio_in_video")
 """The fields of a prompt's media that positions depend on, by vLLM's names."""

@@ -132,12 +132,7 @@ class ThinkerToTalker(QwenOmniThinkerToTalker):
         return start
 
     def _make_prompt(
-        self,
-        request: StageRequest,
-        prompt_ids: torch.Tensor,
-        user: torch.Tensor,
-        rows: torch.Tensor,
-        reply_start: int,
+        self, request: StageRequest, prompt_ids: torch.Tensor, user: torch.Tensor, rows: torch.Tensor, reply_start: int
     ) -> StageInput:
         """
         Args:

@@ -97,10 +97,7 @@ class TalkerPromptBuilder(nn.Module):
         header, first = reply[:NUM_HEADER_ROWS], reply[NUM_HEADER_ROWS : NUM_HEADER_ROWS + 1]
         tail = torch.cat((header, pad.expand(4, -1), bos, first))
         tail[NUM_HEADER_ROWS:] += codec_embedding(self._control_codes(rows.speaker_id))
-        return TalkerText(
-            prompt=torch.cat((self._project_user(rows), tail)),
-            trailing=reply[NUM_HEADER_ROWS + 1 :],
-        )
+        return TalkerText(prompt=torch.cat((self._project_user(rows), tail)), trailing=reply[NUM_HEADER_ROWS + 1 :])
 
     def project_reply(self, reply_rows: torch.Tensor) -> torch.Tensor:
         """`[n, thinker_hidden]` on any device -> `[n, hidden]`."""

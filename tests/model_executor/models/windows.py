@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one stage's engine in this process on input that arrives in windows: many requests, at random moments."""
+"""Runs one stage's engine in this process on input that arrives in windows: many requests, in random order."""
 
 import random
 from collections import deque
@@ -18,7 +18,7 @@ from vllm_omni.stage.engines.llm_request import ARRequest, Items, LLMRequest
 from vllm_omni.stage.window import WindowState
 
 Pieces = dict[str, list[StageOutput]]
-"""Of each request the pieces of a stage's output, in order; the last one says so."""
+"""For each request the pieces of a stage's output, in order; the last one has `is_last`."""
 
 
 def run_first_stage(engine: OmniLLMEngine, prompts: Mapping[str, Any], params: SamplingParams) -> Pieces:
@@ -45,11 +45,11 @@ def run_stage(
     Args:
         requests: By name, with this stage's sampling parameters.
         sources: The output of the stage that this one reads.
-        window: How that is cut.
-        seed: Of the moments at which windows arrive.
+        window: Of the sources' output.
+        seed: Of the order in which windows arrive.
 
     Returns:
-        As `run_first_stage`. Requests with nothing to do have the processor's empty output.
+        As `run_first_stage`. Requests without input have the processor's empty output.
     """
     rng, running, waiting, pieces = random.Random(seed), {}, {}, {}
     for name, request in requests.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that share a diffusion stage: each has the adapter and the previews that it asked for, and no others."""
+"""Requests that share a diffusion stage: each has its own adapter and previews, and no others."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,7 +50,7 @@ def bare(model: Path) -> DiffusionPipeline:
     return pipe
 
 
-def paint_bare(pipe: DiffusionPipeline, prompt: str, on_step: Any = None) -> np.ndarray:
+def generate_with_diffusers(pipe: DiffusionPipeline, prompt: str, on_step: Any = None) -> np.ndarray:
     """float32 `[height, width, 3]`."""
     settings = {**SETTINGS, "generator": torch.Generator().manual_seed(SETTINGS["seed"]), "output_type": "np"}
     del settings["seed"], settings["output_format"]
@@ -65,41 +65,41 @@ def events_of(llm: OmniLLM, prompts: list[str], lora_request: Any = None, **sett
     return {request_id: events[request_id] for request_id in sorted(events, key=int)}
 
 
-def picture_of(events: list) -> np.ndarray:
+def image_of(events: list) -> np.ndarray:
     assert isinstance(events[-1], CompletedEvent)
     return events[-1].outputs[0].images[0]
 
 
-def assert_same(picture: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(picture, expected, rtol=0, atol=1e-4)
+def assert_same(image: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(image, expected, rtol=0, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
-def painted_bare(bare: DiffusionPipeline, adapters: list[LoRARequest]) -> Callable[[str, int | None, float], Any]:
-    """What bare diffusers paints of a prompt with an adapter, or with none, and a scale."""
-    pictures = {(prompt, None, 1.0): paint_bare(bare, prompt) for prompt in PROMPTS}
+def diffusers_image(bare: DiffusionPipeline, adapters: list[LoRARequest]) -> Callable[[str, int | None, float], Any]:
+    """Images of diffusers itself for a prompt, an adapter or none, and a scale."""
+    images = {(prompt, None, 1.0): generate_with_diffusers(bare, prompt) for prompt in PROMPTS}
     for index, adapter in enumerate(adapters):
         bare.load_lora_weights(adapter.lora_path, adapter_name=adapter.lora_name)
         for scale in (1.0, 0.5):
             bare.set_adapters([adapter.lora_name], [scale])
-            pictures |= {(prompt, index, scale): paint_bare(bare, prompt) for prompt in PROMPTS}
+            images |= {(prompt, index, scale): generate_with_diffusers(bare, prompt) for prompt in PROMPTS}
     bare.unload_lora_weights()
-    return lambda prompt, index, scale: pictures[prompt, index, scale]
+    return lambda prompt, index, scale: images[prompt, index, scale]
 
 
-def test_requests_with_and_without_adapters_share_a_stage(llm, adapters, painted_bare):
+def test_requests_with_and_without_adapters_share_a_stage(llm, adapters, diffusers_image):
     asked = [(prompt, index) for index in (None, 0, 1, 2, 0, None) for prompt in PROMPTS]
     adapter_of = [None if index is None else adapters[index] for _prompt, index in asked]
     outputs = llm.generate([prompt for prompt, _index in asked], SETTINGS, use_tqdm=False, lora_request=adapter_of)
 
     for (prompt, index), output in zip(asked, outputs, strict=True):
-        assert_same(output.images[0], painted_bare(prompt, index, 1.0))
-    styles = [painted_bare(PROMPTS[0], index, 1.0) for index in (None, 0, 1, 2)]
+        assert_same(output.images[0], diffusers_image(prompt, index, 1.0))
+    styles = [diffusers_image(PROMPTS[0], index, 1.0) for index in (None, 0, 1, 2)]
     differences = [np.abs(a - b).max() for i, a in enumerate(styles) for b in styles[:i]]
     assert min(differences) > 0.02, "adapters that change nothing would prove nothing"
 
 
-def test_one_adapter_counts_as_each_request_says(llm, adapters, painted_bare):
+def test_one_adapter_with_a_scale_for_each_request(llm, adapters, diffusers_image):
     streams = {
         scale: llm.generate(
             PROMPTS, {**SETTINGS, "lora_scale": scale}, stream=True, lora_request=[adapters[0], adapters[0]]
@@ -110,37 +110,37 @@ def test_one_adapter_counts_as_each_request_says(llm, adapters, painted_bare):
         done = [event for event in events if isinstance(event, CompletedEvent)]
         done.sort(key=lambda event: int(event.request_id))
         for prompt, event in zip(PROMPTS, done, strict=True):
-            assert_same(event.outputs[0].images[0], painted_bare(prompt, 0, scale))
+            assert_same(event.outputs[0].images[0], diffusers_image(prompt, 0, scale))
 
 
-def test_a_file_that_is_no_adapter_fails_its_request_alone(llm, adapters, painted_bare, model):
+def test_an_invalid_adapter_file_fails_only_its_request(llm, adapters, diffusers_image, model):
     weights = str(model / "transformer")
     requests = [adapters[0], LoRARequest("whole", 9, weights), None]
     good, bad, plain = events_of(llm, [PROMPTS[0]] * 3, requests).values()
 
-    assert_same(picture_of(good), painted_bare(PROMPTS[0], 0, 1.0))
-    assert_same(picture_of(plain), painted_bare(PROMPTS[0], None, 1.0))
+    assert_same(image_of(good), diffusers_image(PROMPTS[0], 0, 1.0))
+    assert_same(image_of(plain), diffusers_image(PROMPTS[0], None, 1.0))
     assert isinstance(bad[-1], ErrorEvent)
-    assert "LoRA adapter 'whole'" in str(bad[-1].error) and "holds what is no LoRA" in str(bad[-1].error)
+    assert "LoRA adapter 'whole'" in str(bad[-1].error) and "has weights that are no LoRA" in str(bad[-1].error)
 
 
 def progress_of(events: list) -> list[ImageProgressEvent]:
     return [event for event in events if isinstance(event, ImageProgressEvent)]
 
 
-def test_no_request_has_previews_that_it_did_not_ask_for(llm):
+def test_only_requests_with_preview_every_have_previews(llm):
     for events in events_of(llm, PROMPTS).values():
         assert [event.step for event in progress_of(events)] == list(range(NUM_STEPS))
         assert all(event.image is None for event in progress_of(events))
 
 
-def test_previews_come_every_so_many_steps_small_and_leave_the_picture_alone(llm, painted_bare):
+def test_previews_come_every_n_steps_and_do_not_change_the_image(llm, diffusers_image):
     for prompt, events in zip(PROMPTS, events_of(llm, PROMPTS, preview_every=2).values(), strict=True):
         previews = {event.step: event.image for event in progress_of(events) if event.image is not None}
         assert list(previews) == [1, 3]
         assert all((image.dtype, image.shape) == (torch.uint8, (16, 32, 3)) for image in previews.values())
         assert not torch.equal(previews[1], previews[3])
-        assert_same(picture_of(events), painted_bare(prompt, None, 1.0))
+        assert_same(image_of(events), diffusers_image(prompt, None, 1.0))
 
 
 def test_each_output_of_a_request_has_previews_of_its_own(llm):
@@ -150,14 +150,14 @@ def test_each_output_of_a_request_has_previews_of_its_own(llm):
     assert not torch.equal(previews[0], previews[1])
 
 
-def test_a_preview_is_of_what_the_picture_would_be_if_the_rest_of_the_way_were_straight(llm, bare):
+def test_a_preview_shows_the_estimate_for_a_straight_flow(llm, bare):
     latents: list[torch.Tensor] = []
 
     def keep(_pipe: Any, _step: int, _timestep: Any, tensors: dict[str, torch.Tensor]) -> dict:
         latents.append(tensors["latents"])
         return {}
 
-    paint_bare(bare, PROMPTS[0], keep)
+    generate_with_diffusers(bare, PROMPTS[0], keep)
     clean = estimate_clean(bare.scheduler, 3, latents[2], latents[3])
     expected, raw = (make_preview(bare, x, 32, 64, PREVIEW_SIZE).float() for x in (clean, latents[3]))
     (events,) = events_of(llm, PROMPTS[:1], preview_every=4).values()

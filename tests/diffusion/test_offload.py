@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which components are on the accelerator. There is none: some modules only say where they were sent, and a pipeline is
-moved from the CPU to the CPU, by everything that would move it elsewhere."""
+"""Which components are on the accelerator. Without one: some modules only record where they were moved, and a pipeline
+is moved from the CPU to the CPU, by everything that would move it elsewhere."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import compute
 from vllm_omni.diffusion.job import DiffusionJob
 from vllm_omni.diffusion.loader import load_pipeline
-from vllm_omni.diffusion.offload import OneAtATime, place
+from vllm_omni.diffusion.offload import OneAtATime, place_modules
 from vllm_omni.errors import StageConfigError
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
@@ -39,7 +39,7 @@ class Component(torch.nn.Module):
         return x.device
 
 
-def test_a_component_comes_when_it_is_called_and_the_others_go() -> None:
+def test_a_component_is_on_the_device_only_when_it_is_called() -> None:
     components = [Component() for _ in range(3)]
     for component in components:
         add_hook_to_module(component, OneAtATime(ELSEWHERE, components))
@@ -48,7 +48,7 @@ def test_a_component_comes_when_it_is_called_and_the_others_go() -> None:
         assert [c.place for c in components] == ["meta" if i == called else "cpu" for i in range(3)]
 
 
-def test_the_pipeline_computes_where_they_come_to() -> None:
+def test_the_pipeline_computes_on_the_onload_device() -> None:
     component = Component()
     add_hook_to_module(component, OneAtATime(ELSEWHERE, [component]))
 
@@ -58,8 +58,8 @@ def test_the_pipeline_computes_where_they_come_to() -> None:
     assert Pipeline()._execution_device == ELSEWHERE
 
 
-def paint(runner: DiffusionModelRunner, pipe: DiffusionPipeline, seeds: list[int]) -> list[torch.Tensor]:
-    """Pictures that are made side by side, each module call computed alone."""
+def generate(runner: DiffusionModelRunner, pipe: DiffusionPipeline, seeds: list[int]) -> list[torch.Tensor]:
+    """Concurrent images, each module call computed alone."""
     ends = []
     for seed in seeds:
         job = DiffusionJob(
@@ -73,21 +73,21 @@ def paint(runner: DiffusionModelRunner, pipe: DiffusionPipeline, seeds: list[int
 
 
 @pytest.mark.parametrize("offload", ["model", "group", "sequential"])
-def test_pictures_of_weights_that_come_and_go(tiny_diffusion: Callable[[str], Path], offload: Any) -> None:
+def test_images_with_offloaded_weights(tiny_diffusion: Callable[[str], Path], offload: Any) -> None:
     config = DiTConfig(offload=offload)
     pipe = load_pipeline(str(tiny_diffusion("z_image")), DiTConfig(), CPU)
-    place(pipe, {name: pipe.components[name] for name in ("text_encoder", "transformer", "vae")}, config, CPU)
+    place_modules(pipe, {name: pipe.components[name] for name in ("text_encoder", "transformer", "vae")}, config, CPU)
     runner = DiffusionModelRunner(pipe, config, CPU)
     oracle = DiffusersOracle(tiny_diffusion("z_image"))
-    for _ in range(2):  # what moves the weights outlives a picture
-        for seed, picture in zip((1, 2), paint(runner, pipe, [1, 2]), strict=True):
-            assert (picture - oracle.generate("a", seed=seed, **ARGUMENTS)).abs().max() < 1e-4
+    for _ in range(2):  # the hooks stay after an image
+        for seed, image in zip((1, 2), generate(runner, pipe, [1, 2]), strict=True):
+            assert (image - oracle.generate("a", seed=seed, **ARGUMENTS)).abs().max() < 1e-4
 
 
-def test_weights_that_do_not_fit() -> None:
+def test_weights_larger_than_the_device() -> None:
     class TooLarge(torch.nn.Module):
         def to(self, *args: Any) -> "TooLarge":  # type: ignore[override]
             raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 
     with pytest.raises(StageConfigError, match=r"does not fit on cpu: tried to allocate 20 GiB; set .*offload"):
-        place(DiffusionPipeline(), {"transformer": TooLarge()}, DiTConfig(), CPU)
+        place_modules(DiffusionPipeline(), {"transformer": TooLarge()}, DiTConfig(), CPU)

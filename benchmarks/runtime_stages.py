@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function stages that `runtime.py` measures. They do nothing but look at the clock.
+"""The function stages of `runtime.py`, and the other end of its ZMQ round trip: `python runtime_stages.py DIRECTORY`.
 
-`time.monotonic()` is one clock for all processes of a machine. They import nothing of the benchmark, because every
-stage process imports them.
+`time.monotonic()` is one clock for all processes of a machine.
 """
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import zmq
 
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
@@ -23,7 +24,7 @@ def nothing(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[s
 
 
 def send(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
-    """Hands over the time, and a tensor of the option `num_bytes`, which is made once: the hop begins when it ends."""
+    """Hands over the time, and a tensor of the option `num_bytes`, which is made once: the hop starts when it ends."""
     num_bytes = request.options["num_bytes"]
     values: dict[str, Any] = {}
     if num_bytes:
@@ -34,10 +35,10 @@ def send(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str,
 
 
 def receive(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
-    """Answers how many seconds the hop took.
+    """Returns the seconds of the hop.
 
-    Memory that has arrived may still have to be mapped when it is first read. A first read that takes longer than a
-    second one is therefore part of the hop.
+    Memory that has arrived may still have to be mapped when it is first read. The time that a first read takes longer
+    than a second one is part of the hop.
     """
     received = time.monotonic()
     (source,) = sources.values()
@@ -52,3 +53,16 @@ def _time_of_reading(tensor: torch.Tensor) -> float:
     started = time.monotonic()
     tensor.max()
     return time.monotonic() - started
+
+
+def echo(directory: str) -> None:
+    """Sends messages back, over PUSH and PULL sockets on `ipc://` as between stages, until an empty one arrives."""
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
+        pull.bind(f"ipc://{directory}/forth.sock")
+        push.connect(f"ipc://{directory}/back.sock")
+        while message := pull.recv():
+            push.send(message)
+
+
+if __name__ == "__main__":
+    echo(sys.argv[1])

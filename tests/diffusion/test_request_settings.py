@@ -14,7 +14,7 @@ def arguments(class_name: str, **settings: Any) -> dict[str, Any]:
     return call_arguments(getattr(diffusers, class_name), DiffusionSamplingParams(**settings))
 
 
-def test_only_what_was_asked_for_is_given() -> None:
+def test_only_settings_that_are_set_are_passed() -> None:
     assert arguments("ZImagePipeline", seed=4, num_outputs_per_prompt=3, output_format="png", preview_every=2) == {}
 
 
@@ -31,7 +31,7 @@ def test_settings_keep_their_names() -> None:
     ("class_name", "expected"),
     [("WanPipeline", {}), ("LTXPipeline", {"frame_rate": 24.0}), ("CosmosTextToWorldPipeline", {"fps": 24.0})],
 )
-def test_frames_per_second_go_to_pipelines_that_ask_for_them(class_name: str, expected: dict[str, float]) -> None:
+def test_fps_is_passed_to_pipelines_that_take_it(class_name: str, expected: dict[str, float]) -> None:
     assert arguments(class_name, fps=24.0) == expected
 
 
@@ -39,7 +39,7 @@ def test_frames_per_second_go_to_pipelines_that_ask_for_them(class_name: str, ex
     ("class_name", "expected"),
     [("WanPipeline", None), ("LTXPipeline", 25), ("StableVideoDiffusionPipeline", 7), ("ZImagePipeline", None)],
 )
-def test_a_video_has_the_speed_that_its_pipeline_makes_it_for(class_name: str, expected: float | None) -> None:
+def test_the_default_fps_is_that_of_the_pipeline(class_name: str, expected: float | None) -> None:
     assert default_fps(getattr(diffusers, class_name)) == expected
 
 
@@ -53,11 +53,11 @@ def test_a_video_has_the_speed_that_its_pipeline_makes_it_for(class_name: str, e
         ("WanPipeline", {"true_cfg_scale": 2.0}, ["does not take 'true_cfg_scale'", "num_frames"]),
         ("StableAudioPipeline", {"height": 64}, ["does not take 'height'", "audio_end_in_s"]),
         ("ZImagePipeline", {"extra_args": {"max_sequence_len": 9}}, ["did you mean 'max_sequence_length'"]),
-        ("ZImagePipeline", {"extra_args": {"height": 64}}, ["'height' is a setting of its own"]),
+        ("ZImagePipeline", {"extra_args": {"height": 64}}, ["'height' is a field of its own"]),
         ("LTXPipeline", {"extra_args": {"frame_rate": 8}}, ["'frame_rate'", "comes from fps"]),
         ("ZImagePipeline", {"extra_args": {"num_images_per_prompt": 2}}, ["comes from num_outputs_per_prompt"]),
         ("ZImagePipeline", {"extra_args": {"generator": 2}}, ["'generator'", "comes from seed"]),
-        ("ZImagePipeline", {"extra_args": {"return_dict": False}}, ["'return_dict' is given by the stage itself"]),
+        ("ZImagePipeline", {"extra_args": {"return_dict": False}}, ["'return_dict' is set by the stage"]),
         ("ZImagePipeline", {"extra_args": {"self": 1}}, ["does not take 'self'"]),
     ],
 )

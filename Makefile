@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Each target makes the environment it needs first; that takes minutes once and nothing afterwards.
-#   PYTHON      the Python to make it with (default: python3, or a newer one on PATH if that is too old)
-#   OMNI_EXTRA  which vLLM: cpu (default) or cuda
-#   PYTEST_ARGS what pytest gets besides the settings in pyproject.toml
+# Each target first makes its environment; that takes minutes the first time only.
+#   PYTHON      the Python for the environment (default: python3, or a newer one on PATH if that is too old)
+#   OMNI_EXTRA  the build of vLLM: cpu (default) or cuda
+#   PYTEST_ARGS further arguments of pytest
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,22 +10,23 @@ OMNI_EXTRA ?= cpu
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(OMNI_EXTRA)
-# Two processes; tests/conftest.py keeps those tests in one that share an engine or a server.
-PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup
+# Two processes; tests/conftest.py keeps tests that share an engine or a server in one of them. Where bytecode is not kept,
+# rewriting the tests' assertions takes ten seconds of each process.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup
 
-# With more threads than one, OpenMP's waiting threads slow tiny models down several times.
+# With several threads, OpenMP's waiting threads slow tiny models down several times.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint clean
 
-help:  ## Say what there is
+help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(STAMP)  ## Ask a tiny pipeline about a picture and a spoken clip, and let one paint; writes demo_output/
+demo: $(STAMP)  ## Run a tiny omni pipeline and a tiny image pipeline; writes demo_output/
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP)  ## Run the tests of what matters most
+test: $(STAMP)  ## Run the main tests
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(STAMP)  ## Run the other tests
@@ -36,7 +37,7 @@ lint: $(STAMP)  ## Check style and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-clean:  ## Remove the environment and everything that was made
+clean:  ## Remove the environment and all generated files
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache demo_output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -3,9 +3,9 @@
 
     python benchmarks/overhead.py [--model DIR] [--output FILE.json] [--quick]
 
-All run the same model with the same engine arguments on the same batch of 32 prompts, in turns in one run, and
-all tokens are compared. Plain vLLM runs twice: as it comes, with its engine in processes of its own, and inside
-this process, where nothing is passed on at all.
+All run the same model with the same engine arguments on the same batch of 32 prompts, in turns in one run, and all
+tokens are compared. Plain vLLM runs twice: with its engine in processes of its own, which is its default, and inside
+this process, where no message is sent at all.
 """
 
 import os
@@ -36,8 +36,8 @@ ENGINE_ARGS: dict[str, Any] = {
 }
 
 
-class Contestant:
-    """Answers the batch, and keeps count."""
+class Backend:
+    """Generates the batch, and keeps the rates."""
 
     def __init__(self, name: str, generate: Callable[[list[dict[str, Any]]], list[Any]]) -> None:
         self.name = name
@@ -53,8 +53,8 @@ class Contestant:
         self.rates.append(sum(map(len, self.token_ids)) / seconds)
 
 
-def measure(model: Path, tokens: int, rounds: int) -> list[Contestant]:
-    """Us and plain vLLM, in turns; the first round of each warms up and is not counted."""
+def measure(model: Path, tokens: int, rounds: int) -> list[Backend]:
+    """`OmniLLM` and plain vLLM, in turns; the first round of each warms up and is not counted."""
     prompts = [make_prompt(model, "text", seed) for seed in range(BATCH)]
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     progress("starting")
@@ -63,22 +63,22 @@ def measure(model: Path, tokens: int, rounds: int) -> list[Contestant]:
         plain = LLM(model=str(model), **ENGINE_ARGS)
     with starting.result() as omni:
         inside = _llm_in_this_process(model)
-        contestants = [
-            Contestant(OMNI, lambda batch: omni.generate(batch, [params], use_tqdm=False)),
-            Contestant(PLAIN, lambda batch: plain.generate(batch, params, use_tqdm=False)),
-            Contestant(INSIDE, lambda batch: inside.generate(batch, params, use_tqdm=False)),
+        backends = [
+            Backend(OMNI, lambda batch: omni.generate(batch, [params], use_tqdm=False)),
+            Backend(PLAIN, lambda batch: plain.generate(batch, params, use_tqdm=False)),
+            Backend(INSIDE, lambda batch: inside.generate(batch, params, use_tqdm=False)),
         ]
         for number in range(1 + rounds):
             progress(f"round {number} of {rounds}" if number else "warming up")
-            for contestant in contestants:
-                contestant.run(prompts)
-    for contestant in contestants:
-        del contestant.rates[0]
-    return contestants
+            for backend in backends:
+                backend.run(prompts)
+    for backend in backends:
+        del backend.rates[0]
+    return backends
 
 
 def _llm_in_this_process(model: Path) -> LLM:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read while the engine is made
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read while the engine is constructed
     try:
         return LLM(model=str(model), **ENGINE_ARGS)
     finally:
@@ -95,14 +95,16 @@ def main() -> None:
     tokens, rounds = (64, 4) if args.quick else (128, 12)
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or write_tiny_checkpoint("qwen3", folder, size=args.size)
-        contestants = measure(model, tokens, rounds)
-    if any(contestant.token_ids != contestants[0].token_ids for contestant in contestants):
+        backends = measure(model, tokens, rounds)
+    if any(backend.token_ids != backends[0].token_ids for backend in backends):
         sys.exit("not comparable: different tokens")
     report = Report("overhead", {"batch": BATCH, "tokens": tokens, "rounds": rounds, "quick": str(args.quick)})
-    median = {contestant.name: percentile(contestant.rates, 50) for contestant in contestants}
-    for contestant in contestants:
-        name, rates = contestant.name, contestant.rates
-        report.rows.append({"who": name, "tokens/s (median)": median[name], "least": min(rates), "most": max(rates)})
+    median = {backend.name: percentile(backend.rates, 50) for backend in backends}
+    for backend in backends:
+        name, rates = backend.name, backend.rates
+        report.rows.append(
+            {"backend": name, "tokens/s (median)": median[name], "least": min(rates), "most": max(rates)}
+        )
     report.ratios["tokens_per_second"] = median[OMNI] / median[PLAIN]
     report.ratios["tokens_per_second_to_in_process"] = median[OMNI] / median[INSIDE]
     report.notes.append("ratios are those of the medians; all tokens were equal")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every benchmark reports: a table on the screen and, with `--output`, a JSON file.
+"""The report of every benchmark: a table on the screen and, with `--output`, a JSON file.
 
-Knows nothing of what is measured. The file's key `ratios` maps a name to a number, so that two runs can be
-compared by a script; above 1 is better for us, whatever the quantity.
+The file's key `ratios` maps a name to a number, so that a script can compare two runs.
 """
 
 import argparse
@@ -23,14 +22,14 @@ _STARTED = time.monotonic()
 
 @dataclass
 class Report:
-    """What one run found out.
+    """The figures of one run.
 
     Attributes:
         name: The benchmark.
-        settings: What was asked for and what it ran on.
+        settings: Its arguments, and the machine.
         rows: The table; all rows have the same keys, which are its headings.
-        ratios: Ours to the reference's.
-        notes: Sentences that a reader of the table must know.
+        ratios: Ours to the baseline's; the notes explain each.
+        notes: Sentences that explain the table.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def finish(self, output: Path | None) -> None:
-        """Prints the table, the ratios and the notes; writes all of it to `output` if that is given."""
+        """Prints the table, the ratios and the notes; writes all of them to `output` if that is given."""
         self.settings |= machine()
         print(f"\n{self.name}: " + ", ".join(f"{key} {value}" for key, value in self.settings.items()) + "\n")
         print(format_table(self.rows))
@@ -57,12 +56,12 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the arguments that every benchmark has."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: ends within a minute, and is noisier")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: ends within minutes, and is noisier")
     return parser
 
 
 def machine() -> dict[str, Cell]:
-    """What the figures depend on besides the code."""
+    """What the figures depend on, besides the code."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "processor": platform.processor() or platform.machine(),
@@ -71,7 +70,7 @@ def machine() -> dict[str, Cell]:
 
 
 def progress(text: str) -> None:
-    """Says on stderr what is going on, and how long after the start of the program."""
+    """Prints on stderr what is running, and the seconds since the start of the program."""
     print(f"[{time.monotonic() - _STARTED:5.1f} s] {text}", file=sys.stderr, flush=True)
 
 

@@ -1,245 +1,239 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speech as it is made: streaming against the full hand-over, and against HF transformers, in one run.
+"""Latency of speech: segments streamed between stages against full hand-over, in one run, round by round.
 
     python benchmarks/streaming.py [--models NAME ...] [--sizes default large] [--concurrency 1 4 8]
                                    [--output FILE.json] [--quick]
 
-For each model two pipelines answer the same prompts (text, image, audio and video in turn), greedily in float32, at the
-same length: 10 seconds of speech. One streams as its stage configuration says; in the other every stage hands its whole
-result over at once. As many callers as the concurrency says send a request each, and the next one when it is done. HF
-transformers answers one after the other. Weights are random; the large size is measured against HF only.
+For each model two pipelines get the same prompts (text, image, audio and video in turn), greedily in float32, and make
+10 seconds of speech for each (3 with `--quick`). One streams as its stage configuration has it; in the other every
+stage hands over its whole result. Each of `--concurrency` clients sends its next request when the last one is done.
+Weights are random.
 
-TTFT, TTFA: time to the first token, and to the first piece of speech. RTF: seconds for each second of speech. A gap is
-the time between two pieces. Underrun: seconds of silence for a listener who plays from the first piece on.
+TTFT, TTFA: time to the first token, and to the first segment of speech. RTF: seconds for each second of speech. A gap
+is the time between two segments. Underrun: seconds of silence for a client that plays from the first segment on.
 """
 
+import asyncio
+import itertools
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from contestants import HFContestant, Load, hf_contestants, sampling_params
-from listeners import Asker, Listening, Session, run_session
+from backends import WAVE_RATE, sampling_params
 from report import Report, make_parser, percentile, progress
 from transformers.utils import logging
 
-from vllm_omni import AsyncOmniLLM
+from vllm_omni import ARSegmentEvent, AsyncOmniLLM, CompletedEvent, ErrorEvent
 from vllm_omni.config.utils import stage_configs_dir
-from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import mixed_prompts
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
-SAMPLE_RATE = 24_000
-STREAMING, WHOLE, FULL = "streaming", "not listening along", "full hand-over"
+STREAMING, WHOLE, FULL = "streaming", "streaming, client does not stream", "full hand-over"
+TEXT_TOKENS = 40
+CODES = {"qwen2_5_omni": (50.0, 0), "qwen3_omni_moe": (12.5, 1)}
+"""The talker's tokens for a second of speech, and those that make none."""
+
+
+@dataclass
+class Response:
+    """What a client received of one request, and when. Times are seconds since it was sent.
+
+    Attributes:
+        segments: When each segment of speech arrived, and how long it plays.
+        samples: Of the speech.
+    """
+
+    first_text: float = 0.0
+    segments: list[tuple[float, float]] = field(default_factory=list)
+    completed: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    samples: int = 0
+
+    @property
+    def first_audio(self) -> float:
+        return self.segments[0][0]
+
+    @property
+    def real_time_factor(self) -> float:
+        return self.completed * WAVE_RATE / self.samples
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - sooner for (sooner, _), (later, _) in itertools.pairwise(self.segments)]
+
+    @property
+    def underrun(self) -> float:
+        silence, played_until = 0.0, self.first_audio
+        for when, seconds in self.segments:
+            silence += max(0.0, when - played_until)
+            played_until = max(played_until, when) + seconds
+        return silence
+
+    def add(self, event: ARSegmentEvent | CompletedEvent, when: float) -> None:
+        if isinstance(event, CompletedEvent):  # of a client that does not stream
+            text, speech = event.outputs
+            self.first_text, self.token_ids = when, list(text.outputs[0].token_ids)
+            self._add_audio(len(speech.multimodal_output["audio"]), when)
+        elif event.final_output_type == "text":
+            self.first_text = self.first_text or when
+            self.token_ids += event.tokens
+        elif "audio" in event.multimodal_output:
+            self._add_audio(len(event.multimodal_output["audio"]), when)
+
+    def _add_audio(self, samples: int, when: float) -> None:
+        self.samples += samples
+        self.segments.append((when, samples / WAVE_RATE))
 
 
 @dataclass(frozen=True)
-class Model:
-    """
-    Attributes:
-        name: Of the tiny checkpoint, and of the stage configuration.
-        codes_per_second: The talker's tokens for a second of speech.
-        extra_tokens: Sampled beyond those that are spoken.
-    """
+class Client:
+    llm: AsyncOmniLLM
+    params: list[Any]
+    streams: bool
 
-    name: str
-    codes_per_second: float
-    extra_tokens: int
+    def run(self, prompts: list[dict[str, Any]], concurrency: int) -> tuple[float, list[Response]]:
+        """All prompts, `concurrency` at a time. Returns the seconds, and responses in the order of the prompts."""
+        numbered = enumerate(prompts)
+        responses: dict[int, Response] = {}
 
-    def load(self, speech_seconds: float, text_tokens: int, serial_prompts: int) -> Load:
-        talker_tokens = round(self.codes_per_second * speech_seconds) + self.extra_tokens
-        return Load(1, serial_prompts, 1, text_tokens, talker_tokens)
+        async def send_next(waiting: Iterator[tuple[int, dict[str, Any]]]) -> None:
+            for number, prompt in waiting:
+                responses[number] = await self._send(prompt)
 
+        async def send_all() -> None:
+            await asyncio.gather(*(send_next(numbered) for _ in range(concurrency)))
 
-MODELS = {
-    "qwen2_5_omni": Model("qwen2_5_omni", codes_per_second=50, extra_tokens=0),
-    "qwen3_omni_moe": Model("qwen3_omni_moe", codes_per_second=12.5, extra_tokens=1),
-}
+        started = time.monotonic()
+        asyncio.run(send_all())
+        return time.monotonic() - started, [responses[number] for number in sorted(responses)]
 
-
-@dataclass
-class Plan:
-    """How much is measured: rounds, waves of requests for each concurrency, and HF's requests."""
-
-    rounds: int
-    waves: int
-    speech_seconds: float
-    text_tokens: int
-    hf_prompts: int
-    sizes: list[str]
-    concurrencies: list[int]
+    async def _send(self, prompt: dict[str, Any]) -> Response:
+        response, started = Response(), time.monotonic()
+        async for event in self.llm.generate(prompt, self.params, stream=self.streams):
+            if isinstance(event, ErrorEvent):
+                raise event.error
+            if isinstance(event, ARSegmentEvent) or not self.streams:
+                response.add(event, time.monotonic() - started)
+        response.completed = time.monotonic() - started
+        return response
 
 
 @dataclass
-class Tally:
-    """All sessions of one contestant at one concurrency."""
+class Measurement:
+    """All rounds of one client at one concurrency."""
 
-    sessions: list[Session] = field(default_factory=list)
+    seconds: float = 0.0
+    responses: list[Response] = field(default_factory=list)
 
     @property
     def requests_per_second(self) -> float:
-        return sum(len(s.listenings) for s in self.sessions) / sum(s.seconds for s in self.sessions)
+        return len(self.responses) / self.seconds
 
     @property
-    def listenings(self) -> list[Listening]:
-        return [listening for session in self.sessions for listening in session.listenings]
-
-    def p50_first_audio(self) -> float:
-        return percentile([listening.first_audio for listening in self.listenings], 50)
+    def first_audio(self) -> float:
+        return percentile([response.first_audio for response in self.responses], 50)
 
     def row(self) -> dict[str, float]:
-        heard = self.listenings
-        first_audio = [listening.first_audio for listening in heard]
-        gaps = [gap for listening in heard for gap in listening.gaps] or [0.0]
+        responses = self.responses
+        gaps = [gap for response in responses for gap in response.gaps] or [0.0]
         return {
             "requests/s": self.requests_per_second,
-            "TTFT p50 s": percentile([listening.first_text for listening in heard], 50),
-            "TTFA p50 s": percentile(first_audio, 50),
-            "TTFA p95 s": percentile(first_audio, 95),
-            "RTF p50": percentile([listening.real_time_factor for listening in heard], 50),
+            "TTFT p50 s": percentile([response.first_text for response in responses], 50),
+            "TTFA p50 s": self.first_audio,
+            "TTFA p95 s": percentile([response.first_audio for response in responses], 95),
+            "RTF p50": percentile([response.real_time_factor for response in responses], 50),
             "gap p95 s": percentile(gaps, 95),
-            "underrun p95 s": percentile([listening.underrun for listening in heard], 95),
+            "underrun p95 s": percentile([response.underrun for response in responses], 95),
         }
 
 
-@contextmanager
-def start(model: Model, path: Path, names: list[str], max_num_seqs: int) -> Iterator[dict[str, AsyncOmniLLM]]:
-    """The pipelines of one checkpoint. An idle one costs no time."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        configs = {STREAMING: None, FULL: str(_write_full_hand_over(model, folder))}
-        yield {
-            name: stack.enter_context(
-                AsyncOmniLLM(str(path), configs[name], dtype="float32", max_model_len=2048, max_num_seqs=max_num_seqs)
-            )
-            for name in names
-        }
+@dataclass(frozen=True)
+class Plan:
+    concurrencies: list[int]
+    rounds: int
+    speech_seconds: float
 
 
-def _write_full_hand_over(model: Model, folder: Path) -> Path:
-    """The model's stage configuration without windows."""
-    config = yaml.safe_load((stage_configs_dir() / f"{model.name}.yaml").read_text())
+def start(model: str, path: Path, plan: Plan, stack: ExitStack) -> dict[str, Client]:
+    """Both pipelines of one checkpoint. An idle one costs no time."""
+    config = yaml.safe_load((stage_configs_dir() / f"{model}.yaml").read_text())
     config["runtime"].pop("edges")
-    path = folder / "full.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    full = path.with_name("full.yaml")
+    full.write_text(yaml.safe_dump(config))
+    llms = {
+        name: stack.enter_context(
+            AsyncOmniLLM(str(path), file, dtype="float32", max_model_len=2048, max_num_seqs=max(plan.concurrencies))
+        )
+        for name, file in ((STREAMING, None), (FULL, str(full)))
+    }
+    per_second, extra = CODES[model]
+    params = sampling_params(TEXT_TOKENS, round(per_second * plan.speech_seconds) + extra)
+    clients = {name: Client(llm, params, streams=True) for name, llm in llms.items()}
+    return clients | {WHOLE: Client(llms[STREAMING], params, streams=False)}
 
 
-def play(model: Model, size: str, plan: Plan, report: Report) -> None:
-    """One checkpoint: all its contestants, round by round."""
-    label = f"{model.name} {size}"
-    names = [STREAMING, FULL] if size == "default" else [STREAMING]
-    concurrencies = plan.concurrencies if size == "default" else [1, max(plan.concurrencies)]
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_tiny_checkpoint(model.name, Path(folder) / "model", size=size)
-        progress(f"{label}: starting {' and '.join(names)}")
-        with start(model, path, names, max(plan.concurrencies)) as llms:
-            load = model.load(plan.speech_seconds, plan.text_tokens, plan.hf_prompts)
-            prompts = mixed_prompts(path, max(plan.waves * max(plan.concurrencies), plan.hf_prompts))
-            hf = hf_contestants(HFOracle(path), load, prompts)
-            askers = make_askers(llms, load)
-            tallies = measure(label, askers, hf, prompts, plan, concurrencies)
-    add_results(model, size, tallies, hf, concurrencies, report)
+def measure(model: str, size: str, plan: Plan, report: Report) -> None:
+    """One checkpoint: all clients, round by round. The first round warms up."""
+    label = f"{model} {size}"
+    measurements: dict[tuple[str, int], Measurement] = defaultdict(Measurement)
+    with ExitStack() as stack:
+        path = write_tiny_checkpoint(
+            model, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model", size=size
+        )
+        progress(f"{label}: starting")
+        clients = start(model, path, plan, stack)
+        for number in range(1 + plan.rounds):
+            progress(f"{label}: round {number} of {plan.rounds}" if number else f"{label}: warming up")
+            for concurrency in plan.concurrencies if number else plan.concurrencies[-1:]:
+                prompts = mixed_prompts(path, max(4, concurrency))
+                for name, client in clients.items():
+                    seconds, responses = client.run(prompts, concurrency)
+                    if number:
+                        measurements[name, concurrency].seconds += seconds
+                        measurements[name, concurrency].responses += responses
+    check_responses(label, measurements)
+    for (name, concurrency), measurement in measurements.items():
+        report.rows.append({"model": label, "client": name, "concurrency": concurrency, **measurement.row()})
+    for concurrency in {plan.concurrencies[0], plan.concurrencies[-1]}:
+        ours, full = (measurements[name, concurrency] for name in (STREAMING, FULL))
+        suffix = f"{'_large' if size == 'large' else ''}_c{concurrency}"
+        report.ratios[f"{model}_ttfa{suffix}"] = ours.first_audio / full.first_audio
+        report.ratios[f"{model}_throughput{suffix}"] = ours.requests_per_second / full.requests_per_second
 
 
-def make_askers(llms: dict[str, AsyncOmniLLM], load: Load) -> dict[str, Asker]:
-    params = sampling_params(load)
-    askers = {name: Asker(llm, params, SAMPLE_RATE) for name, llm in llms.items()}
-    return askers | {WHOLE: Asker(llms[STREAMING], params, SAMPLE_RATE, streams=False)}
-
-
-def measure(
-    label: str,
-    askers: dict[str, Asker],
-    hf: list[HFContestant],
-    prompts: list[dict[str, Any]],
-    plan: Plan,
-    concurrencies: list[int],
-) -> dict[tuple[str, int], Tally]:
-    tallies = {(name, concurrency): Tally() for concurrency in concurrencies for name in askers}
-    progress(f"{label}: warming up")
-    for asker in askers.values():
-        run_session(asker, prompts[: max(concurrencies)], max(concurrencies))
-    for number in range(1, plan.rounds + 1):
-        progress(f"{label}: round {number} of {plan.rounds}")
-        for (name, concurrency), tally in tallies.items():
-            waves = plan.waves * max(1, max(concurrencies) // concurrency // 2)
-            chosen = prompts[: waves * concurrency]
-            tally.sessions.append(run_session(askers[name], chosen, concurrency))
-    progress(f"{label}: HF transformers")
-    for contestant in hf:
-        contestant.run(prompts)
-    check(label, tallies, hf[0])
-    return tallies
-
-
-def check(label: str, tallies: dict[tuple[str, int], Tally], hf: HFContestant) -> None:
+def check_responses(label: str, measurements: dict[tuple[str, int], Measurement]) -> None:
     """
     Raises:
-        ValueError: Somebody said something else than HF.
+        ValueError: The clients at one concurrency received other tokens, or speech of another length.
     """
-    for (name, concurrency), tally in tallies.items():
-        for session in tally.sessions:
-            for index, listening in enumerate(session.listenings):
-                reply = hf.replies.get(index)
-                if reply is not None and (listening.token_ids, listening.samples) != (reply.token_ids, reply.samples):
-                    raise ValueError(f"{label}, prompt {index}: {name} at {concurrency} answered differently from HF")
-
-
-def add_results(
-    model: Model,
-    size: str,
-    tallies: dict[tuple[str, int], Tally],
-    hf: list[HFContestant],
-    concurrencies: list[int],
-    report: Report,
-) -> None:
-    best = max(contestant.figures(1).requests_per_second for contestant in hf)
-    for (name, concurrency), tally in tallies.items():
-        report.rows.append({"model": model.name, "size": size, "who": name, "at once": concurrency, **tally.row()})
-    for contestant in hf:
-        empty = dict.fromkeys(Tally([Session(1.0, [_SILENT])]).row(), "")
-        speed = {"requests/s": contestant.figures(1).requests_per_second}
-        report.rows.append({"model": model.name, "size": size, "who": contestant.name, "at once": 1, **empty, **speed})
-    large = "large_" if size != "default" else ""
-    for concurrency in {concurrencies[0], concurrencies[-1]}:
-        ours = tallies[STREAMING, concurrency]
-        report.ratios[f"{model.name}_vs_hf_{large}c{concurrency}"] = (
-            tallies[WHOLE, concurrency].requests_per_second / best
-        )
-        if (FULL, concurrency) in tallies:
-            full = tallies[FULL, concurrency]
-            report.ratios[f"{model.name}_ttfa_c{concurrency}"] = ours.p50_first_audio() / full.p50_first_audio()
-            report.ratios[f"{model.name}_throughput_c{concurrency}"] = (
-                ours.requests_per_second / full.requests_per_second
-            )
-
-
-_SILENT = Listening(SAMPLE_RATE, chunks=[(0.0, 0.0)], samples=1)
-
-
-def make_plan(args: Any) -> Plan:
-    rounds, waves, hf_prompts = (1, 1, 2) if args.quick else (2, 2, 4)
-    return Plan(rounds, waves, 10.0, 40, hf_prompts, args.sizes, sorted(args.concurrency))
+    for (name, concurrency), measurement in measurements.items():
+        expected = measurements[FULL, concurrency].responses
+        for index, (response, other) in enumerate(zip(measurement.responses, expected, strict=True)):
+            if (response.token_ids, response.samples) != (other.token_ids, other.samples):
+                raise ValueError(f"{label}, request {index}: {name} at {concurrency} differs from {FULL}")
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--sizes", nargs="+", choices=["default", "large"], default=["default", "large"])
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8], help="callers (default 1 4 8)")
+    parser.add_argument("--models", nargs="+", choices=list(CODES), default=list(CODES))
+    parser.add_argument("--sizes", nargs="+", choices=["default", "large"], default=["default"])
+    parser.add_argument("--concurrency", type=int, nargs="+", help="clients (default 1 4 8; 1 4 with --quick)")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    plan = make_plan(args)
+    concurrencies, rounds, seconds = ([1, 4], 1, 3.0) if args.quick else ([1, 4, 8], 2, 10.0)
+    plan = Plan(sorted(args.concurrency or concurrencies), rounds, seconds)
     report = Report("streaming", {"quick": str(args.quick), "speech": f"{plan.speech_seconds:g} s"})
-    for name in args.models:
-        for size in plan.sizes:
-            play(MODELS[name], size, plan, report)
-    report.notes.append("TTFA ratios: lower is better; all others: higher is better")
+    for model in args.models:
+        for size in args.sizes:
+            measure(model, size, plan, report)
+    report.notes.append("ratios are to the full hand-over; ttfa: lower is better, throughput: higher is better")
     report.finish(args.output)
 
 

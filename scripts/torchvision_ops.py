@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets a torchvision whose compiled half does not load be imported on this torch.
+"""Makes a torchvision importable whose library does not load with this torch.
 
 `repair.py` copies this file into site-packages beside a one-line `.pth` that calls `install()`, because every
 process that vLLM spawns needs it too. The wheel of the package index is a CUDA build: on a CPU build of torch
-its library is skipped silently, and the import then dies because two operators have no schema. Only these two
+its library is skipped silently, and the import then fails because two operators have no schema. Only these two
 schemas are defined, just before the first import; the operators themselves stay missing.
 
-It knows nothing of vllm_omni and imports torch only when torchvision is imported.
+Independent of vllm_omni; imports torch only when torchvision is imported.
 """
 
 import importlib.abc
@@ -19,7 +19,7 @@ _library = None  # torch drops the schemas with the last reference to their libr
 
 
 class TorchvisionOps(importlib.abc.MetaPathFinder):
-    """Finds nothing: it defines the schemas when torchvision is first looked up, and leaves."""
+    """Finds no module: it defines the schemas at the first import of torchvision, and removes itself."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname == "torchvision":
@@ -29,7 +29,7 @@ class TorchvisionOps(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Waits for the first import of torchvision. Python reads a `.pth` once for each of lib and lib64, so twice."""
+    """Registers the finder, once: Python reads a `.pth` for each of lib and lib64."""
     if not any(isinstance(finder, TorchvisionOps) for finder in sys.meta_path):
         sys.meta_path.insert(0, TorchvisionOps())
 

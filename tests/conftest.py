@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every test: the environment, set before anything imports torch or vLLM, and shared fixtures."""
+"""For all tests: the environment, set before torch or vLLM is imported, and shared fixtures."""
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 # `make test` sets OMP_NUM_THREADS before Python starts; this is for a bare `pytest`.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-# A test that would download anything, or report its use, fails instead.
+# A test that would download files or report usage fails.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["DO_NOT_TRACK"] = "1"
+gc.disable()  # While modules are imported it finds nothing and takes a fifth of the time.
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -42,6 +44,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             groups[find(fixture)] = find(item.nodeid.split("::")[0])
     for item in items:
         item.add_marker(pytest.mark.xdist_group(find(item.nodeid.split("::")[0])))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _shared_fixtures(item: pytest.Item) -> list[str]:
@@ -80,7 +87,7 @@ def tiny_diffusion(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
 @pytest.fixture
 def device() -> "Iterator[SimulatedDevice]":
-    """A device that is not the CPU; every machine has it."""
+    """A simulated device other than the CPU."""
     from tests.simulated_device import simulate_device  # imports torch
 
     with simulate_device() as device:
@@ -89,7 +96,7 @@ def device() -> "Iterator[SimulatedDevice]":
 
 @pytest.fixture(scope="session")
 def omni_server(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server for a model that hears, sees, writes and speaks; random weights would speak for minutes."""
+    """A server for an omni model; max_tokens limits the speech, which would take minutes with random weights."""
     flags = (
         *SMALL_VLLM, "--stage.talker.default_sampling_params.max_tokens=64", "--allowed-media-domains=127.0.0.1",
         "--enable-auto-tool-choice", "--tool-call-parser=hermes",
@@ -101,7 +108,7 @@ def omni_server(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFact
 def image_server(
     tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A server for a model that paints, also after a picture; in few steps where a request does not say."""
+    """A server for an image model, also image to image; few steps by default."""
     yield from _serve(tiny_diffusion("z_image"), tmp_path_factory, f"{_DEFAULTS}.num_inference_steps=3")
 
 
@@ -109,7 +116,7 @@ def image_server(
 def video_server(
     tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A server for a model that makes videos; small and short ones where a request does not say."""
+    """A server for a video model; small and short videos by default."""
     small = {"height": 32, "width": 32, "num_inference_steps": 2, "num_frames": 5}
     flags = [f"{_DEFAULTS}.{name}={value}" for name, value in small.items()]
     yield from _serve(tiny_diffusion("wan"), tmp_path_factory, *flags)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fork servers that start at once: forks of a process that has imported vLLM for all tests of a session.
+"""Fork servers that start fast: forks of a process that has imported vLLM for all tests of a session.
 
-A fork server's imports take ten seconds of a core, which is longer than nearly every test that needs one of its own.
+A fork server's imports take ten seconds of a core, longer than nearly every test that needs its own.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from vllm_omni.orchestrator.fork_server import ForkServer
 _COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import main; main()"
 _MAX_MESSAGE = 1 << 20
 _SLOW_IMPORTS = ("vllm_omni.stage.engines.", "diffusers.")
-"""What is imported for all tests as soon as the first one needs it."""
+"""Modules that are imported for all tests when the first one needs them."""
 
 
 class QuickForkServer(ForkServer):
-    """A `ForkServer` in all that happens after its start."""
+    """A `ForkServer` from the cache; only its start differs."""
 
     def _launch(self) -> None:
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -39,7 +39,7 @@ class QuickForkServer(ForkServer):
 
 
 class ForkedProcess:
-    """What `ForkServer` uses of a `Popen`, for a process that is not this one's child."""
+    """The part of `Popen` that `ForkServer` uses, for a process that is not a child."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -51,13 +51,13 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> None:
         if self._pidfd is not None:
-            assert select.select([self._pidfd], [], [], timeout)[0], "it goes on"
+            assert select.select([self._pidfd], [], [], timeout)[0], "the process did not end"
             os.close(self._pidfd)
             self._pidfd = None
 
 
 class ForkServerCache:
-    """The process that is forked from. Ends with the interpreter."""
+    """The process that fork servers are forked from. Ends with the interpreter."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,31 +80,33 @@ def fork_server_cache() -> ForkServerCache:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody asks how a server has ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exit codes of servers are not used
     control = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # As in `conftest.py`.
     importlib.import_module("vllm_omni.stage.worker")
     importlib.import_module("vllm_omni.stage.engines.llm")
-    setproctitle.getproctitle()  # It finds the process's title with the environment that the process began with.
+    setproctitle.getproctitle()  # locates the title's memory while the environment is the original one
     gc.collect()
     gc.freeze()
+    gc.enable()
     while True:
         start, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
         if not start:
             os._exit(0)
-        described = json.loads(start)
-        for module in described["modules"]:
+        start_args = json.loads(start)
+        for module in start_args["modules"]:
             if module.startswith(_SLOW_IMPORTS):
                 importlib.import_module(module)
         pid = os.fork()
         if not pid:
             control.close()
-            become_server(described, fds[0])
+            become_server(start_args, fds[0])
         os.close(fds[0])
         control.send(str(pid).encode())
 
 
 def become_server(start: dict, control_fd: int) -> None:
-    """Does what the main function of a fork server does after its imports, in the caller's environment."""
+    """Runs a fork server in the caller's environment, without its imports."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(start["environ"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of the Hugging Face hub, filled by hand: what is in it can be opened offline by name and revision."""
+"""A fake cache of the Hugging Face hub: its checkpoints can be opened offline by name and revision."""
 
 import hashlib
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-NAME = "someone/tiny"
+NAME = "organization/tiny"
 
 
 class HubCache:
@@ -19,7 +19,7 @@ class HubCache:
         self._folder = folder
 
     def add(self, checkpoint: Path, revision: str, name: str = NAME) -> Path:
-        """Adds a copy of a checkpoint as one revision; returns the copy, which may be changed."""
+        """Adds a copy of a checkpoint as a revision; returns the copy, which tests may change."""
         repository = self._folder / f"models--{name.replace('/', '--')}"
         commit = hashlib.sha1(revision.encode()).hexdigest()
         (repository / "refs").mkdir(parents=True, exist_ok=True)

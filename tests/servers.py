@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server in a process of its own, started as a user starts it, for the tests that talk to it over HTTP."""
+"""A server in a separate process, started as users start it, for tests over HTTP."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class RunningServer:
     ) -> None:
         """
         Args:
-            log: Where its output goes.
-            wait: Come back when it serves.
+            log: The file for its output.
+            wait: Return when it is ready.
         """
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -51,11 +51,11 @@ class RunningServer:
 
     @property
     def model(self) -> str:
-        """The name that it serves."""
+        """The name of its model."""
         return httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
 
     def openai(self, **arguments: object) -> openai.OpenAI:
-        """The official client, which tries nothing twice."""
+        """The official client, without retries."""
         arguments = {"api_key": "none", "max_retries": 0, **arguments}
         return openai.OpenAI(base_url=f"{self.url}/v1", **arguments)  # type: ignore[arg-type]
 
@@ -65,9 +65,9 @@ class RunningServer:
     def wait_until_ready(self, timeout: float = 240) -> None:
         deadline = time.monotonic() + timeout
         while not self.is_ready():
-            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.output()}"
+            assert self.process.poll() is None, f"it exited with {self.process.returncode}:\n{self.output()}"
             assert time.monotonic() < deadline, f"not ready after {timeout} s:\n{self.output()}"
-            time.sleep(0.1)  # There is no event to wait for but an answer.
+            time.sleep(0.1)  # There is no event for it.
 
     def is_ready(self) -> bool:
         with suppress(httpx.TransportError):
@@ -78,7 +78,7 @@ class RunningServer:
         return self.log.read_text(errors="replace")
 
     def stop(self, sig: int = signal.SIGTERM, timeout: float = 30) -> int:
-        """Ends it; its exit code."""
+        """Ends it; returns its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(sig)
         try:
@@ -89,7 +89,7 @@ class RunningServer:
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    """vLLM's own script, which hands `--omni` to us."""
+    """vLLM's own script, which runs our command for `--omni`."""
     return [str(Path(sys.executable).with_name("vllm")), *arguments]
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device beside the CPU that every machine has. Its tensors hold real values; mixing them with CPU tensors raises.
+"""A simulated device. Its tensors have real values; mixing them with CPU tensors raises.
 
-torch's `FakeTensorMode` finds mixed devices too, but its tensors hold no values: code that looks at one (`tolist`, a
-boolean index, how long a reply is) stops, vLLM's kernels have no rule for it, and a result cannot be compared. Here
-each operation runs on the CPU underneath, so whole modules run, with the results that they have on a CPU.
+torch's `FakeTensorMode` detects mixed devices too, but its tensors have no values: code that reads one (`tolist`, a
+boolean index, the length of a reply) fails, vLLM's kernels have no rule for it, and results cannot be compared. Here
+each operation runs on the CPU, so that whole modules run, with the results of a CPU.
 
-For torch the tensors are on `meta`, the one device besides the CPU that every build can name, move modules to and
-create tensors on; for code that looks at `is_cuda` they are a CUDA device's. What torch has of its own for CUDA tensors
-(kernels, streams, graphs) is not run, and neither is inference mode, which torch does not let such tensors have.
+For torch the tensors are on `meta`, the only device besides the CPU that every build can name, move modules to and
+create tensors on; `is_cuda` is true. CUDA kernels, streams and graphs are not run, and neither is inference mode, which
+torch does not support for such tensors.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 DEVICE = torch.device("meta")
 
 _aten = torch.ops.aten
-# They move values between devices.
+# Copies between devices.
 _COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
-# A device's tensor may be indexed by tensors of the CPU, which torch copies.
+# CPU tensors may be indices of a device's tensor; torch copies them.
 _INDEXING = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default}
-# A device waits for them: their result, or its size, is needed on the CPU.
+# These synchronize: their result, or its size, is needed on the CPU.
 _WAITING = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default, _aten.equal.default}
 
 
@@ -114,17 +114,17 @@ class _Generator(torch.Generator):
 
 
 def _as_index(index: Any) -> Any:
-    """Lists of numbers as tensors, which torch would make without an operation."""
+    """Lists of numbers as tensors, which torch would create without an operation."""
     if isinstance(index, tuple):
         return tuple(_as_index(part) for part in index)
     return torch.tensor(index, dtype=torch.int64) if isinstance(index, list) else index
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """Inside, `DEVICE` can be computed on.
+    """Inside, `DEVICE` can run operations.
 
     Attributes:
-        num_waits: How often the CPU has waited for the device.
+        num_waits: Number of times that the CPU waited for the device.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ def _refuse_mixture(func: Any, args: tuple, leaves: list[Any]) -> None:
     if func in _INDEXING:
         leaves = [args[0], *args[2:]] if isinstance(args[0], DeviceTensor) else leaves
     for leaf in leaves:
-        # A number in a tensor goes with any device.
+        # 0-dimensional tensors work with any device.
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeviceTensor) and leaf.ndim > 0:
             raise RuntimeError(f"{func}: expected all tensors to be on the same device, found {DEVICE} and cpu")
 
@@ -197,12 +197,12 @@ def on_cpu(tree: Any) -> Any:
         AssertionError: There is none.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    assert leaves and all(isinstance(leaf, DeviceTensor) for leaf in leaves), "it has left the device"
+    assert leaves and all(isinstance(leaf, DeviceTensor) for leaf in leaves), "a tensor left the device"
     return pytree.tree_map(_values, tree)
 
 
 class _Event:
-    """An event of the device, which has done everything by then."""
+    """An event of the device, whose operations are synchronous."""
 
     def record(self) -> None: ...
 
@@ -211,7 +211,7 @@ class _Event:
 
 @contextlib.contextmanager
 def simulate_device() -> Iterator[SimulatedDevice]:
-    """What the fixture `device` gives."""
+    """The value of the fixture `device`."""
     with pytest.MonkeyPatch.context() as patch, _FromPython(), SimulatedDevice() as mode:
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(torch.cuda, "Event", _Event)

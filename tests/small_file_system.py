@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A memory file system that is full soon, as /dev/shm is in a container."""
+"""A small memory file system, like /dev/shm in a container."""
 
 import contextlib
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is decoded again from what was encoded, with the libraries that users decode with."""
+"""Encoded outputs, decoded with the libraries of users."""
 
 import io
 
@@ -20,7 +20,7 @@ HEIGHT, WIDTH = 48, 64
 
 
 def pictures(count: int = 2, channels: int = 3) -> list[torch.Tensor]:
-    """float32 `[48, 64, channels]` in [0, 1]; values between the bytes, as pipelines make them."""
+    """float32 `[48, 64, channels]` in [0, 1]; values between those of bytes, as in pipelines."""
     made = []
     for seed in range(count):
         image = make_image(seed, WIDTH, HEIGHT).convert({1: "L", 3: "RGB"}.get(channels, "RGB"))
@@ -39,7 +39,7 @@ def films(count: int = 1, frames: int = 5, height: int = HEIGHT, width: int = WI
 
 
 def encode(output_type: str, outputs: list[torch.Tensor], output_format: str | None = None, **fields):
-    """What the caller receives after the output was sent inline, and its `data`."""
+    """The caller's output after it was sent inline, and its `data`."""
     params = DiffusionSamplingParams(output_format=output_format, **fields)
     tensors, data = encode_outputs(output_type, outputs, params, 44_100)
     ref, frames = PayloadSender(InlineConnector()).put(
@@ -58,7 +58,7 @@ def decode(file: bytes) -> tuple[np.ndarray, av.VideoStream]:
 
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
-def test_pictures_are_those_that_diffusers_makes(channels, mode):
+def test_images_equal_those_of_diffusers(channels, mode):
     from diffusers.image_processor import VaeImageProcessor
 
     outputs = pictures(channels=channels)
@@ -69,7 +69,7 @@ def test_pictures_are_those_that_diffusers_makes(channels, mode):
     assert data == {"output_type": "image", "output_format": "pil"}
 
 
-def test_every_byte_is_rounded_as_diffusers_does():
+def test_rounding_equals_that_of_diffusers():
     from diffusers.image_processor import VaeImageProcessor
 
     values = torch.cat([torch.arange(256) / 255, (torch.arange(255) + 0.5) / 255, torch.rand(1000)])
@@ -77,7 +77,7 @@ def test_every_byte_is_rounded_as_diffusers_does():
     assert to_uint8(values).numpy().tobytes() == theirs.tobytes()
 
 
-def test_a_png_loses_nothing():
+def test_png_is_lossless():
     for channels in (1, 3, 4):
         outputs = pictures(channels=channels)
         files, data = encode("image", outputs, "png")
@@ -90,7 +90,7 @@ def test_a_png_loses_nothing():
 
 
 @pytest.mark.parametrize("output_format", ["jpeg", "webp"])
-def test_a_file_that_loses_something_shows_the_picture(output_format):
+def test_lossy_files_are_close(output_format):
     outputs = pictures()
     files, _ = encode("image", outputs, output_format, output_quality=95)
     small, _ = encode("image", outputs, output_format, output_quality=10)
@@ -101,7 +101,7 @@ def test_a_file_that_loses_something_shows_the_picture(output_format):
     assert all(len(a) < len(b) for a, b in zip(small, files, strict=True))
 
 
-def test_what_is_transparent_stays_so_or_is_laid_on_white():
+def test_transparency_is_kept_or_has_a_white_background():
     (output,) = pictures(1, channels=4)
     ((webp,), _), ((jpeg,), _) = (encode("image", [output], name, output_quality=95) for name in ("webp", "jpeg"))
     assert Image.open(io.BytesIO(webp)).mode == "RGBA"
@@ -111,7 +111,7 @@ def test_what_is_transparent_stays_so_or_is_laid_on_white():
     assert np.abs(laid - (output[..., :3] * output[..., 3:] + 1 - output[..., 3:]).numpy()).mean() < 0.02
 
 
-def test_arrays_hold_what_was_computed():
+def test_arrays_are_unchanged():
     for output_type, outputs in (("image", pictures()), ("video", films(2)), ("audio", [torch.randn(2, 30)] * 2)):
         arrays, _ = encode(output_type, outputs, "np")
         for array, output in zip(arrays, outputs, strict=True):
@@ -121,14 +121,14 @@ def test_arrays_hold_what_was_computed():
 
 @pytest.mark.parametrize("output_type", ["image", "video", "audio"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_latents_stay_what_they_are(output_type, dtype):
+def test_latents_are_unchanged(output_type, dtype):
     outputs = [torch.randn(16, 8).to(dtype) for _ in range(3)]
     latents, data = encode(output_type, outputs, "latent")
     assert all(torch.equal(ours, output) and ours.dtype == dtype for ours, output in zip(latents, outputs, strict=True))
     assert data["output_type"] == output_type
 
 
-def test_a_video_as_pictures():
+def test_a_video_as_images():
     (film,) = films()
     ((frames,), data) = encode("video", [film], "pil", fps=8)
     assert [frame.size for frame in frames] == [(WIDTH, HEIGHT)] * 5
@@ -147,20 +147,20 @@ def test_a_video_as_a_file():
         assert stream.duration * stream.time_base == pytest.approx(9 / 12)
 
 
-def test_the_colours_of_a_video_are_right():
-    """Large areas, where the loss in colour resolution does not count: a wrong matrix is off by 10 and more."""
+def test_the_colours_of_a_video():
+    """Large areas, where the lower colour resolution does not matter: a wrong matrix is off by 10 and more."""
     colours = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1], [0, 0, 0], [0.5, 0.2, 0.7]])
     film = colours[:, None, None].expand(6, 32, 32, 3)
     ((file,), _) = encode("video", [film], "mp4")
     with av.open(io.BytesIO(file)) as container:
         frames = [frame.reformat(format="rgb24", src_colorspace="ITU709") for frame in container.decode(video=0)]
-    assert {frame.colorspace for frame in frames} == {1}, "said in the file: BT.709"
+    assert {frame.colorspace for frame in frames} == {1}, "in the file: BT.709"
     seen = np.stack([frame.to_ndarray()[16, 16] for frame in frames])
     assert np.abs(seen - to_uint8(colours).numpy().astype(int)).max() <= 5
 
 
 @pytest.mark.parametrize(("height", "width"), [(33, 48), (32, 47), (33, 47)])
-def test_a_video_of_an_odd_size_is_a_pixel_larger(height, width):
+def test_a_video_of_an_odd_size_is_padded(height, width):
     (film,) = films(1, 3, height, width)
     ((file,), _) = encode("video", [film], "mp4")
     frames, _ = decode(file)
@@ -185,7 +185,7 @@ def test_a_video_without_colour_or_with_transparency(channels):
     assert np.abs(frames / 255.0 - expected).max() < 0.02
 
 
-def test_audio_says_its_sample_rate():
+def test_audio_has_its_sample_rate():
     clips, data = encode("audio", [torch.zeros(2, 10)])
     assert [clip.shape for clip in clips] == [(2, 10)]
     assert data == {"output_type": "audio", "output_format": "np", "sample_rate": 44_100}
@@ -196,7 +196,7 @@ def test_audio_says_its_sample_rate():
     ("output_type", "output_format"),
     [(output_type, name) for output_type, names in FORMATS.items() for name in names],
 )
-def test_what_is_no_number_is_no_picture(output_type, output_format, bad):
+def test_nan_and_infinity_are_refused(output_type, output_format, bad):
     good = {"image": pictures(1)[0], "video": films()[0], "audio": torch.zeros(1, 9)}[output_type]
     broken = good.clone()
     broken.view(-1)[7] = bad
@@ -205,7 +205,7 @@ def test_what_is_no_number_is_no_picture(output_type, output_format, bad):
 
 
 @pytest.mark.parametrize(
-    ("output_type", "asked", "known"),
+    ("output_type", "requested", "known"),
     [
         ("image", "mp4", "pil, np, png, jpeg, webp, latent"),
         ("image", "jpg", "pil, np, png"),
@@ -213,11 +213,11 @@ def test_what_is_no_number_is_no_picture(output_type, output_format, bad):
         ("audio", "mp4", "np, latent"),
     ],
 )
-def test_a_format_that_there_is_not(output_type, asked, known):
-    with pytest.raises(ValueError, match=f"'{asked}' .*{known}"):
-        check_output_format(output_type, asked)
+def test_an_unknown_format_is_refused(output_type, requested, known):
+    with pytest.raises(ValueError, match=f"'{requested}' .*{known}"):
+        check_output_format(output_type, requested)
 
 
-def test_the_formats_that_there_are():
+def test_the_formats():
     assert {kind: check_output_format(kind, None) for kind in FORMATS} == {"image": "pil", "video": "np", "audio": "np"}
     assert all(check_output_format(kind, name) == name for kind, names in FORMATS.items() for name in names)

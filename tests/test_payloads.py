@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every tensor that torch can store densely survives a process border, and what cannot is refused by name."""
+"""Every dense tensor can be sent to another process; other values are refused with their name."""
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ DTYPES = [
 ]
 
 
-def travel(payload):
+def transfer(payload):
     """Through vLLM's encoder and decoder, as between two processes."""
     frames = [bytes(frame) for frame in MsgpackEncoder().encode(payload)]
     return MsgpackDecoder(type(payload)).decode(frames)
@@ -48,7 +48,7 @@ class TestEveryDtype:
     @pytest.mark.parametrize("shape", [(3, 5), (2, 1, 4), (300,), (), (0,), (4, 0, 2)], ids=str)
     def test_shapes(self, dtype, shape):
         tensor = random_bits(dtype, *shape)
-        assert_same(travel(TensorPayload.from_tensor(tensor)).to_tensor(), tensor)
+        assert_same(transfer(TensorPayload.from_tensor(tensor)).to_tensor(), tensor)
 
     def test_strides(self, dtype):
         tensor = random_bits(dtype, 6, 4)
@@ -62,8 +62,8 @@ def test_conjugates_and_gradients():
     assert not TensorPayload.from_tensor(torch.ones(2, requires_grad=True)).to_tensor().requires_grad
 
 
-def test_decoded_tensors_are_writable_and_their_own():
-    payload = travel(PromptEmbedsPayload.from_tensor(torch.zeros(200, 4)))
+def test_decoded_tensors_are_writable_and_own_their_memory():
+    payload = transfer(PromptEmbedsPayload.from_tensor(torch.zeros(200, 4)))
     first, second = payload.to_tensor(), payload.to_tensor()
     first += 1
     assert second.sum() == 0 and payload.to_tensor().sum() == 0
@@ -72,7 +72,7 @@ def test_decoded_tensors_are_writable_and_their_own():
 @pytest.mark.parametrize(
     "tensor", [torch.eye(3).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "without data"]
 )
-def test_only_dense_tensors_travel(tensor):
+def test_only_dense_tensors_are_supported(tensor):
     with pytest.raises(TypeError, match="dense"):
         TensorPayload.from_tensor(tensor)
 
@@ -106,7 +106,7 @@ class TestAdditionalInformation:
             "tensors": [torch.zeros(2), {"inner": torch.ones(1), "depth": 2}],
             "nested": {"a": {"b": torch.ones(2, 2)}, "empty": {}, "list": []},
         }
-        decoded = travel(AdditionalInformationPayload.from_dict(values)).to_dict()
+        decoded = transfer(AdditionalInformationPayload.from_dict(values)).to_dict()
         assert list(decoded) == list(values)
         for name in ("text", "number", "fraction", "flag", "nothing", "data", "plain list"):
             assert decoded[name] == values[name] and type(decoded[name]) is type(values[name])
@@ -128,7 +128,7 @@ class TestAdditionalInformation:
             ([1], "must be a dict"),
         ],
     )
-    def test_what_cannot_travel_is_named(self, values, message):
+    def test_errors_name_the_unsupported_value(self, values, message):
         with pytest.raises(TypeError, match=message):
             AdditionalInformationPayload.from_dict(values)
 
@@ -148,16 +148,16 @@ class TestRequest:
             **fields,
         )
 
-    def test_it_travels_as_ours(self):
+    def test_it_is_decoded_as_our_class(self):
         payload = AdditionalInformationPayload.from_dict({"rows": torch.randn(100, 8), "speaker": "ethan"})
-        request = travel(self.make(prompt_embeds=torch.randn(2, 300), additional_information=payload))
+        request = transfer(self.make(prompt_embeds=torch.randn(2, 300), additional_information=payload))
         assert type(request) is OmniEngineCoreRequest
         assert request.prompt_embeds.shape == (2, 300)
         decoded = request.additional_information.to_dict()
         assert decoded["speaker"] == "ethan" and decoded["rows"].shape == (100, 8)
 
     def test_without_additional_information(self):
-        assert travel(self.make()).additional_information is None
+        assert transfer(self.make()).additional_information is None
 
     def test_our_fields_follow_all_of_vllms(self):
         """They are encoded by position: vLLM's own decoder must still read the rest."""
@@ -165,7 +165,7 @@ class TestRequest:
         frames = MsgpackEncoder().encode(self.make(priority=4))
         assert MsgpackDecoder(EngineCoreRequest).decode(frames).priority == 4
 
-    def test_from_vllms_request_nothing_is_lost(self):
+    def test_all_fields_of_vllms_request_are_kept(self):
         ours = self.make(priority=4, session_id="s")
         base = EngineCoreRequest(**{name: getattr(ours, name) for name in EngineCoreRequest.__struct_fields__})
         again = OmniEngineCoreRequest.from_engine_core_request(base, None)

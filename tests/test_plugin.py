@@ -41,7 +41,7 @@ def test_the_entry_point_is_installed():
 def test_plain_vllm_gives_the_same_tokens_with_and_without_the_plugin(tiny_qwen3, tmp_path):
     folders = [tmp_path / "without", tmp_path / "with"]
     started = [start_plain_vllm(tiny_qwen3, folders[0], VLLM_PLUGINS=""), start_plain_vllm(tiny_qwen3, folders[1])]
-    without, with_plugin = (answer_of(process, folder) for process, folder in zip(started, folders, strict=True))
+    without, with_plugin = (tokens_of(process, folder) for process, folder in zip(started, folders, strict=True))
 
     assert with_plugin["tokens"] == without["tokens"]
     assert [len(tokens) for tokens in without["tokens"]] == [16, 16]
@@ -52,7 +52,7 @@ def test_plain_vllm_gives_the_same_tokens_with_and_without_the_plugin(tiny_qwen3
     assert set(with_plugin["ours"]) == light, "the plugin imports more than it needs into every vLLM process"
 
 
-def test_register_never_shadows_vllm_and_can_be_called_again(monkeypatch):
+def test_register_keeps_vllms_models_and_can_be_called_again(monkeypatch):
     from vllm import ModelRegistry
 
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
@@ -73,7 +73,7 @@ def test_each_architecture_names_a_class_that_exists(architecture):
     assert ModelRegistry._try_load_model_cls(architecture) is not None, OMNI_MODELS[architecture]
 
 
-def test_another_vllm_is_left_alone(monkeypatch, caplog):
+def test_an_unsupported_vllm_is_not_changed(monkeypatch, caplog):
     monkeypatch.setattr(metadata, "version", lambda name: "0.31.0")
     require_vllm.cache_clear()
     from vllm import ModelRegistry
@@ -94,6 +94,6 @@ def start_plain_vllm(model, folder, **environment) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, script, model, folder / "answer.json"], env=environment)
 
 
-def answer_of(process, folder) -> dict:
+def tokens_of(process, folder) -> dict:
     assert process.wait(timeout=240) == 0
     return json.loads((folder / "answer.json").read_text())

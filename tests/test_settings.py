@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings in pyproject.toml are the ones that pytest, ruff and mypy really use."""
+"""pytest, ruff and mypy use the settings in pyproject.toml."""
 
 import os
 import shutil
@@ -20,27 +20,27 @@ def test_pytest_reads_pyproject(pytestconfig):
     assert pytestconfig.getini("xfail_strict") is True
 
 
-def test_no_other_file_holds_settings_that_would_win_or_be_ignored():
-    rivals = ["pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "ruff.toml", ".ruff.toml"]
-    rivals += ["mypy.ini", ".mypy.ini", ".flake8", ".coveragerc"]
-    assert [name for name in rivals if (ROOT / name).exists()] == []
+def test_no_other_file_has_settings():
+    others = ["pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "ruff.toml", ".ruff.toml"]
+    others += ["mypy.ini", ".mypy.ini", ".flake8", ".coveragerc"]
+    assert [name for name in others if (ROOT / name).exists()] == []
     setup_cfg = (ROOT / "setup.cfg").read_text()
     assert not any(section in setup_cfg for section in ("[tool:pytest]", "[mypy", "[flake8]"))
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize("target, marked", [("test", "not slow"), ("test-slow", "slow")])
-def test_make_sets_the_threads_before_python_starts_and_selects_tests(tmp_path, target, marked):
+def test_make_sets_omp_num_threads_and_selects_tests(tmp_path, target, marked):
     clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     (tmp_path / "bin").mkdir()
     (tmp_path / ".ready-cpu").touch()
     python = tmp_path / "bin" / "python"
     python.write_text('#!/bin/sh\necho "threads=$OMP_NUM_THREADS"; printf "<%s>" "$@"\n')
     python.chmod(0o755)
-    said = subprocess.run(
+    output = subprocess.run(
         ["make", "-C", ROOT, target, f"VENV={tmp_path}"], env=clean, capture_output=True, text=True, check=True
     ).stdout
-    assert "threads=1\n<-m><pytest>" in said and f"<-m><{marked}>" in said
+    assert "threads=1\n<-m><pytest>" in output and f"<-m><{marked}>" in output
 
 
 def test_ruff_reads_pyproject():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated device refuses what a GPU refuses, computes what a CPU computes, and counts what waits."""
+"""The simulated device refuses mixed devices as a GPU does, computes as a CPU does, and counts synchronizations."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_mixtures_are_refused(device: SimulatedDevice, mix) -> None:
         mix(torch.ones(3, 3, device=DEVICE), torch.ones(3, 3))
 
 
-def test_what_a_gpu_takes_is_taken(device: SimulatedDevice) -> None:
+def test_operations_of_a_gpu_work(device: SimulatedDevice) -> None:
     ours = torch.arange(6.0).view(2, 3).to(DEVICE)
     ours[:1] = torch.zeros(1, 3)  # a copy
     ours += torch.tensor(1.0)  # a number

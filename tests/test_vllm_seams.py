@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every place where our engine layer holds on to vLLM, pinned: another vLLM fails here, by name, and not at run time.
+"""Signatures of vLLM that our engine layer overrides or calls: an incompatible vLLM fails here, not at run time.
 
 To move to another vLLM: read what changed at each seam that fails, adapt the class named there, then this table.
 """
@@ -260,7 +260,7 @@ SIGNATURES = {
     "vllm._custom_ops:onednn_mm": ("dnnl_handler, x, bias", f"{PREDICTOR_LAYERS}:LayerKernels"),
 }
 
-# Structure in vLLM -> (fields that we read, write or must not lose, the class of ours).
+# Structure in vLLM -> (fields that we read, write or must keep, the class of ours).
 FIELDS = {
     "vllm.v1.engine:EngineCoreRequest": (
         "request_id prompt_token_ids mm_features sampling_params prompt_embeds prompt_is_token_ids external_req_id",
@@ -357,7 +357,7 @@ def test_every_override_is_pinned_and_takes_vllms_arguments(path):
 
 
 def overrides(ours):
-    """Methods written in our class that a class of vLLM has, too; not what `@dataclass` or `Protocol` writes."""
+    """Methods in the source of our class that a class of vLLM has too; not those of `@dataclass` or `Protocol`."""
     of_vllm = [vars(base) for base in ours.__mro__[1:] if is_vllms(base)]
     for name, member in vars(ours).items():
         is_written = inspect.isfunction(member) and not (is_dataclass(ours) and name.startswith("__"))

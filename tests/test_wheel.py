@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel holds the whole package and the stage configurations, and both are found once it is installed."""
+"""The wheel has the whole package and the stage configurations, and both are found after installation."""
 
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ def test_a_checkout_finds_the_top_level_folder():
     assert {path.name for path in stage_configs_dir().glob("*.yaml")} == CONFIGS
 
 
-def test_the_wheel_holds_every_module_and_every_stage_configuration(wheel):
+def test_the_wheel_has_every_module_and_stage_configuration(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "vllm_omni").rglob("*.py")}
@@ -32,16 +32,16 @@ def test_the_wheel_holds_every_module_and_every_stage_configuration(wheel):
 
 
 def test_an_installed_wheel_finds_its_stage_configurations(installed):
-    said = run_installed(
+    output = run_installed(
         installed,
         "from vllm_omni.config.utils import stage_configs_dir; d = stage_configs_dir();"
         "print(d, *sorted(p.name for p in d.glob('*.yaml')))",
     )
-    assert said.split() == [str(installed / "vllm_omni" / "stage_configs"), *sorted(CONFIGS)]
+    assert output.split() == [str(installed / "vllm_omni" / "stage_configs"), *sorted(CONFIGS)]
 
 
-def test_where_vllm_is_really_missing_using_it_is_one_clear_error(installed):
-    said = run_installed(
+def test_without_vllm_the_first_use_is_one_clear_error(installed):
+    output = run_installed(
         installed,
         "import sys, vllm_omni, vllm_omni.entrypoints.cli.main as cli; sys.argv = ['vllm-omni', '--version'];"
         "cli.main()\n"
@@ -49,14 +49,14 @@ def test_where_vllm_is_really_missing_using_it_is_one_clear_error(installed):
         "except ImportError as error: print(type(error).__name__, error)",
         "-S",  # no site-packages, so no vLLM
     )
-    version, error = said.split("\n", 1)
+    version, error = output.split("\n", 1)
     assert version.endswith("(vLLM is not installed)")
     assert error.startswith("VllmRequirementError vllm_omni needs vLLM 0.32, and found no vLLM.\nInstall one of")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy of the tree, so that nothing an earlier build left behind gets in."""
+    """Built from a copy of the tree, without files of earlier builds."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -69,14 +69,14 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """A folder with nothing but the installed wheel in it: no dependency, no vLLM."""
+    """A folder with the installed wheel only: no dependencies, no vLLM."""
     target = tmp_path_factory.mktemp("installed")
     pip("install", "--no-deps", "--target", target, wheel)
     return target
 
 
 def run_installed(target: Path, code: str, *flags: str) -> str:
-    """Runs code that sees the folder before anything else."""
+    """Runs code with the folder first on its path."""
     code = f"import sys; sys.path.insert(0, {str(target)!r})\n{code}"
     result = subprocess.run([sys.executable, "-I", *flags, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

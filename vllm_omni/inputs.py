@@ -84,7 +84,7 @@ class StageInput(msgspec.Struct, kw_only=True):
         prompt_token_ids: Token ids, or as many placeholders as the model has input rows.
         prompt_embeds: `[len, hidden]`, instead of ids.
         additional_information: Tensors and plain values for the model's hooks.
-        stop_token_ids: Added to the stage's stop tokens, so that no token id stands in a configuration file.
+        stop_token_ids: Added to the stage's stop tokens, so that configuration files need no token ids.
         max_tokens: Upper bound on the stage's `max_tokens`.
         num_ready_tokens: Tokens of the request, prompt and generated, that the engine can compute with what has
             arrived so far: an autoregressive stage holds the request, and it alone, when it has computed them. None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of questions, one a line, answered together: the pipeline works on as many at once as it has room for.
+"""Answers a file of questions, one a line, in one batch.
 
 python examples/offline/batch.py questions.txt --output answers.jsonl
 """
@@ -19,9 +19,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     # One entry for each stage, in the order of the stage configuration; None: its defaults.
     sampling = [{"temperature": 0.0, "max_tokens": args.max_tokens}, None, None]
     with OmniLLM(args.model) as llm:
-        outputs = llm.chat(conversations, sampling, modalities=["text"])  # Runs only the stage that writes text.
+        outputs = llm.chat(conversations, sampling, modalities=["text"])  # runs the text stage only
     with args.output.open("w", encoding="utf-8") as file:
-        for question, output in zip(questions, outputs, strict=True):  # In the order of the questions.
+        for question, output in zip(questions, outputs, strict=True):  # in the order of the questions
             file.write(json.dumps({"question": question, "answer": output.outputs[0].text}, ensure_ascii=False) + "\n")
     print(f"{len(outputs)} answers: {args.output}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline chat with speech: answers a question about a picture, and saves the answer spoken.
+"""Offline chat with speech: answers a question about an image, and saves the speech.
 
 python examples/offline/chat_speech.py "What is this?" --image cat.png --output answer.wav
 """

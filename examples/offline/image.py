@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes pictures of a prompt, and says how far it has come.
+"""Generates images, and prints the progress.
 
 python examples/offline/image.py "A lighthouse in a storm." --size 1024x768 --output lighthouse.png
 """
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     width, height = map(int, args.size.split("x"))
     settings = {"width": width, "height": height, "num_outputs_per_prompt": args.n, "seed": args.seed}
-    if args.steps:  # What is not said is as the model's maker meant it.
+    if args.steps:  # default: the model's
         settings["num_inference_steps"] = args.steps
     with OmniLLM(args.model) as llm:
         for event in llm.generate(args.prompt, settings, stream=True):
@@ -35,9 +35,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("prompt", nargs="?", default="A lighthouse in a storm.")
     parser.add_argument("--output", type=Path, default=Path("image.png"))
     parser.add_argument("--size", default="1024x768", help="WIDTHxHEIGHT")
-    parser.add_argument("--n", type=int, default=1, help="how many")
+    parser.add_argument("--n", type=int, default=1, help="number of images")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--seed", type=int, help="of the first picture; the next have seed + 1, ...")
+    parser.add_argument("--seed", type=int, help="of the first image; further ones have seed + 1, ...")
     parser.add_argument("--model", default="Qwen/Qwen-Image")
     return parser.parse_args(argv)
 

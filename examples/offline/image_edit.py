@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes a picture as a prompt says, and saves the result.
+"""Edits an image by a prompt, and saves the result.
 
 python examples/offline/image_edit.py lighthouse.png "The same at night." --output night.png
 """
@@ -30,7 +30,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("image", type=Path)
     parser.add_argument("prompt")
     parser.add_argument("--output", type=Path, default=Path("edited.png"))
-    parser.add_argument("--strength", type=float, help="how far the picture is changed, 0 to 1; not every model has it")
+    parser.add_argument("--strength", type=float, help="how far the image is changed, 0 to 1; not in every model")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--model", default="Qwen/Qwen-Image-Edit")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several questions at once on an event loop: each answer's text, and its speech, as it comes.
+"""Several concurrent questions on an event loop, with streamed text and speech.
 
 python examples/offline/streaming.py "Why is the sea blue?" "Who are you?"
 """
@@ -14,7 +14,7 @@ from vllm_omni import ARSegmentEvent, AsyncOmniLLM, CompletedEvent, ErrorEvent
 
 async def answer(llm: AsyncOmniLLM, number: int, question: str) -> None:
     """Leaving the loop, or cancelling the task, would abort the request."""
-    asked, num_samples = time.perf_counter(), 0
+    started, num_samples = time.perf_counter(), 0
     async for event in llm.generate({"messages": [{"role": "user", "content": question}]}):
         if isinstance(event, ErrorEvent):
             raise event.error
@@ -22,8 +22,8 @@ async def answer(llm: AsyncOmniLLM, number: int, question: str) -> None:
             print(f"[{number}] {event.text!r}", flush=True)
         elif isinstance(event, ARSegmentEvent) and "audio" in event.multimodal_output:
             if not num_samples:
-                print(f"[{number}] speech after {time.perf_counter() - asked:.2f} s", flush=True)
-            num_samples += len(event.multimodal_output["audio"])  # float32 in [-1, 1], yours to play
+                print(f"[{number}] speech after {time.perf_counter() - started:.2f} s", flush=True)
+            num_samples += len(event.multimodal_output["audio"])  # float32 in [-1, 1]
         elif isinstance(event, CompletedEvent):
             print(f"[{number}] done, {num_samples} samples of speech", flush=True)
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("questions", nargs="*", default=["Why is the sea blue?", "Who are you?"])
     parser.add_argument("--model", default="Qwen/Qwen3-Omni-30B-A3B-Instruct")
     args = parser.parse_args(argv)
-    with AsyncOmniLLM(args.model) as llm:  # Waits until the pipeline is ready: so before the event loop runs.
+    with AsyncOmniLLM(args.model) as llm:  # blocks until the pipeline is ready, so before the event loop runs
         asyncio.run(answer_all(llm, args.questions))
 
 

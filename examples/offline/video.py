@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a video of a prompt, as an MP4 file.
+"""Generates a video as an MP4 file.
 
 python examples/offline/video.py "A boat leaves." --frames 33 --fps 16 --output boat.mp4
 """
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     width, height = map(int, args.size.split("x"))
     settings = {"width": width, "height": height, "num_frames": args.frames, "fps": args.fps, "seed": args.seed}
-    if args.steps:  # What is not said is as the model's maker meant it.
+    if args.steps:  # default: the model's
         settings["num_inference_steps"] = args.steps
     with OmniLLM(args.model) as llm:
         (output,) = llm.generate(args.prompt, settings | {"output_format": "mp4"})

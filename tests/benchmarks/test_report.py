@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report that all benchmarks share: what scripts read from it, and what people do."""
+"""The report that all benchmarks share: its file and its tables."""
 
 import json
 from pathlib import Path
@@ -13,23 +13,23 @@ pytestmark = pytest.mark.slow
 
 def test_the_file_holds_ratios_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("demo", {"quick": "True"})
-    report.rows.append({"who": "us", "requests/s": 12.3456})
+    report.rows.append({"backend": "ours", "requests/s": 12.3456})
     report.ratios["requests_per_second_c8"] = 4.5
     report.notes.append("weights are random")
     report.finish(tmp_path / "out.json")
 
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["ratios"] == {"requests_per_second_c8": 4.5}
-    assert written["rows"] == [{"who": "us", "requests/s": 12.3456}]
+    assert written["rows"] == [{"backend": "ours", "requests/s": 12.3456}]
     assert written["settings"]["cores"] >= 1
     shown = capsys.readouterr().out
     assert "12.3" in shown and "requests_per_second_c8" in shown and "- weights are random" in shown
 
 
-def test_tables_line_up() -> None:
-    lines = format_table([{"who": "HF", "s": 1.5}, {"who": "vllm_omni", "s": 1234.5}]).splitlines()
+def test_columns_are_aligned() -> None:
+    lines = format_table([{"name": "HF", "s": 1.5}, {"name": "vllm_omni", "s": 1234.5}]).splitlines()
 
-    assert lines == ["who           s", "---------  ----", "HF          1.5", "vllm_omni  1234"]
+    assert lines == ["name          s", "---------  ----", "HF          1.5", "vllm_omni  1234"]
     assert format_table([]) == "(nothing measured)"
 
 
@@ -39,7 +39,7 @@ def test_statistics() -> None:
     assert percentile([3.0], 95) == 3.0
 
 
-def test_every_benchmark_can_be_quick_and_write_a_file() -> None:
+def test_every_benchmark_has_quick_and_output() -> None:
     args = make_parser("What it does.\n\nMore.").parse_args(["--quick", "--output", "x.json"])
 
     assert args.quick and args.output == Path("x.json")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of `benchmarks/runtime.py` that must be right for its figures to mean anything."""
+"""The parts of `benchmarks/runtime.py` on which its figures depend."""
 
 import importlib
 import time
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,31 +19,40 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def part(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a part as the script does, which has its own folder on the path."""
+def runtime(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, imported as the script does it: with its own folder on the path."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return lambda name: importlib.import_module(f"runtime_parts.{name}")
+    return importlib.import_module("runtime")
 
 
-def test_a_hop_is_timed_from_function_to_function_and_includes_the_mapping_of_memory(part: Any) -> None:
-    functions = part("functions")
+def test_a_hop_is_timed_from_function_to_function_and_includes_the_mapping_of_memory(runtime: ModuleType) -> None:
+    stages = importlib.import_module("runtime_stages")
     request = StageRequest(request_id="r", options={"num_bytes": 1 << 20})
-    sent = functions.send(request, {})
+    sent = stages.send(request, {})
     time.sleep(0.05)
     source = StageOutput(request_id="r", stage_id=0, tensors={"payload": sent["payload"]}, data={"sent": sent["sent"]})
     assert torch.equal(sent["payload"], torch.ones(1 << 20, dtype=torch.uint8))
-    assert float(functions.receive(request, {0: source})["text"]) >= 0.05
+    assert float(stages.receive(request, {0: source})["text"]) >= 0.05
 
 
-def test_six_stages_are_twice_the_three(part: Any, tmp_path: Path) -> None:
-    config = load_pipeline_config(part("start")._write_doubled_config(tmp_path))
+def test_six_stages_are_twice_the_three(runtime: ModuleType, tmp_path: Path) -> None:
+    config = load_pipeline_config(runtime.write_doubled_config(tmp_path))
     assert [stage.engine_input_source for stage in config.stage_args] == [[], [0], [1], [], [3], [4]]
     assert [stage.name for stage in config.stage_args[3:]] == ["thinker_2", "talker_2", "code2wav_2"]
 
 
-def test_what_is_bare_is_measured_between_processes(part: Any, tmp_path: Path) -> None:
-    bare = part("bare")
-    with bare.RoundTrip(tmp_path) as round_trip:
-        assert len(round_trip.measure(5)) == 5
-    assert round_trip._echo.returncode == 0
-    assert all(seconds > 0 for seconds in bare.measure_copies(1 << 16, 3))
+def test_a_round_trip_is_one_between_two_processes(runtime: ModuleType, tmp_path: Path) -> None:
+    with runtime.round_trips(tmp_path) as round_trip:
+        assert all(round_trip() > 0 for _ in range(5))
+
+
+@pytest.mark.parametrize("name", ["diffusion", "offline", "overhead", "runtime", "serve", "streaming"])
+def test_every_benchmark_has_help(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as exit_:
+        importlib.import_module(name).main()
+    assert exit_.value.code == 0
+    assert "--quick" in capsys.readouterr().out

@@ -71,7 +71,7 @@ def test_every_key_is_parsed(tmp_path: Path) -> None:
     assert config.stages_for(["text"]) == [0]
     assert config.stages_for(["audio"]) == [0, 1]
     assert config.output_types == ["text", "audio"]
-    assert config.shm_threshold_bytes(thinker, 1, default=5) == 1024
+    assert config.connector(thinker, 1, shm_threshold_bytes=5).shm_threshold_bytes == 1024
     assert find_stage(config, "vocoder") is find_stage(config, 1) is vocoder
 
 
@@ -81,11 +81,11 @@ def test_the_scheduler_implies_the_engine_type() -> None:
     assert parse_pipeline_config(raw, "f").stage_args[0].kind == "generation"
 
 
-def test_an_inline_connector_never_uses_shared_memory() -> None:
+def test_an_edge_has_its_connector() -> None:
     raw = valid()
     raw["runtime"]["connectors"]["big"] = {"name": "InlineConnector"}
     config = parse_pipeline_config(raw, "f")
-    assert config.shm_threshold_bytes(config.stages[0], 1, default=5) > 1 << 40
+    assert config.connector(config.stages[0], 1, shm_threshold_bytes=5).name == "InlineConnector"
 
 
 @pytest.mark.parametrize("path", sorted(stage_configs_dir().glob("*.yaml")), ids=lambda path: path.stem)

@@ -14,8 +14,6 @@ from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import CompletedEvent, ImageProgressEvent, OmniLLM
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 
-pytestmark = pytest.mark.slow
-
 SIZE = {"height": 32, "width": 48, "num_inference_steps": 2, "guidance_scale": 3.0}
 WRITER = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 CONFIGURATION = {

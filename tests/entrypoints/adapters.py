@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters in PEFT's format, and checkpoints that hold the same in their weights."""
+"""LoRA adapters in PEFT's format, and checkpoints with merged adapters."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ WEIGHTS = "model.safetensors"
 
 
 def write_adapter(checkpoint: Path, folder: Path, seed: int, prefix: str = "model.") -> Path:
-    """A strong random adapter for the attention of all layers whose weights' names begin with `prefix`."""
+    """A strong random adapter for the attention of all layers whose weight names start with `prefix`."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(checkpoint / WEIGHTS)
@@ -33,7 +33,7 @@ def write_adapter(checkpoint: Path, folder: Path, seed: int, prefix: str = "mode
 
 
 def merge_adapter(checkpoint: Path, adapter: Path, folder: Path) -> Path:
-    """The checkpoint that an adapter stands for."""
+    """Writes the checkpoint with an adapter merged into its weights."""
     shutil.copytree(checkpoint, folder)
     weights, low_rank = load_file(checkpoint / WEIGHTS), load_file(adapter / "adapter_model.safetensors")
     for name in [name for name in low_rank if name.endswith(".lora_A.weight")]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of real vLLM stages, each started once and shared by all tests of a session."""
+"""Pipelines of real vLLM stages, each started once for all tests of a session."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +17,14 @@ def start(model: Path, **arguments: object) -> OmniLLM:
 
 
 def as_async(llm: OmniLLM) -> AsyncOmniLLM:
-    """The asynchronous face of the same pipeline."""
+    """The same pipeline as an `AsyncOmniLLM`."""
     with mock.patch("vllm_omni.entrypoints.omni_base.launch_pipeline", lambda *args, **kwargs: llm._pipeline):
         return AsyncOmniLLM("")
 
 
 @pytest.fixture(scope="session")
 def talking_llm(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLM]:
-    """Qwen3-Omni as it ships, for prompts and speech of up to 1024 tokens and frames."""
+    """Qwen3-Omni with the shipped configuration, up to 1024 tokens and frames."""
     with start(tiny_qwen3_omni_moe, max_model_len=1024) as llm:
         yield llm
 
@@ -36,7 +36,7 @@ def talking_async_llm(talking_llm: OmniLLM) -> AsyncOmniLLM:
 
 @pytest.fixture(scope="session")
 def qwen2_5_llm(tiny_qwen2_5_omni: Path) -> Iterator[OmniLLM]:
-    """Qwen2.5-Omni, whose thinker takes adapters: it is dense, and vLLM has none for experts on a CPU."""
+    """Qwen2.5-Omni, whose thinker supports adapters: it is dense, and vLLM has none for experts on a CPU."""
     with start(tiny_qwen2_5_omni, max_model_len=512, stage_overrides={"thinker": {"enable_lora": True}}) as llm:
         yield llm
 
@@ -48,11 +48,11 @@ def qwen2_5_async_llm(qwen2_5_llm: OmniLLM) -> AsyncOmniLLM:
 
 @pytest.fixture(scope="session")
 def text_llm(tiny_qwen3: Path) -> Iterator[OmniLLM]:
-    """A text model with everything switched on that vLLM has switches for."""
+    """A text model with all of vLLM's optional features enabled."""
     with start(
         tiny_qwen3,
         max_model_len=256,
-        block_size=32,  # the smallest that attention on the CPU takes
+        block_size=32,  # the smallest of CPU attention
         max_logprobs=-1,
         logprobs_mode="processed_logprobs",
         logits_processors=["tests.entrypoints.custom_logits:KeepTokens"],

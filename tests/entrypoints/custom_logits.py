@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A logits processor as users of vLLM write them: named by its path, loaded in the stage's process."""
+"""A custom logits processor of vLLM: given by its path, loaded in the stage's process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 
 class KeepTokens(AdapterLogitsProcessor):
-    """Allows nothing but the tokens of `extra_args["keep"]`, for requests that have it."""
+    """Allows only the tokens of `extra_args["keep"]`, if a request has it."""
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations without a server: the same as a prompt that is written by hand with the model's chat template."""
+"""`OmniLLM.chat`: the same results as for a prompt in the format of the model's chat template."""
 
 import asyncio
 import base64
@@ -19,11 +19,11 @@ from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image
 
 GREEDY = [{"temperature": 0.0, "max_tokens": 12}, {"temperature": 0.0, "max_tokens": 16}, None]
 QUESTION = [{"role": "user", "content": "Why is the sea blue?"}]
-BY_HAND = "<|im_start|>user\nWhy is the sea blue?<|im_end|>\n<|im_start|>assistant\n"
+RENDERED = "<|im_start|>user\nWhy is the sea blue?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def same(ours: list[Any], expected: list[Any]) -> bool:
-    """Whether two answers have the same prompt, text and speech."""
+    """Whether two results have the same prompt, text and speech."""
     (text, speech), (expected_text, expected_speech) = ours, expected
     return (
         text.prompt_token_ids == expected_text.prompt_token_ids
@@ -32,13 +32,13 @@ def same(ours: list[Any], expected: list[Any]) -> bool:
     )
 
 
-def test_a_conversation_is_its_prompt(talking_llm: OmniLLM) -> None:
+def test_a_conversation_equals_its_rendered_prompt(talking_llm: OmniLLM) -> None:
     answer = talking_llm.chat(QUESTION, GREEDY, use_tqdm=False)
-    assert same(answer, talking_llm.generate(BY_HAND, GREEDY, use_tqdm=False))
-    assert answer[0].prompt == BY_HAND
+    assert same(answer, talking_llm.generate(RENDERED, GREEDY, use_tqdm=False))
+    assert answer[0].prompt == RENDERED
 
 
-def test_media_are_parts_of_a_message(talking_llm: OmniLLM) -> None:
+def test_media_in_messages_equal_multi_modal_data(talking_llm: OmniLLM) -> None:
     image, sound = make_image(seed=7), make_audio(seed=7, seconds=0.5)
     wav = base64.b64encode(encode_audio(sound, "wav", SAMPLE_RATE)).decode()
     content = [
@@ -49,7 +49,7 @@ def test_media_are_parts_of_a_message(talking_llm: OmniLLM) -> None:
     answer = talking_llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
     media = "<|vision_start|><|image_pad|><|vision_end|><|audio_start|><|audio_pad|><|audio_end|>"
     prompt = {
-        "prompt": BY_HAND.replace("Why is the sea blue?", f"{media}What is this?"),
+        "prompt": RENDERED.replace("Why is the sea blue?", f"{media}What is this?"),
         "multi_modal_data": {"image": image, "audio": (sound, SAMPLE_RATE)},
     }
     expected = talking_llm.generate(prompt, GREEDY, use_tqdm=False)
@@ -73,18 +73,18 @@ def test_several_conversations_with_options(talking_llm: OmniLLM) -> None:
     assert not same(*voices)
 
 
-def test_the_template_has_its_variables(talking_llm: OmniLLM) -> None:
-    begun = [*QUESTION, {"role": "assistant", "content": "Because"}]
+def test_template_and_its_variables(talking_llm: OmniLLM) -> None:
+    prefilled = [*QUESTION, {"role": "assistant", "content": "Because"}]
     continued = talking_llm.chat(
-        begun, GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True, modalities=["text"]
+        prefilled, GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True, modalities=["text"]
     )
-    assert continued[0].prompt == BY_HAND + "Because"
+    assert continued[0].prompt == RENDERED + "Because"
     own = talking_llm.chat(QUESTION, GREEDY, use_tqdm=False, chat_template="{{ tone }}: {{ messages[0].content }}",
                            chat_template_kwargs={"tone": "calm"}, modalities=["text"])  # fmt: skip
     assert own[0].prompt == "calm: Why is the sea blue?"
 
 
-def test_a_stream_and_the_event_loop(talking_llm: OmniLLM, talking_async_llm: AsyncOmniLLM) -> None:
+def test_stream_and_async_equal_chat(talking_llm: OmniLLM, talking_async_llm: AsyncOmniLLM) -> None:
     whole = talking_llm.chat(QUESTION, GREEDY, use_tqdm=False)
     *events, end = talking_llm.chat(QUESTION, GREEDY, stream=True)
     assert isinstance(end, CompletedEvent) and same(end.outputs, whole)
@@ -99,7 +99,7 @@ def test_a_stream_and_the_event_loop(talking_llm: OmniLLM, talking_async_llm: As
 
 
 @pytest.mark.parametrize(
-    ("messages", "options", "says"),
+    ("messages", "options", "words"),
     [
         ([], {}, "message"),
         ([{"role": "user", "content": [{"type": "smell"}]}], {}, "smell"),
@@ -108,12 +108,12 @@ def test_a_stream_and_the_event_loop(talking_llm: OmniLLM, talking_async_llm: As
         (QUESTION, {"chat_template": "{{ raise_exception('no such role') }}"}, "no such role"),
     ],
 )
-def test_what_is_wrong_is_named(talking_llm: OmniLLM, messages: Any, options: Any, says: str) -> None:
-    with pytest.raises(InvalidRequestError, match=says):
+def test_wrong_messages_are_refused(talking_llm: OmniLLM, messages: Any, options: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
         talking_llm.chat(messages, GREEDY, use_tqdm=False, **options)
 
 
-def test_what_excludes_each_other_is_refused(talking_llm: OmniLLM, tmp_path: Path) -> None:
+def test_contradicting_arguments_are_refused(talking_llm: OmniLLM, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="messages or prompt, not both"):
         talking_llm.generate({"messages": QUESTION, "prompt": "x"}, use_tqdm=False)
     with pytest.raises(ValueError, match="add_generation_prompt=False"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines with diffusion stages as their callers see them: how they are opened, asked, and refuse."""
+"""Pipelines with diffusion stages: opening, requests, and errors."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -32,14 +32,14 @@ PROCESSOR = "tests.diffusion.rewriting.RewrittenPrompt"
 
 @pytest.fixture(scope="module")
 def llm(tiny_diffusion: Callable[[str], Path]) -> Iterator[OmniLLM]:
-    """A diffusers checkpoint by its path, and nothing else said."""
+    """A diffusers checkpoint without other arguments."""
     with quick_servers():
         llm = OmniLLM(str(tiny_diffusion("z_image")))
     with llm:
         yield llm
 
 
-def test_any_way_to_give_the_settings_of_one_stage_gives_the_same_picture(llm: OmniLLM) -> None:
+def test_all_forms_of_sampling_parameters_are_equivalent(llm: OmniLLM) -> None:
     settings = {**SMALL, "seed": 1}
     ways: list[Any] = [settings, [settings], DiffusionSamplingParams(**settings), [DiffusionSamplingParams(**settings)]]
 
@@ -50,7 +50,7 @@ def test_any_way_to_give_the_settings_of_one_stage_gives_the_same_picture(llm: O
         np.testing.assert_array_equal(picture, pictures[0])
 
 
-def test_an_image_and_what_is_unwanted_change_the_picture(llm: OmniLLM) -> None:
+def test_image_and_negative_prompt_change_the_output(llm: OmniLLM) -> None:
     settings = {**SMALL, "seed": 1, "guidance_scale": 4.0}
     prompts: list[Any] = [
         {"prompt": "a hen"},
@@ -58,12 +58,12 @@ def test_an_image_and_what_is_unwanted_change_the_picture(llm: OmniLLM) -> None:
         {"prompt": "a hen", "multi_modal_data": {"image": PICTURE}},
     ]
 
-    plain, unlike, alike = (output.images[0] for output in llm.generate(prompts, settings, use_tqdm=False))
+    plain, with_negative, with_image = (output.images[0] for output in llm.generate(prompts, settings, use_tqdm=False))
 
-    assert np.abs(plain - unlike).max() > 1e-3 and np.abs(plain - alike).max() > 1e-3
+    assert np.abs(plain - with_negative).max() > 1e-3 and np.abs(plain - with_image).max() > 1e-3
 
 
-def test_refusals_name_the_mistake_and_the_pipeline_goes_on(llm: OmniLLM) -> None:
+def test_errors_name_the_mistake_and_the_pipeline_continues(llm: OmniLLM) -> None:
     for prompt, params, words in (
         ("", None, "prompt is empty"),
         ("a hen", {"heigth": 64}, "did you mean 'height'"),
@@ -82,7 +82,7 @@ def async_llm(llm: OmniLLM) -> AsyncOmniLLM:
     return as_async(llm)
 
 
-def test_the_asynchronous_face_takes_the_same(llm: OmniLLM, async_llm: AsyncOmniLLM) -> None:
+def test_async_omni_llm_equals_omni_llm(llm: OmniLLM, async_llm: AsyncOmniLLM) -> None:
     async def last_event() -> Any:
         events = [event async for event in async_llm.generate("a hen", {**SMALL, "seed": 1}, "mine")]
         return events[-1]
@@ -94,12 +94,12 @@ def test_the_asynchronous_face_takes_the_same(llm: OmniLLM, async_llm: AsyncOmni
     np.testing.assert_array_equal(end.outputs[0].images[0], expected)
 
 
-# What the stages are told; no stage is started.
+# Requests of stages; no stage is started.
 
 
 @pytest.fixture(scope="module")
-def painter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_index(tmp_path_factory.mktemp("painter"), "FluxPipeline")
+def dit(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_index(tmp_path_factory.mktemp("dit"), "FluxPipeline")
 
 
 def stage(stage_id: int, name: str, model: str, sources: tuple[int, ...] = (), **more: Any) -> dict[str, Any]:
@@ -120,14 +120,14 @@ def make_builder(*stages: dict[str, Any]) -> RequestBuilder:
 
 
 @pytest.fixture(scope="module")
-def rewriting(tiny_qwen3: Path, painter: str) -> RequestBuilder:
-    """A language model that writes the prompt of a painter, who also sees the caller's images."""
+def rewriting(tiny_qwen3: Path, dit: str) -> RequestBuilder:
+    """A language model that writes the prompt of a diffusion stage, which also reads the prompt's images."""
     return make_builder(
         stage(0, "writer", str(tiny_qwen3), final_output_type="text", max_model_len=64, dtype="float32"),
         stage(
             1,
-            "painter",
-            painter,
+            "dit",
+            dit,
             (0,),
             engine_type="DiT",
             final_output_type="image",
@@ -136,60 +136,60 @@ def rewriting(tiny_qwen3: Path, painter: str) -> RequestBuilder:
     )
 
 
-def told(builder: RequestBuilder, prompt: Any, params: Any = None, lora: Any = None) -> dict[int, StageRequest]:
+def build(builder: RequestBuilder, prompt: Any, params: Any = None, lora: Any = None) -> dict[int, StageRequest]:
     return builder.build(prompt, params, lambda event: None, lora_request=lora).stages
 
 
-def test_the_painters_images_and_settings_are_not_the_writers(rewriting: RequestBuilder) -> None:
+def test_images_and_settings_of_a_diffusion_stage_are_not_for_other_stages(rewriting: RequestBuilder) -> None:
     prompt = {"prompt": "a hen", "negative_prompt": "snow", "multi_modal_data": {"image": PICTURE}}
 
-    writer, painter = told(rewriting, prompt, [{"max_tokens": 5}, {"seed": 4}]).values()
+    writer, dit = build(rewriting, prompt, [{"max_tokens": 5}, {"seed": 4}]).values()
 
     assert writer.engine_request is not None and writer.diffusion is None
     assert writer.sampling_params is not None and writer.sampling_params.max_tokens == 5
     assert not writer.engine_request.mm_features and writer.prompt_token_ids
-    assert painter.engine_request is None and painter.sampling_params is None and painter.diffusion is not None
-    assert (painter.diffusion.seeds, painter.diffusion.params.negative_prompt) == ([4], "snow")
-    assert [image.shape for image in painter.diffusion.images] == [(32, 32, 3)]
+    assert dit.engine_request is None and dit.sampling_params is None and dit.diffusion is not None
+    assert (dit.diffusion.seeds, dit.diffusion.params.negative_prompt) == ([4], "snow")
+    assert [image.shape for image in dit.diffusion.images] == [(32, 32, 3)]
 
 
-def test_who_wants_no_picture_has_none_prepared(rewriting: RequestBuilder) -> None:
-    assert list(told(rewriting, {"prompt": "a hen", "modalities": ["text"]})) == [0]
+def test_modalities_without_image_skip_the_diffusion_stage(rewriting: RequestBuilder) -> None:
+    assert list(build(rewriting, {"prompt": "a hen", "modalities": ["text"]})) == [0]
 
 
-def test_parameters_are_not_mixed_up(rewriting: RequestBuilder) -> None:
+def test_parameters_of_the_wrong_kind_are_refused(rewriting: RequestBuilder) -> None:
     for params, words in (
         ([DiffusionSamplingParams(), None], "stage 'writer' generates tokens"),
         ([None, SamplingParams()], "DiffusionSamplingParams"),
-        ({"seed": 4}, r"one entry for each of the 2 stages \(writer, painter\)"),
+        ({"seed": 4}, r"one entry for each of the 2 stages \(writer, dit\)"),
         (DiffusionSamplingParams(), r"one entry for each of the 2 stages"),
     ):
         with pytest.raises(InvalidRequestError, match=words):
-            told(rewriting, "a hen", params)
+            build(rewriting, "a hen", params)
 
 
-def test_an_adapter_is_for_the_first_stage_or_whoever_denoises_for_it(painter: str, tmp_path: Path) -> None:
-    paints = {"engine_type": "DiT", "final_output_type": "image"}
+def test_an_adapter_is_for_the_first_stage_or_its_denoiser(dit: str, tmp_path: Path) -> None:
+    image_stage = {"engine_type": "DiT", "final_output_type": "image"}
     parts = make_builder(
-        stage(0, "encoder", painter, part="encoder", **paints),
-        stage(1, "denoiser", painter, (0,), part="denoiser", **paints),
+        stage(0, "encoder", dit, part="encoder", **image_stage),
+        stage(1, "denoiser", dit, (0,), part="denoiser", **image_stage),
     )
-    whole = make_builder(stage(0, "painter", painter, **paints), stage(1, "again", painter, (0,), **paints))
+    whole = make_builder(stage(0, "dit", dit, **image_stage), stage(1, "again", dit, (0,), **image_stage))
     adapter = LoRARequest("ink", 1, str(tmp_path))
 
     for builder, expected in ((parts, [None, "ink"]), (whole, ["ink", None])):
-        requests = told(builder, "a hen", lora=adapter)
+        requests = build(builder, "a hen", lora=adapter)
         assert [request.diffusion and request.diffusion.lora_name for request in requests.values()] == expected
 
 
-def test_a_pipeline_that_paints_nothing_has_no_use_for_what_is_unwanted(text_builder: RequestBuilder) -> None:
+def test_negative_prompt_needs_a_diffusion_stage(text_builder: RequestBuilder) -> None:
     with pytest.raises(InvalidRequestError, match="negative_prompt is for diffusion stages"):
-        told(text_builder, {"prompt": "a hen", "negative_prompt": "snow"})
+        build(text_builder, {"prompt": "a hen", "negative_prompt": "snow"})
 
 
-def test_a_pipeline_of_one_writer_takes_parameters_without_a_list(text_builder: RequestBuilder) -> None:
+def test_a_pipeline_of_one_stage_takes_parameters_without_a_list(text_builder: RequestBuilder) -> None:
     for params in (SamplingParams(max_tokens=3), {"max_tokens": 3}):
-        (request,) = told(text_builder, "a hen", params).values()
+        (request,) = build(text_builder, "a hen", params).values()
         assert request.sampling_params is not None and request.sampling_params.max_tokens == 3
 
 
@@ -200,9 +200,9 @@ def text_builder(tiny_qwen3: Path) -> RequestBuilder:
     )
 
 
-def test_a_stage_input_processor_knows_the_diffusers_checkpoint(painter: str) -> None:
+def test_a_stage_input_processor_has_the_diffusers_configuration(dit: str) -> None:
     config = OmniStageConfig(stage_id=1, engine_type="DiT", custom_process_input_func=PROCESSOR)
-    processor = load_stage_input_processor(config, painter)
+    processor = load_stage_input_processor(config, dit)
 
     assert processor is not None and isinstance(processor.hf_config, PretrainedConfig)
     assert processor.hf_config._class_name == "FluxPipeline"
@@ -216,9 +216,9 @@ def test_a_stage_input_processor_knows_the_diffusers_checkpoint(painter: str) ->
         ({"final_output_type": None}, "needs final_output_type"),
     ],
 )
-def test_a_stage_that_is_fed_is_checked_as_any_other(painter: str, change: dict[str, Any], words: str) -> None:
-    fed = stage(1, "painter", painter, (0,), engine_type="DiT", final_output_type="image")
+def test_a_diffusion_stage_with_sources_is_checked(dit: str, change: dict[str, Any], words: str) -> None:
+    reader = stage(1, "dit", dit, (0,), engine_type="DiT", final_output_type="image")
     source = {"stage_id": 0, "engine_type": "fake"}
 
-    with pytest.raises(StageConfigError, match=rf"stage 1 \(painter\): .*{words}"):
-        parse_pipeline_config({"stage_args": [source, fed | change]}, "this test")
+    with pytest.raises(StageConfigError, match=rf"stage 1 \(dit\): .*{words}"):
+        parse_pipeline_config({"stage_args": [source, reader | change]}, "this test")

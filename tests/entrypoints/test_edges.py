@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ends of what a request may be: the shortest and the longest reply, speech and prompt, and one beyond."""
+"""Boundary cases: the shortest and the longest reply, speech and prompt, and one beyond."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,6 @@ from vllm_omni.errors import InvalidRequestError
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import make_prompt
-
-pytestmark = pytest.mark.slow
 
 MAX_MODEL_LEN = 1024
 SAMPLES_PER_FRAME = 1920
@@ -50,13 +48,15 @@ def either(request: pytest.FixtureRequest) -> Model:
 
 
 def params(text: int = 6, speech: int = 12, **talker: Any) -> list[dict[str, Any] | None]:
-    """At most so many tokens and codes, greedy."""
+    """Greedy, with limits of tokens and codes."""
     thinker = {"temperature": 0.0, "max_tokens": text}
     return [thinker, {"temperature": 0.0, "max_tokens": speech, "detokenize": False, **talker}, None]
 
 
-def ask(llm: OmniLLM, prompt: Any, params: list[dict[str, Any] | None]) -> tuple[OmniRequestOutput, OmniRequestOutput]:
-    """Text and speech, which are the same however they are asked for."""
+def generate_both_ways(
+    llm: OmniLLM, prompt: Any, params: list[dict[str, Any] | None]
+) -> tuple[OmniRequestOutput, OmniRequestOutput]:
+    """Text and speech, after checking that streaming gives the same."""
     text, speech = llm.generate(prompt, params, use_tqdm=False)
     *_, end = llm.generate(prompt, params, stream=True)
     for whole, streamed in zip((text, speech), end.outputs, strict=True):  # type: ignore[union-attr]
@@ -77,8 +77,8 @@ def num_frames(speech: OmniRequestOutput) -> int:
     return speech.stage_metrics[2].num_input_tokens
 
 
-def test_a_reply_of_one_token_is_not_spoken(either: Model) -> None:
-    text, speech = ask(either.llm, either.prompt, params(text=1))
+def test_a_reply_of_one_token_has_no_speech(either: Model) -> None:
+    text, speech = generate_both_ways(either.llm, either.prompt, params(text=1))
     assert len(text.outputs[0].token_ids) == 1 and text.outputs[0].finish_reason == "length"
     assert_silent(speech)
 
@@ -86,41 +86,39 @@ def test_a_reply_of_one_token_is_not_spoken(either: Model) -> None:
 def test_a_reply_of_two_tokens_equals_hf(
     talking_llm: OmniLLM, prompt: dict[str, Any], tiny_qwen3_omni_moe: Path
 ) -> None:
-    _, speech = ask(talking_llm, prompt, params(text=2, repetition_penalty=1.05))
+    _, speech = generate_both_ways(talking_llm, prompt, params(text=2, repetition_penalty=1.05))
     expected = HFOracle(tiny_qwen3_omni_moe).generate(prompt, thinker_max_tokens=2, talker_max_tokens=12)
     torch.testing.assert_close(speech.multimodal_output["audio"], expected.audio, rtol=0, atol=1e-4)
 
 
-def test_a_talker_that_ends_at_once_says_nothing(either: Model) -> None:
-    text, speech = ask(either.llm, either.prompt, params(logit_bias={either.end_of_speech: 100.0}))
+def test_a_talker_that_ends_at_once_has_no_speech(either: Model) -> None:
+    text, speech = generate_both_ways(either.llm, either.prompt, params(logit_bias={either.end_of_speech: 100.0}))
     assert len(text.outputs[0].token_ids) == 6
     assert_silent(speech)
 
 
-@pytest.mark.parametrize("wants", [{"stop_token_ids": list(range(128))}, {"speech": 1}])
-def test_a_frame_that_is_not_finished_is_not_heard(
-    wants: dict[str, Any], talking_llm: OmniLLM, prompt: dict[str, Any]
-) -> None:
-    """Qwen3-Omni makes the rest of a frame in the step after it, which the last one does not have."""
-    _, speech = ask(talking_llm, prompt, params(**wants))
+@pytest.mark.parametrize("limits", [{"stop_token_ids": list(range(128))}, {"speech": 1}])
+def test_an_incomplete_frame_is_dropped(limits: dict[str, Any], talking_llm: OmniLLM, prompt: dict[str, Any]) -> None:
+    """Qwen3-Omni completes a frame in the next step, which the last frame does not have."""
+    _, speech = generate_both_ways(talking_llm, prompt, params(**limits))
     assert speech.stage_metrics[1].num_output_tokens == 1
     assert_silent(speech)
 
 
-def test_one_who_says_nothing_beside_others(talking_llm: OmniLLM, prompt: dict[str, Any]) -> None:
-    """One call has one set of limits, so these are two calls at once."""
+def test_a_silent_request_beside_another(talking_llm: OmniLLM, prompt: dict[str, Any]) -> None:
+    """Two concurrent calls, because one call has one set of limits."""
     silent = talking_llm.generate(prompt, params(text=1), stream=True)
     next(silent)
-    _, speech = ask(talking_llm, prompt, params())
+    _, speech = generate_both_ways(talking_llm, prompt, params())
     assert num_frames(speech) == 11
     *_, end = silent
     assert_silent(end.outputs[1])  # type: ignore[union-attr]
 
 
-def test_more_than_300_frames_and_the_most_that_fit(
+def test_more_than_300_frames_up_to_the_context_limit(
     talking_llm: OmniLLM, prompt: dict[str, Any], end_of_speech: int
 ) -> None:
-    """A talker whose limit is beyond its context ends where that ends, like any vLLM request."""
+    """A talker whose max_tokens exceeds its context ends at the end of the context, like any vLLM request."""
     endless = {"logit_bias": {end_of_speech: -100.0}, "repetition_penalty": 1.05}
     (speech,) = talking_llm.generate(
         make_chat(690) | {"modalities": ["audio"]}, params(text=3, speech=5000, **endless), use_tqdm=False
@@ -144,10 +142,10 @@ def test_the_longest_prompt_and_one_token_more(talking_llm: OmniLLM) -> None:
         talking_llm.generate({"prompt_token_ids": [*ids, 5, 5]}, params(), use_tqdm=False)
 
 
-def test_the_longest_prompt_that_can_be_spoken_to_and_one_token_more(talking_llm: OmniLLM) -> None:
-    """The talker's prompt has more rows than the thinker's, where no system's turn is left out of it."""
+def test_the_longest_prompt_with_speech_and_one_token_more(talking_llm: OmniLLM) -> None:
+    """The talker's prompt has more rows than the thinker's if there is no system message, which it would omit."""
     longest = make_chat(MAX_MODEL_LEN - 8)
-    _, speech = ask(talking_llm, longest, params())
+    _, speech = generate_both_ways(talking_llm, longest, params())
     talker = speech.stage_metrics[1]
     assert (talker.num_input_tokens, talker.num_output_tokens) == (MAX_MODEL_LEN - 2, 2)
     with pytest.raises(InvalidRequestError, match=r"stage 1 \(talker\).*1024.*1025") as error:
@@ -156,17 +154,17 @@ def test_the_longest_prompt_that_can_be_spoken_to_and_one_token_more(talking_llm
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "words"),
     [
         ({"additional_information": {"speaker": "nobody"}}, "unknown speaker 'nobody'.*aiden, chelsie, ethan"),
         ({"additional_information": {"speaker": 3}}, "unknown speaker 3"),
         ({"prompt": "user hello"}, "no assistant turn"),
     ],
 )
-def test_what_the_talker_cannot_say_is_refused_at_the_door(
-    change: dict[str, Any], says: str, talking_llm: OmniLLM, prompt: dict[str, Any]
+def test_prompts_without_possible_speech_are_refused(
+    change: dict[str, Any], words: str, talking_llm: OmniLLM, prompt: dict[str, Any]
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=says) as error:
+    with pytest.raises(InvalidRequestError, match=words) as error:
         talking_llm.generate(prompt | change, params(), use_tqdm=False)
     assert error.value.stage_id is None
     (text,) = talking_llm.generate(prompt | change | {"modalities": ["text"]}, params(), use_tqdm=False)
@@ -174,18 +172,18 @@ def test_what_the_talker_cannot_say_is_refused_at_the_door(
 
 
 @pytest.mark.parametrize(
-    ("stage", "values", "says"),
+    ("stage", "values", "words"),
     [
-        (1, {"n": 2}, "n=2 for stage 'talker': only a stage that writes text"),
+        (1, {"n": 2}, "n=2 for stage 'talker': only a final stage with text"),
         (2, {"n": 2}, "n=2 for stage 'code2wav'"),
         (1, {"temperature": -1.0}, "temperature"),
         (0, {"max_tokens": 0}, "max_tokens"),
     ],
 )
-def test_bad_values_of_any_stage_are_refused_at_the_door(
-    stage: int, values: dict[str, Any], says: str, talking_llm: OmniLLM, prompt: dict[str, Any]
+def test_bad_values_of_any_stage_are_refused(
+    stage: int, values: dict[str, Any], words: str, talking_llm: OmniLLM, prompt: dict[str, Any]
 ) -> None:
     given: list[dict[str, Any] | None] = [None, None, None]
     given[stage] = values
-    with pytest.raises(InvalidRequestError, match=says):
+    with pytest.raises(InvalidRequestError, match=words):
         talking_llm.generate(prompt, given, use_tqdm=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that end while a pipeline is at work, without a word to it: they end at once, and leave nothing."""
+"""Programs that exit without closing a busy pipeline: they exit at once, and leave nothing behind."""
 
 import os
 import subprocess
@@ -15,10 +15,10 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-# Its iterator is closed when its module is taken apart: by then the thread that preprocesses prompts stands still.
+# Its iterator is closed when the interpreter clears the module: the preprocessing thread no longer runs then.
 STREAM = """
 import sys, time
-from tests.entrypoints.fake_pipelines import long
+from tests.entrypoints.fake_pipelines import long_prompt
 from vllm_omni import OmniLLM
 
 llm = OmniLLM("", sys.argv[1])
@@ -29,18 +29,18 @@ def build_slowly(prompt, *args, **kwargs):
         time.sleep(1000)
     return build(prompt, *args, **kwargs)
 builder.build = build_slowly
-events = llm.generate([long(), long("slow")], stream=True, use_tqdm=True)
+events = llm.generate([long_prompt(), long_prompt("slow")], stream=True, use_tqdm=True)
 next(events)
 """
 
 ASYNC = """
 import asyncio, sys
-from tests.entrypoints.fake_pipelines import long
+from tests.entrypoints.fake_pipelines import long_prompt
 from vllm_omni import AsyncOmniLLM
 
 llm = AsyncOmniLLM("", sys.argv[1])
 async def main():
-    async for event in llm.generate(long()):
+    async for event in llm.generate(long_prompt()):
         sys.exit(3)
 asyncio.run(main())
 """
@@ -57,7 +57,7 @@ def processes_of_session(session: int) -> list[int]:
     return found
 
 
-def test_programs_end_cleanly_in_the_middle_of_a_stream(tmp_path: Path) -> None:
+def test_programs_exit_cleanly_during_a_stream(tmp_path: Path) -> None:
     config = tmp_path / "stages.yaml"
     config.write_text(yaml.safe_dump({"stage_args": list(STAGES)}))
     programs = {
@@ -72,13 +72,13 @@ def test_programs_end_cleanly_in_the_middle_of_a_stream(tmp_path: Path) -> None:
         for name, code in {"stream": STREAM, "async": ASYNC}.items()
     }
     try:
-        said = {name: program.communicate(timeout=120)[1] for name, program in programs.items()}
+        stderr = {name: program.communicate(timeout=120)[1] for name, program in programs.items()}
     finally:
         for program in programs.values():
             program.kill()
     for name, program in programs.items():
-        assert program.returncode == (3 if name == "async" else 0), said[name]
+        assert program.returncode == (3 if name == "async" else 0), stderr[name]
         for noise in ("Traceback", "Exception ignored", "leaked", "Error"):
-            assert noise not in said[name], said[name]
+            assert noise not in stderr[name], stderr[name]
         assert processes_of_session(program.pid) == []
         assert not list(Path("/dev/shm").glob(f"vllm_omni-{program.pid}-*"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline of functions alone, next to the caller's own script: no checkpoint, nothing to install."""
+"""A pipeline of functions in a module on the caller's path: no checkpoint, nothing to install."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from vllm_omni import OmniLLM
 pytestmark = pytest.mark.slow
 
 FUNCTIONS = """
-def shout(request, sources):
+def upper(request, sources):
     return {"text": request.prompt.upper()}
 
 def twice(request, sources):
@@ -20,13 +20,13 @@ def twice(request, sources):
 
 STAGES = """
 stage_args:
-  - {stage_id: 0, engine_type: function, function: functions_of_this_test.shout}
+  - {stage_id: 0, engine_type: function, function: functions_of_this_test.upper}
   - {stage_id: 1, engine_type: function, function: functions_of_this_test.twice, engine_input_source: [0],
      final_output: true, final_output_type: text}
 """
 
 
-def test_stages_import_what_their_caller_can_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_import_modules_on_the_callers_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "functions_of_this_test.py").write_text(FUNCTIONS)
     (tmp_path / "stages.yaml").write_text(STAGES)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole pipeline as users meet it: three vLLM engines in three processes, held against HF transformers."""
+"""`OmniLLM` with three vLLM engines in three processes, compared with HF transformers."""
 
 import itertools
 import os
@@ -11,8 +11,9 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.entrypoints.fake_pipelines import by_request, check_story, make_chat, quick_servers, wait_until_free
+from tests.entrypoints.fake_pipelines import by_request, check_events, make_chat, quick_servers, wait_until_free
 from tests.fork_server_cache import fork_server_cache
+from tests.orchestrator.pipelines import fresh_stats
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError, PipelineClosedError, StageConfigError
 from vllm_omni.events import ARSegmentEvent
@@ -66,7 +67,7 @@ def test_eight_different_prompts_at_once_equal_hf(llm: OmniLLM, oracle: HFOracle
         check_against_oracle(prompt, outputs[2 * i : 2 * i + 2], oracle)
 
 
-def test_results_can_be_read_in_both_ways(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+def test_fields_are_also_those_of_request_output(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     prompt = make_prompt(tiny_qwen3_omni_moe, "text")
     text, speech = llm.generate([prompt], GREEDY, use_tqdm=False)
     assert text.request_output[0].outputs[0].text == text.outputs[0].text != ""
@@ -78,7 +79,7 @@ def test_results_can_be_read_in_both_ways(llm: OmniLLM, tiny_qwen3_omni_moe: Pat
     assert text.stage_metrics[0].num_output_tokens == len(text.outputs[0].token_ids)
 
 
-def test_modalities_choose_outputs_and_stages_for_each_prompt(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+def test_modalities_select_outputs_and_stages_of_each_prompt(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     prompt = make_prompt(tiny_qwen3_omni_moe, "text")
     prompts = [prompt | {"modalities": wanted} for wanted in (["text"], ["audio"], ["text", "audio"], None)]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -90,7 +91,7 @@ def test_modalities_choose_outputs_and_stages_for_each_prompt(llm: OmniLLM, tiny
 
 
 @pytest.mark.slow
-def test_stages_work_on_different_requests_at_the_same_time(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+def test_stages_process_different_requests_concurrently(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     prompts = [make_prompt(tiny_qwen3_omni_moe, "text", seed=i) for i in range(8)]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     thinker, talker = ([output.stage_metrics[i] for output in outputs[::2]] for i in (0, 1))
@@ -103,7 +104,7 @@ def test_stages_work_on_different_requests_at_the_same_time(llm: OmniLLM, tiny_q
 
 
 @pytest.mark.parametrize(
-    ("prompt", "says"),
+    ("prompt", "words"),
     [
         ({"prompt": "x", "modality": ["text"]}, "unknown key 'modality' in a prompt; did you mean 'modalities'?"),
         ({"prompt": "x", "modalities": ["audios"]}, "cannot output 'audios'; did you mean 'audio'?"),
@@ -114,13 +115,13 @@ def test_stages_work_on_different_requests_at_the_same_time(llm: OmniLLM, tiny_q
         (17, "a prompt is a string or a dict"),
     ],
 )
-def test_a_wrong_prompt_is_refused_by_name(prompt: Any, says: str, llm: OmniLLM) -> None:
-    with pytest.raises(InvalidRequestError, match=says.replace("?", r"\?")):
+def test_an_error_names_what_is_wrong_in_a_prompt(prompt: Any, words: str, llm: OmniLLM) -> None:
+    with pytest.raises(InvalidRequestError, match=words.replace("?", r"\?")):
         llm.generate([prompt], GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize(
-    ("params", "says"),
+    ("params", "words"),
     [
         ([None], "one entry for each of the 3 stages (thinker, talker, code2wav)"),
         (SamplingParams(), "one entry for each of the 3 stages"),
@@ -129,13 +130,13 @@ def test_a_wrong_prompt_is_refused_by_name(prompt: Any, says: str, llm: OmniLLM)
         ([{"temperature": -1.0}, None, None], "temperature"),
     ],
 )
-def test_wrong_sampling_parameters_are_refused_by_name(params: Any, says: str, llm: OmniLLM) -> None:
+def test_an_error_names_a_wrong_sampling_parameter(params: Any, words: str, llm: OmniLLM) -> None:
     with pytest.raises(InvalidRequestError) as error:
         llm.generate("x", params, use_tqdm=False)
-    assert says in str(error.value)
+    assert words in str(error.value)
 
 
-def test_a_request_that_fails_in_a_stage_spares_the_others(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+def test_a_request_that_fails_in_a_stage_does_not_affect_others(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     good = make_prompt(tiny_qwen3_omni_moe, "text")
     bad = make_chat(1020)  # too long for the talker only, whose prompt has a few rows more
     with pytest.raises(InvalidRequestError, match=r"stage 1 \(talker\).*1024.*1026") as error:
@@ -148,15 +149,15 @@ def test_a_request_that_fails_in_a_stage_spares_the_others(llm: OmniLLM, tiny_qw
         )
 
 
-def test_eight_listeners_at_once_hear_what_one_reads(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
-    """Text, codes and speech stream through all stages; together the pieces are what the whole is."""
+def test_eight_streaming_requests_equal_complete_results(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+    """Text, codes and speech stream through all stages; their segments add up to the complete results."""
     prompts = mixed_prompts(tiny_qwen3_omni_moe, 8, seed=20)
-    stories = by_request(llm.generate(prompts, GREEDY, stream=True))
+    by_id = by_request(llm.generate(prompts, GREEDY, stream=True))
     at_once = llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert len(stories) == 8
-    for i, request_id in enumerate(sorted(stories, key=int)):
-        events = stories[request_id]
-        end = check_story(events)
+    assert len(by_id) == 8
+    for i, request_id in enumerate(sorted(by_id, key=int)):
+        events = by_id[request_id]
+        end = check_events(events)
         for output, reference in zip(end.outputs, at_once[2 * i : 2 * i + 2], strict=True):
             assert output.prompt_token_ids == reference.prompt_token_ids and output.prompt == reference.prompt
             assert output.outputs[0].token_ids == reference.outputs[0].token_ids
@@ -164,40 +165,40 @@ def test_eight_listeners_at_once_hear_what_one_reads(llm: OmniLLM, tiny_qwen3_om
             assert output.outputs[0].finish_reason == reference.outputs[0].finish_reason
         audio, expected = (outputs[1].multimodal_output["audio"] for outputs in (end.outputs, at_once[2 * i :]))
         torch.testing.assert_close(audio, expected, rtol=0, atol=1e-4)
-        pieces = [event for event in events if isinstance(event, ARSegmentEvent)]
+        segments = [event for event in events if isinstance(event, ARSegmentEvent)]
         num_tokens, num_frames = (stage.num_output_tokens for stage in end.outputs[0].stage_metrics[:2])
-        assert len([piece for piece in pieces if piece.stage_id == 0]) >= min(num_tokens, 2)
-        spoken = [piece for piece in pieces if piece.stage_id == 2]
-        assert {piece.final_output_type for piece in spoken} == {"audio"}
+        assert len([segment for segment in segments if segment.stage_id == 0]) >= min(num_tokens, 2)
+        spoken = [segment for segment in segments if segment.stage_id == 2]
+        assert {segment.final_output_type for segment in spoken} == {"audio"}
         assert len(spoken) >= (2 if num_frames > 5 else 1), "the first window has four frames"
-        assert all(piece.multimodal_output == {} for piece in pieces if piece.stage_id == 0)
+        assert all(segment.multimodal_output == {} for segment in segments if segment.stage_id == 0)
 
 
-def test_speech_begins_while_the_text_is_written(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+def test_speech_starts_while_text_is_generated(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     prompt = make_prompt(tiny_qwen3_omni_moe, "text")
     params = [{"temperature": 0.0, "min_tokens": 400, "max_tokens": 400}, {**GREEDY[1], "min_tokens": 40}, None]
     for event in llm.generate(prompt, params, stream=True):
         assert isinstance(event, ARSegmentEvent)
         if event.final_output_type == "audio":
             break
-        assert not event.is_last, "the text was complete before anything was heard"
+        assert not event.is_last, "the text was complete before the first audio"
 
 
-def test_giving_up_in_every_stage_frees_every_kv_block(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+def test_aborts_in_every_stage_free_every_kv_block(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     prompt = make_prompt(tiny_qwen3_omni_moe, "text")
     endless = [{"max_tokens": 900, "ignore_eos": True}, None, None]
     events = llm.generate([prompt] * 6, endless, stream=True)
     next(events)
-    assert any(stage.kv_blocks_used for stage in llm.stats())
+    assert any(stage.kv_blocks_used for stage in fresh_stats(llm._pipeline.orchestrator))
     events.close()  # type: ignore[attr-defined]
     wait_until_free(llm)
     for event in llm.generate([prompt] * 3, GREEDY, stream=True):
         if isinstance(event, ARSegmentEvent) and event.is_last:
-            break  # The text of one is complete; its speech is being made, others are still written.
+            break  # The text of one is complete; its speech and the other texts are not.
     wait_until_free(llm)
 
 
-def test_default_sampling_parameters_come_from_the_configuration(tiny_qwen3_omni_moe: Path, llm: OmniLLM) -> None:
+def test_default_sampling_parameters_are_those_of_the_configuration(tiny_qwen3_omni_moe: Path, llm: OmniLLM) -> None:
     prompt = make_prompt(tiny_qwen3_omni_moe, "text") | {"modalities": ["audio"]}
     capped = [{"temperature": 0.0, "max_tokens": 8}, {"temperature": 0.0, "max_tokens": 5, "detokenize": False}, None]
     (speech,) = llm.generate(prompt, capped, use_tqdm=False)
@@ -208,7 +209,7 @@ def test_default_sampling_parameters_come_from_the_configuration(tiny_qwen3_omni
     assert first.shape != second.shape or not torch.equal(first, second)
 
 
-def test_an_unknown_argument_is_refused_before_anything_starts(tiny_qwen3_omni_moe: Path) -> None:
+def test_an_unknown_argument_starts_no_stage(tiny_qwen3_omni_moe: Path) -> None:
     before = len(psutil.Process().children(recursive=True))
     with pytest.raises(StageConfigError, match=r"max_modle_len.*did you mean 'max_model_len'"):
         OmniLLM(str(tiny_qwen3_omni_moe), max_modle_len=128)
@@ -217,17 +218,17 @@ def test_an_unknown_argument_is_refused_before_anything_starts(tiny_qwen3_omni_m
     assert len(psutil.Process().children(recursive=True)) == before
 
 
-def own_run_dirs() -> set[str]:
-    """What pipelines of this process have in shared memory."""
+def run_dirs_of_this_process() -> set[str]:
+    """The run directories of this process in shared memory."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(f"vllm_omni-{os.getpid()}-")}
 
 
 @pytest.mark.slow
-def test_arguments_reach_stages_and_close_or_an_exception_leaves_nothing(tiny_qwen3: Path) -> None:
-    """A plain text model, without a configuration of its own, is a pipeline of one stage."""
+def test_arguments_reach_stages_and_an_exception_closes_the_pipeline(tiny_qwen3: Path) -> None:
+    """A text model without a stage configuration is a pipeline of one stage."""
     fork_server_cache()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    run_dirs = own_run_dirs()
+    run_dirs = run_dirs_of_this_process()
     with pytest.raises(ZeroDivisionError), quick_servers(), OmniLLM(
         str(tiny_qwen3), dtype="float32", stage_overrides={"text": {"max_model_len": 32}}, kv_cache_memory_bytes=1 << 24
     ) as llm:  # fmt: skip
@@ -239,4 +240,4 @@ def test_arguments_reach_stages_and_close_or_an_exception_leaves_nothing(tiny_qw
     with pytest.raises(PipelineClosedError):
         llm.generate("user hello", use_tqdm=False)
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
-    assert own_run_dirs() <= run_dirs
+    assert run_dirs_of_this_process() <= run_dirs

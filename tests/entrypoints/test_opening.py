@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline that cannot be opened: the constructor says why, and nothing is left of it."""
+"""A pipeline that cannot be opened: the constructor raises the reason, and nothing is left of it."""
 
 import os
 import resource
@@ -23,11 +23,11 @@ from vllm_omni.distributed import run_dir
 from vllm_omni.entrypoints import omni_base
 from vllm_omni.errors import PipelineStartError, StageStartError
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
-def in_time(work: Callable[[], object]) -> object:
-    """What `work` returns or raises; a constructor that never returns fails its test, and does not stop all tests."""
+def with_timeout(work: Callable[[], object]) -> object:
+    """The result of `work`, or its error; a constructor that blocks fails its test only."""
     future: Future[object] = Future()
 
     def run() -> None:
@@ -37,7 +37,7 @@ def in_time(work: Callable[[], object]) -> object:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future.result(PATIENCE_S)
+    return future.result(TIMEOUT_S)
 
 
 def open_llm(tmp_path: Path) -> OmniLLM:
@@ -63,11 +63,11 @@ def nothing_left(memory: Path) -> Iterator[None]:  # noqa: F811
 
 @contextmanager
 def file_limit(spare: int) -> Iterator[None]:
-    """This process can open so many files more."""
+    """Limits this process to `spare` further open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     last = max(map(int, os.listdir("/proc/self/fd")))
     opened = [os.open(os.devnull, os.O_RDONLY)]
-    while opened[-1] <= last:  # The limit is one of numbers: those that are free below must be taken.
+    while opened[-1] <= last:  # The limit is a file number: occupy free lower numbers.
         opened.append(os.open(os.devnull, os.O_RDONLY))
     resource.setrlimit(resource.RLIMIT_NOFILE, (opened[-1] + 1 + spare, hard))
     try:
@@ -83,7 +83,7 @@ def test_no_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(run_dir, "_MEMORY_FILE_SYSTEM", Path("/nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(PipelineStartError, match=r"could not be opened: .*No such file or directory.*nowhere"):
-        in_time(lambda: open_llm(tmp_path))
+        with_timeout(lambda: open_llm(tmp_path))
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -92,12 +92,12 @@ def test_a_directory_too_deep_for_sockets(tmp_path: Path, monkeypatch: pytest.Mo
     deep.mkdir()
     monkeypatch.setattr(run_dir, "_MEMORY_FILE_SYSTEM", deep)
     with pytest.raises(PipelineStartError, match=r"bytes more than the 107 that the system takes; set TMPDIR"):
-        in_time(lambda: open_llm(tmp_path))
+        with_timeout(lambda: open_llm(tmp_path))
     assert list(deep.iterdir()) == []
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_can_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -107,31 +107,31 @@ def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(PipelineStartError, match="could not be opened: can't start new thread"):
-        in_time(lambda: open_llm(tmp_path))
+        with_timeout(lambda: open_llm(tmp_path))
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_the_server_of_stages_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start_and_lose() -> QuickForkServer:
+def test_the_fork_server_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_and_kill() -> QuickForkServer:
         server = QuickForkServer()
         server._process.kill()
-        server._process.wait(PATIENCE_S)
+        server._process.wait(TIMEOUT_S)
         return server
 
-    monkeypatch.setattr(omni_base, "start_fork_server", start_and_lose)
+    monkeypatch.setattr(omni_base, "start_fork_server", start_and_kill)
     with pytest.raises(StageStartError, match="the server that starts stage processes died"):
-        in_time(lambda: open_llm(tmp_path))
+        with_timeout(lambda: open_llm(tmp_path))
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_too_few_files_can_be_opened(tmp_path: Path) -> None:
-    """With however few: libzmq would end the process where it has none left."""
+def test_too_few_open_files(tmp_path: Path) -> None:
+    """For every small limit: libzmq aborts the process if it has no file left."""
     config = make_config(WRITER)
     for spare in range(24):
         with file_limit(spare), pytest.raises(PipelineStartError, match=r"Too many open files.*ulimit -n"):
-            in_time(lambda: open_orchestrator(config))
+            with_timeout(lambda: open_orchestrator(config))
     with file_limit(0), pytest.raises(PipelineStartError, match=r"Too many open files.*ulimit -n"):
-        in_time(omni_base.start_fork_server)
+        with_timeout(omni_base.start_fork_server)
     with file_limit(24 + 10):
         orchestrator = open_orchestrator(config)
         orchestrator.wait_until_started()

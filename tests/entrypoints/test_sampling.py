@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters mean what the models' authors mean by them: what transformers does with the same logits."""
+"""Sampling parameters have the effect that they have in transformers on the same logits."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def oracle(tiny_qwen3: Any) -> HFTextOracle:
 
 
 class OpenAIPenalties(LogitsProcessor):
-    """Presence and frequency penalty, of the reply's tokens, as OpenAI's documentation defines them."""
+    """Presence and frequency penalty of generated tokens, as defined in OpenAI's documentation."""
 
     def __init__(self, num_prompt_tokens: int, presence: float, frequency: float) -> None:
         self.num_prompt_tokens, self.presence, self.frequency = num_prompt_tokens, presence, frequency
@@ -81,7 +81,7 @@ def test_the_distribution_of_every_token_equals_hf(
         assert scores[0, completion.token_ids[i]] > float("-inf")
 
 
-def drawn(thinker: int | None, talker: int | None) -> list[dict[str, Any] | None]:
+def sampled(thinker: int | None, talker: int | None) -> list[dict[str, Any] | None]:
     text = {"temperature": 1.0, "max_tokens": 10, "seed": thinker}
     speech = {"temperature": 1.0, "top_k": 50, "max_tokens": 12, "seed": talker, "detokenize": False}
     return [text, speech, None]
@@ -89,8 +89,8 @@ def drawn(thinker: int | None, talker: int | None) -> list[dict[str, Any] | None
 
 def test_seeds_reproduce_text_and_speech_alone_and_in_a_batch(talking_llm: OmniLLM, tiny_qwen3_omni_moe: Any) -> None:
     prompts = [make_prompt(tiny_qwen3_omni_moe, kind) for kind in ("text", "image", "text")]
-    alone = [talking_llm.generate(prompt, drawn(3, 4), use_tqdm=False) for prompt in prompts]
-    batch = talking_llm.generate(prompts, drawn(3, 4), use_tqdm=False)
+    alone = [talking_llm.generate(prompt, sampled(3, 4), use_tqdm=False) for prompt in prompts]
+    batch = talking_llm.generate(prompts, sampled(3, 4), use_tqdm=False)
     for i, (text, speech) in enumerate(alone):
         assert text.outputs[0].token_ids == batch[2 * i].outputs[0].token_ids
         assert_same_speech(speech, batch[2 * i + 1])
@@ -100,23 +100,25 @@ def test_seeds_reproduce_text_and_speech_alone_and_in_a_batch(talking_llm: OmniL
 def test_each_stage_has_a_seed_of_its_own(talking_llm: OmniLLM, tiny_qwen3_omni_moe: Any) -> None:
     prompt = make_prompt(tiny_qwen3_omni_moe, "text")
     (text, speech), (same_text, other_speech), (other_text, _) = (
-        talking_llm.generate(prompt, drawn(*seeds), use_tqdm=False) for seeds in ((3, 4), (3, 5), (6, 4))
+        talking_llm.generate(prompt, sampled(*seeds), use_tqdm=False) for seeds in ((3, 4), (3, 5), (6, 4))
     )
     assert text.outputs[0].token_ids == same_text.outputs[0].token_ids != other_text.outputs[0].token_ids
     a, b = speech.multimodal_output["audio"], other_speech.multimodal_output["audio"]
     assert a.shape != b.shape or not torch.allclose(a, b, atol=1e-2)
-    unseeded = [talking_llm.generate(prompt, drawn(None, 4), use_tqdm=False)[0].outputs[0].token_ids for _ in range(2)]
+    unseeded = [
+        talking_llm.generate(prompt, sampled(None, 4), use_tqdm=False)[0].outputs[0].token_ids for _ in range(2)
+    ]
     assert unseeded[0] != unseeded[1]
 
 
 def test_several_texts_and_the_speech_of_the_first(talking_llm: OmniLLM, tiny_qwen3_omni_moe: Any) -> None:
     """Sequence i is drawn with the seed plus i, as vLLM does."""
     prompt = make_prompt(tiny_qwen3_omni_moe, "text")
-    three = drawn(3, 4)
+    three = sampled(3, 4)
     assert three[0] is not None
     three[0]["n"] = 3
     texts, speech = talking_llm.generate(prompt, three, use_tqdm=False)
-    alone = [talking_llm.generate(prompt, drawn(3 + i, 4), use_tqdm=False) for i in range(3)]
+    alone = [talking_llm.generate(prompt, sampled(3 + i, 4), use_tqdm=False) for i in range(3)]
     assert [c.token_ids for c in texts.outputs] == [text.outputs[0].token_ids for text, _ in alone]
     assert len({tuple(c.token_ids) for c in texts.outputs}) == 3
     assert_same_speech(speech, alone[0][1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three vLLM engines in one process, on one core: held against HF transformers, as three processes are."""
+"""Three vLLM engines in one process, on one core, compared with HF transformers."""
 
 import os
 from collections.abc import Iterator
@@ -30,8 +30,8 @@ BLOCK_SIZE = 128  # vLLM's on a CPU
 CORE = max(os.sched_getaffinity(0))
 
 
-def shared_configuration() -> dict[str, Any]:
-    """The shipped one, in one process, and backwards: the first stage to be listed is the one without experts."""
+def shared_config() -> dict[str, Any]:
+    """The shipped configuration in one process, in reverse order: the first stage is the one without experts."""
     raw = yaml.safe_load((stage_configs_dir() / "qwen3_omni_moe.yaml").read_text())
     for stage in raw["stage_args"]:
         stage["stage_id"] = 2 - stage["stage_id"]
@@ -47,7 +47,7 @@ def shared_configuration() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def llm(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
     path = tmp_path_factory.mktemp("config") / "shared.yaml"
-    path.write_text(yaml.safe_dump(shared_configuration()))
+    path.write_text(yaml.safe_dump(shared_config()))
     with quick_servers():
         llm = OmniLLM(str(tiny_qwen3_omni_moe), str(path), dtype="float32", max_model_len=1024, max_num_seqs=8)
     with llm:
@@ -64,7 +64,7 @@ def test_eight_different_prompts_at_once_equal_hf(llm: OmniLLM, tiny_qwen3_omni_
         torch.testing.assert_close(speech.multimodal_output["audio"], expected.audio, rtol=0, atol=1e-4)
 
 
-def test_they_are_in_one_process_on_one_core(llm: OmniLLM) -> None:
+def test_stages_share_one_process_on_one_core(llm: OmniLLM) -> None:
     title = "vllm_omni::code2wav+talker+thinker"
     (stages,) = (child for child in psutil.Process().children(recursive=True) if child.cmdline()[0] == title)
     assert psutil.Process(stages.ppid()).children() == [stages]  # there is no other stage of this pipeline
@@ -72,7 +72,7 @@ def test_they_are_in_one_process_on_one_core(llm: OmniLLM) -> None:
     assert threads == [{CORE}] * len(threads) and len(threads) > 6  # three engines, three for input and output
 
 
-def test_each_has_the_kv_cache_of_its_budget(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+def test_each_stage_has_the_kv_cache_of_its_budget(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     config = AutoConfig.from_pretrained(tiny_qwen3_omni_moe)
     text_configs = {"thinker": config.thinker_config.text_config, "talker": config.talker_config.text_config}
     budgets = {"thinker": 64 << 20, "talker": 32 << 20}

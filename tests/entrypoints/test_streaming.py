@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OmniLLM.generate(..., stream=True)`: what its caller reads, and what is left when the caller stops reading."""
+"""`OmniLLM.generate(..., stream=True)`: its events, and client aborts."""
 
 import gc
 import os
@@ -17,11 +17,11 @@ import pytest
 from tests.entrypoints.fake_pipelines import (
     STAGES,
     WINDOWS,
-    ask,
     by_request,
-    check_story,
+    check_events,
+    fake_prompt,
     is_idle,
-    long,
+    long_prompt,
     make_pipeline,
     running,
 )
@@ -42,15 +42,15 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
         yield llm
 
 
-def test_events_of_several_prompts_come_as_they_happen(llm: OmniLLM) -> None:
-    prompts = [ask(f"p{i}", fake_tokens=4 + i, fake_seconds=0.01, fake_only="writer") for i in range(4)]
+def test_events_of_several_prompts(llm: OmniLLM) -> None:
+    prompts = [fake_prompt(f"p{i}", fake_tokens=4 + i, fake_seconds=0.01, fake_only="writer") for i in range(4)]
     events = list(llm.generate(prompts, stream=True))
-    stories = by_request(events)
-    first = min(int(request_id) for request_id in stories)
-    assert sorted(stories) == sorted(str(first + i) for i in range(4)), "numbered in the order of the prompts"
+    by_id = by_request(events)
+    first = min(int(request_id) for request_id in by_id)
+    assert sorted(by_id) == sorted(str(first + i) for i in range(4)), "numbered in the order of the prompts"
     at_once = llm.generate(prompts, use_tqdm=False)
     for i in range(4):
-        end = check_story(stories[str(first + i)])
+        end = check_events(by_id[str(first + i)])
         text, speech = at_once[2 * i : 2 * i + 2]
         assert end.outputs[0].outputs[0].text == text.outputs[0].text
         assert end.outputs[0].outputs[0].token_ids == text.outputs[0].token_ids == list(range(4 + i))
@@ -58,32 +58,36 @@ def test_events_of_several_prompts_come_as_they_happen(llm: OmniLLM) -> None:
     assert len([e for e in events if isinstance(e, ARSegmentEvent) and e.stage_id == 0]) > 4
 
 
-def test_the_last_event_need_not_have_the_outputs(llm: OmniLLM) -> None:
-    prompt = ask("p", fake_tokens=12, fake_seconds=0.01, fake_only="writer")
+def test_keep_outputs_false_leaves_out_earlier_segments(llm: OmniLLM) -> None:
+    prompt = fake_prompt("p", fake_tokens=12, fake_seconds=0.01, fake_only="writer")
     *events, end = llm.generate(prompt, stream=True, keep_outputs=False)
     assert isinstance(end, CompletedEvent)
     text, speech = end.outputs
     for output in (text, speech):
-        pieces = [e for e in events if isinstance(e, ARSegmentEvent) and e.stage_id == output.stage_id]
-        assert len(pieces) > 2 and output.outputs[0].text == pieces[-1].text
+        segments = [e for e in events if isinstance(e, ARSegmentEvent) and e.stage_id == output.stage_id]
+        assert len(segments) > 2 and output.outputs[0].text == segments[-1].text
         assert [stage.name for stage in output.stage_metrics] == ["writer", "speaker"]
         assert output.outputs[0].finish_reason == "stop"
     assert len(speech.multimodal_output["rows"]) < 12
 
 
-def test_pieces_are_there_long_before_the_end(llm: OmniLLM) -> None:
-    for event in llm.generate(long(), stream=True):
+def test_segments_arrive_before_the_end(llm: OmniLLM) -> None:
+    for event in llm.generate(long_prompt(), stream=True):
         assert isinstance(event, ARSegmentEvent)
-        if event.stage_id == 1:  # The second stage works on what the first is still writing.
+        if event.stage_id == 1:  # The second stage started before the first one finished.
             break
 
 
-def test_a_prompt_that_fails_ends_with_an_error_and_spares_the_others(llm: OmniLLM) -> None:
-    prompts = [ask("good", fake_tokens=5), ask("bad", fake_tokens=5, fake_fail="speaker"), ask("fine")]
-    stories = by_request(llm.generate(prompts, stream=True))
-    good, bad, fine = (stories[key] for key in sorted(stories, key=int))
-    check_story(good)
-    check_story(fine)
+def test_a_failed_prompt_ends_with_an_error_event_and_does_not_affect_others(llm: OmniLLM) -> None:
+    prompts = [
+        fake_prompt("good", fake_tokens=5),
+        fake_prompt("bad", fake_tokens=5, fake_fail="speaker"),
+        fake_prompt("fine"),
+    ]
+    by_id = by_request(llm.generate(prompts, stream=True))
+    good, bad, fine = (by_id[key] for key in sorted(by_id, key=int))
+    check_events(good)
+    check_events(fine)
     assert [event.is_terminal for event in bad] == [False] * (len(bad) - 1) + [True]
     end = bad[-1]
     assert isinstance(end, ErrorEvent) and isinstance(end.error, StageExecutionError)
@@ -92,7 +96,7 @@ def test_a_prompt_that_fails_ends_with_an_error_and_spares_the_others(llm: OmniL
 
 
 def test_closing_the_iterator_aborts_the_rest(llm: OmniLLM) -> None:
-    events = llm.generate([ask("done"), *[long(f"p{i}") for i in range(5)]], stream=True)
+    events = llm.generate([fake_prompt("done"), *[long_prompt(f"p{i}") for i in range(5)]], stream=True)
     for event in events:
         if isinstance(event, CompletedEvent):
             break
@@ -103,28 +107,28 @@ def test_closing_the_iterator_aborts_the_rest(llm: OmniLLM) -> None:
 
 
 def test_dropping_the_iterator_aborts_the_rest(llm: OmniLLM) -> None:
-    events = llm.generate([long()] * 3, stream=True)
+    events = llm.generate([long_prompt()] * 3, stream=True)
     next(events)
     del events
     assert is_idle(llm)
 
 
-def test_an_iterator_that_nobody_reads_runs_nothing(llm: OmniLLM) -> None:
+def test_an_iterator_that_is_not_read_runs_nothing(llm: OmniLLM) -> None:
     threads = threading.active_count()
-    events = llm.generate([long()] * 3, stream=True)
+    events = llm.generate([long_prompt()] * 3, stream=True)
     assert threading.active_count() == threads and is_idle(llm)
     del events
 
 
 def test_an_exception_in_the_loop_leaves_nothing_running(llm: OmniLLM) -> None:
     with pytest.raises(ZeroDivisionError):
-        for _ in llm.generate([long()] * 3, stream=True):
+        for _ in llm.generate([long_prompt()] * 3, stream=True):
             raise ZeroDivisionError
     assert is_idle(llm)
 
 
 def interrupt_when_working(llm: OmniLLM) -> threading.Thread:
-    """Ctrl-C, when a stage has work and the caller waits for it."""
+    """Ctrl-C while a stage has a request."""
 
     def interrupt() -> None:
         while not any(llm._pipeline.orchestrator.activity().values()):
@@ -138,7 +142,7 @@ def interrupt_when_working(llm: OmniLLM) -> threading.Thread:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Ctrl-C raises; in what a shell runs in the background it may be ignored."""
+    """Ctrl-C raises; shells make background processes ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -146,8 +150,8 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_aborts_and_the_pipeline_serves_on(llm: OmniLLM, stream: bool) -> None:
-    prompts = [ask(f"p{i}", fake_seconds=60, fake_only="writer") for i in range(5)]
+def test_ctrl_c_aborts_and_the_pipeline_continues(llm: OmniLLM, stream: bool) -> None:
+    prompts = [fake_prompt(f"p{i}", fake_seconds=60, fake_only="writer") for i in range(5)]
     thread = interrupt_when_working(llm)
     with pytest.raises(KeyboardInterrupt):
         list(llm.generate(prompts, use_tqdm=False, stream=stream))
@@ -157,35 +161,35 @@ def test_ctrl_c_aborts_and_the_pipeline_serves_on(llm: OmniLLM, stream: bool) ->
     assert text.outputs[0].text == "next>writer"
 
 
-def test_two_iterators_can_be_read_in_turn(llm: OmniLLM) -> None:
-    first, second = (llm.generate(ask(fake_tokens=9), stream=True) for _ in range(2))
+def test_two_iterators_are_read_in_turn(llm: OmniLLM) -> None:
+    first, second = (llm.generate(fake_prompt(fake_tokens=9), stream=True) for _ in range(2))
     events = [event for pair in zip(first, second, strict=True) for event in pair]
-    for story in by_request(events).values():
-        check_story(story)
+    for own in by_request(events).values():
+        check_events(own)
 
 
-def test_a_wrong_prompt_is_raised_and_ends_the_others(llm: OmniLLM) -> None:
+def test_a_wrong_prompt_raises_and_aborts_the_others(llm: OmniLLM) -> None:
     with pytest.raises(InvalidRequestError, match="cannot output 'audios'"):
-        list(llm.generate([long(), ask(modalities=["audios"])], stream=True))
+        list(llm.generate([long_prompt(), fake_prompt(modalities=["audios"])], stream=True))
     assert is_idle(llm)
 
 
-def test_a_deadline_ends_with_its_own_error(tmp_path: Path) -> None:
+def test_a_timeout_ends_with_its_own_error(tmp_path: Path) -> None:
     with running(OmniLLM, tmp_path, args={"request_timeout_s": 0.3, "log_stats": True}) as llm:
-        *_, late = llm.generate(long(), stream=True)
+        *_, late = llm.generate(long_prompt(), stream=True)
         assert isinstance(late, ErrorEvent) and isinstance(late.error, RequestTimeoutError)
         assert is_idle(llm)
         with pytest.raises(RequestTimeoutError) as error:
-            llm.generate([ask("quick"), long()], use_tqdm=False)
+            llm.generate([fake_prompt("quick"), long_prompt()], use_tqdm=False)
         assert [output.outputs[0].text for output in error.value.results] == ["quick>writer", "quick>writer>speaker"]
 
 
-def test_more_prompts_than_the_pipeline_takes_at_once(tmp_path: Path) -> None:
+def test_more_prompts_than_max_inflight(tmp_path: Path) -> None:
     with running(OmniLLM, tmp_path, max_inflight=2, max_queued=1) as llm:
-        stories = by_request(llm.generate([ask(f"p{i}") for i in range(20)], stream=True))
-        assert len(stories) == 20
-        for story in stories.values():
-            check_story(story)
+        by_id = by_request(llm.generate([fake_prompt(f"p{i}") for i in range(20)], stream=True))
+        assert len(by_id) == 20
+        for events in by_id.values():
+            check_events(events)
 
 
 def stage_processes() -> set[psutil.Process]:
@@ -193,28 +197,28 @@ def stage_processes() -> set[psutil.Process]:
     return {child for child in children if child.cmdline() and child.cmdline()[0].startswith("vllm_omni::")}
 
 
-def test_a_pipeline_lives_as_long_as_its_events_are_read(tmp_path: Path) -> None:
+def test_a_pipeline_stays_open_while_its_events_are_read(tmp_path: Path) -> None:
     others = stage_processes()
     llm = make_pipeline(OmniLLM, tmp_path / "stages.yaml", args={}, **WINDOWS)
-    gone = weakref.ref(llm)
+    reference = weakref.ref(llm)
     own = stage_processes() - others
     assert len(own) == 2
-    events = llm.generate([ask(fake_tokens=5, fake_seconds=0.01), long()], stream=True)
+    events = llm.generate([fake_prompt(fake_tokens=5, fake_seconds=0.01), long_prompt()], stream=True)
     del llm
     for event in events:
         if isinstance(event, CompletedEvent):
             break
     cycle: list = [events]
     cycle.append(cycle)
-    del events, cycle  # In the middle of the second prompt; the collector finds them.
+    del events, cycle  # during the second prompt; the garbage collector frees them
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     assert not any(process.is_running() for process in own)
 
 
 def test_close_ends_a_stream_with_an_error(tmp_path: Path) -> None:
     with running(OmniLLM, tmp_path) as llm:
-        events = llm.generate(long(), stream=True)
+        events = llm.generate(long_prompt(), stream=True)
         next(events)
         llm.close()
         *_, end = events
@@ -223,18 +227,18 @@ def test_close_ends_a_stream_with_an_error(tmp_path: Path) -> None:
             next(llm.generate("late", stream=True))
 
 
-def test_a_pipeline_without_windows_streams_its_text_all_the_same(tmp_path: Path) -> None:
+def test_a_pipeline_without_windows_streams_text(tmp_path: Path) -> None:
     with running(OmniLLM, tmp_path, STAGES) as llm:
-        (story,) = by_request(
-            llm.generate(ask(fake_tokens=12, fake_seconds=0.02, fake_only="writer"), stream=True)
+        (events,) = by_request(
+            llm.generate(fake_prompt(fake_tokens=12, fake_seconds=0.02, fake_only="writer"), stream=True)
         ).values()
-    check_story(story)
-    pieces = [event.stage_id for event in story if isinstance(event, ARSegmentEvent)]
-    assert pieces.count(0) > 3 and pieces.count(1) == 1
+    check_events(events)
+    segments = [event.stage_id for event in events if isinstance(event, ARSegmentEvent)]
+    assert segments.count(0) > 3 and segments.count(1) == 1
 
 
-def test_a_progress_bar_says_what_the_stages_are_doing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    prompts = [ask(f"p{i}", fake_seconds=0.3, fake_only="speaker") for i in range(5)]
+def test_the_progress_bar_shows_the_requests_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    prompts = [fake_prompt(f"p{i}", fake_seconds=0.3, fake_only="speaker") for i in range(5)]
     with running(OmniLLM, tmp_path) as llm:
         capsys.readouterr()
         llm.generate(prompts)
@@ -249,8 +253,8 @@ def test_a_progress_bar_says_what_the_stages_are_doing(tmp_path: Path, capsys: p
     assert "100%" in shown[-1] and "5/5" in shown[-1] and "speaker" not in shown[-1]
 
 
-def test_stages_that_read_along_are_shown_at_work(llm: OmniLLM) -> None:
-    events = llm.generate(long(), stream=True)
+def test_activity_includes_stages_with_streamed_input(llm: OmniLLM) -> None:
+    events = llm.generate(long_prompt(), stream=True)
     next(events)
     assert llm._pipeline.orchestrator.activity() == {"writer": 1, "speaker": 1}
     del events

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM gives everybody who serves a text, through a pipeline: each once, on a model whose answers HF knows."""
+"""vLLM's features of text generation, each once through a pipeline, compared with HF transformers."""
 
 import json
 import re
@@ -31,18 +31,20 @@ def oracle(tiny_qwen3: Path) -> HFTextOracle:
 
 @pytest.fixture(scope="module")
 def greedy(text_llm: OmniLLM) -> CompletionOutput:
-    """What the model says without any of this."""
+    """The output without any of these features."""
     return complete(text_llm)
 
 
-def ask(llm: OmniLLM, prompt: Any = PROMPT, lora_request: LoRARequest | None = None, **params: Any) -> RequestOutput:
+def generate(
+    llm: OmniLLM, prompt: Any = PROMPT, lora_request: LoRARequest | None = None, **params: Any
+) -> RequestOutput:
     params = {"temperature": 0.0, "max_tokens": NUM_TOKENS} | params
     (output,) = llm.generate(prompt, [params], use_tqdm=False, lora_request=lora_request)
     return output.request_output[0]
 
 
 def complete(llm: OmniLLM, **params: Any) -> CompletionOutput:
-    (completion,) = ask(llm, **params).outputs
+    (completion,) = generate(llm, **params).outputs
     return completion
 
 
@@ -55,13 +57,13 @@ def test_greedy_equals_hf(greedy: CompletionOutput, oracle: HFTextOracle) -> Non
 def test_stop_strings(included: bool, text_llm: OmniLLM, greedy: CompletionOutput) -> None:
     stop = greedy.text[6:10]
     before = greedy.text.index(stop)
-    completion = complete(text_llm, stop=[stop, "never said"], include_stop_str_in_output=included)
+    completion = complete(text_llm, stop=[stop, "never generated"], include_stop_str_in_output=included)
     assert completion.text == greedy.text[: before + len(stop) * included]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     assert completion.token_ids == greedy.token_ids[: len(completion.token_ids)]
 
 
-def test_stop_tokens_and_the_tokens_that_must_come_before(text_llm: OmniLLM, greedy: CompletionOutput) -> None:
+def test_stop_tokens_and_min_tokens(text_llm: OmniLLM, greedy: CompletionOutput) -> None:
     stop = greedy.token_ids[3]
     completion = complete(text_llm, stop_token_ids=[stop])
     assert completion.token_ids == greedy.token_ids[:4]
@@ -72,7 +74,7 @@ def test_stop_tokens_and_the_tokens_that_must_come_before(text_llm: OmniLLM, gre
 
 
 def test_logprobs_of_the_prompt_and_of_the_reply_equal_hf(text_llm: OmniLLM, oracle: HFTextOracle) -> None:
-    output = ask(text_llm, logprobs=3, prompt_logprobs=2)
+    output = generate(text_llm, logprobs=3, prompt_logprobs=2)
     (completion,) = output.outputs
     ids = [*(output.prompt_token_ids or ()), *completion.token_ids]
     with torch.no_grad():
@@ -92,7 +94,7 @@ def test_logprobs_of_the_prompt_and_of_the_reply_equal_hf(text_llm: OmniLLM, ora
     assert len(end.outputs[0].request_output[0].prompt_logprobs or ()) == num_prompt
 
 
-def test_what_may_be_said(text_llm: OmniLLM, greedy: CompletionOutput, oracle: HFTextOracle) -> None:
+def test_restricted_tokens(text_llm: OmniLLM, greedy: CompletionOutput, oracle: HFTextOracle) -> None:
     first = greedy.token_ids[0]
     assert complete(text_llm, logit_bias={first: -100.0}).token_ids[0] != first
     assert set(complete(text_llm, logit_bias={17: 100.0}).token_ids) == {17}
@@ -117,21 +119,21 @@ def test_structured_output(constraint: dict[str, Any], matches: Any, text_llm: O
         assert matches(completion.text), completion.text
 
 
-def test_a_logits_processor_of_the_users_own(text_llm: OmniLLM, greedy: CompletionOutput) -> None:
+def test_a_custom_logits_processor(text_llm: OmniLLM, greedy: CompletionOutput) -> None:
     assert set(complete(text_llm, extra_args={"keep": [50, 51]}).token_ids) <= {50, 51}
     assert complete(text_llm).token_ids == greedy.token_ids
     with pytest.raises(InvalidRequestError, match="keep must be a list"):
-        ask(text_llm, extra_args={"keep": 50})
+        generate(text_llm, extra_args={"keep": 50})
 
 
-def test_prefixes_are_cached_where_only_text_is_made(text_llm: OmniLLM) -> None:
+def test_prefix_caching_of_a_text_pipeline(text_llm: OmniLLM) -> None:
     prompt = {"prompt_token_ids": list(range(20, 120))}
-    first, again = (ask(text_llm, prompt) for _ in range(2))
+    first, again = (generate(text_llm, prompt) for _ in range(2))
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 96)
     assert first.outputs[0].token_ids == again.outputs[0].token_ids
 
 
-def test_lora_equals_merged_weights_also_beside_others(text_llm: OmniLLM, tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_lora_equals_merged_weights_in_a_mixed_batch(text_llm: OmniLLM, tiny_qwen3: Path, tmp_path: Path) -> None:
     adapters, expected = [], [complete(text_llm).token_ids]
     for seed in (1, 2):
         folder = write_adapter(tiny_qwen3, tmp_path / f"adapter{seed}", seed)
@@ -140,40 +142,40 @@ def test_lora_equals_merged_weights_also_beside_others(text_llm: OmniLLM, tiny_q
         adapters.append(LoRARequest(f"adapter{seed}", seed, str(folder)))
     assert len({tuple(tokens) for tokens in expected}) == 3
     params = [{"temperature": 0.0, "max_tokens": NUM_TOKENS}]
-    wanted = [None, *adapters, None]
-    outputs = text_llm.generate([PROMPT] * 4, params, use_tqdm=False, lora_request=wanted)
+    adapters_by_prompt = [None, *adapters, None]
+    outputs = text_llm.generate([PROMPT] * 4, params, use_tqdm=False, lora_request=adapters_by_prompt)
     assert [output.outputs[0].token_ids for output in outputs] == [*expected, expected[0]]
-    assert ask(text_llm, lora_request=adapters[0]).outputs[0].token_ids == expected[1]
+    assert generate(text_llm, lora_request=adapters[0]).outputs[0].token_ids == expected[1]
     assert complete(text_llm).token_ids == expected[0]
     with pytest.raises(ValueError, match="1 entries for 2 prompts"):
         text_llm.generate([PROMPT] * 2, params, use_tqdm=False, lora_request=adapters[:1])
 
 
-def test_an_adapter_of_the_thinker_alone(qwen2_5_llm: OmniLLM, tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
-    """Beside one who has none; what is said of it is what the adapter wrote."""
+def test_an_adapter_of_the_thinker(qwen2_5_llm: OmniLLM, tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
+    """In a batch with requests without one; the speech is that of the adapted text."""
     folder = write_adapter(tiny_qwen2_5_omni, tmp_path / "adapter", 1, prefix="thinker.model.")
     merged = merge_adapter(tiny_qwen2_5_omni, folder, tmp_path / "merged")
     prompt = make_prompt(tiny_qwen2_5_omni, "text")
     params = [{"temperature": 0.0, "max_tokens": NUM_TOKENS}, {"temperature": 0.0, "max_tokens": 12}, {"seed": 7}]
-    wanted = [None, LoRARequest("adapter", 1, str(folder)), None]
-    outputs = qwen2_5_llm.generate([prompt] * 3, params, use_tqdm=False, lora_request=wanted)
-    (base, adapted, same), (said, said_by_adapted, said_again) = outputs[::2], outputs[1::2]
+    adapters_by_prompt = [None, LoRARequest("adapter", 1, str(folder)), None]
+    outputs = qwen2_5_llm.generate([prompt] * 3, params, use_tqdm=False, lora_request=adapters_by_prompt)
+    (base, adapted, same), (speech_base, speech_adapted, speech_same) = outputs[::2], outputs[1::2]
     for checkpoint, output in ((tiny_qwen2_5_omni, base), (merged, adapted)):
         expected = HFOracle(checkpoint).generate(prompt, thinker_max_tokens=NUM_TOKENS, talker_max_tokens=12)
         assert output.outputs[0].token_ids == expected.thinker_token_ids
     assert base.outputs[0].token_ids == same.outputs[0].token_ids != adapted.outputs[0].token_ids
-    speech, other, again = (o.multimodal_output["audio"] for o in (said, said_by_adapted, said_again))
+    speech, other, again = (o.multimodal_output["audio"] for o in (speech_base, speech_adapted, speech_same))
     torch.testing.assert_close(again, speech, rtol=0, atol=1e-4)
     assert other.shape != speech.shape or not torch.allclose(other, speech, atol=1e-2)
 
 
-def test_an_adapter_where_there_is_no_room_for_one(talking_llm: OmniLLM, tmp_path: Path) -> None:
+def test_an_adapter_needs_enable_lora(talking_llm: OmniLLM, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="LoRA is not enabled"):
         talking_llm.generate(PROMPT, use_tqdm=False, lora_request=LoRARequest("a", 1, str(tmp_path)))
 
 
 @pytest.mark.parametrize(
-    ("params", "says"),
+    ("params", "words"),
     [
         ({"structured_outputs": {"regex": "[ab"}}, "regex"),
         ({"structured_outputs": {"regexp": "a"}}, "'regexp' in structured_outputs; did you mean 'regex'"),
@@ -189,11 +191,11 @@ def test_an_adapter_where_there_is_no_room_for_one(talking_llm: OmniLLM, tmp_pat
         ({"n": 0}, "n must"),
     ],
 )
-def test_bad_values_are_refused_by_name(params: dict[str, Any], says: str, text_llm: OmniLLM) -> None:
-    with pytest.raises(InvalidRequestError, match=says):
-        ask(text_llm, **params)
+def test_an_error_names_a_bad_value(params: dict[str, Any], words: str, text_llm: OmniLLM) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        generate(text_llm, **params)
 
 
-def test_nothing_of_this_harms_the_others(text_llm: OmniLLM, greedy: CompletionOutput) -> None:
+def test_other_requests_are_not_affected(text_llm: OmniLLM, greedy: CompletionOutput) -> None:
     assert complete(text_llm).token_ids == greedy.token_ids
     assert isinstance(text_llm.generate(PROMPT, [SamplingParams(max_tokens=2)], use_tqdm=False), list)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each example for a server is run against one, and the files that it wrote are decoded."""
+"""Runs each example for a server, and decodes the files that it writes."""
 
 import base64
 import io
@@ -148,7 +148,7 @@ class TestCurl:
         assert '"deleted":true' in self.run(video_server, tmp_path, "video", SIZE="64x32", STEPS="2", INTERVAL="0.1")
         assert len(decode_video(tmp_path / "video.mp4")) > 1
 
-    def test_the_answer_lists_the_supported_outputs(self, omni_server, tmp_path):
+    def test_the_help_lists_the_commands(self, omni_server, tmp_path):
         assert "image-edit FILE" in self.run(omni_server, tmp_path)
 
 

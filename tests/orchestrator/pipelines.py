@@ -3,6 +3,7 @@
 
 import functools
 import queue
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.events import CompletedEvent, ErrorEvent, OmniEvent
 from vllm_omni.inputs import StageRequest
+from vllm_omni.metrics.stats import StageStats
 from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.orchestrator.request import PipelineRequest
@@ -143,3 +145,18 @@ def error_of(event: OmniEvent) -> Exception:
 
 def state_of(orchestrator: Orchestrator) -> Mapping[str, str]:
     return {stage.name: stage.state for stage in orchestrator.health()}
+
+
+def fresh_stats(orchestrator: Orchestrator) -> list[StageStats]:
+    """Snapshots that the stages made after they had processed all messages that were sent to them before this call.
+
+    Any message to a stage makes a snapshot due. The first new one may be older than the message, the second is not.
+    """
+    for _ in range(2):
+        before = {id(stats): stats for stats in orchestrator.stats()}
+        orchestrator._command(lambda: [stage.abort([]) for stage in orchestrator._stages.values()])
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(id(stats) in before for stats in orchestrator.stats()):
+            assert time.monotonic() < deadline, "a stage sends no snapshot"
+            time.sleep(0.005)
+    return orchestrator.stats()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.orchestrator.pipelines import Caller, error_of, fake_stage, make_config, open_orchestrator
+from tests.orchestrator.pipelines import Caller, error_of, fake_stage, fresh_stats, make_config, open_orchestrator
 from tests.orchestrator.test_failure import QUICKLY, is_ready, kill, processes, wait_until
 from vllm_omni.errors import RequestAbortedError, RequestTimeoutError, StageDeadError, StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
@@ -102,7 +102,7 @@ def told(event: CompletedEvent) -> list[tuple]:
     ]
 
 
-def check_story(events: list[OmniEvent]) -> None:
+def check_events(events: list[OmniEvent]) -> None:
     """One end, at the end; nothing missing; and the pieces of what completed are the whole."""
     assert [event.sequence for event in events] == list(range(len(events)))
     assert [event.is_terminal for event in events] == [False] * (len(events) - 1) + [True]
@@ -208,7 +208,7 @@ def check_nothing_is_left(caller: Caller, victim: str) -> None:
     assert {stage.name: stage.num_restarts for stage in caller.orchestrator.health()} == {
         name: int(name == victim) for name in "abcd"
     }
-    stats = caller.orchestrator.stats()
+    stats = fresh_stats(caller.orchestrator)
     assert [(stage.name, stage.queue_depth, stage.num_running) for stage in stats] == [(name, 0, 0) for name in "abcd"]
     assert set(caller.orchestrator.activity().values()) == {0}
     wait_until(lambda: payload_files(caller) == [])  # what was on its way to an aborted request is still to be dropped
@@ -225,7 +225,7 @@ def test_every_request_is_accounted_for_and_survivors_are_as_if_alone(seed: int,
         storm.run()
         assert len(storm.stories) == NUM_REQUESTS
         for request_id, events in storm.stories.items():
-            check_story(events)
+            check_events(events)
             check_end(storm, request_id, alone)
         check_nothing_is_left(caller, victim)
         again = [kind.submit(caller) for kind in kinds[:40] if kind.failing_stage is None]

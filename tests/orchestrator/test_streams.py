@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.orchestrator.pipelines import Caller, fake_stage, make_config, open_orchestrator, texts
+from tests.orchestrator.pipelines import Caller, fake_stage, fresh_stats, make_config, open_orchestrator, texts
 from vllm_omni.errors import StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent
 
@@ -130,7 +130,7 @@ def test_an_abort_between_two_windows_ends_all(caller: Caller) -> None:
         pass
     assert isinstance(event, ErrorEvent)
     caller.story(caller.submit("next", fake_tokens=2))  # nothing of the old one comes between
-    assert [(stats.num_running, stats.queue_depth) for stats in caller.orchestrator.stats()] == [(0, 0)] * 3
+    assert [(stats.num_running, stats.queue_depth) for stats in fresh_stats(caller.orchestrator)] == [(0, 0)] * 3
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shipped configurations need of memory, for the published checkpoints; run as a program, which prints JSON.
+"""Memory needs of the shipped configurations for published checkpoints; as a program it prints JSON.
 
     python -m tests.published.plans [--markdown]
 
-A process of its own, because building a mixture of experts needs vLLM's groups, which another engine may have made
-without those of experts.
+It needs its own process, because building a mixture of experts needs vLLM's process groups, which another engine may
+have created without those of experts.
 """
 
 import dataclasses
@@ -42,15 +42,15 @@ ROWS = (
     ("qwen2_5_omni_3b", "1 x 48 GB", ""),
     ("qwen2_5_omni_3b", "1 x 80 GB", ""),
 )
-"""Checkpoint, machine, and the options that it is run with there."""
+"""Checkpoint, machine, and options."""
 
 
 @functools.cache
 def compute_plans() -> list[dict[str, Any]]:
     """The rows' plans, computed in a process of its own."""
     command = [sys.executable, "-m", "tests.published.plans"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return json.loads(said.stdout.splitlines()[-1])
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:

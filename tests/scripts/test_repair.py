@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each repair is made where an import is broken, and only there."""
+"""Each repair is applied only if the import is broken."""
 
 import runpy
 import shutil
@@ -22,7 +22,7 @@ for operator in ("nms", "qnms"):  # as torchvision does: this raises where the o
 """
 
 
-def test_what_this_project_imports_can_be_imported_here():
+def test_required_modules_import():
     for module in ("torchvision.transforms.v2.functional", "transformers.models.qwen2_vl.image_processing_qwen2_vl"):
         subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
 
@@ -36,7 +36,7 @@ def test_optional_companions_of_torch_are_absent_or_work():
 
 
 @pytest.mark.parametrize("times", [0, 1, 2])
-def test_the_shim_gives_a_broken_torchvision_its_schemas_however_often_it_is_installed(tmp_path, times):
+def test_the_shim_repairs_a_broken_torchvision_and_can_be_installed_twice(tmp_path, times):
     (tmp_path / "torchvision.py").write_text(BROKEN_TORCHVISION)
     shutil.copy(SCRIPTS / "torchvision_ops.py", tmp_path)
     (tmp_path / "torchvision_ops.pth").write_text("import torchvision_ops; torchvision_ops.install()\n")
@@ -56,7 +56,7 @@ import torchvision
 
 @pytest.fixture
 def repair():
-    """The script's functions; `errors` says what importing each module answers, one answer a call."""
+    """The script's functions; `errors` are the results of its imports, in order."""
     names = runpy.run_path(str(SCRIPTS / "repair.py"))
     namespace = names["main"].__globals__
     errors: list[str | None] = []
@@ -65,7 +65,7 @@ def repair():
     return SimpleNamespace(**names, errors=errors, namespace=namespace)
 
 
-def test_a_torchvision_that_imports_is_left_alone_and_an_earlier_repair_is_undone(repair, tmp_path):
+def test_a_torchvision_that_imports_loses_an_earlier_repair(repair, tmp_path):
     (tmp_path / "torchvision_ops.pth").touch()
     repair.errors.append(None)
     repair.repair_torchvision(tmp_path)
@@ -80,7 +80,7 @@ def test_a_broken_torchvision_gets_the_shim(repair, tmp_path, capsys):
     assert "repaired" in capsys.readouterr().out
 
 
-def test_a_torchvision_broken_otherwise_stops_the_set_up(repair, tmp_path):
+def test_another_error_of_torchvision_stops_the_set_up(repair, tmp_path):
     repair.errors += ["first", "ImportError: something else"]
     with pytest.raises(SystemExit, match="something else"):
         repair.repair_torchvision(tmp_path)
@@ -96,7 +96,7 @@ def test_an_optional_module_is_removed_only_if_it_is_broken(repair, monkeypatch,
     assert ("removing it" in capsys.readouterr().out) == removed
 
 
-def test_a_failing_import_returns_what_it_said():
+def test_a_failed_import_returns_its_output():
     import_error = runpy.run_path(str(SCRIPTS / "repair.py"))["import_error"]
     assert import_error("json") is None
     assert "No module named 'no_such_module'" in import_error("no_such_module")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choices that `scripts/set_up.py` takes; that it installs is shown by the environment these tests run in."""
+"""The decisions of `scripts/set_up.py`. The environment of these tests shows that it installs."""
 
 import runpy
 import sys
@@ -15,55 +15,55 @@ NOT_FOUND = f"ERROR: No matching distribution found for {TORCH}\n"
 
 @pytest.fixture
 def set_up():
-    """The script's functions, with a `pip_install` that answers from a list and remembers what it was asked."""
+    """The script's functions, with a fake `pip_install`, which returns `results` in order and records its calls."""
     names = runpy.run_path(str(SCRIPTS / "set_up.py"))
     namespace = names["main"].__globals__
-    calls, answers = [], []
+    calls, results = [], []
 
     def pip_install(python, *arguments):
         calls.append(arguments)
-        return answers.pop(0)
+        return results.pop(0)
 
     namespace["pip_install"] = pip_install
-    return SimpleNamespace(**names, calls=calls, answers=answers, namespace=namespace)
+    return SimpleNamespace(**names, calls=calls, results=results, namespace=namespace)
 
 
-def test_pip_alone_is_asked_when_it_finds_torch(set_up):
-    set_up.answers.append(None)
+def test_torch_comes_from_pips_index_if_available(set_up):
+    set_up.results.append(None)
     assert set_up.install_torch("python") == []
     assert set_up.calls == [("--no-deps", TORCH)]
 
 
-def test_pytorchs_index_is_added_only_when_torch_is_not_found(set_up):
-    set_up.answers += [NOT_FOUND, None]
+def test_pytorchs_index_is_added_if_torch_is_not_found(set_up):
+    set_up.results += [NOT_FOUND, None]
     index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
     assert set_up.install_torch("python") == index
     assert list(set_up.calls[1][-2:]) == index
 
 
-def test_another_failure_of_pip_is_not_taken_for_a_missing_torch(set_up):
-    set_up.answers.append("ERROR: Could not install packages due to an OSError: No space left on device\n")
+def test_another_failure_of_pip_does_not_add_the_index(set_up):
+    set_up.results.append("ERROR: Could not install packages due to an OSError: No space left on device\n")
     with pytest.raises(SystemExit, match="pip failed"):
         set_up.install_torch("python")
     assert len(set_up.calls) == 1
 
 
-def test_a_torch_found_nowhere_says_where_it_was_looked_for(set_up):
-    set_up.answers += [NOT_FOUND, NOT_FOUND]
+def test_a_torch_found_nowhere_is_an_error_with_the_indexes(set_up):
+    set_up.results += [NOT_FOUND, NOT_FOUND]
     with pytest.raises(SystemExit, match="neither where pip is configured to look nor at https://download"):
         set_up.install_torch("python")
 
 
 @pytest.mark.slow
-def test_what_pip_says_is_returned_when_it_fails(capfd):
+def test_pip_install_returns_the_output_of_a_failure(capfd):
     pip_install = runpy.run_path(str(SCRIPTS / "set_up.py"))["pip_install"]
-    said = pip_install(sys.executable, "--no-index", TORCH + ".1")
-    assert f"No matching distribution found for {TORCH}.1" in said
+    output = pip_install(sys.executable, "--no-index", TORCH + ".1")
+    assert f"No matching distribution found for {TORCH}.1" in output
     assert "No matching distribution" in capfd.readouterr().out
     assert pip_install(sys.executable, "--no-index", "pip") is None
 
 
-def test_a_python_that_vllm_does_not_install_on_is_passed_over(set_up, monkeypatch):
+def test_an_unsupported_python_is_skipped(set_up, monkeypatch):
     versions = {sys.executable: (3, 10), "/usr/bin/python3.14": None, "/usr/bin/python3.12": (3, 12)}
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     set_up.namespace["python_version"] = versions.get
@@ -86,5 +86,5 @@ def test_a_python_that_does_not_run_has_no_version(set_up, tmp_path):
     assert set_up.python_version(sys.executable) == sys.version_info[:2]
 
 
-def test_an_environment_that_runs_is_kept(set_up):
+def test_a_working_environment_is_kept(set_up):
     assert set_up.make_venv(Path(sys.prefix)) == str(Path(sys.prefix) / "bin" / "python")

@@ -248,14 +248,6 @@ def test_a_snapshot_precedes_the_result_that_makes_the_stage_idle(peers: Peers) 
     assert (stats.num_enqueued, stats.num_completed, stats.num_running, stats.queue_depth) == (2, 2, 0, 0)
 
 
-def test_a_stage_that_loads_sends_no_snapshot(tmp_path: Path) -> None:
-    peers = Peers(tmp_path)
-    peers.send(AbortMessage(request_ids=["r"]))
-    peers.start()
-    assert len(peers.stats) == 1 and peers.stats[0].num_aborted == 0
-    peers.close()
-
-
 def test_shutdown_stops_the_engine(peers: Peers) -> None:
     peers.send(ShutdownMessage())
     assert isinstance(peers.engine.next(), Stop)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""That tiny adapters are what tests take them for; what they do to a picture is shown in tests/diffusion."""
+"""Tiny adapters: reproducible and complete; tests/diffusion shows their effect on images."""
 
 import pytest
 from safetensors.torch import load_file

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle for Qwen3-Omni and for text: worth comparing with, and in agreement with vLLM's own thinker."""
+"""The oracles for Qwen3-Omni and for text: not degenerate, and equal to vLLM's own thinker."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_answers_are_not_degenerate(kind: str, answers: dict[str, OracleResult])
     assert (answer.audio.abs() < 1).float().mean() > 0.99
 
 
-def test_answers_differ_and_end_in_both_ways(answers: dict[str, OracleResult], oracle: HFOracle) -> None:
+def test_answers_differ_and_end_by_stop_or_length(answers: dict[str, OracleResult], oracle: HFOracle) -> None:
     replies = [answer.thinker_token_ids for answer in answers.values()]
 
     assert len({tuple(reply) for reply in replies}) == len(replies)
@@ -74,7 +74,7 @@ def test_answers_differ_and_end_in_both_ways(answers: dict[str, OracleResult], o
     assert any(ended) and not all(ended)
 
 
-def test_states_and_talker_inputs_belong_together(answers: dict[str, OracleResult], oracle: HFOracle) -> None:
+def test_states_and_talker_inputs_match(answers: dict[str, OracleResult], oracle: HFOracle) -> None:
     answer = answers["text"]
     rows = len(answer.prompt_token_ids) + len(answer.thinker_token_ids) - 1
     thinker = oracle.model.thinker
@@ -87,7 +87,7 @@ def test_states_and_talker_inputs_belong_together(answers: dict[str, OracleResul
     assert answer.talker_inputs["trailing_text_hidden"].shape[1] == len(answer.thinker_token_ids) - 1
 
 
-def test_a_run_is_the_same_again(answers: dict[str, OracleResult], oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:
+def test_runs_are_reproducible(answers: dict[str, OracleResult], oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:
     again = oracle.generate(
         make_prompt(tiny_qwen3_omni_moe, "audio"), thinker_max_tokens=THINKER_TOKENS, talker_max_tokens=TALKER_TOKENS
     )
@@ -98,7 +98,7 @@ def test_a_run_is_the_same_again(answers: dict[str, OracleResult], oracle: HFOra
 
 
 @pytest.mark.parametrize("thinker_tokens, talker_tokens", [(1, 8), (8, 1)])
-def test_nothing_to_say_is_an_empty_wave(
+def test_no_speech_is_an_empty_wave(
     thinker_tokens: int, talker_tokens: int, oracle: HFOracle, tiny_qwen3_omni_moe: Path
 ) -> None:
     answer = oracle.generate(
@@ -122,7 +122,7 @@ def test_lengths_can_be_fixed(oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> No
     assert answer.codes.shape[1] == 39
 
 
-def test_the_audio_config_must_still_be_given_to_the_talker(oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:
+def test_repair_talker_config_is_still_needed(oracle: HFOracle, tiny_qwen3_omni_moe: Path) -> None:
     def codes() -> torch.Tensor:
         prompt = make_prompt(tiny_qwen3_omni_moe, "mixed", seed=3)
         return oracle.generate(prompt, thinker_max_tokens=4, talker_max_tokens=4).codes
@@ -134,7 +134,7 @@ def test_the_audio_config_must_still_be_given_to_the_talker(oracle: HFOracle, ti
             codes()
 
 
-def test_long_waves_must_still_be_decoded_in_one_piece(oracle: HFOracle) -> None:
+def test_repair_long_waves_is_still_needed(oracle: HFOracle) -> None:
     vocoder = oracle.model.code2wav
     codes = torch.randint(0, vocoder.config.codebook_size, (1, 4, 310), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

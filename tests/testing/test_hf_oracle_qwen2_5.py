@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle for Qwen2.5-Omni: worth comparing with, and each repair of transformers still needed."""
+"""The oracle for Qwen2.5-Omni: not degenerate, and each repair of transformers is still needed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,17 +23,17 @@ def oracle(tiny_qwen2_5_omni: Path) -> HFOracle:
 
 
 @pytest.fixture(scope="module")
-def ask(oracle: HFOracle, tiny_qwen2_5_omni: Path) -> Callable[..., OracleResult]:
-    def ask(kind: str, seed: int = 3, **options) -> OracleResult:
+def run(oracle: HFOracle, tiny_qwen2_5_omni: Path) -> Callable[..., OracleResult]:
+    def run(kind: str, seed: int = 3, **options) -> OracleResult:
         limits = {"thinker_max_tokens": THINKER_TOKENS, "talker_max_tokens": TALKER_TOKENS}
         return oracle.generate(make_prompt(tiny_qwen2_5_omni, kind, seed), **(limits | options))
 
-    return ask
+    return run
 
 
 @pytest.fixture(scope="module")
-def answers(ask: Callable[..., OracleResult]) -> dict[str, OracleResult]:
-    return {kind: ask(kind) for kind in ("text", "image", "audio", "mixed", "long_audio_in_video")}
+def answers(run: Callable[..., OracleResult]) -> dict[str, OracleResult]:
+    return {kind: run(kind) for kind in ("text", "image", "audio", "mixed", "long_audio_in_video")}
 
 
 def test_answers_are_not_degenerate(answers: dict[str, OracleResult]) -> None:
@@ -47,17 +47,17 @@ def test_answers_are_not_degenerate(answers: dict[str, OracleResult]) -> None:
     assert len({tuple(answer.thinker_token_ids) for answer in answers.values()}) == len(answers)
 
 
-def test_stop_codes_are_sampled_but_never_spoken(ask: Callable[..., OracleResult], oracle: HFOracle) -> None:
+def test_stop_codes_are_sampled_but_not_decoded(run: Callable[..., OracleResult], oracle: HFOracle) -> None:
     config = oracle.model.config.talker_config
-    ended = ask("image", seed=0)
+    ended = run("image", seed=0)
 
     assert ended.talker_token_ids[-1] in (config.tts_codec_pad_token_id, config.tts_codec_end_token_id)
     assert ended.codes[0].tolist() == ended.talker_token_ids[:-1]
-    cut = ask("text", talker_max_tokens=6, talker_min_tokens=6)
+    cut = run("text", talker_max_tokens=6, talker_min_tokens=6)
     assert cut.codes[0].tolist() == cut.talker_token_ids and len(cut.talker_token_ids) == 6
 
 
-def test_states_and_talker_inputs_belong_together(answers: dict[str, OracleResult], oracle: HFOracle) -> None:
+def test_states_and_talker_inputs_match(answers: dict[str, OracleResult], oracle: HFOracle) -> None:
     answer = answers["text"]
     prompt_length, thinker = len(answer.prompt_token_ids), oracle.model.thinker
 
@@ -69,20 +69,20 @@ def test_states_and_talker_inputs_belong_together(answers: dict[str, OracleResul
     assert len(talker_rows) == prompt_length + 2
 
 
-def test_voices_differ_and_are_found_in_any_case(
-    answers: dict[str, OracleResult], ask: Callable[..., OracleResult]
+def test_voices_differ_and_are_case_insensitive(
+    answers: dict[str, OracleResult], run: Callable[..., OracleResult]
 ) -> None:
-    chelsie, ethan = ask("text", speaker="CHELSIE"), ask("text", speaker="ethan")
+    chelsie, ethan = run("text", speaker="CHELSIE"), run("text", speaker="ethan")
 
     assert torch.equal(chelsie.audio, answers["text"].audio)
     assert ethan.thinker_token_ids == chelsie.thinker_token_ids
     assert ethan.talker_token_ids != chelsie.talker_token_ids
 
 
-def test_the_waves_noise_is_that_of_a_generator_of_its_own(
-    answers: dict[str, OracleResult], ask: Callable[..., OracleResult], oracle: HFOracle, monkeypatch
+def test_the_noise_of_the_wave_has_its_own_generator(
+    answers: dict[str, OracleResult], run: Callable[..., OracleResult], oracle: HFOracle, monkeypatch
 ) -> None:
-    other = ask("text", wave_seed=5)
+    other = run("text", wave_seed=5)
     assert torch.equal(other.codes, answers["text"].codes)
     assert not torch.equal(other.audio, answers["text"].audio)
 
@@ -95,15 +95,15 @@ def test_the_waves_noise_is_that_of_a_generator_of_its_own(
 
 
 @pytest.mark.parametrize("limits", [{"thinker_max_tokens": 1}, {}])
-def test_nothing_to_say_is_an_empty_wave(
-    limits: dict[str, int], ask: Callable[..., OracleResult], oracle: HFOracle, monkeypatch
+def test_no_speech_is_an_empty_wave(
+    limits: dict[str, int], run: Callable[..., OracleResult], oracle: HFOracle, monkeypatch
 ) -> None:
     if not limits:  # a talker that ends at once
         config = oracle.model.config.talker_config
         ends = torch.zeros(config.vocab_size)
         ends[config.tts_codec_end_token_id] = 1e4
         hook = oracle.model.talker.codec_head.register_forward_hook(lambda _module, _args, logits: logits + ends)
-    answer = ask("text", **limits)
+    answer = run("text", **limits)
     if not limits:
         hook.remove()
 
@@ -111,20 +111,20 @@ def test_nothing_to_say_is_an_empty_wave(
     assert len(answer.thinker_token_ids) == limits.get("thinker_max_tokens", 10)
 
 
-def test_the_talkers_mask_must_still_be_given_back(
-    answers: dict[str, OracleResult], ask: Callable[..., OracleResult], oracle: HFOracle
+def test_repair_talker_prefill_is_still_needed(
+    answers: dict[str, OracleResult], run: Callable[..., OracleResult], oracle: HFOracle
 ) -> None:
     talker = oracle.model.talker
     talker._forward_pre_hooks.clear()
-    unrepaired = ask("text")
+    unrepaired = run("text")
     repair_talker_prefill(oracle.model)
 
     assert unrepaired.thinker_token_ids == answers["text"].thinker_token_ids
     assert unrepaired.codes.tolist() != answers["text"].codes.tolist(), "the reference no longer drops the mask"
-    assert torch.equal(ask("text").codes, answers["text"].codes)
+    assert torch.equal(run("text").codes, answers["text"].codes)
 
 
-def test_pixels_must_still_be_kept_from_the_talker(tiny_qwen2_5_omni: Path) -> None:
+def test_repair_talker_inputs_is_still_needed(tiny_qwen2_5_omni: Path) -> None:
     model = Qwen2_5OmniForConditionalGeneration.from_pretrained(tiny_qwen2_5_omni).eval()
     config = model.config.talker_config
     ids = torch.full((1, 3), config.tts_codec_mask_token_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Media of our own: shaped as documented, equal for equal seeds, different for others."""
+"""Synthetic media: shapes as documented, equal for equal seeds, different for others."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from vllm_omni.testing.media import (
 
 
 @pytest.mark.parametrize("make", [lambda seed: np.asarray(make_image(seed)), make_audio, make_video])
-def test_a_seed_decides_what_is_made(make) -> None:
+def test_media_depend_on_the_seed(make) -> None:
     assert np.array_equal(make(3), make(3))
     assert not np.array_equal(make(3), make(4))
 
@@ -36,7 +36,7 @@ def test_shapes_and_ranges() -> None:
     assert abs(np.abs(clip).max() - 0.7) < 1e-6
 
 
-def test_the_clip_has_pitch_and_formants_as_a_voice_has() -> None:
+def test_the_clip_has_pitch_and_formants() -> None:
     clip = make_audio(seconds=2.0)
     power = np.abs(np.fft.rfft(clip)) ** 2
     frequency = np.fft.rfftfreq(len(clip), 1 / SAMPLE_RATE)
@@ -45,7 +45,7 @@ def test_the_clip_has_pitch_and_formants_as_a_voice_has() -> None:
     assert power[frequency < 80].sum() < 0.01 * power.sum()
 
 
-def test_prompts_carry_what_vllm_needs(tiny_qwen3_omni_moe: Path) -> None:
+def test_prompts_have_the_keys_of_vllm(tiny_qwen3_omni_moe: Path) -> None:
     prompts = example_prompts(tiny_qwen3_omni_moe)
 
     assert tuple(prompts) == PROMPT_KINDS
@@ -86,7 +86,7 @@ def test_mixed_prompts_are_all_different(tiny_qwen3_omni_moe: Path) -> None:
 
 
 @pytest.mark.slow
-def test_seeds_make_different_prompts_of_every_kind(tiny_qwen3_omni_moe: Path) -> None:
+def test_prompts_of_every_kind_depend_on_the_seed(tiny_qwen3_omni_moe: Path) -> None:
     kinds = (*PROMPT_KINDS, *HARD_KINDS)
     first, second = (make_prompts(tiny_qwen3_omni_moe, kinds, seed=seed) for seed in (0, 1))
 
@@ -100,6 +100,6 @@ def test_an_unknown_kind_is_refused(tiny_qwen3_omni_moe: Path) -> None:
 
 
 def _sum(prompt: dict) -> float:
-    """A fingerprint of the media that `repr` would cut short."""
+    """A fingerprint of the media, because `repr` truncates them."""
     items = [item for data in prompt.get("multi_modal_data", {}).values() for item in data]
     return sum(float(np.asarray(item[0] if isinstance(item, tuple) else item).sum()) for item in items)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny checkpoints: complete, reproducible, refused where they would do harm."""
+"""Tiny checkpoints: complete, reproducible, never written over other files."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ QWEN3_OMNI = ("tiny_qwen3_omni_moe", QWEN3)
 
 @pytest.fixture
 def omni(request: pytest.FixtureRequest) -> Path:
-    """The checkpoint whose fixture the test names."""
+    """The checkpoint of the fixture that the test's parameter names."""
     return request.getfixturevalue(request.param)
 
 
@@ -30,7 +30,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "name", [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in TINY_CHECKPOINTS]
 )
-def test_a_seed_decides_every_byte(name: str, tmp_path: Path) -> None:
+def test_every_byte_depends_on_the_seed_only(name: str, tmp_path: Path) -> None:
     first = contents(write_tiny_checkpoint(name, tmp_path / "first", seed=1))
     again = contents(write_tiny_checkpoint(name, tmp_path / "again", seed=1))
     other = contents(write_tiny_checkpoint(name, tmp_path / "other", seed=2))
@@ -42,7 +42,7 @@ def test_a_seed_decides_every_byte(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("omni, dialect, patch", [(*QWEN2_5_OMNI, 14), (*QWEN3_OMNI, 16)], indirect=["omni"])
-def test_processors_load_and_know_their_tokens(omni: Path, dialect: Dialect, patch: int) -> None:
+def test_processors_load_and_have_their_tokens(omni: Path, dialect: Dialect, patch: int) -> None:
     processor = AutoProcessor.from_pretrained(omni)
 
     assert processor.image_processor.patch_size == processor.video_processor.patch_size == patch
@@ -61,7 +61,7 @@ def test_the_configuration_names_the_tokenizers_ids(tiny_qwen3_omni_moe: Path) -
     assert config.thinker_config.text_config.vocab_size > len(tokenizer)
 
 
-def test_speakers_differ_in_all_that_they_have(tiny_qwen2_5_omni: Path) -> None:
+def test_speakers_differ_in_every_field(tiny_qwen2_5_omni: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2_5_omni)
     speakers = torch.load(tiny_qwen2_5_omni / "spk_dict.pt", weights_only=True)
 
@@ -72,7 +72,7 @@ def test_speakers_differ_in_all_that_they_have(tiny_qwen2_5_omni: Path) -> None:
 
 
 @pytest.mark.parametrize("dialect", [QWEN2_5, QWEN3])
-def test_the_tokenizer_is_lossless_and_keeps_names_whole(dialect: Dialect) -> None:
+def test_the_tokenizer_is_lossless_and_has_tokens_for_roles(dialect: Dialect) -> None:
     tokenizer = make_tokenizer(dialect)
     text = "Où est ma 猫? 12 cats\n\tand\x00 more"
 
@@ -94,14 +94,14 @@ def test_the_chat_template_renders_media_before_text(kind: str, omni: Path, dial
 
 
 @pytest.mark.parametrize("kind", ["name", "size"])
-def test_unknown_words_are_refused_with_the_nearest_one(kind: str, tmp_path: Path) -> None:
+def test_errors_for_unknown_names_suggest_the_nearest(kind: str, tmp_path: Path) -> None:
     name, size = ("qwen3_omni_mo", "default") if kind == "name" else ("qwen3", "larg")
     with pytest.raises(ValueError, match=r"did you mean '(qwen3_omni_moe|large)'\?.*Known: "):
         write_tiny_checkpoint(name, tmp_path / "new", size=size)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("mine")
 
     with pytest.raises(SystemExit, match="2"):
@@ -114,7 +114,7 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest
     assert "MB in" in capsys.readouterr().out
 
 
-def test_the_size_told_counts_the_folders_of_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_size_includes_subfolders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["z_image", str(tmp_path)]) == 0
 
     megabytes = sum(map(len, contents(tmp_path).values())) / 1e6

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny diffusers pipelines: what one asks of them shows in what they make. And the oracle of them."""
+"""Tiny diffusers pipelines: outputs depend on their inputs. And their oracle."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 pytestmark = pytest.mark.slow
 
 PROMPT = "a red cat"
-# One of them asks what makes the pipeline compare with a negative prompt, if that takes more than a negative prompt.
+# Further arguments that enable classifier-free guidance with a negative prompt, by pipeline.
 NEGATIVE: dict[str, dict[str, Any]] = {
     "flux": {"true_cfg_scale": 4.0},
     "qwen_image": {},
@@ -34,55 +34,55 @@ def oracles(tiny_diffusion: Callable[[str], Path]) -> dict[str, DiffusersOracle]
 
 
 @pytest.fixture(scope="module")
-def paint(oracles: dict[str, DiffusersOracle]) -> Callable[..., torch.Tensor]:
-    def paint(name: str, prompt: str = PROMPT, seed: int = 0, **call: Any) -> torch.Tensor:
+def generate(oracles: dict[str, DiffusersOracle]) -> Callable[..., torch.Tensor]:
+    def generate(name: str, prompt: str = PROMPT, seed: int = 0, **call: Any) -> torch.Tensor:
         call = {"images": images_for(name), **SMALLEST[name], **call}
         return oracles[name].generate(prompt, seed=seed, **call)
 
-    return paint
+    return generate
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """How much two outputs differ; pictures are between 0 and 1."""
+    """The difference of two outputs; pixels are between 0 and 1."""
     return (one - other).abs().mean().item()
 
 
 @pytest.mark.parametrize("name", SMALLEST)
-def test_the_prompt_and_the_seed_show(name: str, paint: Callable[..., torch.Tensor]) -> None:
-    made = paint(name)
+def test_outputs_depend_on_prompt_and_seed(name: str, generate: Callable[..., torch.Tensor]) -> None:
+    made = generate(name)
 
     shape = {"ace_step": (2, 19_200), "wan": (5, 64, 64, 3), "wan_i2v": (5, 64, 64, 3)}.get(name, (64, 64, 3))
     assert made.shape == shape
-    assert torch.equal(paint(name), made)
-    assert difference(paint(name, seed=1), made) > 0.1 * made.std()
-    assert difference(paint(name, prompt="the wind in a tree at night"), made) > 0.1 * made.std()
+    assert torch.equal(generate(name), made)
+    assert difference(generate(name, seed=1), made) > 0.1 * made.std()
+    assert difference(generate(name, prompt="the wind in a tree at night"), made) > 0.1 * made.std()
     if name != "ace_step":
         assert made.std() > 0.1
         assert ((made == 0) | (made == 1)).float().mean() < 0.1
 
 
 @pytest.mark.parametrize("name", NEGATIVE)
-def test_the_negative_prompt_shows(name: str, paint: Callable[..., torch.Tensor]) -> None:
-    dark, bright = (paint(name, negative_prompt=word, **NEGATIVE[name]) for word in ("dark", "very bright"))
+def test_outputs_depend_on_the_negative_prompt(name: str, generate: Callable[..., torch.Tensor]) -> None:
+    dark, bright = (generate(name, negative_prompt=word, **NEGATIVE[name]) for word in ("dark", "very bright"))
 
     assert difference(dark, bright) > 0.01
 
 
 @pytest.mark.parametrize("name", ["flux", "flux2_klein", "qwen_image_edit", "stable_diffusion_3", "wan_i2v", "z_image"])
-def test_input_images_show(name: str, paint: Callable[..., torch.Tensor]) -> None:
+def test_outputs_depend_on_input_images(name: str, generate: Callable[..., torch.Tensor]) -> None:
     strength = {"strength": 0.5} if name in ("flux", "stable_diffusion_3", "z_image") else {}
-    one, other = (paint(name, images=[make_image(seed, 64, 64)], **strength) for seed in (1, 2))
+    one, other = (generate(name, images=[make_image(seed, 64, 64)], **strength) for seed in (1, 2))
 
     assert difference(one, other) > 0.01
 
 
-def test_several_images_go_in_together(paint: Callable[..., torch.Tensor]) -> None:
+def test_several_input_images(generate: Callable[..., torch.Tensor]) -> None:
     images = [make_image(seed, 64, 64) for seed in (1, 2)]
 
-    assert difference(paint("flux2_klein", images=images), paint("flux2_klein", images=images[:1])) > 0.01
+    assert difference(generate("flux2_klein", images=images), generate("flux2_klein", images=images[:1])) > 0.01
 
 
-def test_the_oracle_calls_the_pipeline_and_no_more(tiny_diffusion: Callable[[str], Path]) -> None:
+def test_the_oracle_equals_the_pipeline(tiny_diffusion: Callable[[str], Path]) -> None:
     path = tiny_diffusion("z_image")
     pipe = DiffusionPipeline.from_pretrained(path)
     expected = pipe(PROMPT, generator=torch.Generator().manual_seed(3), output_type="np", **SMALLEST["z_image"])

@@ -195,7 +195,7 @@ class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`runtime.ar`: when an autoregressive stage sends a segment of its output to a streaming client or a consumer.
+    """`runtime.ar`: when an autoregressive stage sends a segment of its output to a streaming client.
 
     Attributes:
         max_segment_tokens: When the segment has this many tokens ...

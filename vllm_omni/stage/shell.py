@@ -61,7 +61,6 @@ class StageShell:
         self._outbox = outbox
         self._recorder = recorder
         self._engine: StageEngine
-        self._is_started = False
         self._is_running = True
         self._context = zmq.Context()
         self._inbound = make_socket(self._context, zmq.PULL)
@@ -141,7 +140,6 @@ class StageShell:
                     self._on_started()
 
     def _on_started(self) -> None:
-        self._is_started = True
         self._requests.capacity = self._spec.max_inflight or self._engine.capacity
         self._send_stats()
         self._outlet.send(ReadyMessage(stage_id=self._stage_id, epoch=self._spec.epoch, address=self._address))
@@ -162,10 +160,8 @@ class StageShell:
         self._is_running = False
 
     def _send_stats(self) -> None:
-        if self._is_started:  # An engine that is still loading has no statistics.
-            stats = self._recorder.snapshot(
-                self._requests.num_waiting, self._requests.num_running, self._engine.kv_blocks()
-            )
-            self._outlet.send(StatsMessage(stats=stats))
-            if stats.num_running or stats.kv_blocks_used:
-                self._recorder.changed()  # by the engine, which sends no message for it
+        num_waiting, num_running = self._requests.num_waiting, self._requests.num_running
+        stats = self._recorder.snapshot(num_waiting, num_running, self._engine.kv_blocks())
+        self._outlet.send(StatsMessage(stats=stats))
+        if stats.num_running or stats.kv_blocks_used:
+            self._recorder.changed()  # by the engine, which sends no message for it

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What diffusers makes of the same weights, prompt and seed: the oracle of our tests and benchmarks.
+"""The output of diffusers for the same weights, prompt and seed: the oracle of our tests and benchmarks.
 
-One call of the pipeline for one output, as diffusers' documentation has it. Knows nothing of vllm_omni's engines.
+One call of the pipeline for one output, as in diffusers' documentation. Independent of vllm_omni's engines.
 """
 
 import inspect
@@ -20,14 +20,14 @@ class DiffusersOracle:
     """A diffusers pipeline on the CPU, one output at a time.
 
     Attributes:
-        pipe: The pipeline itself, for whoever wants to compare parts of it.
+        pipe: The pipeline itself, to compare parts of it.
     """
 
     def __init__(self, path: str | Path, dtype: torch.dtype = torch.float32, num_threads: int | None = 1) -> None:
         """
         Args:
             path: Folder or name of a checkpoint with a `model_index.json`.
-            num_threads: Threads of torch while generating. Tiny models are fastest on 1, by far; None leaves it.
+            num_threads: Threads of torch while generating. Tiny models are fastest on 1, by far; None: no change.
         """
         self.num_threads = num_threads
         self.pipe = DiffusionPipeline.from_pretrained(path, dtype=dtype)
@@ -40,12 +40,12 @@ class DiffusersOracle:
 
         Args:
             seed: Of a generator on the CPU.
-            images: Input images. A pipeline that takes none is replaced by its image-to-image sibling.
-            call_arguments: What else the pipeline is asked, e.g. `height=64`, or `output_type="latent"`.
+            images: Input images. A pipeline without them is replaced by its image-to-image variant.
+            call_arguments: Further arguments of the pipeline, e.g. `height=64`, or `output_type="latent"`.
 
         Returns:
             float32 on the CPU: an image `[height, width, channels]` or a video `[frames, height, width, channels]` in
-            [0, 1], sound `[channels, samples]` in [-1, 1], or latents of whatever shape the pipeline gives them.
+            [0, 1], sound `[channels, samples]` in [-1, 1], or latents in the pipeline's shape.
         """
         pipe = self.pipe
         arguments = {"output_type": "pt", **call_arguments}
@@ -53,9 +53,9 @@ class DiffusersOracle:
             pipe = self._pipe_with_images()
             arguments["image"] = images[0] if len(images) == 1 else list(images)
         with torch_threads(self.num_threads):
-            made = pipe(prompt=prompt, generator=torch.Generator().manual_seed(seed), **arguments)
-        output = next(iter(made.values()))[0].float()
-        if arguments["output_type"] == "latent" or "audios" in made:
+            result = pipe(prompt=prompt, generator=torch.Generator().manual_seed(seed), **arguments)
+        output = next(iter(result.values()))[0].float()
+        if arguments["output_type"] == "latent" or "audios" in result:
             return output
         return output.movedim(-3, -1)  # channels last
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HF transformers makes of the same weights and the same prompts: the oracle of our tests and benchmarks.
+"""The output of HF transformers for the same weights and prompts: the oracle of our tests and benchmarks.
 
-Greedy only. Where transformers 5.19 fails on valid input or answers it wrongly, the repair stands with the model in
-`vllm_omni.testing.oracles`, once, with its reason. Takes prompts as vLLM takes them; knows nothing of vllm_omni's
-engines.
+Greedy only. `vllm_omni.testing.oracles` repairs bugs of transformers 5.19 with valid input, each with its reason. Takes
+prompts in vLLM's format; independent of vllm_omni's engines.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, ProcessorMixin
 
 from vllm_omni.testing.media import SAMPLE_RATE
-from vllm_omni.testing.oracles.base import OracleResult, Question
+from vllm_omni.testing.oracles.base import OracleParams, OracleResult
 from vllm_omni.testing.oracles.qwen2_5_omni import Qwen2_5OmniReference
 from vllm_omni.testing.oracles.qwen3_omni_moe import Qwen3OmniMoeReference
 
@@ -32,7 +31,7 @@ REFERENCES: dict[str, type[Qwen2_5OmniReference] | type[Qwen3OmniMoeReference]] 
 
 @dataclass
 class TextOracleResult:
-    """One prompt's answer by a text model.
+    """The output of a text model for one prompt.
 
     Attributes:
         token_ids: Generated, with the end-of-sequence token if there is one.
@@ -46,67 +45,42 @@ class TextOracleResult:
 
 
 class HFOracle:
-    """An omni model as transformers runs it, repaired, one prompt at a time.
+    """An omni model in transformers, with repairs, one prompt at a time.
 
     Attributes:
-        model: The model itself, for whoever wants to compare parts of it.
+        model: The model itself, to compare parts of it.
     """
 
     def __init__(self, model: str | Path, dtype: torch.dtype = torch.float32, num_threads: int | None = None) -> None:
         """
         Args:
             model: Folder or name of a checkpoint whose `model_type` is one of `REFERENCES`.
-            num_threads: Threads of torch while generating. Tiny models are fastest on 1, by far; None leaves it.
+            num_threads: Threads of torch while generating. Tiny models are fastest on 1, by far; None: no change.
         """
         self.num_threads = num_threads
         self.processor = AutoProcessor.from_pretrained(model)
         self._reference = REFERENCES[AutoConfig.from_pretrained(model).model_type](model, dtype)
         self.model = self._reference.model
 
-    def generate(
-        self,
-        prompt: dict[str, Any],
-        *,
-        thinker_max_tokens: int,
-        talker_max_tokens: int,
-        thinker_min_tokens: int = 0,
-        talker_min_tokens: int = 0,
-        speaker: str | None = None,
-        repetition_penalty: float = 1.05,
-        wave_seed: int = 0,
-    ) -> OracleResult:
-        """Answers one prompt, greedily.
+    def generate(self, prompt: dict[str, Any], **params: Any) -> OracleResult:
+        """The greedy output for one prompt.
 
         Args:
-            prompt: `{"prompt", "multi_modal_data", "mm_processor_kwargs"}`, as `media.make_prompt` makes it.
-            thinker_min_tokens, talker_min_tokens: No end before so many tokens. Equal to the maximum they
-                fix the length of the output.
-            speaker: In any case; None for the model's own.
-            repetition_penalty: The talker's.
-            wave_seed: Of the noise that Qwen2.5-Omni's wave is made from: the same as of a generator that
-                draws `randn([1, 2 * codes, 80])`. Qwen3-Omni draws none.
+            prompt: `{"prompt", "multi_modal_data", "mm_processor_kwargs"}`, as from `media.make_prompt`.
+            params: Fields of `OracleParams`.
         """
         started = time.perf_counter()
         inputs = hf_inputs(self.processor, prompt)
         result = OracleResult(prompt_token_ids=inputs["input_ids"][0].tolist())
-        question = Question(
-            thinker_max_tokens=thinker_max_tokens,
-            talker_max_tokens=talker_max_tokens,
-            thinker_min_tokens=thinker_min_tokens,
-            talker_min_tokens=talker_min_tokens,
-            speaker=speaker,
-            repetition_penalty=repetition_penalty,
-            wave_seed=wave_seed,
-            use_audio_in_video=prompt.get("mm_processor_kwargs", {}).get("use_audio_in_video", False),
-        )
+        use_audio = prompt.get("mm_processor_kwargs", {}).get("use_audio_in_video", False)
         with torch_threads(self.num_threads):
-            self._reference.answer(inputs, question, result)
+            self._reference.run(inputs, OracleParams(use_audio_in_video=use_audio, **params), result)
         result.seconds = time.perf_counter() - started
         return result
 
 
 class HFTextOracle:
-    """A text model as transformers runs it, one prompt at a time."""
+    """A text model in transformers, one prompt at a time."""
 
     def __init__(self, model: str | Path, dtype: torch.dtype = torch.float32, num_threads: int | None = None) -> None:
         self.num_threads = num_threads
@@ -114,7 +88,7 @@ class HFTextOracle:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
 
     def generate(self, prompt: str | list[int], *, max_tokens: int, min_tokens: int = 0) -> TextOracleResult:
-        """Answers one prompt, given as text or as token ids, greedily."""
+        """The greedy output for one prompt, which is text or token ids."""
         started = time.perf_counter()
         prompt_token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         with torch_threads(self.num_threads), torch.no_grad():
@@ -135,7 +109,7 @@ class HFTextOracle:
 
 
 def hf_inputs(processor: ProcessorMixin, prompt: dict[str, Any]) -> dict[str, Any]:
-    """A prompt as vLLM takes it, as the tensors that a HF model takes, for a batch of one."""
+    """Converts a prompt in vLLM's format to the input tensors of an HF model, for a batch of one."""
     media = prompt.get("multi_modal_data", {})
     arguments = {hf_name: media[name] for name, hf_name in _HF_NAMES.items() if name in media}
     if "audio" in arguments:
@@ -146,7 +120,7 @@ def hf_inputs(processor: ProcessorMixin, prompt: dict[str, Any]) -> dict[str, An
 
 @contextlib.contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Runs the block with `count` threads of torch; None leaves them alone."""
+    """Runs the block with `count` threads of torch; None: no change."""
     if count is None:
         yield
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures, sound and video of our own making, and prompts that ask about them.
+"""Synthetic images, audio and video, and prompts with them.
 
-Everything is computed from a seed, so that tests, benchmarks and the demo need no download and no file.
-Knows how a checkpoint's processor wants its chat rendered; knows no model.
+All media are computed from a seed, so that tests, benchmarks and the demo need no download and no file. Prompts are
+rendered with the checkpoint's chat template.
 """
 
 from collections.abc import Iterable
@@ -14,14 +14,14 @@ from PIL import Image, ImageDraw
 from transformers import AutoConfig, AutoTokenizer
 
 SAMPLE_RATE = 16_000
-"""Of audio that models listen to, in Hz."""
+"""Of input audio, in Hz."""
 
 PROMPT_KINDS = ("text", "image", "audio", "video")
-"""One question, with one picture, clip or video or none."""
+"""One question, with one image, clip or video, or without media."""
 
 HARD_KINDS = ("chat", "images", "audios", "mixed", "turns", "audio_in_video", "long_audio_in_video")
-"""Two turns of text, several pictures, several clips, all media at once, media in two turns, and videos with their
-sound, of less and of more than the two seconds in which picture and sound take turns."""
+"""Two turns of text, several images, several clips, all media at once, media in two turns, and videos with their
+sound, shorter and longer than the two seconds in which video and sound tokens alternate."""
 
 _USER_MEDIA: dict[str, list[list[str]]] = {
     "text": [[]],
@@ -36,7 +36,7 @@ _USER_MEDIA: dict[str, list[list[str]]] = {
     "audio_in_video": [["video"]],
     "long_audio_in_video": [["video"]],
 }
-"""Kind -> what the user shows, in each of the user's turns."""
+"""Kind -> media of each of the user's turns."""
 
 _QUESTIONS = {
     "text": "Why is the sea blue?",
@@ -46,7 +46,7 @@ _QUESTIONS = {
 }
 _SOUND_SECONDS = {"audio_in_video": 1.5, "long_audio_in_video": 2.6}
 
-# Formants of five vowels in Hz, as phonetics textbooks give them for a man's voice.
+# Formants of five vowels in Hz, for a male voice, from phonetics textbooks.
 _VOWELS = {
     "a": (730.0, 1090.0, 2440.0),
     "e": (530.0, 1840.0, 2480.0),
@@ -57,7 +57,7 @@ _VOWELS = {
 
 
 def make_image(seed: int = 0, width: int = 160, height: int = 128) -> Image.Image:
-    """A landscape: sky, ground, sun and three hills; colours and places follow from the seed. RGB."""
+    """A landscape: sky, ground, sun and three hills; colours and positions depend on the seed. RGB."""
     rng = np.random.default_rng(seed)
     image = Image.new("RGB", (width, height), _colour(rng, 120, 255))
     draw = ImageDraw.Draw(image)
@@ -73,7 +73,7 @@ def make_image(seed: int = 0, width: int = 160, height: int = 128) -> Image.Imag
 
 
 def make_audio(seed: int = 0, seconds: float = 1.5) -> np.ndarray:
-    """A spoken-like clip: vowels sung by a pulse train through formant resonances, with short pauses.
+    """A spoken-like clip: vowels of a pulse train through formant resonances, with short pauses.
 
     Returns:
         float32 `[samples]` at 16 kHz, peak 0.7.
@@ -85,12 +85,12 @@ def make_audio(seed: int = 0, seconds: float = 1.5) -> np.ndarray:
     length = total // len(vowels)
     syllables = [_vowel(_VOWELS[vowel], pitch, length) for vowel, pitch in zip(vowels, pitches, strict=True)]
     clip = np.concatenate([*syllables, np.zeros(total - length * len(vowels))])
-    clip += 0.003 * rng.standard_normal(total)  # breath: no stretch is exactly silent
+    clip += 0.003 * rng.standard_normal(total)  # noise, so that no part is exactly silent
     return (0.7 * clip / np.abs(clip).max()).astype(np.float32)
 
 
 def make_video(seed: int = 0, frames: int = 8, width: int = 96, height: int = 64) -> np.ndarray:
-    """A ball that crosses a picture.
+    """A ball that moves through an image.
 
     Returns:
         uint8 `[frames, height, width, 3]`.
@@ -103,16 +103,16 @@ def make_video(seed: int = 0, frames: int = 8, width: int = 96, height: int = 64
 
 
 def make_prompt(checkpoint: str | Path, kind: str, seed: int = 0, question: str | None = None) -> dict[str, Any]:
-    """One conversation of `kind`, rendered through the checkpoint's chat template, as vLLM takes prompts.
+    """One conversation of `kind`, rendered with the checkpoint's chat template, in vLLM's format.
 
     Args:
         checkpoint: Folder or name of the model.
         kind: One of `PROMPT_KINDS` or `HARD_KINDS`.
-        seed: Of the media; a conversation without any says it in words, so that each seed differs.
-        question: What the user asks last; by default one that suits the kind.
+        seed: Of the media; part of the text of a conversation without media, so that each seed differs.
+        question: The user's last question. Default: one for the kind.
 
     Returns:
-        `{"prompt": str}`, with `multi_modal_data` and `mm_processor_kwargs` where there is any media.
+        `{"prompt": str}`, with `multi_modal_data` and `mm_processor_kwargs` if there are media.
     """
     return make_prompts(checkpoint, [kind], seed, question)[kind]
 
@@ -120,7 +120,7 @@ def make_prompt(checkpoint: str | Path, kind: str, seed: int = 0, question: str 
 def make_prompts(
     checkpoint: str | Path, kinds: Iterable[str], seed: int = 0, question: str | None = None
 ) -> dict[str, dict[str, Any]]:
-    """One prompt of each of `kinds`, by kind, as `make_prompt` makes it."""
+    """One prompt of each of `kinds`, by kind; see `make_prompt`."""
     chat = _Chat(checkpoint)
     return {kind: chat.prompt(kind, seed, question) for kind in kinds}
 
@@ -137,7 +137,7 @@ def mixed_prompts(checkpoint: str | Path, count: int, seed: int = 0) -> list[dic
 
 
 class _Chat:
-    """Renders conversations as one checkpoint wants them."""
+    """Renders conversations for one checkpoint."""
 
     def __init__(self, checkpoint: str | Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -165,8 +165,8 @@ class _Chat:
     def _options(self, kind: str) -> dict[str, Any]:
         vision = self._config.thinker_config.vision_config
         token_pixels = (vision.patch_size * vision.spatial_merge_size) ** 2
-        # Qwen's omni processors replace the size in the video processor's file by one of their own,
-        # 128 tokens and more for each pair of frames: so it is given here.
+        # Qwen's omni processors replace the size in the video processor's file by their own, 128 tokens and more for
+        # each pair of frames: so it is an argument here.
         size = {"shortest_edge": 4 * token_pixels, "longest_edge": 64 * token_pixels}
         options: dict[str, Any] = {"size": size, "fps": 2.0, "do_sample_frames": False}
         return options | ({"use_audio_in_video": True} if kind in _SOUND_SECONDS else {})
@@ -181,7 +181,7 @@ def _question(shown: list[str], seed: int) -> str:
 
 
 def _media(kind: str, shown: list[str], seed: int) -> dict[str, Any]:
-    """`multi_modal_data`. Pictures and clips of one prompt differ in size too."""
+    """`multi_modal_data`. Images and clips of one prompt differ in size, too."""
     data: dict[str, Any] = {}
     for media in shown:
         same = data.setdefault(media, [])
@@ -202,7 +202,7 @@ def _colour(rng: np.random.Generator, low: int, high: int) -> tuple[int, int, in
 
 
 def _vowel(formants: tuple[float, ...], pitch: float, samples: int) -> np.ndarray:
-    """One syllable, float64 `[samples]`: harmonics of `pitch`, each as loud as it lies near a formant."""
+    """One syllable, float64 `[samples]`: harmonics of `pitch`, louder near the formants."""
     time = np.arange(samples) / SAMPLE_RATE
     harmonics = np.arange(1, int(4000 / pitch)) * pitch
     distance = (harmonics[:, None] - np.array(formants)) / 90.0  # in formant bandwidths

@@ -3,8 +3,8 @@
 
     python -m vllm_omni.testing.tiny_checkpoints qwen3_omni_moe DIR [--seed N] [--size default|large]
 
-Weights are random. Each checkpoint loads in HF transformers and in vLLM like its real counterpart. This
-file knows their names and nothing of what is in them: one module of `vllm_omni.testing.tiny` writes each.
+Weights are random. Each checkpoint loads in HF transformers and in vLLM like the real one. One module of
+`vllm_omni.testing.tiny` writes each.
 """
 
 import argparse
@@ -36,7 +36,7 @@ TINY_CHECKPOINTS = {
 def write_tiny_checkpoint(
     name: str, path: str | Path, *, seed: int = 0, size: str = "default", force: bool = False
 ) -> Path:
-    """Writes the checkpoint `name` into the folder `path`, which is made if need be.
+    """Writes the checkpoint `name` into the folder `path`, which is created if needed.
 
     Args:
         name: A key of `TINY_CHECKPOINTS`.
@@ -49,7 +49,7 @@ def write_tiny_checkpoint(
 
     Raises:
         ValueError: Unknown name or size.
-        FileExistsError: `path` holds something and `force` is not set.
+        FileExistsError: `path` is not empty and `force` is not set.
     """
     if name not in TINY_CHECKPOINTS:
         raise ValueError(_unknown("tiny checkpoint", name, list(TINY_CHECKPOINTS)))
@@ -60,9 +60,9 @@ def write_tiny_checkpoint(
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is not a folder")
     if not force and path.is_dir() and any(path.iterdir()):
-        raise FileExistsError(f"{path} is not empty; choose another folder, or force to write into this one")
+        raise FileExistsError(f"{path} is not empty; choose another folder, or set force (--force) to write into it")
     path.mkdir(parents=True, exist_ok=True)
-    with torch.random.fork_rng(devices=[]):  # building a model draws numbers that are then overwritten
+    with torch.random.fork_rng(devices=[]):  # model constructors draw random weights, which are overwritten
         module.write(path, seed, size)
     return path
 
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Write a complete tiny checkpoint with random weights.",
     )
     parser.add_argument("name", help=f"one of: {', '.join(TINY_CHECKPOINTS)}")
-    parser.add_argument("path", type=Path, metavar="DIR", help="folder to write, made if need be")
+    parser.add_argument("path", type=Path, metavar="DIR", help="folder to write, created if needed")
     parser.add_argument("--seed", type=int, default=0, help="equal seeds give identical files (default 0)")
     parser.add_argument("--size", default="default", help="default, or large (hidden sizes in the hundreds)")
     parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")

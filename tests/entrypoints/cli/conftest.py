@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs command lines in this process."""
+"""Runs commands in this process."""
 
 import sys
 from collections.abc import Callable
@@ -11,26 +11,26 @@ from vllm_omni.entrypoints.cli import main as cli
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a command line printed, and how it ended."""
+class CommandResult:
+    """The output and exit code of a command."""
 
     code: int
     out: str
     err: str
 
 
-Run = Callable[..., Said]
+Run = Callable[..., CommandResult]
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `vllm-omni` with these words."""
+    """Runs `vllm-omni` with arguments."""
 
-    def main(*arguments: object) -> Said:
-        # Commands set these for themselves; other tests shall not see it.
+    def main(*arguments: object) -> CommandResult:
+        # Commands set these; the fixture restores them for other tests.
         for name in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
             monkeypatch.setenv(name, {"VLLM_LOGGING_LEVEL": "WARNING"}.get(name, "ext://sys.stderr"))
-        monkeypatch.setattr(cli, "start_fork_server", lambda: None)  # Nothing is forked here.
+        monkeypatch.setattr(cli, "start_fork_server", lambda: None)  # no stage is started
         monkeypatch.setattr(sys, "argv", ["vllm-omni", *map(str, arguments)])
         code = 0
         try:
@@ -38,6 +38,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         printed = capsys.readouterr()
-        return Said(code, printed.out, printed.err)
+        return CommandResult(code, printed.out, printed.err)
 
     return main

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How flags for single stages are written."""
+"""Flags for single stages."""
 
 import json
 
 import pytest
 
-from vllm_omni.entrypoints.cli.arguments import StageFlagError, fold_stage_flags
+from vllm_omni.entrypoints.cli.arguments import fold_stage_flags
 
 
 def overrides(*arguments: str) -> dict:
@@ -34,7 +34,7 @@ def test_values_are_typed_as_in_a_stage_configuration(text: str, value: object) 
     assert overrides(f"--stage.talker.runtime.key={text}") == {"talker": {"runtime": {"key": value}}}
 
 
-def test_flags_are_gathered_and_the_rest_of_the_line_is_kept() -> None:
+def test_stage_flags_are_folded_and_other_words_are_kept() -> None:
     line = [
         "M",
         "--stage.0.max-num-seqs",
@@ -54,7 +54,7 @@ def test_flags_are_gathered_and_the_rest_of_the_line_is_kept() -> None:
     }
 
 
-def test_a_deeper_key_is_a_mapping() -> None:
+def test_a_nested_key_is_a_mapping() -> None:
     assert overrides("--stage.a.engine_args.compilation_config.mode", "0") == {
         "a": {"engine_args": {"compilation_config": {"mode": 0}}}
     }
@@ -71,6 +71,6 @@ def test_a_deeper_key_is_a_mapping() -> None:
         (["--stage.talker.seed={"], "is not YAML"),
     ],
 )
-def test_what_cannot_be_read_is_refused(line: list[str], words: str) -> None:
-    with pytest.raises(StageFlagError, match=words):
+def test_wrong_stage_flags_are_refused(line: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         fold_stage_flags(line)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni config show`: what a command line would run, and where each value came from."""
+"""`vllm-omni config show`: the resolved configuration and the source of each value."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from vllm_omni.config.utils import stage_configs_dir
 
 
 def sources(text: str) -> dict[str, list[str]]:
-    """For every key its sources, in the order of the stages."""
+    """The sources of every key, in the order of the stages."""
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         if match := re.match(r"[\s#-]*(\w+): .*  # (.*)", line):
@@ -25,41 +25,41 @@ def sources(text: str) -> dict[str, list[str]]:
 def test_every_value_has_its_source(run, tiny_qwen3_omni_moe: Path) -> None:
     given = ["--max-model-len", "64", "--max-inflight", "3", "--stage.talker.runtime.memory", "64MiB"]
 
-    said = run("config", "show", tiny_qwen3_omni_moe, *given)
+    result = run("config", "show", tiny_qwen3_omni_moe, *given)
 
-    assert said.code == 0
-    found = sources(said.out)
+    assert result.code == 0
+    found = sources(result.out)
     text = (stage_configs_dir() / "qwen3_omni_moe.yaml").read_text().splitlines()
-    place = next(i for i, line in enumerate(text, start=1) if "model_stage: talker" in line)
-    assert found["model_stage"][1] == f"qwen3_omni_moe.yaml:{place}"
+    line = next(i for i, line in enumerate(text, start=1) if "model_stage: talker" in line)
+    assert found["model_stage"][1] == f"qwen3_omni_moe.yaml:{line}"
     assert found["max_model_len"] == ["command line: --max-model-len"] * 3
     assert found["max_inflight"] == ["command line: --max-inflight"]
     assert found["memory"] == ["command line: --stage.talker.runtime.memory"]
     assert found["max_restarts"] == ["default"]
-    # On a CPU memory becomes the KV cache; stages that say nothing get a default of ours.
+    # On a CPU memory is the size of the KV cache; our default applies to stages without it.
     assert found["kv_cache_memory_bytes"][1] == "computed: runtime.memory"
-    assert "# kv_cache_memory_bytes: 67108864 " in said.out
+    assert "# kv_cache_memory_bytes: 67108864 " in result.out
     assert found["max_num_seqs"] == ["computed: runtime.max_batch_size"] * 3
-    comments = {line.index("  # ") for line in said.out.splitlines() if "  # " in line and len(line) < 90}
+    comments = {line.index("  # ") for line in result.out.splitlines() if "  # " in line and len(line) < 90}
     assert len(comments) == 1, "not aligned"
 
 
-def test_what_is_shown_is_a_stage_configuration_that_does_the_same(run, tiny_qwen3_omni_moe: Path) -> None:
-    said = run("config", "show", tiny_qwen3_omni_moe)
+def test_the_output_is_an_equivalent_stage_configuration(run, tiny_qwen3_omni_moe: Path) -> None:
+    result = run("config", "show", tiny_qwen3_omni_moe)
 
-    shown = parse_pipeline_config(yaml.safe_load(said.out), "what was shown")
+    shown = parse_pipeline_config(yaml.safe_load(result.out), "the output")
 
     shipped = load_pipeline_config(stage_configs_dir() / "qwen3_omni_moe.yaml")
     assert shown.runtime == shipped.runtime
     for stage, before in zip(shown.stage_args, shipped.stage_args, strict=True):
-        assert stage.engine_args.pop("mm_processor_cache_gb") == 0  # said to every vLLM stage
+        assert stage.engine_args.pop("mm_processor_cache_gb") == 0  # result to every vLLM stage
         assert stage == before
 
 
 def test_a_diffusion_model_needs_no_file(run, tiny_diffusion) -> None:
-    said = run("config", "show", tiny_diffusion("z_image"), "--vae-tiling", "--json")
+    result = run("config", "show", tiny_diffusion("z_image"), "--vae-tiling", "--json")
 
-    shown: dict[str, Any] = json.loads(said.out)
+    shown: dict[str, Any] = json.loads(result.out)
     (stage,) = shown["stage_args"]
     assert shown["source"] is None
     assert stage["engine_args"]["pipeline_class"] == {
@@ -85,14 +85,14 @@ def test_a_diffusion_model_needs_no_file(run, tiny_diffusion) -> None:
         (["--stage.talker.runtime.memory", "1PiB"], "(talker): runtime.memory '1PiB' is not an amount of memory"),
     ],
 )
-def test_a_wrong_configuration_is_one_message(run, tiny_qwen3_omni_moe: Path, given: list[str], words: str) -> None:
-    said = run("config", "show", tiny_qwen3_omni_moe, *given)
-    assert (said.code, said.out) == (1, "")
-    assert words in said.err and "Traceback" not in said.err
+def test_an_error_is_one_message(run, tiny_qwen3_omni_moe: Path, given: list[str], words: str) -> None:
+    result = run("config", "show", tiny_qwen3_omni_moe, *given)
+    assert (result.code, result.out) == (1, "")
+    assert words in result.err and "Traceback" not in result.err
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["show", "--help"], 0), ([], 2), (["see"], 2)])
 def test_usage(run, arguments: list[str], code: int) -> None:
-    said = run("config", *arguments)
-    assert said.code == code
-    assert "vllm-omni config show MODEL [--json]" in said.out + said.err
+    result = run("config", *arguments)
+    assert result.code == code
+    assert "vllm-omni config show MODEL [--json]" in result.out + result.err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where values stand in a stage configuration file."""
+"""The lines of values in a stage configuration file."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ runtime:
 """
 
 
-def test_values_are_found_by_stage_id_and_key(tmp_path: Path) -> None:
+def test_lines_by_stage_id_and_key(tmp_path: Path) -> None:
     path = tmp_path / "stages.yaml"
     path.write_text(TEXT)
 

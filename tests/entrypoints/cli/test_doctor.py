@@ -25,7 +25,7 @@ def levels(findings) -> list[str]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the checks that import torch or vLLM in processes of their own."""
+    """Replaces the checks that import torch or vLLM in other processes."""
     monkeypatch.setattr(doctor, "check_companions", lambda: [])
     monkeypatch.setattr(doctor, "check_encoders", lambda: [])
     monkeypatch.setattr(doctor, "probe_platform", lambda: (CPU, [Finding("OK", "platform", "cpu")]))
@@ -37,9 +37,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_the_real_platform_and_encoders_are_found(monkeypatch, capsys) -> None:
+def test_the_platform_and_encoders_of_this_machine(monkeypatch, capsys) -> None:
     def in_this_process(code: str) -> subprocess.CompletedProcess[str]:
-        exec(code, {})  # A new process would import vLLM for seconds.
+        exec(code, {})  # a new process would import vLLM, which takes seconds
         return subprocess.CompletedProcess([], 0, capsys.readouterr().out, "")
 
     monkeypatch.setattr(doctor, "_python", in_this_process)
@@ -50,38 +50,38 @@ def test_the_real_platform_and_encoders_are_found(monkeypatch, capsys) -> None:
 
 def test_a_model_that_fits(run, quick, monkeypatch, tiny_qwen3: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    said = run("doctor", tiny_qwen3, "--max-model-len", "64", "--port", free_port())
-    assert said.code == 0, said.out
-    assert "OK    configuration   stages text (AR)" in said.out
-    assert "OK    weights         0.0 GiB; " in said.out and "is free" in said.out
+    result = run("doctor", tiny_qwen3, "--max-model-len", "64", "--port", free_port())
+    assert result.code == 0, result.out
+    assert "OK    configuration   stages text (AR)" in result.out
+    assert "OK    weights         0.0 GiB; " in result.out and "is free" in result.out
     # Without an accelerator: what the stages need on one, and on which common machines they fit.
-    assert "OK    memory          on 1 x 24 GB, computed from its configuration" in said.out
-    assert "requests of 64" in said.out
-    assert "OK    memory          1 x 80 GB: text fits" in said.out
-    assert "OK    memory          2 x 80 GB: text fits (leaves 1 unused)" in said.out
+    assert "OK    memory          on 1 x 24 GB, computed from its configuration" in result.out
+    assert "requests of 64" in result.out
+    assert "OK    memory          1 x 80 GB: text fits" in result.out
+    assert "OK    memory          2 x 80 GB: text fits (leaves 1 unused)" in result.out
 
 
 @pytest.mark.parametrize(("size", "code"), [("24GiB", 0), ("500MiB", 1)])
-def test_a_machine_that_is_not_this_one(run, quick, tiny_qwen3: Path, size: str, code: int) -> None:
-    said = run("doctor", tiny_qwen3, "--gpus", "2", "--gpu-memory", size, "--max-model-len=64", "--port", free_port())
-    assert said.code == code, said.out
+def test_another_machine(run, quick, tiny_qwen3: Path, size: str, code: int) -> None:
+    result = run("doctor", tiny_qwen3, "--gpus", "2", "--gpu-memory", size, "--max-model-len=64", "--port", free_port())
+    assert result.code == code, result.out
     if code == 0:
-        assert "OK    memory          fits on 2 x 24.0 GiB; computed from its configuration" in said.out
+        assert "OK    memory          fits on 2 x 24.0 GiB; computed from its configuration" in result.out
     else:
-        assert "FAIL  memory          does not fit on 2 x 0.5 GiB; " in said.out
-        assert "-> text needs 0.5 GiB, and its budget is 0.4 GiB; " in said.out
+        assert "FAIL  memory          does not fit on 2 x 0.5 GiB; " in result.out
+        assert "-> text needs 0.5 GiB, and its budget is 0.4 GiB; " in result.out
 
 
-def test_what_fits_instead(run, quick, monkeypatch, tiny_qwen3_omni_moe: Path) -> None:
+def test_a_variant_that_fits(run, quick, monkeypatch, tiny_qwen3_omni_moe: Path) -> None:
     needs = StageNeeds(weights=60 << 30, activations=0)
     monkeypatch.setattr(
         doctor_memory, "stage_needs", lambda config, stage, model: needs if stage.name == "thinker" else None
     )
     arguments = ("doctor", tiny_qwen3_omni_moe, "--gpus=2", "--gpu-memory=70GiB", "--port", free_port())
-    said = run(*arguments)
-    assert said.code == 1
-    assert "thinker needs 60.0 GiB, and its budget is 58.4 GiB" in said.out
-    assert "or use one that fits: --stage-configs-path qwen3_omni_moe_2x80gb" in said.out
+    result = run(*arguments)
+    assert result.code == 1
+    assert "thinker needs 60.0 GiB, and its budget is 58.4 GiB" in result.out
+    assert "or use one that fits: --stage-configs-path qwen3_omni_moe_2x80gb" in result.out
     assert run(*arguments, "--stage-configs-path", "qwen3_omni_moe_2x80gb").code == 0
 
 
@@ -95,12 +95,12 @@ def test_what_fits_instead(run, quick, monkeypatch, tiny_qwen3_omni_moe: Path) -
         (["MODEL", "--gpu-memory", "0.5"], "--gpu-memory 0.5: write bytes with a unit, e.g. 79GiB"),
     ],
 )
-def test_a_machine_that_is_given_wrongly(run, arguments: list[str], words: str) -> None:
-    said = run("doctor", *arguments)
-    assert said.code == 2 and words in said.err
+def test_wrong_options_of_another_machine(run, arguments: list[str], words: str) -> None:
+    result = run("doctor", *arguments)
+    assert result.code == 2 and words in result.err
 
 
-def test_it_is_installed_from_a_checkout(monkeypatch) -> None:
+def test_the_remedy_installs_from_a_checkout(monkeypatch) -> None:
     """The package of the same name on a package index is another project."""
     monkeypatch.setattr(doctor, "_metadata_of", lambda name, key="Version": None)
     finding = next(f for f in doctor.check_packages() if "only importable" in f.message)
@@ -111,24 +111,24 @@ def test_it_is_installed_from_a_checkout(monkeypatch) -> None:
         assert "pip install vllm-omni" not in remedy
 
 
-def test_a_model_whose_configuration_is_wrong(run, quick, tiny_qwen3_omni_moe: Path) -> None:
-    said = run("doctor", tiny_qwen3_omni_moe, "--stage-configs-path", "/nowhere.yaml", "--port", free_port())
-    assert said.code == 1
-    assert "FAIL  configuration   /nowhere.yaml: cannot be read" in said.out
+def test_a_wrong_configuration(run, quick, tiny_qwen3_omni_moe: Path) -> None:
+    result = run("doctor", tiny_qwen3_omni_moe, "--stage-configs-path", "/nowhere.yaml", "--port", free_port())
+    assert result.code == 1
+    assert "FAIL  configuration   /nowhere.yaml: cannot be read" in result.out
 
 
-def test_a_vllm_that_is_missing(run, quick, monkeypatch) -> None:
+def test_a_missing_vllm(run, quick, monkeypatch) -> None:
     def refuse() -> None:
         raise VllmRequirementError("vllm_omni needs vLLM 0.32, and found no vLLM.\nInstall one of\n    pip install ...")
 
     monkeypatch.setattr(doctor, "require_vllm", refuse)
     monkeypatch.setattr(doctor, "find_vllm", dict)
     monkeypatch.setattr(doctor, "probe_platform", lambda: (None, [Finding("FAIL", "platform", "no", "fix")]))
-    said = run("doctor", "MODEL", "--port", free_port())
-    assert said.code == 1
-    assert "FAIL  vllm            vllm_omni needs vLLM 0.32, and found no vLLM." in said.out
-    assert "-> Install one of" in said.out
-    assert "MODEL is not checked: that needs a working vLLM" in said.out
+    result = run("doctor", "MODEL", "--port", free_port())
+    assert result.code == 1
+    assert "FAIL  vllm            vllm_omni needs vLLM 0.32, and found no vLLM." in result.out
+    assert "-> Install one of" in result.out
+    assert "MODEL is not checked: that needs a working vLLM" in result.out
 
 
 def test_it_imports_neither_vllm_nor_torch() -> None:
@@ -136,7 +136,7 @@ def test_it_imports_neither_vllm_nor_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_versions_that_were_not_tested(monkeypatch) -> None:
+def test_untested_versions(monkeypatch) -> None:
     monkeypatch.setattr(
         metadata, "requires", lambda name: ["nosuch-package>=1", "pyyaml>=99", "pytest>=99; extra == 'x'"]
     )
@@ -146,7 +146,7 @@ def test_versions_that_were_not_tested(monkeypatch) -> None:
     assert "pytest" not in findings
 
 
-def test_a_torchvision_of_another_build(monkeypatch) -> None:
+def test_a_torchvision_for_another_torch(monkeypatch) -> None:
     error = "RuntimeError: operator torchvision::nms does not exist"
     monkeypatch.setattr(doctor, "find_spec", lambda name: True)
     monkeypatch.setattr(doctor, "import_error", lambda name: error)
@@ -156,7 +156,7 @@ def test_a_torchvision_of_another_build(monkeypatch) -> None:
     assert error in findings[0].message and "--index-url https://download.pytorch.org/whl/cpu" in findings[0].remedy
 
 
-def test_a_vllm_that_does_not_import(monkeypatch) -> None:
+def test_a_broken_vllm(monkeypatch) -> None:
     broken = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: libcudart.so.13: cannot open")
     monkeypatch.setattr(doctor, "_python", lambda code: broken)
     platform, (finding,) = doctor.probe_platform()
@@ -203,19 +203,19 @@ def test_a_port_that_is_taken() -> None:
     assert levels(doctor.check_port("127.0.0.1", free_port())) == ["OK"]
 
 
-@pytest.mark.parametrize(("said", "level"), [(None, "OK"), ("1", "OK"), ("2", "WARN"), ("all", "WARN")])
-def test_threads_of_stages_on_a_cpu(monkeypatch, said: str | None, level: str) -> None:
+@pytest.mark.parametrize(("threads", "level"), [(None, "OK"), ("1", "OK"), ("2", "WARN"), ("all", "WARN")])
+def test_threads_of_stages_on_a_cpu(monkeypatch, threads: str | None, level: str) -> None:
     monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if said is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
     assert levels(doctor.check_threads("cpu", 3)) == [level]
     assert levels(doctor.check_threads("cuda", 3)) == ["OK"]
 
 
 def test_options_of_a_model_without_a_model(run) -> None:
-    said = run("doctor", "--max-model-len", "64")
-    assert said.code == 2 and "vllm-omni doctor MODEL --max-model-len ..." in said.err
+    result = run("doctor", "--max-model-len", "64")
+    assert result.code == 2 and "vllm-omni doctor MODEL --max-model-len ..." in result.err
 
 
 def test_a_failure_is_shown_with_its_remedy(capsys) -> None:

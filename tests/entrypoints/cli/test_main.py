@@ -12,8 +12,8 @@ from vllm_omni.entrypoints.cli import main as cli
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], [], ["--omni"]])
 def test_help_names_the_commands(run, arguments):
-    said = run(*arguments)
-    assert said.code == 0
+    result = run(*arguments)
+    assert result.code == 0
     for command in (
         "serve MODEL",
         "config show MODEL",
@@ -21,7 +21,7 @@ def test_help_names_the_commands(run, arguments):
         "doctor [MODEL]",
         "from vllm_omni import OmniLLM",
     ):
-        assert command in said.out
+        assert command in result.out
 
 
 @pytest.mark.parametrize("flag", ["--version", "-v"])
@@ -39,12 +39,12 @@ def test_other_commands_are_vllms(run, monkeypatch):
 
 
 def test_omni_is_refused_where_it_means_nothing(run):
-    said = run("chat", "--omni")
-    assert said.code == 2
-    assert "--omni is for serve, config, bench, doctor; leave it out for chat" in said.err
-    said = run("bench", "latency", "--omni")
-    assert said.code == 2
-    assert "--omni is for bench serve; leave it out for the other benchmarks" in said.err
+    result = run("chat", "--omni")
+    assert result.code == 2
+    assert "--omni is for serve, config, bench, doctor; leave it out for chat" in result.err
+    result = run("bench", "latency", "--omni")
+    assert result.code == 2
+    assert "--omni is for bench serve; leave it out for the other benchmarks" in result.err
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_vllm_itself_hands_omni_to_us():
     code = "import sys; sys.argv = ['vllm', 'bench', '--omni']; import vllm.entrypoints.cli.main as m; m.main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert "vllm-omni: error: --omni is for serve" in result.stderr and "Traceback" not in result.stderr
+    assert "vllm-omni: error: --omni is for bench serve" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("command", [["serve", "MODEL"], ["config", "show", "MODEL"], ["chat"]])
@@ -64,5 +64,5 @@ def test_a_missing_vllm_is_an_error_line_and_no_traceback(run, monkeypatch, comm
         raise VllmRequirementError("vllm_omni needs vLLM 0.32")
 
     monkeypatch.setattr(cli, "require_vllm", refuse)
-    said = run(*command)
-    assert (said.code, said.err) == (1, "vllm-omni: error: vllm_omni needs vLLM 0.32\n")
+    result = run(*command)
+    assert (result.code, result.err) == (1, "vllm-omni: error: vllm_omni needs vLLM 0.32\n")

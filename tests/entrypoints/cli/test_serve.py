@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve MODEL --omni`: which flags are taken, where they go, and what is said of those that are not."""
+"""`vllm serve MODEL --omni`: supported flags, what they reach, and errors of others."""
 
 import errno
 import re
@@ -18,7 +18,7 @@ from vllm_omni.errors import StageStartError
 
 
 class Server:
-    """Stands in for the server; knows what it was told."""
+    """A fake of the server, which records its arguments."""
 
     args: Namespace
     llm_args: dict[str, Any]
@@ -34,14 +34,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return server
 
 
-def test_only_what_was_given_reaches_the_stages(run, server: Server, tiny_qwen3: Path) -> None:
+def test_only_explicit_flags_reach_the_stages(run, server: Server, tiny_qwen3: Path) -> None:
     assert run("serve", tiny_qwen3, "--omni").code == 0
     assert server.llm_args == {"model": str(tiny_qwen3), "log_stats": True, "stage_overrides": {}}
     # vLLM's app reads these.
     assert (server.args.model, server.args.port, server.args.gpu_memory_utilization) == (str(tiny_qwen3), 8000, 0.92)
 
 
-def test_flags_go_where_they_belong(run, server: Server, tiny_qwen3: Path) -> None:
+def test_flags_reach_the_server_or_the_stages(run, server: Server, tiny_qwen3: Path) -> None:
     given = [
         "--port",
         "8091",
@@ -75,7 +75,7 @@ def test_flags_go_where_they_belong(run, server: Server, tiny_qwen3: Path) -> No
     assert server.args.structured_outputs_config.reasoning_parser == "qwen3"
 
 
-def test_a_flag_with_its_default_value_was_given_too(run, server: Server, tiny_qwen3: Path) -> None:
+def test_a_flag_with_its_default_value_is_explicit(run, server: Server, tiny_qwen3: Path) -> None:
     run("serve", tiny_qwen3, "--gpu-memory-utilization", "0.92")
     assert server.llm_args["gpu_memory_utilization"] == 0.92
 
@@ -99,15 +99,15 @@ def test_every_pipeline_option_is_a_flag(run, server: Server, tiny_qwen3: Path) 
     assert OmniArgs.from_kwargs(**server.llm_args).engine_args == {}
 
 
-def test_single_stages(run, server: Server, tiny_qwen3_omni_moe: Path, tmp_path: Path) -> None:
+def test_flags_for_single_stages(run, server: Server, tiny_qwen3_omni_moe: Path, tmp_path: Path) -> None:
     config = tmp_path / "flags.yaml"
     config.write_text("port: 8123\nmax-model-len: 512\nstage:\n  talker: {engine_args: {seed: 1, max_num_seqs: 2}}\n")
 
-    said = run(
+    result = run(
         "serve", tiny_qwen3_omni_moe, f"--config={config}", "--stage.talker.seed", "2", "--stage.0.runtime.cpus", "1"
     )
 
-    assert said.code == 0
+    assert result.code == 0
     assert server.llm_args["stage_overrides"] == {
         "talker": {"engine_args": {"seed": 2, "max_num_seqs": 2}},
         "0": {"runtime": {"cpus": 1}},
@@ -117,12 +117,12 @@ def test_single_stages(run, server: Server, tiny_qwen3_omni_moe: Path, tmp_path:
 
 def test_a_pipeline_of_diffusion_stages_only(run, server: Server, tiny_diffusion) -> None:
     model = tiny_diffusion("z_image")
-    names = ["--served-model-name", "painter", "--allowed-local-media-path", "/tmp", "--lora-modules", "ink=a/b"]
+    names = ["--served-model-name", "model", "--allowed-local-media-path", "/tmp", "--lora-modules", "ink=a/b"]
     given = ["--vae-tiling", "--cache-config", "{threshold: 0.1}", "--max-pixels", "4096", "--dtype", "float32"]
 
     assert run("serve", model, *names, *given).code == 0
 
-    assert server.args.served_model_name == ["painter"]
+    assert server.args.served_model_name == ["model"]
     assert server.llm_args == {
         "model": str(model),
         "log_stats": True,
@@ -135,7 +135,7 @@ def test_a_pipeline_of_diffusion_stages_only(run, server: Server, tiny_diffusion
     }
 
 
-def test_adapters_of_a_vllm_stage_are_the_servers(run, server: Server, tiny_qwen3: Path) -> None:
+def test_the_server_loads_adapters_of_a_vllm_stage(run, server: Server, tiny_qwen3: Path) -> None:
     assert run("serve", tiny_qwen3, "--enable-lora", "--lora-modules", "ink=a/b").code == 0
 
     assert [module.name for module in server.args.lora_modules] == ["ink"]
@@ -166,14 +166,14 @@ def test_adapters_of_a_vllm_stage_are_the_servers(run, server: Server, tiny_qwen
         (["--video-dir", "/nowhere"], "must be an existing directory"),
     ],
 )
-def test_a_wrong_or_useless_flag_is_one_message(run, server: Server, given: list[str], words: str) -> None:
-    said = run("serve", "MODEL", *given)
-    assert said.code == 2
-    assert words in said.err and "Traceback" not in said.err
+def test_a_wrong_or_unsupported_flag_is_one_message(run, server: Server, given: list[str], words: str) -> None:
+    result = run("serve", "MODEL", *given)
+    assert result.code == 2
+    assert words in result.err and "Traceback" not in result.err
     assert not vars(server)
 
 
-def test_what_is_asked_for_anyway_is_no_error(run, server: Server, tiny_qwen3: Path) -> None:
+def test_an_unsupported_flag_with_a_harmless_value_is_allowed(run, server: Server, tiny_qwen3: Path) -> None:
     assert (
         run("serve", tiny_qwen3, "--data-parallel-size", "1", "--api-server-count", "1", "--runner", "generate").code
         == 0
@@ -190,23 +190,23 @@ def test_what_is_asked_for_anyway_is_no_error(run, server: Server, tiny_qwen3: P
         ("nosuch: 1", "--nosuch"),
     ],
 )
-def test_a_configuration_file_that_cannot_be_used(run, tmp_path: Path, text: str, words: str) -> None:
+def test_a_wrong_configuration_file(run, tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "flags.yaml"
     path.write_text(text)
-    said = run("serve", "MODEL", "--config", path)
-    assert said.code == 2 and words in said.err
+    result = run("serve", "MODEL", "--config", path)
+    assert result.code == 2 and words in result.err
 
 
-def test_a_model_is_needed(run) -> None:
-    said = run("serve", "--port", "8000")
-    assert (said.code, said.err) == (2, "vllm-omni: error: the model is missing; write: vllm serve MODEL --omni\n")
+def test_the_model_is_required(run) -> None:
+    result = run("serve", "--port", "8000")
+    assert (result.code, result.err) == (2, "vllm-omni: error: the model is missing; write: vllm serve MODEL --omni\n")
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere"])
-def test_a_model_that_is_none(run, server: Server, model: str) -> None:
-    said = run("serve", model, "--served-model-name", "m")
-    assert said.code == 1
-    assert f"{model!r} is no checkpoint: there is no such folder" in said.err
+def test_a_model_that_does_not_exist(run, server: Server, model: str) -> None:
+    result = run("serve", model, "--served-model-name", "m")
+    assert result.code == 1
+    assert f"{model!r} is no checkpoint: there is no such folder" in result.err
 
 
 @pytest.mark.parametrize(
@@ -219,16 +219,14 @@ def test_a_model_that_is_none(run, server: Server, model: str) -> None:
         (OSError(errno.EADDRINUSE, "Address already in use"), "Address already in use; choose another --port"),
     ],
 )
-def test_what_fails_at_the_start_is_one_message(
-    run, monkeypatch, tiny_qwen3: Path, error: Exception, words: str
-) -> None:
+def test_an_error_at_the_start_is_one_message(run, monkeypatch, tiny_qwen3: Path, error: Exception, words: str) -> None:
     def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(api_server, "run", fail)
-    said = run("serve", tiny_qwen3)
-    assert said.code == 1
-    assert words in said.err and "Traceback" not in said.err
+    result = run("serve", tiny_qwen3)
+    assert result.code == 1
+    assert words in result.err and "Traceback" not in result.err
 
 
 def test_a_bug_keeps_its_traceback(run, monkeypatch, tiny_qwen3: Path) -> None:
@@ -241,10 +239,10 @@ def test_a_bug_keeps_its_traceback(run, monkeypatch, tiny_qwen3: Path) -> None:
 
 
 def test_help_has_our_groups(run) -> None:
-    said = run("serve", "--help")
-    assert said.code == 0
+    result = run("serve", "--help")
+    assert result.code == 0
     for group in ("Omni ", "OmniAPI", "OmniLimits", "OmniDiffusion", "Frontend", "vllm serve MODEL --omni"):
-        assert group in said.out
+        assert group in result.out
     ours = run("serve", "--help=omni").out
     limits = run("serve", "--help=omnilimits").out
     for flag in ("--max-total-request-bytes", "--video-dir", "--max-stored-videos", "--max-stored-video-bytes"):
@@ -258,8 +256,8 @@ def parser() -> FlexibleArgumentParser:
     return OmniServeCommand().subparser_init(FlexibleArgumentParser().add_subparsers())
 
 
-def test_flags_that_are_refused_are_vllms(parser: FlexibleArgumentParser) -> None:
-    """Under these names: one that vLLM renames would be taken and ignored."""
+def test_unsupported_flags_exist_in_vllm(parser: FlexibleArgumentParser) -> None:
+    """Under these names: a flag that vLLM renames would be ignored."""
     assert {action.dest for action in parser._actions} >= unsupported_flags.NAMES
 
 
@@ -274,13 +272,13 @@ def test_the_document_names_real_flags(parser: FlexibleArgumentParser) -> None:
 @pytest.mark.parametrize(
     "given", [["--voice-map", '{"alloy": "Chelsie"}'], ["--voice-map.alloy", "Chelsie"], ["--voice-map.alloy=Chelsie"]]
 )
-def test_voices_by_further_names(run, server: Server, tiny_qwen3_omni_moe: Path, given: list[str]) -> None:
+def test_voice_map(run, server: Server, tiny_qwen3_omni_moe: Path, given: list[str]) -> None:
     assert run("serve", tiny_qwen3_omni_moe, *given).code == 0
     assert server.args.voice_map == {"alloy": "Chelsie"}
     assert "voice_map" not in server.llm_args
 
 
-def test_voices_by_further_names_in_a_file(run, server: Server, tiny_qwen3_omni_moe: Path, tmp_path: Path) -> None:
+def test_voice_map_in_a_file(run, server: Server, tiny_qwen3_omni_moe: Path, tmp_path: Path) -> None:
     config = tmp_path / "flags.yaml"
     config.write_text("voice-map: {alloy: chelsie, narrator: aiden}\n")
     assert run("serve", tiny_qwen3_omni_moe, f"--config={config}").code == 0
@@ -301,6 +299,6 @@ def test_voices_by_further_names_in_a_file(run, server: Server, tiny_qwen3_omni_
 def test_a_wrong_voice_map_is_refused_before_anything_starts(
     run, server: Server, tiny_qwen3_omni_moe: Path, voice_map: str, words: str
 ) -> None:
-    said = run("serve", tiny_qwen3_omni_moe, "--voice-map", voice_map)
-    assert said.code == 2 and "--voice-map" in said.err and words in said.err
+    result = run("serve", tiny_qwen3_omni_moe, "--voice-map", voice_map)
+    assert result.code == 2 and "--voice-map" in result.err and words in result.err
     assert not hasattr(server, "args")

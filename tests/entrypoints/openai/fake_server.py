@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
-from tests.entrypoints.fake_pipelines import ask
+from tests.entrypoints.fake_pipelines import fake_prompt
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
@@ -49,7 +49,7 @@ class FakeServer:
             return JSONResponse({"text": [text async for text in events][-1]})
 
     async def _answer(self, question: AskRequest) -> AsyncGenerator[str, None]:
-        async with aclosing(self.client.run(ask(**question.options), stream=question.stream)) as events:
+        async with aclosing(self.client.run(fake_prompt(**question.options), stream=question.stream)) as events:
             async for event in events:
                 if isinstance(event, ARSegmentEvent) and question.stream:
                     yield event.text
@@ -59,7 +59,7 @@ class FakeServer:
 
 @contextmanager
 def over_http(app: FastAPI) -> Iterator[str]:
-    """Serves an application in a thread; its URL."""
+    """Serves an application in a thread; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical"))
         thread = threading.Thread(target=server.run, args=([listener],))

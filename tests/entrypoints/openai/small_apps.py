@@ -47,7 +47,7 @@ def make_app(fail: Callable[[], None] = lambda: None, **args: Any) -> FastAPI:
 
 
 def ask(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response:
-    """One request. An error of the server's own is an answer here, too."""
+    """One request. An internal error is an answer here, too."""
 
     async def main() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

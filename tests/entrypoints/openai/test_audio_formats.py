@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every audio format is checked by decoding what was written."""
+"""Every audio format, checked by decoding the file."""
 
 import io
 import struct
@@ -29,7 +29,7 @@ def tone(num_samples: int, rate: int = RATE, hertz: float = 440.0) -> np.ndarray
 
 
 def decode(data: bytes) -> tuple[np.ndarray, int]:
-    """Samples in [-1, 1], and their rate: `[n]`, or `[channels, n]` where there are several channels."""
+    """Samples in [-1, 1], and their rate: `[n]`, or `[channels, n]` for several channels."""
     with av.open(io.BytesIO(data)) as container:
         stream = container.streams.audio[0]
         frames = [frame.to_ndarray() for frame in container.decode(stream)]

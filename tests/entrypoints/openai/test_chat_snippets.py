@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs as OpenAI documents them for chat with audio: the client takes address and key from the environment, and
-only the model's name is replaced."""
+"""OpenAI's documented programs for chat with audio; only the model's name is replaced.
+
+The client reads address and key from the environment.
+"""
 
 import base64
 import wave

@@ -42,7 +42,7 @@ def app(image_app: FastAPI) -> FastAPI:
 
 
 def chat(app: FastAPI, content: Any = "a hen", **fields: Any) -> Any:
-    """What a client that speaks JSON gets; `extra_body` is a field of that name."""
+    """The response to JSON with a field named `extra_body`."""
     body = {"messages": [{"role": "user", "content": content}], "extra_body": SMALL, **fields}
     return ask(app, "POST", "/v1/chat/completions", json=body)
 
@@ -216,7 +216,7 @@ def test_audio_is_streamed_in_the_requested_format(audio_chat: DiffusionChat) ->
 
 
 def test_a_model_without_voices_accepts_openais(audio_chat: DiffusionChat) -> None:
-    """OpenAI's client must name a voice."""
+    """OpenAI's client requires a voice."""
     for voice in ("alloy", {"id": "coral"}):
         asyncio.run(audio_chat.create_chat_completion(audio_request(audio={"format": "wav", "voice": voice})))
     with pytest.raises(VLLMValidationError, match="unknown voice 'ethan'; there are default, alloy"):

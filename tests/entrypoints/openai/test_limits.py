@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much one request may make the server read."""
+"""Limits of the bodies of one request and of all."""
 
 import argparse
 import asyncio

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server holds of finished requests."""
+"""The memory of finished requests."""
 
 import gc
 import os
@@ -55,7 +55,7 @@ def test_cycles_are_freed_by_the_bytes_of_the_bodies(
         ask(app, "POST", "/v1/cycle", content=b'"%026d"' % 0, headers={"content-type": content_type}).json()
         for _ in range(12)
     ]
-    assert counts == [1, 2, 3, 4] * 3, "28 bytes each, and a run of the collector for each 100"
+    assert counts == [1, 2, 3, 4] * 3, "28 bytes each, and a run of the collector after each 100"
 
 
 def test_small_requests_do_not_run_the_collector(in_memory: weakref.WeakSet[Cycle]) -> None:
@@ -86,6 +86,6 @@ def test_freed_blocks_are_returned_to_the_system() -> None:
         command = [sys.executable, "-c", DECODER.format(before=before)]
         return int(subprocess.check_output(command, env={**environment, **variables}, text=True).split()[-1])
 
-    assert returned() < 16 << 20, "what the C library does by itself"
+    assert returned() < 16 << 20, "the C library's default"
     assert returned(call) > 48 << 20
-    assert returned(call, MALLOC_MMAP_THRESHOLD_=str(32 << 20)) < 16 << 20, "the operator has chosen"
+    assert returned(call, MALLOC_MMAP_THRESHOLD_=str(32 << 20)) < 16 << 20, "the environment's setting wins"

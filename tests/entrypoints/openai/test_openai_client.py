@@ -36,7 +36,7 @@ QUESTION = "Why is the sea blue?"
 
 
 class Answer:
-    """A chat answer, whole or of its chunks: `texts` and `audio` (bytes of a file) by the index of their choice.
+    """A chat answer, whole or from its chunks: `texts` and `audio` (bytes of a file) by the index of their choice.
 
     Nothing follows the finish reason of a choice.
     """

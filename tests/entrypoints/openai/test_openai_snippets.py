@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What OpenAI's documentation shows of images and videos, with another server and another model and nothing else."""
+"""OpenAI's documented programs for images and videos; only the server and the model are replaced."""
 
 import base64
 import io
@@ -33,7 +33,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_fields(answer: Any, expected: type[BaseModel]) -> None:
-    """OpenAI's client does not check what it gets; this does for the fields that are always there."""
+    """Validates an answer, which OpenAI's client does not, for the required fields."""
     assert isinstance(answer, expected)
     for name, field in expected.model_fields.items():
         value = getattr(answer, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No field of a request reads a file, runs code, or reaches into the engine: each is refused, or harmless."""
+"""No field of a request reads a file, runs code, or configures the engine: each is refused, or has no effect."""
 
 import base64
 import io
@@ -15,7 +15,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "mo
 
 
 def showing(kind: str, **content: Any) -> dict[str, Any]:
-    """A chat with one part of media."""
+    """A chat with one media part."""
     return {"messages": [{"role": "user", "content": [{"type": kind, **content}]}]}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request cannot do: reach what is not for it, be decoded without bounds, come in without the key."""
+"""Media from private addresses, without limits or broken, and requests without the key are refused."""
 
 import argparse
 import asyncio
@@ -59,7 +59,7 @@ def data_url(data: bytes, media_type: str = "image/png") -> str:
 
 @pytest.fixture
 def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
-    """Gets one part of a request, as a server with these flags does."""
+    """Fetches one media part, as a server with these flags does."""
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", media_input.CONNECTOR_NAME)
     monkeypatch.setenv("VLLM_MEDIA_FETCH_MAX_RETRIES", "1")
 
@@ -92,7 +92,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
 
 
 class Host(http.server.BaseHTTPRequestHandler):
-    """Inside of the server's network."""
+    """A host in the server's private network."""
 
     def do_GET(self) -> None:
         self.server.visits.append(self.path)
@@ -190,7 +190,7 @@ def test_other_schemes_than_http_data_and_file_are_a_client_error(fetch: Fetch, 
 
 
 def test_an_error_is_not_its_own_cause(fetch: Fetch) -> None:
-    """Else it would hold the frames it was raised in, and so the media, until Python's garbage collector runs."""
+    """A cycle would keep its frames, and so the media, until Python's garbage collector runs."""
     with pytest.raises(VLLMValidationError) as raised:
         fetch("image", data_url(b"no image"))
     assert raised.value.__cause__ is not raised.value
@@ -405,7 +405,7 @@ def test_the_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_signatures_of_overridden_methods() -> None:
-    """Another vLLM or aiohttp fails here, and not by letting something through."""
+    """Another version of vLLM or aiohttp fails here, not by skipping a check."""
     assert [*inspect.signature(MediaConnector.load_from_url).parameters] == ["self", "url", "media_io", "fetch_timeout"]
     assert [*inspect.signature(MediaConnector.load_from_url_async).parameters] == [
         "self", "url", "media_io", "fetch_timeout",

@@ -21,10 +21,10 @@ MEMORY_FILES = Path("/dev/shm")
 
 
 class EndingServer(RunningServer):
-    """A server for a text model whose end is watched."""
+    """A server of a text model, with helpers for its end."""
 
     def note_processes(self) -> None:
-        """Which processes must be gone when it has ended."""
+        """The processes that must have ended with it."""
         self.processes = psutil.Process(self.process.pid).children(recursive=True)
 
     def stream(self, num_tokens: int) -> Iterator[str]:
@@ -37,7 +37,7 @@ class EndingServer(RunningServer):
                     yield line.removeprefix("data: ")
 
     def wait_until_it_refuses(self) -> httpx.Response:
-        """The answer to a request that came too late."""
+        """The answer to a request after the signal."""
         while True:
             response = httpx.post(f"{self.url}/v1/completions", json={"prompt": "Hello", "max_tokens": 1}, timeout=60)
             if response.status_code != 200:
@@ -50,7 +50,7 @@ class EndingServer(RunningServer):
 
 @pytest.fixture(scope="module")
 def servers(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EndingServer]]:
-    """All start at once, which is when starting takes its time."""
+    """All start at once, because a start takes long."""
     folder = tmp_path_factory.mktemp("ending")
     started = {
         name: EndingServer(tiny_qwen3, *SMALL_VLLM, *flags, log=folder / name, wait=False)
@@ -70,9 +70,9 @@ def servers(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def test_sigterm_ends_a_server_that_starts(servers: dict[str, EndingServer]) -> None:
     server = servers["starting"]
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 240
     process = psutil.Process(server.process.pid)
-    while len(process.children(recursive=True)) < 2 and time.monotonic() < deadline:  # what forks, and a stage
+    while len(process.children(recursive=True)) < 2 and time.monotonic() < deadline:  # the fork server, and a stage
         time.sleep(0.05)  # There is no event for the start of its stages.
     server.note_processes()
     assert server.stop(signal.SIGTERM) in (130, 143), server.output()
@@ -92,7 +92,7 @@ def test_a_shutdown_finishes_running_requests_within_its_timeout(servers: dict[s
         *texts, last = list(pieces)
         assert last == "[DONE]"
         assert json.loads(texts[-1])["choices"][0]["finish_reason"] == "length"
-        with suppress(httpx.TransportError):  # It may have come when the server was gone.
+        with suppress(httpx.TransportError):  # The server may have ended before it arrived.
             assert refused.result().status_code == 503
     assert server.process.wait(30) == 0, server.output()
     assert "Traceback" not in server.output()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sound that clients send, as their microphones and libraries make it."""
+"""Audio in requests, of any sample rate and number of channels."""
 
 import base64
 import io
@@ -34,6 +34,6 @@ def num_prompt_tokens(server: RunningServer, rate: int, channels: int) -> int:
 
 @pytest.mark.parametrize(("rate", "channels"), [(8_000, 1), (24_000, 1), (44_100, 2)])
 def test_audio_of_any_sample_rate_is_read(omni_server: RunningServer, rate: int, channels: int) -> None:
-    """A second is as long at any rate; a resampler may leave out the last sample of it."""
+    """A second has the same length at any rate; a resampler may drop the last sample."""
     expected = num_prompt_tokens(omni_server, 16_000, 1)
     assert abs(num_prompt_tokens(omni_server, rate, channels) - expected) <= 1

@@ -175,7 +175,7 @@ def test_an_error_before_the_first_audio_has_an_http_status(
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_failed_stream_of_bytes_is_cut_off(server: FakeServer, format: str) -> None:
-    """No client can take what it got for the whole."""
+    """A client cannot take a part for the whole file."""
     with over_http(server.app) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         request: dict[str, Any] = {"model": "fake", "voice": "alloy", "input": "a late failure"}

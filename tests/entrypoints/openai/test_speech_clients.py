@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's own client speaks with the speech endpoint of a real server."""
+"""OpenAI's client with the speech endpoint of a real server."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ FORMATS = ["mp3", "opus", "aac", "flac", "wav", "pcm"]
 
 
 def arguments(server: RunningServer, **others: Any) -> dict[str, Any]:
-    """The same two seconds of speech each time, or less where the talker ends by itself."""
+    """The length of the speech: two seconds, or less if the talker stops."""
     talker = {"temperature": 0.9, "max_tokens": 25, "seed": 7}
     extra_body = {"sampling_params_list": [None, talker, None]}
     return {"model": server.model, "voice": "ethan", "input": "Hello.", "extra_body": extra_body, **others}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What OpenAI's documentation shows of speech runs with this server, where only the model's name is replaced.
+"""OpenAI's documented programs for speech; only the model's name is replaced.
 
 The address and the key come from the environment, as OpenAI's client has it.
 """
@@ -116,7 +116,7 @@ def run(omni_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Runs a program as a script in `tmp_path`; its variables."""
     monkeypatch.setenv("OPENAI_BASE_URL", f"{omni_server.url}/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "none")
-    monkeypatch.setattr(openai, "_client", None)  # `openai.audio` is of a client that keeps its address.
+    monkeypatch.setattr(openai, "_client", None)  # `openai.audio` uses a client that keeps its address.
 
     def run(program: str) -> dict[str, Any]:
         script = tmp_path / "snippet.py"
@@ -138,7 +138,7 @@ def test_to_a_file(run: Callable[[str], Any], tmp_path: Path, program: str) -> N
 
 
 class Speaker:
-    """Stands for sounddevice's `OutputStream`: plays at once, and keeps what it played."""
+    """In place of sounddevice's `OutputStream`: plays at once, and keeps the samples."""
 
     def __init__(self) -> None:
         self.samples: list[np.ndarray] = []

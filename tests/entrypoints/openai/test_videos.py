@@ -45,14 +45,14 @@ def app(tiny_diffusion: Callable[[str], Path]) -> Iterator[FastAPI]:
 
 
 def frames_of(file: bytes) -> tuple[int, tuple[int, int], float]:
-    """How many, of which size, and how many in a second."""
+    """The number of frames, their size, and frames per second."""
     with av.open(io.BytesIO(file)) as container:
         stream = container.streams.video[0]
         return sum(1 for _ in container.decode(stream)), (stream.width, stream.height), float(stream.average_rate or 0)
 
 
 def difference(file: bytes, other: bytes) -> float:
-    """Of the pixels, 0 to 255, on average."""
+    """The mean difference of the pixels, 0 to 255."""
     frames = []
     for video in (file, other):
         with av.open(io.BytesIO(video)) as container:
@@ -73,7 +73,7 @@ def test_a_video_is_created_polled_downloaded_and_deleted(app: FastAPI) -> None:
         video = await client.videos.poll(video.id, poll_interval_ms=20)
 
         assert (video.status, video.progress, video.error) == ("completed", 100, None)
-        assert video.seconds == "0.625"  # 5 frames are the nearest that the model makes
+        assert video.seconds == "0.625"  # 5 frames are the nearest that the model supports
         assert video.expires_at is not None and video.expires_at > time.time()
         file = await client.videos.download_content(video.id)
         assert file.response.headers["content-type"] == "video/mp4"
@@ -172,7 +172,7 @@ def test_a_remix_changes_only_the_prompt(app: FastAPI) -> None:
         assert (other.remixed_from_video_id, other.prompt, other.model) == (video.id, "a ship", video.model)
         assert (other.size, other.seconds) == ("32x64", "0.625")
         again, remixed = [await downloaded(client, made.id) for made in (same, other)]
-        # What is made at the same time is rounded otherwise, and the codec with it.
+        # Concurrent requests change the rounding, and the codec amplifies it.
         assert difference(again, file) < difference(remixed, file) / 4
         assert frames_of(remixed) == frames_of(file)
         for made in (video, same, other):
@@ -216,7 +216,7 @@ def test_a_running_video_does_not_hold_the_body_of_its_request(app: FastAPI, mon
 
     async def main(client: openai.AsyncOpenAI) -> None:
         video = await client.videos.create(prompt="a boat", size="64x64", extra_body=LONG)  # type: ignore[arg-type]
-        for _ in range(10):  # What waits for a disconnect is cancelled, and ends in its next turn.
+        for _ in range(10):  # The task that waits for a disconnect is cancelled, and ends in its next step.
             await asyncio.sleep(0)
         gc.collect()
         assert requests[0]() is None
@@ -301,7 +301,7 @@ def test_a_video_starts_from_an_image(tiny_diffusion: Callable[[str], Path]) -> 
 
         folder = app.state.omni_handlers["video"].store.get(video.id, NO_KEY).path.parent
         assert len(list(folder.iterdir())) == 3
-        async with app.router.lifespan_context(app):  # The end of the server takes the files along.
+        async with app.router.lifespan_context(app):  # The end of the server removes the files.
             pass
         assert not folder.exists()
 
@@ -372,7 +372,7 @@ def test_the_store_is_limited_in_number_bytes_and_time(tmp_path: Path) -> None:
         await large.task
         assert large.video.error is not None and large.video.error.code == "too_large"
 
-        runs = [start(f"n{i}", never) for i in range(3)]  # number: those that have ended go
+        runs = [start(f"n{i}", never) for i in range(3)]  # number: ended ones are removed
         assert names(newest_first=True) == ["n2", "n1", "n0"]
         with pytest.raises(PipelineFullError):
             start("n3", never)

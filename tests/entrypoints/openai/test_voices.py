@@ -35,7 +35,7 @@ def test_a_model_without_voices_has_one_for_all_of_openais() -> None:
 def test_a_models_own_voice_of_the_same_name_wins() -> None:
     voices = Voices(["ethan", "coral"], {})
     assert speaker(voices, "coral") == "coral" and "coral" not in voices.map
-    assert speaker(voices, "ballad") == "ethan"  # the others stay where they are
+    assert speaker(voices, "ballad") == "ethan"  # the others do not change
 
 
 def test_a_voice_map_changes_only_its_own_names() -> None:

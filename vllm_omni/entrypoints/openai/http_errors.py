@@ -45,6 +45,12 @@ _STATUS: dict[type[OmniError], HTTPStatus] = {
 }
 
 
+_COMMON = (
+    HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)  # fmt: skip
+
+
 class OmniHTTPError(GracefulHTTPError):
     """A failed request as an HTTP answer. vLLM's handlers and streams read it, too.
 
@@ -95,9 +101,7 @@ def error_response(message: str, status: HTTPStatus, headers: dict[str, str] | N
 
 def describe_errors(*others: HTTPStatus) -> dict[int | str, dict[str, Any]]:
     """The errors of an endpoint in the API's description: those that every model request can get, and others."""
-    common = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS)
-    common += (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
-    return {status.value: {"model": ErrorResponse} for status in sorted({*common, *others})}
+    return {status.value: {"model": ErrorResponse} for status in sorted({*_COMMON, *others})}
 
 
 def register_error_handlers(app: FastAPI) -> None:

@@ -17,7 +17,7 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -168,34 +168,34 @@ class GuardedMediaIO(MediaIO[Any]):
             VLLMValidationError: It is too large, of another kind, or broken.
         """
         self._check_num_bytes(len(data))
-
-        def load() -> Any:
+        with self._client_errors():
             self._check(data)
             media = self._media_io.load_bytes(data)
             if isinstance(self._media_io, VideoMediaIO) and not len(media.media[0]):
                 raise ValueError("none of its frames can be decoded")
-            return media
-
-        return self._reported(load)
+        return media
 
     def load_base64(self, media_type: str, data: str) -> Any:
         self._check_num_bytes(len(data) * 3 // 4)
-        if media_type.lower() == "video/jpeg":
-            return self._reported(lambda: self._media_io.load_base64(media_type, data))
-        return self.load_bytes(self._reported(lambda: pybase64.b64decode(data, validate=True)))
+        with self._client_errors():
+            if media_type.lower() == "video/jpeg":
+                return self._media_io.load_base64(media_type, data)
+            decoded = pybase64.b64decode(data, validate=True)
+        return self.load_bytes(decoded)
 
     def load_file(self, filepath: Path) -> Any:
-        def read() -> bytes:
+        with self._client_errors():
             if not filepath.is_file():  # Reading a pipe or a device might never end.
                 raise ValueError("there is no such file")
             self._check_num_bytes(filepath.stat().st_size)
-            return filepath.read_bytes()
+            data = filepath.read_bytes()
+        return self.load_bytes(data)
 
-        return self.load_bytes(self._reported(read))
-
-    def _reported(self, load: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def _client_errors(self) -> Iterator[None]:
+        """Errors of reading the media as the client's."""
         try:
-            return load()
+            yield
         except (VLLMClientError, ImportError, MemoryError):
             raise
         except Exception as error:  # Decoders raise many types (SyntaxError, cv2.error, struct.error, ...).

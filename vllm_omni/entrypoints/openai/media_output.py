@@ -26,29 +26,16 @@ FILE_FORMATS = (*IMAGE_FORMATS, "mp4")
 
 
 def message_fields(output: OmniRequestOutput) -> dict[str, Any]:
-    """Images or videos as a field of a chat message, see `image_parts` and `video_parts`."""
+    """Images or videos as `images` or `videos` of a chat message. Images are PNG unless they are files, videos MP4.
+
+    Each is `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`, or the same with `video_url`.
+    """
     if output.final_output_type == "image":
-        return {"images": image_parts(output)}
-    return {"videos": video_parts(output)}
-
-
-def image_parts(output: OmniRequestOutput) -> list[dict[str, Any]]:
-    """The images of a diffusion stage's output as parts of a message; empty if it has none. PNG unless they are files.
-
-    Each is `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
-    """
-    file_format = output.output_format if output.output_format in IMAGE_FORMATS else "png"
-    files = [as_image_file(image, "png") for image in output.images]
-    return [_part("image_url", f"image/{file_format}", file) for file in files]
-
-
-def video_parts(output: OmniRequestOutput) -> list[dict[str, Any]]:
-    """The videos of a diffusion stage's output as parts of a message, MP4; empty if it has none.
-
-    Each is `{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}`.
-    """
+        file_format = output.output_format if output.output_format in IMAGE_FORMATS else "png"
+        files = [as_image_file(image, "png") for image in output.images]
+        return {"images": [_part("image_url", f"image/{file_format}", file) for file in files]}
     files = [as_video_file(video, output.fps) for video in output.videos]
-    return [_part("video_url", "video/mp4", file) for file in files]
+    return {"videos": [_part("video_url", "video/mp4", file) for file in files]}
 
 
 def as_image_file(image: Any, file_format: str) -> bytes:

@@ -35,6 +35,7 @@ class Video(openai.types.Video):
     object: Literal["video"] = "video"
     status: Literal["queued", "in_progress", "completed", "failed"] = "queued"
     progress: int = Field(default=0, description="Percent, by denoising steps.")
+    prompt: str
     expires_at: int | None = Field(default=None, description="When the server removes it.")
     seconds: str = Field(description="Length; auto until it is known.")
     size: str = Field(description="WIDTHxHEIGHT; auto until it is known.")  # type: ignore[assignment]

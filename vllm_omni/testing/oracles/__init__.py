@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm_omni.testing.hf_oracle` is made of: one module for each model that it can ask."""
+"""One module for each model of `vllm_omni.testing.hf_oracle`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2.5-Omni as transformers 5.19 runs it, with two repairs."""
+"""Qwen2.5-Omni in transformers 5.19, with two repairs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen2_5OmniForConditionalGeneration
 
-from vllm_omni.testing.oracles.base import NothingToSay, OracleResult, Question, Reference
+from vllm_omni.testing.oracles.base import NoSpeech, OracleParams, OracleResult, Reference
 
 DEFAULT_SPEAKER = "Chelsie"
 
@@ -24,16 +24,16 @@ class Qwen2_5OmniReference(Reference):
         talker = model.config.talker_config
         self._stop_codes = [talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id]
 
-    def generate(self, inputs: dict[str, Any], question: Question) -> torch.Tensor:
+    def generate(self, inputs: dict[str, Any], params: OracleParams) -> torch.Tensor:
         with torch.random.fork_rng(devices=[]):
-            # Only the wave's noise is drawn: thinker and talker are greedy.
-            torch.manual_seed(question.wave_seed)
+            # Only the wave's noise is random: thinker and talker are greedy.
+            torch.manual_seed(params.wave_seed)
             _, audio = self.model.generate(
                 **inputs,
-                **question.generate_kwargs(),
-                speaker=self._speaker(question.speaker or DEFAULT_SPEAKER),
+                **params.generate_kwargs(),
+                speaker=self._speaker(params.speaker or DEFAULT_SPEAKER),
                 thinker_eos_token_id=self.model.config.thinker_config.text_config.eos_token_id,
-                # The default are the real checkpoint's, whatever the configuration says.
+                # The defaults are those of the real checkpoint, not of the configuration.
                 talker_eos_token_id=self._stop_codes,
             )
         return audio
@@ -44,19 +44,19 @@ class Qwen2_5OmniReference(Reference):
         result.talker_token_ids = sampled.tolist()
         codes = sampled[:-1] if result.talker_token_ids[-1] in self._stop_codes else sampled
         if not len(codes):
-            raise NothingToSay
+            raise NoSpeech
         result.codes = codes[None].clone()
         return sequences
 
     def _speaker(self, name: str) -> str:
-        """As the checkpoint spells it."""
+        """The checkpoint's spelling."""
         names = {speaker.lower(): speaker for speaker in self.model.speaker_map}
         return names[name.lower()]
 
 
 def repair_talker_inputs(model: Qwen2_5OmniForConditionalGeneration) -> None:
-    """A picture or a video raises ValueError in transformers 5.19 when there is audio to make: its pixels are
-    handed to the talker's `generate` too, which does not know them."""
+    """With audio output, an image or a video raises ValueError in transformers 5.19: its pixels are also passed to the
+    talker's `generate`, which has no such arguments."""
     talker: Any = model.talker
     generate = talker.generate
 
@@ -67,11 +67,11 @@ def repair_talker_inputs(model: Qwen2_5OmniForConditionalGeneration) -> None:
 
 
 def repair_talker_prefill(model: Qwen2_5OmniForConditionalGeneration) -> None:
-    """`generate` of transformers 5.19 drops an attention mask of nothing but ones, and without one the talker's
-    `forward` leaves out the two codec embeddings at the end of its prompt, and M-RoPE. That goes unseen: it makes
-    other codes. So the mask is given back."""
+    """`generate` of transformers 5.19 drops an attention mask of ones only, and without a mask the talker's `forward`
+    omits the two codec embeddings at the end of its prompt, and M-RoPE, which silently changes the codes. This restores
+    the mask."""
 
-    def give_mask(
+    def restore_mask(
         _talker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if kwargs.get("attention_mask") is None:
@@ -81,4 +81,4 @@ def repair_talker_prefill(model: Qwen2_5OmniForConditionalGeneration) -> None:
             kwargs["attention_mask"] = rows.new_ones(rows.shape[0], past + rows.shape[1], dtype=torch.long)
         return args, kwargs
 
-    model.talker.register_forward_pre_hook(give_mask, with_kwargs=True)
+    model.talker.register_forward_pre_hook(restore_mask, with_kwargs=True)

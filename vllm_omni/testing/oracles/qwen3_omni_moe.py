@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3-Omni-MoE as transformers 5.19 runs it, with two repairs."""
+"""Qwen3-Omni-MoE in transformers 5.19, with two repairs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen3OmniMoeForConditionalGeneration
 
-from vllm_omni.testing.oracles.base import NothingToSay, OracleResult, Question, Reference
+from vllm_omni.testing.oracles.base import NoSpeech, OracleParams, OracleResult, Reference
 
 DEFAULT_SPEAKER = "Ethan"
 
@@ -22,13 +22,13 @@ class Qwen3OmniMoeReference(Reference):
         repair_long_waves(model)
         super().__init__(model)
 
-    def generate(self, inputs: dict[str, Any], question: Question) -> torch.Tensor:
+    def generate(self, inputs: dict[str, Any], params: OracleParams) -> torch.Tensor:
         _, audio = self.model.generate(
             **inputs,
-            **question.generate_kwargs(),
+            **params.generate_kwargs(),
             return_audio=True,
-            speaker=question.speaker or DEFAULT_SPEAKER,
-            # The default is the real checkpoint's <|im_end|>, whatever the configuration says.
+            speaker=params.speaker or DEFAULT_SPEAKER,
+            # The default is the real checkpoint's <|im_end|>, not that of the configuration.
             thinker_eos_token_id=self.model.config.im_end_token_id,
         )
         return audio.reshape(-1)
@@ -38,13 +38,13 @@ class Qwen3OmniMoeReference(Reference):
         result.talker_token_ids = output.sequences[0].tolist()
         frames = [step[-1] for step in output.hidden_states if step[-1] is not None]  # each [1, code groups]
         if not frames:
-            raise NothingToSay
+            raise NoSpeech
         result.codes = torch.cat(frames).T.contiguous()
         return output
 
 
 def repair_talker_config(model: Qwen3OmniMoeForConditionalGeneration) -> None:
-    """Audio together with a picture or a video raises AttributeError in transformers 5.19: the talker's
+    """Audio together with an image or a video raises AttributeError in transformers 5.19: the talker's
     `get_rope_index` reads `audio_config`, which only the thinker's configuration has."""
     thinker_config: Any = model.config.thinker_config
     model.talker.config.audio_config = thinker_config.audio_config
@@ -52,7 +52,7 @@ def repair_talker_config(model: Qwen3OmniMoeForConditionalGeneration) -> None:
 
 def repair_long_waves(model: Qwen3OmniMoeForConditionalGeneration) -> None:
     """More than 300 frames are decoded in pieces of 300 with 25 frames before them as context. Each piece
-    ends 555 samples early, which its successor does not make up for, and 25 frames are less than the vocoder's
-    attention sees. So all frames are decoded at once here: a wave without seams, `frames * 1920 - 555` samples."""
+    ends 555 samples early, which the next one does not add, and the vocoder's attention spans more than 25 frames. Here
+    all frames are decoded at once: a continuous wave of `frames * 1920 - 555` samples."""
     vocoder: Any = model.code2wav
     vocoder.chunked_decode = lambda codes, chunk_size=300, left_context_size=25: vocoder(codes)

@@ -15,8 +15,6 @@ from vllm_omni.stage.engines.llm_request import ARRequest
 from ..windows import Pieces, run_first_stage, run_stage
 from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def thoughts(thinker_engine: OmniLLMEngine, cases: dict[str, Case]) -> Pieces:
@@ -24,7 +22,7 @@ def thoughts(thinker_engine: OmniLLMEngine, cases: dict[str, Case]) -> Pieces:
     return run_first_stage(thinker_engine, {name: case.prompt for name, case in cases.items()}, params)
 
 
-@pytest.mark.parametrize("window_size", [1, 4, -1])
+@pytest.mark.parametrize("window_size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, -1))])
 def test_codes_do_not_depend_on_when_text_arrives(
     window_size: int,
     thoughts: Pieces,

@@ -19,8 +19,6 @@ from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest
 
 from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def thoughts(thinker_engine: OmniLLMEngine, cases: dict[str, Case]) -> Pieces:
@@ -33,7 +31,7 @@ def with_params(cases: dict[str, Case], params: SamplingParams) -> dict[str, Sta
     return {name: msgspec.structs.replace(r, sampling_params=params) for name, r in requests.items()}
 
 
-@pytest.mark.parametrize("text_window", [1, 3, 16])
+@pytest.mark.parametrize("text_window", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 16))])
 def test_codes_do_not_depend_on_when_text_arrives(
     text_window: int,
     thoughts: Pieces,
@@ -59,7 +57,7 @@ def one_by_one(name: str, codes: torch.Tensor) -> Iterator[StageOutput]:
         yield StageOutput(request_id=name, stage_id=1, tensors={"codes": frame}, is_last=is_last)
 
 
-@pytest.mark.parametrize("code_window", [1, 2, 7, 25, -1])
+@pytest.mark.parametrize("code_window", [7, -1, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 25))])
 def test_the_waveform_has_no_jumps_between_windows(
     code_window: int, code2wav_engine: OmniLLMEngine, cases: dict[str, Case], config: PretrainedConfig
 ) -> None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests to an omni model, what came of them, and how far two answers are apart.
-
-Used by `exactness.py` and its test. Knows nothing of reports.
-"""
+"""Random requests to an omni model, their results, and how far two results are apart."""
 
 import asyncio
 import random
@@ -20,23 +17,22 @@ from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS, make_prompt
 
 SPEAKERS = ("Chelsie", "Ethan", "Aiden")
 CODES = "codes"
-"""What the talker's tokens are called where they are an output."""
+"""The name of the talker's tokens where they are an output."""
 WAVE_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Wish:
-    """One request.
-
+class RandomRequest:
+    """
     Attributes:
         kind, media_seed: Of the prompt (`media.make_prompt`).
-        modalities: As in a prompt; None for all that the pipeline has.
+        modalities: As in a prompt; None for all outputs of the pipeline.
         text_tokens, talker_tokens: (min, max).
-        seed: Of text and codes, which are sampled as the model's authors do; None for greedy ones.
-        wave_seed: Of the noise that the wave is made from, in models that draw any.
-        delay_s: When it is sent, after the crowd has begun to gather.
-        stream: Whether its caller reads along.
-        leaves: Its caller leaves at the first thing it hears.
+        seed: Of text and codes, which are then sampled as the model's authors do; None: greedy.
+        wave_seed: Of the noise that the wave is made from, in models that draw noise.
+        delay_s: When it is sent, after the first of the concurrent requests could be.
+        stream: Whether its client streams.
+        aborts: Its client disconnects at the first event.
     """
 
     kind: str
@@ -49,7 +45,7 @@ class Wish:
     wave_seed: int
     delay_s: float
     stream: bool
-    leaves: bool
+    aborts: bool
 
     def prompt(self, checkpoint: Path) -> dict[str, Any]:
         prompt = make_prompt(checkpoint, self.kind, self.media_seed)
@@ -76,11 +72,11 @@ class Wish:
         ]
 
 
-def make_wish(
+def make_random_request(
     rng: random.Random, max_talker_tokens: int, spread_s: float, modalities: Sequence[tuple[str, ...] | None]
-) -> Wish:
+) -> RandomRequest:
     """Any kind of prompt, any length, any voice, any of the `modalities`; half of them greedy."""
-    return Wish(
+    return RandomRequest(
         kind=rng.choice((*PROMPT_KINDS, *HARD_KINDS)),
         media_seed=rng.randrange(1000),
         speaker=rng.choice(SPEAKERS),
@@ -91,19 +87,19 @@ def make_wish(
         wave_seed=rng.randrange(1 << 31),
         delay_s=rng.uniform(0, spread_s),
         stream=rng.random() < 0.5,
-        leaves=rng.random() < 0.1,
+        aborts=rng.random() < 0.1,
     )
 
 
 def _length(rng: random.Random, longest: int) -> tuple[int, int]:
-    """Sometimes fixed, sometimes as long as the model likes, now and then 1."""
+    """Sometimes fixed, sometimes up to the model, now and then 1."""
     length = rng.choice((1, *(rng.randint(2, longest) for _ in range(7))))
     return rng.choice((0, 0, length)), length
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came of a wish; None where it did not ask for it.
+class Result:
+    """The outputs of a request; None: not requested.
 
     Attributes:
         codes: The talker's tokens, as sampled.
@@ -114,7 +110,7 @@ class Answer:
     codes: list[int] | None = None
     audio: torch.Tensor | None = None
 
-    def difference_to(self, other: "Answer") -> str | None:
+    def difference_to(self, other: "Result") -> str | None:
         """In words; None if there is none beyond rounding of the wave."""
         for name, mine, theirs in (("text", self.text, other.text), ("codes", self.codes, other.codes)):
             if mine is not None and theirs is not None and mine != theirs:
@@ -124,7 +120,7 @@ class Answer:
             return f"waves of {_samples(self)} and {_samples(other)} samples differ by {distance:.2g}"
         return None
 
-    def wave_distance(self, other: "Answer") -> float:
+    def wave_distance(self, other: "Result") -> float:
         """The largest difference of two samples; infinite if one wave is longer; 0 where there are not two."""
         if self.audio is None or other.audio is None:
             return 0.0
@@ -133,77 +129,68 @@ class Answer:
         return (self.audio - other.audio).abs().max().item() if len(self.audio) else 0.0
 
 
-class WrongAnswer(Exception):
-    """A request failed, or its pieces are not its whole."""
-
-
-async def ask(llm: AsyncOmniLLM, prompt: Any, params: list[SamplingParams], wish: Wish) -> Answer | None:
-    """Sends one request; None if its caller leaves.
+async def send(llm: AsyncOmniLLM, prompt: Any, params: list[SamplingParams], request: RandomRequest) -> Result | None:
+    """Sends one request; None if its client aborts.
 
     Raises:
-        WrongAnswer: It failed, or its pieces, joined, are not what came at its end.
+        AssertionError: It failed, or its segments, joined, are not the result at its end.
     """
-    pieces: list[ARSegmentEvent] = []
-    async for event in llm.generate(prompt, params, stream=wish.stream):
-        if isinstance(event, ErrorEvent):
-            raise WrongAnswer(f"{wish}: {event}")
+    segments: list[ARSegmentEvent] = []
+    async for event in llm.generate(prompt, params, stream=request.stream):
+        assert not isinstance(event, ErrorEvent), f"{request}: {event}"
         if isinstance(event, CompletedEvent):
-            return _read(event.outputs, pieces, wish)
-        if wish.leaves:
+            return _read(event.outputs, segments, request)
+        if request.aborts:
             return None
         if isinstance(event, ARSegmentEvent):
-            pieces.append(event)
-    raise WrongAnswer(f"{wish}: it has no end")
+            segments.append(event)
+    raise AssertionError(f"{request}: no terminal event")
 
 
-async def ask_crowd(
-    llm: AsyncOmniLLM, requests: list[tuple[Wish, dict[str, Any], list[SamplingParams]]]
-) -> list[Answer | None]:
+async def send_concurrently(
+    llm: AsyncOmniLLM, requests: list[tuple[RandomRequest, dict[str, Any], list[SamplingParams]]]
+) -> list[Result | None]:
     """Sends all requests, each after its delay."""
 
-    async def send(wish: Wish, prompt: dict[str, Any], params: list[SamplingParams]) -> Answer | None:
-        await asyncio.sleep(wish.delay_s)
-        return await ask(llm, prompt, params, wish)
+    async def send_later(request: RandomRequest, prompt: dict[str, Any], params: list[SamplingParams]) -> Result | None:
+        await asyncio.sleep(request.delay_s)
+        return await send(llm, prompt, params, request)
 
-    return await asyncio.gather(*(send(*request) for request in requests))
+    return await asyncio.gather(*(send_later(*each) for each in requests))
 
 
-def ask_reference(oracle: HFOracle, prompt: dict[str, Any], wish: Wish) -> Answer:
-    """What HF transformers answers to a greedy wish: all that it can."""
+def run_hf(oracle: HFOracle, prompt: dict[str, Any], request: RandomRequest) -> Result:
+    """The result of HF transformers for a greedy request, with all outputs."""
     result = oracle.generate(
         prompt,
-        thinker_min_tokens=wish.text_tokens[0],
-        thinker_max_tokens=wish.text_tokens[1],
-        talker_min_tokens=wish.talker_tokens[0],
-        talker_max_tokens=wish.talker_tokens[1],
-        speaker=wish.speaker,
-        wave_seed=wish.wave_seed,
+        thinker_min_tokens=request.text_tokens[0],
+        thinker_max_tokens=request.text_tokens[1],
+        talker_min_tokens=request.talker_tokens[0],
+        talker_max_tokens=request.talker_tokens[1],
+        speaker=request.speaker,
+        wave_seed=request.wave_seed,
     )
-    return Answer(result.thinker_token_ids, result.talker_token_ids, result.audio)
+    return Result(result.thinker_token_ids, result.talker_token_ids, result.audio)
 
 
-def _read(outputs: list[OmniRequestOutput], pieces: list[ARSegmentEvent], wish: Wish) -> Answer:
-    answer = Answer()
+def _read(outputs: list[OmniRequestOutput], segments: list[ARSegmentEvent], request: RandomRequest) -> Result:
+    text = codes = audio = None
     for output in outputs:
-        its_pieces = [piece for piece in pieces if piece.stage_id == output.stage_id]
+        own = [segment for segment in segments if segment.stage_id == output.stage_id]
         if output.final_output_type == "audio":
             audio = output.multimodal_output["audio"]
-            waves = [p.multimodal_output["audio"] for p in its_pieces if "audio" in p.multimodal_output]
-            _check(not waves or torch.equal(torch.cat(waves), audio), f"{wish}: pieces of speech are not the whole")
-            answer = Answer(answer.text, answer.codes, audio)
+            waves = [s.multimodal_output["audio"] for s in own if "audio" in s.multimodal_output]
+            assert not waves or torch.equal(torch.cat(waves), audio), f"{request}: segments of audio are not the whole"
         else:
             tokens = list(output.outputs[0].token_ids) if output.outputs else []
-            joined = [token for piece in its_pieces for token in piece.tokens]
-            _check(not its_pieces or joined == tokens, f"{wish}: pieces of tokens are not the whole")
-            is_codes = output.final_output_type == CODES
-            answer = Answer(answer.text if is_codes else tokens, tokens if is_codes else answer.codes, answer.audio)
-    return answer
+            joined = [token for segment in own for token in segment.tokens]
+            assert not own or joined == tokens, f"{request}: segments of tokens are not the whole"
+            if output.final_output_type == CODES:
+                codes = tokens
+            else:
+                text = tokens
+    return Result(text, codes, audio)
 
 
-def _check(is_right: bool, complaint: str) -> None:
-    if not is_right:
-        raise WrongAnswer(complaint)
-
-
-def _samples(answer: Answer) -> int:
-    return 0 if answer.audio is None else len(answer.audio)
+def _samples(result: Result) -> int:
+    return 0 if result.audio is None else len(result.audio)

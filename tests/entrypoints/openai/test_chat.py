@@ -14,12 +14,14 @@ import pytest
 import yaml
 from fastapi import FastAPI
 from PIL import Image
+from pydantic import ValidationError
 
 from tests.diffusion.rewriting import RewrittenPrompt
 from tests.entrypoints.fake_pipelines import quick_servers, record_events
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
+from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.errors import StageConfigError
 from vllm_omni.events import CompletedEvent
@@ -161,3 +163,11 @@ def test_text_of_a_pipeline_without_final_text_is_refused(silent: AsyncOmniLLM) 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "modalities")
     assert "it outputs image" in refused.json()["error"]["message"]
     assert chat(silent, "/v1/completions", prompt="a").status_code == 400
+
+
+@pytest.mark.parametrize(("tools", "message"), [([{}], "the field 'function' is missing"), ([1], "has a wrong type")])
+def test_malformed_tools_are_refused(tools: list[Any], message: str) -> None:
+    choice = {"type": "function", "function": {"name": "look"}}
+    fields = {"messages": [{"role": "user", "content": "Hello"}], "tools": tools, "tool_choice": choice}
+    with pytest.raises(ValidationError, match=message):
+        OmniChatCompletionRequest.model_validate(fields)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function stages that `runtime.py` measures. They do nothing but look at the clock.
-
-`time.monotonic()` is one clock for all processes of a machine. They import nothing of the benchmark, because every
-stage process imports them.
-"""
+"""The function stages of `runtime.py`. `time.monotonic()` is one clock for all processes of a machine."""
 
 import time
 from collections.abc import Mapping
@@ -23,7 +19,7 @@ def nothing(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[s
 
 
 def send(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
-    """Hands over the time, and a tensor of the option `num_bytes`, which is made once: the hop begins when it ends."""
+    """Hands over the time, and a tensor of the option `num_bytes`, which is made once: the hop starts when it ends."""
     num_bytes = request.options["num_bytes"]
     values: dict[str, Any] = {}
     if num_bytes:
@@ -34,10 +30,10 @@ def send(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str,
 
 
 def receive(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
-    """Answers how many seconds the hop took.
+    """Returns the seconds of the hop.
 
-    Memory that has arrived may still have to be mapped when it is first read. A first read that takes longer than a
-    second one is therefore part of the hop.
+    Memory that has arrived may still have to be mapped when it is first read. The time that a first read takes longer
+    than a second one is part of the hop.
     """
     received = time.monotonic()
     (source,) = sources.values()

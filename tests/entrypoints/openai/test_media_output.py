@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures and videos in messages, and the settings of a diffusion model in a request."""
+"""Images and videos in messages, and the settings of a diffusion model in a request."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.entrypoints.openai.media_output import image_parts, video_parts
+from vllm_omni.entrypoints.openai.media_output import message_fields
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings
 from vllm_omni.media import encode_outputs
 from vllm_omni.outputs import OmniRequestOutput, StageOutput, make_omni_request_output
@@ -24,7 +24,9 @@ def made(output_type: str, output_format: Any, *shape: int, **settings: Any) -> 
     """Two outputs of a diffusion stage: the first black, the second white."""
     params = DiffusionSamplingParams(output_format=output_format, **settings)
     tensors, data = encode_outputs(output_type, [torch.zeros(*shape, 3), torch.ones(*shape, 3)], params, None)
-    return make_omni_request_output("r", StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data), "x", [])
+    return make_omni_request_output(
+        "r", StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data), output_type, []
+    )
 
 
 def opened(url: str, media_type: str) -> io.BytesIO:
@@ -35,26 +37,26 @@ def opened(url: str, media_type: str) -> io.BytesIO:
 
 @pytest.mark.parametrize("output_format", ["pil", "np", "png", "jpeg", "webp"])
 def test_images_in_any_form_are_data_uris_of_files(output_format: str) -> None:
-    parts = image_parts(made("image", output_format, 8, 8))
+    ((name, parts),) = message_fields(made("image", output_format, 8, 8)).items()
 
     file_format = output_format if output_format in ("jpeg", "webp") else "png"
     images = [Image.open(opened(part["image_url"]["url"], f"image/{file_format}")) for part in parts]
     assert [part["type"] for part in parts] == ["image_url"] * 2
     assert [image.format for image in images] == [file_format.upper()] * 2
     assert [round(float(np.asarray(image).mean())) for image in images] == [0, 255]
-    assert video_parts(made("image", output_format, 8, 8)) == []
+    assert name == "images"
 
 
 @pytest.mark.parametrize("output_format", ["pil", "np", "mp4"])
 def test_videos_in_any_form_are_data_uris_of_mp4s(output_format: str) -> None:
-    parts = video_parts(made("video", output_format, 4, 16, 16, fps=8.0))
+    ((name, parts),) = message_fields(made("video", output_format, 4, 16, 16, fps=8.0)).items()
 
     for part, brightness in zip(parts, (0, 255), strict=True):
         with av.open(opened(part["video_url"]["url"], "video/mp4")) as container:
             assert container.streams.video[0].average_rate == 8
             frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         assert len(frames) == 4 and all(abs(float(frame.mean()) - brightness) < 4 for frame in frames)
-    assert image_parts(made("video", output_format, 4, 16, 16, fps=8.0)) == []
+    assert name == "videos"
 
 
 def test_settings_are_read_from_both_places() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server keeps of the speech of earlier answers, and for how long."""
+"""Transcripts of earlier speech, and how long they are kept."""
 
 import time
 from unittest import mock

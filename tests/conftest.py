@@ -32,21 +32,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if not config.getoption("loadgroup", False):
         return
-    groups: dict[str, str] = {}  # of a file or a fixture: a file, and so on up to one that is a group
+    parents: dict[str, str] = {}  # of a file or a fixture; one that is its own parent stands for a group
 
     def find(name: str) -> str:
-        while (parent := groups.setdefault(name, name)) != name:
+        while (parent := parents.setdefault(name, name)) != name:
             name = parent
         return name
 
-    for item in items:
+    files = [item.nodeid.split("::")[0] for item in items]
+    for file, item in zip(files, items, strict=True):
         for fixture in _shared_fixtures(item):
-            groups[find(fixture)] = find(item.nodeid.split("::")[0])
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(find(item.nodeid.split("::")[0])))
+            parents[find(fixture)] = find(file)
+    numbers = {group: i for i, group in enumerate(dict.fromkeys(map(find, files)))}
+    for file, item in zip(files, items, strict=True):
+        item.add_marker(pytest.mark.xdist_group(str(numbers[find(file)])))
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     gc.freeze()
     gc.enable()
 

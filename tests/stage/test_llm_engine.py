@@ -57,7 +57,7 @@ def assert_nothing_is_left(running: RunningEngine) -> None:
     assert (used, total) == (0, 10)
     assert not engine.has_unfinished_requests() and not running.engine._requests
     assert (runner.requests, runner.omni_info, runner.open_inputs) == ({}, {}, set())
-    assert (runner._ledger._next_position, runner._ledger._held_back) == ({}, {})
+    assert (runner._row_tracker._next_position, runner._row_tracker._pending) == ({}, {})
 
 
 class TestInputInChunks:

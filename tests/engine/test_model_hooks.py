@@ -94,8 +94,8 @@ def test_nothing_is_kept_of_requests_that_have_ended(hooked_engine, shifts):
     run(hooked_engine, [as_prompt(prompts[1], shifts[0])], greedy(1))
     hooked_engine.engine_core.get_output()
     runner = hooked_engine.model_executor.driver_worker.model_runner
-    ledger = runner._ledger
-    assert (runner.omni_info, runner.requests, ledger._next_position, ledger._held_back) == ({}, {}, {}, {})
+    tracker = runner._row_tracker
+    assert (runner.omni_info, runner.requests, tracker._next_position, tracker._pending) == ({}, {}, {}, {})
 
 
 class TestRaisingHook:

@@ -51,7 +51,7 @@ def finish(engine) -> dict[str, list[RequestOutput]]:
     return outputs
 
 
-PLACES = ["_update_states", "_prepare_inputs", "_model_forward", "_make_rows", "_sample", "_ledger.hand_out"]
+PLACES = ["_update_states", "_prepare_inputs", "_model_forward", "_make_rows", "_sample", "_row_tracker.emit"]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -73,7 +73,7 @@ def test_an_exception_anywhere_in_the_step(latent_engine, break_once, place, num
         rows = torch.cat([part.multimodal_output["hidden"] for part in parts if part.multimodal_output])
         torch.testing.assert_close(rows, good.multimodal_output["hidden"], rtol=0, atol=1e-4)
     latent_engine.engine_core.get_output()
-    assert (runner.requests, runner._draws, runner._ledger._next_position) == ({}, {}, {})
+    assert (runner.requests, runner._draws, runner._row_tracker._next_position) == ({}, {}, {})
 
 
 @pytest.mark.parametrize("method", ["_model_forward", "_bookkeeping_sync"])

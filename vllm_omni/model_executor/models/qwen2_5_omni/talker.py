@@ -128,7 +128,8 @@ class TalkerFeedback(QwenOmniTalkerFeedback):
             text_end, text_pad: `[thinker_hidden]`, what follows the reply.
             voices: `[thinker_hidden]` by name.
         """
-        super().__init__(*projection(torch.stack((text_end, text_pad))), max_batch_size)
+        end, pad = projection(torch.stack((text_end, text_pad)))
+        super().__init__(end, pad, max_batch_size)
         self._projection = projection
         self._codec = functional.linear(codec_embeds, projection.weight)  # [codec vocabulary, hidden]; no bias here
         self._prompt_codec = self._codec[list(prompt_codec_ids)]

@@ -26,7 +26,7 @@ class QwenOmniTalker(nn.Module, SupportsMRoPE):
     """
 
     hf_to_vllm_mapper: ClassVar[WeightsMapper]
-    model: nn.Module
+    model: Any
 
     def forward(
         self,

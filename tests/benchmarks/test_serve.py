@@ -22,11 +22,12 @@ class FakeLLM:
 
     async def generate(self, prompt: dict[str, Any], params: list[Any]) -> AsyncIterator[ARSegmentEvent]:
         self.prompt, self.params = prompt, params
+        common = {"request_id": "r", "sequence": 0, "ts": 0.0}
         for tokens in ([1], [2]):
-            yield ARSegmentEvent(request_id="r", stage_id=0, final_output_type="text", tokens=tokens)
+            yield ARSegmentEvent(**common, stage_id=0, final_output_type="text", tokens=tokens)
         for _ in range(2):
             audio = {"audio": torch.zeros(12_000)}
-            yield ARSegmentEvent(request_id="r", stage_id=2, final_output_type="audio", multimodal_output=audio)
+            yield ARSegmentEvent(**common, stage_id=2, final_output_type="audio", multimodal_output=audio)
 
 
 def test_the_direct_backend_measures_as_the_one_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +40,7 @@ def test_the_direct_backend_measures_as_the_one_of_servers(monkeypatch: pytest.M
     body = {"modalities": ["text", "audio"], "sampling_params_list": [None, {"max_tokens": 9}, None]}
     request = RequestFuncInput("Hi", "", 3, 16, "model", extra_body=body)
 
-    output = asyncio.run(backend.request(request, session=None))
+    output = asyncio.run(backend.request(request_func_input=request, session=None))
 
     assert output.success and output.output_tokens == 2 and output.audio_duration == 1.0
     assert 0 < output.ttft <= output.text_latency <= output.ttfa <= output.latency

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import runtime_stages
 import torch
 import yaml
 import zmq
@@ -48,6 +47,15 @@ OMNI_ARGS: dict[str, Any] = {
 }
 SHORT_RESULT: list[Any] = [{"max_tokens": 4}, {"max_tokens": 8, "detokenize": False}, None]
 """Sampling parameters of the three stages of Qwen3-Omni."""
+ECHO = """
+import sys, zmq
+with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
+    pull.bind(sys.argv[1] + "/forth.sock")
+    push.connect(sys.argv[1] + "/back.sock")
+    while message := pull.recv():
+        push.send(message)
+"""
+"""Sends messages back until an empty one arrives, over PUSH and PULL sockets on `ipc://` as between stages."""
 START = """
 import sys
 kind, *paths = sys.argv[1:]
@@ -93,7 +101,7 @@ def round_trips(directory: Path) -> Iterator[Callable[[], float]]:
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
         pull.bind(f"ipc://{directory}/back.sock")
         push.connect(f"ipc://{directory}/forth.sock")
-        process = subprocess.Popen([sys.executable, runtime_stages.__file__, str(directory)])
+        process = subprocess.Popen([sys.executable, "-c", ECHO, f"ipc://{directory}"])
 
         def once() -> float:
             started = time.monotonic()

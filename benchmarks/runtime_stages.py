@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function stages of `runtime.py`, and the other end of its ZMQ round trip: `python runtime_stages.py DIRECTORY`.
+"""The function stages of `runtime.py`. `time.monotonic()` is one clock for all processes of a machine."""
 
-`time.monotonic()` is one clock for all processes of a machine.
-"""
-
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import zmq
 
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
@@ -53,16 +48,3 @@ def _time_of_reading(tensor: torch.Tensor) -> float:
     started = time.monotonic()
     tensor.max()
     return time.monotonic() - started
-
-
-def echo(directory: str) -> None:
-    """Sends messages back, over PUSH and PULL sockets on `ipc://` as between stages, until an empty one arrives."""
-    with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
-        pull.bind(f"ipc://{directory}/forth.sock")
-        push.connect(f"ipc://{directory}/back.sock")
-        while message := pull.recv():
-            push.send(message)
-
-
-if __name__ == "__main__":
-    echo(sys.argv[1])

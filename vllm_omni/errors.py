@@ -3,6 +3,7 @@
 
     OmniError
     ├── VllmRequirementError        vLLM is missing, or is another version          not recoverable
+    ├── UsageError                  the command line is wrong                       not recoverable
     ├── StageConfigError            a stage configuration cannot be used            not recoverable
     ├── PipelineStartError          it could not be opened; nothing is left of it   not recoverable
     │   └── StageStartError         a stage did not start
@@ -36,6 +37,10 @@ class OmniError(Exception):
 
 class VllmRequirementError(OmniError, ImportError):
     """vLLM is missing or is not a version that this package was tested with."""
+
+
+class UsageError(OmniError):
+    """The command line is wrong; the command exits with 2."""
 
 
 class StageConfigError(OmniError, ValueError):

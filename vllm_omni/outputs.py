@@ -293,18 +293,7 @@ def make_omni_request_output(
         request_id: The caller's id.
         sample_rate: Of audio, if the output has none.
     """
-    completions = [
-        CompletionOutput(
-            index=c.index,
-            text=c.text,
-            token_ids=c.token_ids,
-            cumulative_logprob=c.cumulative_logprob,
-            logprobs=c.logprobs,
-            finish_reason=c.finish_reason,
-            stop_reason=c.stop_reason,
-        )
-        for c in output.completions
-    ]
+    completions = [CompletionOutput(**msgspec.structs.asdict(completion)) for completion in output.completions]
     request_output = RequestOutput(
         request_id=request_id,
         prompt=output.prompt,

@@ -151,7 +151,7 @@ def test_many_requests_with_the_codes_as_an_output(
         comparison = Comparison(
             model, checkpoint, llm, max_talker_tokens=60, modalities=(*MODALITIES, ("audio", CODES))
         )
-        comparison.run_until(24, seed=0)
+        comparison.run_until(12, seed=0)
     assert comparison.differences == []
     assert comparison.num_tokens > 0
 

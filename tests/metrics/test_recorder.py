@@ -2,7 +2,7 @@
 import msgspec
 import pytest
 
-from tests.metrics.clock import Clock
+from tests.clock import Clock
 from vllm_omni.metrics import recorder as recorder_module
 from vllm_omni.metrics.recorder import INTERVAL_S, StageRecorder
 from vllm_omni.metrics.stats import EdgeStats, StageStats

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.metrics.clock import Clock
+from tests.clock import Clock
 from tests.metrics.reading import assert_nested, read_events, tracks
 from vllm_omni.metrics import timeline as timeline_module
 from vllm_omni.metrics.stats import StageMetrics

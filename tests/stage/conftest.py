@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM engines as stages, each started once and shared by all tests of a session."""
+"""vLLM stage engines, each started once and shared by all tests of a session."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +39,7 @@ def ar_session(start_llm: Callable[..., RunningEngine]) -> RunningEngine:
 
 @pytest.fixture
 def ar(ar_session: RunningEngine) -> RunningEngine:
-    """Rows, text, and room for 10 blocks of 32 tokens."""
+    """With rows and text, and 10 KV blocks of 32 tokens."""
     return cleared(ar_session)
 
 
@@ -50,7 +50,7 @@ def collecting_session(start_llm: Callable[..., RunningEngine]) -> RunningEngine
 
 @pytest.fixture
 def collecting(collecting_session: RunningEngine) -> RunningEngine:
-    """As `ar`, with a model that takes chunks in by itself."""
+    """As `ar`, with a model that consumes chunks itself."""
     return cleared(collecting_session)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage engine that runs in a thread of the test, as the shell would see it."""
+"""Runs a stage engine in a thread of the test, which has the shell's part."""
 
 import select
 import threading
@@ -12,11 +12,11 @@ from vllm_omni.outputs import StageOutput, merge_stage_outputs
 from vllm_omni.stage.engines.base import Error, InboxItem, NewRequest, Outbox, Result, StageEngine, Stream, StreamChunk
 
 PATIENCE = 60
-"""Seconds until a test gives up; nothing here takes as long."""
+"""Timeout of a test in seconds."""
 
 
 class WatchedInbox:
-    """An inbox that knows whether its reader sleeps on it, and takes several items as one."""
+    """An inbox that records whether its reader sleeps, and accepts several items at once."""
 
     def __init__(self) -> None:
         self._items: deque[InboxItem] = deque()
@@ -46,7 +46,7 @@ class WatchedInbox:
 
 
 class StepCounter(StageRecorder):
-    """Counts the steps, and how many sequences took part."""
+    """Records the batch size of each step."""
 
     def __init__(self) -> None:
         super().__init__(0, "")
@@ -57,7 +57,7 @@ class StepCounter(StageRecorder):
 
 
 class RunningEngine:
-    """Puts items in, and takes out what came, sorted by request."""
+    """Sends items to the engine, and collects its outputs by request."""
 
     def __init__(self, engine: StageEngine) -> None:
         self.engine = engine
@@ -69,16 +69,16 @@ class RunningEngine:
         self._thread.start()
 
     def put(self, *items: InboxItem) -> None:
-        """All at once: there is no step between them."""
+        """All at once, without a step in between."""
         self.inbox.put(*items)
 
     def wait_asleep(self) -> None:
-        """Until the engine has taken in everything and has nothing left to do."""
-        assert self.inbox.wait_asleep(), "the engine does not come to rest"
+        """Until the engine has read its inbox and has no work."""
+        assert self.inbox.wait_asleep(), "the engine does not become idle"
         self.take_items()
 
     def wait_for(self, request_id: str, num_items: int = 1) -> list[Stream | Result | Error]:
-        """Until so many items of a request have come."""
+        """Until a request has this many items."""
         for _ in range(PATIENCE * 100):
             self.take_items()
             if len(self.items[request_id]) >= num_items:
@@ -87,19 +87,19 @@ class RunningEngine:
         raise AssertionError(f"{request_id}: {self.items[request_id]}")
 
     def finish(self, *request_ids: str) -> list[StageOutput]:
-        """Until the engine is at rest; the complete outputs of these requests."""
+        """Waits until the engine is idle; returns the complete outputs of these requests."""
         self.wait_asleep()
         return [self.output(request_id) for request_id in request_ids]
 
     def output(self, request_id: str) -> StageOutput:
-        """Everything that a request put out, joined."""
+        """The merged output of a request."""
         *pieces, last = self.items[request_id]
         assert isinstance(last, Result), last
         assert all(isinstance(piece, Stream) for piece in pieces)
         return merge_stage_outputs([item.output for item in (*pieces, last)])
 
     def error(self, request_id: str) -> Error:
-        """The error that a request ended with; it came once and last."""
+        """The error that a request ended with, its last item."""
         *pieces, last = self.items[request_id]
         assert isinstance(last, Error) and all(isinstance(piece, Stream) for piece in pieces)
         return last
@@ -110,13 +110,13 @@ class RunningEngine:
         assert not self._thread.is_alive()
 
     def take_items(self) -> None:
-        """Sorts what has come."""
+        """Collects new outputs."""
         for item in self.engine.outbox.take_all():
             self.items[item.request_id].append(item)
 
 
 def is_readable(outbox: Outbox) -> bool:
-    """Whether its reader is awake, or will be at once."""
+    """Whether its reader is woken."""
     return bool(select.select([outbox], [], [], 0)[0])
 
 

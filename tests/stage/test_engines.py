@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that are plain Python: one request's error is its own, and nothing runs on after `stop`."""
+"""Engines that are plain Python: an error fails only its request, and nothing runs after `stop`."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from vllm_omni.stage.engines.function import FunctionStageEngine
 
 
 def double(request: StageRequest, sources: Mapping[int, StageOutput]) -> Any:
-    """A stage function: what its first source counted, twice."""
+    """A stage function: twice the count of its first source."""
     if request.options.get("wrong"):
         return "no dict"
     count = sources[0].data["count"]
@@ -63,12 +63,12 @@ def test_a_function_stage(start: Callable[[StageEngine], StageEngine]) -> None:
     assert isinstance(lost, Error) and lost.error.startswith("KeyError") and "double" in lost.traceback
 
 
-def test_a_function_that_is_not_there() -> None:
+def test_a_function_that_does_not_exist() -> None:
     with pytest.raises(StageConfigError, match="did you mean 'double'"):
         FunctionStageEngine(Outbox(), 1, f"{__name__}.duoble").start()
 
 
-def test_an_abort_takes_a_waiting_request_out(start: Callable[[StageEngine], StageEngine]) -> None:
+def test_an_abort_removes_a_waiting_request(start: Callable[[StageEngine], StageEngine]) -> None:
     engine = FakeStageEngine(Outbox(), 0, "a")
     for request_id in ("first", "aborted", "last"):
         engine.inbox.put(NewRequest(StageRequest(request_id=request_id, prompt="p")))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An autoregressive stage: input in chunks, output in pieces, aborts. On a real engine with a tiny checkpoint."""
+"""An autoregressive stage: input in chunks, output in pieces, aborts. With a real engine and a tiny checkpoint."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ HIDDEN = 128
 
 @pytest.fixture(scope="module")
 def feed() -> torch.Tensor:
-    """`[16, hidden]`, enough to change which tokens are likeliest."""
+    """`[16, hidden]`, large enough to change the most likely tokens."""
     return torch.randn(16, HIDDEN, generator=torch.Generator().manual_seed(1)) * 0.2
 
 
@@ -30,7 +30,7 @@ def as_input(prompt: list[int], num_ready_tokens: int | None = None, **informati
 
 
 def first_part(request_id: str, prompt: list[int], params: SamplingParams, feed: torch.Tensor, size: int) -> NewRequest:
-    """The prompt, and as much of the feed as belongs to the first generated rows."""
+    """The prompt, and the part of the feed for the first generated rows."""
     stage_input = as_input(prompt, len(prompt) + size, feed=feed[:size])
     return new_request(request_id, stage_input, params, is_last=False)
 
@@ -62,7 +62,7 @@ def assert_nothing_is_left(running: RunningEngine) -> None:
 
 class TestInputInChunks:
     @pytest.mark.parametrize("engine", ["ar", "collecting"])
-    def test_the_result_is_that_of_whole_input_and_others_go_on(self, engine, request, feed):
+    def test_the_result_equals_that_of_whole_input_and_others_continue(self, engine, request, feed):
         running = request.getfixturevalue(engine)
         prompt, other = random_prompts(21, 40)
         running.put(whole("whole", prompt, greedy(30), feed), whole("alone", other, greedy(25)))
@@ -82,8 +82,8 @@ class TestInputInChunks:
         assert_equal(output, expected)
         assert_nothing_is_left(running)
 
-    def test_it_computes_exactly_what_it_can(self, ar, feed):
-        """With n rows of feed: the prompt, n generated rows, and then it rests."""
+    def test_it_computes_exactly_what_its_input_allows(self, ar, feed):
+        """With n rows of feed: the prompt, n generated rows, and then it waits."""
         (prompt,) = random_prompts(10)
         ar.put(first_part("a", prompt, greedy(30), feed, 3))
         ar.wait_asleep()
@@ -96,7 +96,7 @@ class TestInputInChunks:
         assert len(output.completions[0].token_ids) == 30
 
     def test_chunks_that_arrive_before_the_first_step(self, ar, feed):
-        """All places are taken for some steps."""
+        """All sequence slots are in use for some steps."""
         prompt, *others = random_prompts(12, 5, 6, 7, 8)
         ar.put(whole("whole", prompt, greedy(18), feed))
         ar.wait_asleep()
@@ -121,8 +121,8 @@ class TestInputInChunks:
         (output,) = ar.finish("a")
         assert len(output.completions[0].token_ids) == 4
 
-    def test_held_requests_make_way_and_start_over(self, ar, feed):
-        """Two held requests have 10 blocks of 10; who comes next needs 4."""
+    def test_held_requests_are_preempted_and_recomputed(self, ar, feed):
+        """Two held requests have 10 of 10 blocks; the next request needs 4."""
         first, second, other = random_prompts(140, 150, 100)
         ar.put(whole("0", first, greedy(20), feed))
         ar.wait_asleep()
@@ -139,8 +139,8 @@ class TestInputInChunks:
             assert_equal(*ar.finish(request_id, expected))
         assert_nothing_is_left(ar)
 
-    def test_who_runs_takes_blocks_from_who_is_held(self, ar, feed):
-        """The one that runs needs the 11th block of 10, and came last: it is not the one that starts over."""
+    def test_a_running_request_preempts_a_held_one(self, ar, feed):
+        """The running request needs an 11th block of 10, and arrived last: it is not the one that is preempted."""
         held, other = random_prompts(150, 158)
         ar.put(first_part("held", held, greedy(5), feed, 1))
         ar.wait_asleep()
@@ -153,7 +153,7 @@ class TestInputInChunks:
         assert_nothing_is_left(ar)
 
     def test_chunks_wait_for_their_request(self, ar, feed):
-        """Others' steps do not take them along."""
+        """Steps of other requests do not consume them."""
         prompt, other = random_prompts(12, 20)
         ar.put(whole("whole", prompt, greedy(18), feed))
         ar.wait_asleep()
@@ -164,7 +164,7 @@ class TestInputInChunks:
         ar.put(next_part("a", prompt, feed, 9, 16, is_last=True))
         assert_equal(*ar.finish("a", "whole"))
 
-    def test_a_request_may_end_before_its_input_does(self, ar, feed):
+    def test_a_request_may_end_before_its_input(self, ar, feed):
         (prompt,) = random_prompts(10)
         ar.put(first_part("a", prompt, greedy(3), feed, 8))
         ar.wait_asleep()
@@ -174,7 +174,7 @@ class TestInputInChunks:
         assert len(ar.items["a"]) == 1
         assert_nothing_is_left(ar)
 
-    def test_a_chunk_that_cannot_travel_fails_its_request(self, ar, feed):
+    def test_a_chunk_that_cannot_be_encoded_fails_its_request(self, ar, feed):
         prompt, other = random_prompts(10, 12)
         ar.put(first_part("a", prompt, greedy(9), feed, 2), whole("b", other, greedy(9)))
         ar.put(chunk("a", as_input([], what=object())))
@@ -208,7 +208,7 @@ class TestOutputInPieces:
         ],
         ids=str,
     )
-    def test_joined_they_are_the_whole(self, ar, feed, parameters):
+    def test_merged_pieces_equal_the_whole(self, ar, feed, parameters):
         (prompt,) = random_prompts(70)
         params = greedy(**parameters)
         ar.put(whole("whole", prompt, params, feed))
@@ -252,7 +252,7 @@ class TestOutputInPieces:
         assert_equal(output, expected)
         assert expected.completions[0].stop_reason == stop_token
 
-    def test_pieces_hold_what_is_new(self, ar):
+    def test_pieces_have_only_new_output(self, ar):
         (prompt,) = random_prompts(9)
         ar.put(whole("a", prompt, greedy(5), streams_output=True))
         ar.wait_asleep()
@@ -261,7 +261,7 @@ class TestOutputInPieces:
         assert isinstance(last, Result) and last.output.is_last
         assert [len(item.output.completions[0].token_ids) for item in (*pieces, last)] == [1] * 5
         assert [item.output.prompt_token_ids for item in (*pieces, last)] == [prompt, [], [], [], []]
-        # The last token is never fed back, and the first row is that of the first token.
+        # The last token is not an input, and the first row belongs to the first token.
         assert [len(item.output.tensors.get("latent", ())) for item in (*pieces, last)] == [0, 1, 1, 1, 1]
 
     def test_in_chunks_and_in_pieces(self, ar, feed):
@@ -289,7 +289,7 @@ class TestOutputInPieces:
 
 class TestAbort:
     @pytest.mark.parametrize("streams_output", [False, True])
-    def test_running_held_and_unheard_of(self, ar, feed, streams_output):
+    def test_running_held_and_unknown(self, ar, feed, streams_output):
         prompts = random_prompts(30, 40, 50)
         held = first_part("held", prompts[0], greedy(40), feed, 3)
         held.streams_output = streams_output
@@ -341,7 +341,7 @@ class TestAbort:
         assert_nothing_is_left(ar)
 
 
-def test_an_idle_engine_tells_its_workers_who_has_ended(ar):
+def test_an_idle_engine_sends_ended_requests_to_its_workers(ar):
     prompts = random_prompts(8, 40)
     ar.put(*(whole(str(index), prompt, greedy(5)) for index, prompt in enumerate(prompts)))
     ar.finish("0", "1")
@@ -349,7 +349,7 @@ def test_an_idle_engine_tells_its_workers_who_has_ended(ar):
     assert_nothing_is_left(ar)
 
 
-def ready_made(running: RunningEngine, request_id: str, prompt: list[int], params: SamplingParams) -> NewRequest:
+def preprocessed(running: RunningEngine, request_id: str, prompt: list[int], params: SamplingParams) -> NewRequest:
     """A request of a first stage, preprocessed by its caller."""
     processor = running.engine._engine.input_processor
     engine_request = processor.process_inputs(request_id, {"prompt_token_ids": prompt}, params)
@@ -360,7 +360,7 @@ def test_requests_that_were_preprocessed_by_their_caller(ar):
     (prompt,) = random_prompts(30)
     ar.put(whole("whole", prompt, greedy(9, logprobs=1)))
     ar.wait_asleep()
-    requests = [ready_made(ar, request_id, prompt, greedy(9, logprobs=1)) for request_id in ("a", "b")]
+    requests = [preprocessed(ar, request_id, prompt, greedy(9, logprobs=1)) for request_id in ("a", "b")]
     requests[0].streams_output = True
     requests[0].request.trace_headers = {"traceparent": "00-1-2-01"}
     ar.put(*requests)
@@ -368,10 +368,10 @@ def test_requests_that_were_preprocessed_by_their_caller(ar):
     assert_equal(streamed, expected)
     assert_equal(complete, expected)
     assert (len(ar.items["a"]), len(ar.items["b"])) == (9, 1)
-    assert requests[0].request.engine_request.request_id == "a"  # What was given is as it was.
+    assert requests[0].request.engine_request.request_id == "a"  # The given request is unchanged.
 
 
-def test_the_trace_goes_with_the_request(ar, feed):
+def test_the_engine_gets_the_trace_headers(ar, feed):
     (prompt,) = random_prompts(8)
     request = first_part("a", prompt, greedy(5), feed, 1)
     request.request.trace_headers = {"traceparent": "00-1-2-01"}
@@ -387,7 +387,7 @@ def test_capacity(ar):
     assert ar.engine.capacity == 4
 
 
-def test_a_request_of_an_id_that_is_running(ar, feed):
+def test_a_duplicate_id_of_a_running_request(ar, feed):
     prompts = random_prompts(8, 9)
     ar.put(first_part("a", prompts[0], greedy(5), feed, 1))
     ar.put(whole("a", prompts[1], greedy(5)))

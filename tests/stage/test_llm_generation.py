@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A one-step stage runs a request's windows one after the other, each in one batch with those of other requests."""
+"""A one-step stage runs the windows of a request in order, each in one batch with those of other requests."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def audio(start: int, stop: int) -> torch.Tensor:
 
 
 def assert_is_one_stream(output: StageOutput, num_codes: int, num_windows: int) -> None:
-    """Each window knew of those before it, none came twice, and only the last was told that it is."""
+    """Each window has the state after those before it, none ran twice, and only the last is marked as last."""
     assert output.tensors["place"].tolist() == list(range(num_codes))
     assert output.tensors["ends"].tolist() == [False] * (num_windows - 1) + [True]
 
@@ -41,7 +41,7 @@ def assert_nothing_is_left(running: RunningEngine) -> None:
     assert running.engine.kv_blocks() == (0, 0)
 
 
-def test_windows_that_come_one_by_one(vocoder):
+def test_windows_that_arrive_one_by_one(vocoder):
     vocoder.put(begin("a", window(0, 5)))
     vocoder.wait_asleep()
     vocoder.put(chunk("a", window(5, 8)))
@@ -59,7 +59,7 @@ def test_windows_that_come_one_by_one(vocoder):
 
 
 @pytest.mark.parametrize("streams_output", [True, False])
-def test_windows_of_several_requests_share_steps_and_leave_in_order(vocoder, streams_output):
+def test_windows_of_several_requests_share_steps_and_are_sent_in_order(vocoder, streams_output):
     vocoder.put(
         begin("a", window(0, 30), streams_output=streams_output),
         chunk("a", window(30, 60)),
@@ -79,7 +79,7 @@ def test_windows_of_several_requests_share_steps_and_leave_in_order(vocoder, str
     assert_nothing_is_left(vocoder)
 
 
-def test_windows_are_those_of_the_whole(vocoder):
+def test_merged_windows_equal_the_whole(vocoder):
     vocoder.put(begin("whole", window(0, 20), is_last=True, streams_output=False))
     vocoder.put(begin("a", window(0, 1)), chunk("a", window(1, 13)), chunk("a", window(13, 20), is_last=True))
     output, whole = vocoder.finish("a", "whole")
@@ -91,7 +91,7 @@ def test_windows_are_those_of_the_whole(vocoder):
 
 @pytest.mark.parametrize("streams_output", [True, False])
 @pytest.mark.parametrize("waits", [True, False], ids=["after its windows", "at once"])
-def test_an_input_that_merely_ends(vocoder, streams_output, waits):
+def test_an_input_that_ends_without_a_window(vocoder, streams_output, waits):
     vocoder.put(begin("a", window(0, 5), streams_output=streams_output), chunk("a", window(5, 9)))
     if waits:
         vocoder.wait_asleep()
@@ -102,7 +102,7 @@ def test_an_input_that_merely_ends(vocoder, streams_output, waits):
     assert_nothing_is_left(vocoder)
 
 
-def test_a_window_that_is_refused_fails_the_request_once(vocoder):
+def test_an_invalid_window_fails_the_request_once(vocoder):
     vocoder.put(
         begin("a", window(0, 5)),
         chunk("a", window(5, 70)),
@@ -118,7 +118,7 @@ def test_a_window_that_is_refused_fails_the_request_once(vocoder):
 
 
 @pytest.mark.parametrize("streams_output", [True, False])
-def test_a_window_that_raises_fails_its_request_alone(vocoder, streams_output):
+def test_a_window_that_raises_fails_only_its_request(vocoder, streams_output):
     vocoder.put(begin("good", window(0, 5), streams_output=streams_output))
     vocoder.put(begin("bad", window(0, 5), streams_output=False), chunk("bad", window(5, 6, **{"raise": True})))
     vocoder.put(chunk("good", window(5, 9), is_last=True), begin("other", window(7, 9), is_last=True))
@@ -134,7 +134,7 @@ def test_a_window_that_raises_fails_its_request_alone(vocoder, streams_output):
 
 
 @pytest.mark.parametrize("place", ["in the scheduler", "on the way to the host"])
-def test_a_window_that_is_lost_after_the_model_has_run_runs_again_from_where_it_began(vocoder, monkeypatch, place):
+def test_a_window_that_is_lost_after_the_forward_runs_again_from_its_start(vocoder, monkeypatch, place):
     engine = vocoder.engine._engine
     lost: list[int] = []
 
@@ -165,7 +165,7 @@ def test_a_window_that_is_lost_after_the_model_has_run_runs_again_from_where_it_
     assert_nothing_is_left(vocoder)
 
 
-def test_the_last_window_is_told_so_if_its_end_was_known_when_it_began(vocoder):
+def test_the_last_window_is_marked_if_the_end_was_known_at_its_start(vocoder):
     vocoder.put(begin("a", window(0, 5)), chunk("a", window(5, 9)), chunk("a", is_last=True))
     vocoder.put(begin("b", window(0, 5)))
     vocoder.wait_asleep()
@@ -175,7 +175,7 @@ def test_the_last_window_is_told_so_if_its_end_was_known_when_it_began(vocoder):
     assert_nothing_is_left(vocoder)
 
 
-def test_what_vllm_ends_with_an_error_is_an_error(vocoder, monkeypatch):
+def test_an_error_of_vllm_is_an_error_of_the_request(vocoder, monkeypatch):
     scheduler = vocoder.engine._engine._core.scheduler
     monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 8)
     vocoder.put(begin("a", window(0, 5)), chunk("a", window(5, 15)), begin("b", window(0, 3), is_last=True))
@@ -185,7 +185,7 @@ def test_what_vllm_ends_with_an_error_is_an_error(vocoder, monkeypatch):
     assert_nothing_is_left(vocoder)
 
 
-def test_abort_forgets_all_windows(vocoder):
+def test_an_abort_drops_all_windows(vocoder):
     vocoder.put(begin("a", window(0, 30)), chunk("a", window(30, 60)), AbortRequest("a"), chunk("a", window(60, 61)))
     vocoder.put(begin("b", window(0, 3)))
     vocoder.wait_asleep()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in random order, in random chunks, some aborted: what survives is what each makes alone."""
+"""Requests in random order and random chunks, some aborted: the others' outputs equal those alone."""
 
 import random
 
@@ -38,7 +38,7 @@ def alone(ar_session: RunningEngine) -> list[StageOutput]:
 
 
 def items_of(index: int, aborted: bool) -> list[InboxItem]:
-    """What the shell puts in for one request, cut at random places."""
+    """The inbox items of one request, cut at random positions."""
     request_id, prompt, feed = str(index), PROMPTS[index], FEED[index]
     cuts = sorted(random.sample(range(17), random.randint(0, 5)))
     if not cuts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that makes a step raise fails alone; an engine that cannot be trusted any more ends its stage."""
+"""A request that makes a step raise fails alone; a broken engine ends its stage."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.stage.test_llm_engine import (
     chunk,
     first_part,
     next_part,
-    ready_made,
+    preprocessed,
     whole,
 )
 from vllm_omni.inputs import StageInput
@@ -29,7 +29,7 @@ def bad(request_id: str, prompt: list[int], raise_at: int, max_tokens: int = 20)
 
 
 def alone(running: RunningEngine, *requests: NewRequest) -> list[StageOutput]:
-    """Their outputs, when each runs by itself."""
+    """Their outputs when each runs alone."""
     outputs = []
     for request in requests:
         running.put(request)
@@ -45,7 +45,7 @@ def runner(ar):
 
 
 @pytest.mark.parametrize("raise_at", [0, 11, 20], ids=["prompt", "first row", "later"])
-def test_only_the_guilty_one_fails(ar, raise_at):
+def test_only_the_request_at_fault_fails(ar, raise_at):
     prompts = random_prompts(20, 11, 70)
     good = [whole("a", prompts[0], greedy(25)), whole("c", prompts[2], greedy(25))]
     expected = alone(ar, *good)
@@ -53,14 +53,14 @@ def test_only_the_guilty_one_fails(ar, raise_at):
     for output, one in zip(ar.finish("a", "c"), expected, strict=True):
         assert_equal(output, one)
     assert f"asked to raise at {raise_at}" in ar.error("b").error and "_extra" in ar.error("b").traceback
-    assert 2 in ar.counter.batch_sizes  # The others do not stay alone.
+    assert 2 in ar.counter.batch_sizes  # The others do not stay alone: they share steps again.
     assert_nothing_is_left(ar)
 
 
 def test_requests_that_were_preprocessed_by_their_caller(ar):
     prompts = random_prompts(20, 11, 70)
     expected = alone(ar, whole("a", prompts[0], greedy(25)), whole("c", prompts[2], greedy(25)))
-    good = [ready_made(ar, "a", prompts[0], greedy(25)), ready_made(ar, "c", prompts[2], greedy(25))]
+    good = [preprocessed(ar, "a", prompts[0], greedy(25)), preprocessed(ar, "c", prompts[2], greedy(25))]
     ar.put(good[0], bad("b", prompts[1], 15), good[1])
     for output, one in zip(ar.finish("a", "c"), expected, strict=True):
         assert_equal(output, one)
@@ -68,7 +68,7 @@ def test_requests_that_were_preprocessed_by_their_caller(ar):
 
 
 @pytest.mark.slow
-def test_several_guilty_ones(ar):
+def test_several_requests_at_fault(ar):
     prompts = random_prompts(20, 11, 30, 12)
     good = [whole("a", prompts[0], greedy(25)), whole("c", prompts[2], greedy(25))]
     expected = alone(ar, *good)
@@ -90,8 +90,8 @@ def test_several_guilty_ones(ar):
     ],
     ids=str,
 )
-def test_streams_go_on_where_they_were(ar, parameters):
-    """Text, tokens, logprobs and rows: what has left does not leave again, and what follows is what would have been."""
+def test_streams_continue_at_their_position(ar, parameters):
+    """Text, tokens, logprobs and rows: nothing is sent twice, and the rest equals that without the failure."""
     params = greedy(25, **parameters)
     prompts = random_prompts(20, 11, 70)
     expected = alone(ar, whole("a", prompts[0], params), whole("c", prompts[2], params))
@@ -112,8 +112,8 @@ def test_streams_go_on_where_they_were(ar, parameters):
     assert_nothing_is_left(ar)
 
 
-def test_streams_with_input_in_windows_go_on(ar):
-    """Chunks that came before the step, with it, and after it."""
+def test_streams_with_input_in_windows_continue(ar):
+    """Chunks that arrived before, during and after the step."""
     feed = torch.randn(16, 128, generator=torch.Generator().manual_seed(2)) * 0.2
     prompts = random_prompts(20, 11)
     (expected,) = alone(ar, whole("a", prompts[0], greedy(25), feed))
@@ -130,7 +130,7 @@ def test_streams_with_input_in_windows_go_on(ar):
 
 
 @pytest.mark.slow
-def test_a_long_stream_outlives_any_number_of_guilty_ones(ar):
+def test_a_long_stream_survives_any_number_of_requests_at_fault(ar):
     feed = torch.randn(16, 128, generator=torch.Generator().manual_seed(2)) * 0.2
     prompts = random_prompts(20, 11)
     (expected,) = alone(ar, whole("a", prompts[0], greedy(25), feed))
@@ -148,8 +148,8 @@ def test_a_long_stream_outlives_any_number_of_guilty_ones(ar):
     assert_nothing_is_left(ar)
 
 
-def test_an_error_of_our_output_code_is_not_the_callers_fault(ar, monkeypatch):
-    """And it is that of one request."""
+def test_an_error_of_the_output_code_is_not_an_invalid_request(ar, monkeypatch):
+    """And it fails only one request."""
     take = ARRequest.take
 
     def broken(request, output):
@@ -168,7 +168,7 @@ def test_an_error_of_our_output_code_is_not_the_callers_fault(ar, monkeypatch):
     assert_nothing_is_left(ar)
 
 
-def test_held_and_waiting_requests_go_on_with_their_chunks(ar):
+def test_held_and_waiting_requests_continue_with_their_chunks(ar):
     feed = torch.randn(16, 128, generator=torch.Generator().manual_seed(2)) * 0.2
     prompts = random_prompts(20, 11)
     (expected,) = alone(ar, whole("a", prompts[0], greedy(25), feed))
@@ -184,7 +184,7 @@ def test_held_and_waiting_requests_go_on_with_their_chunks(ar):
 
 @pytest.mark.slow
 def test_suspects_do_not_wait_for_one_that_is_held(ar):
-    """`held` is a suspect, too, and gets no input: the others finish all the same."""
+    """`held` is also a suspect, and gets no input: the others finish nevertheless."""
     feed = torch.zeros(16, 128)
     prompts = random_prompts(20, 11, 9)
     (expected,) = alone(ar, whole("c", prompts[2], greedy(25)))
@@ -201,8 +201,8 @@ def test_suspects_do_not_wait_for_one_that_is_held(ar):
 
 
 @pytest.mark.slow
-def test_what_only_a_batch_raises_ends_too(ar, runner, monkeypatch):
-    """Nobody is found out: alone they are fine, so they meet again, until one has met too often."""
+def test_an_error_that_only_a_batch_raises_ends(ar, runner, monkeypatch):
+    """Alone no request raises, so they share steps again, until one reaches `MAX_RETRIES`."""
     make_rows = runner._make_rows
 
     def broken(state, spans):
@@ -222,8 +222,8 @@ def test_what_only_a_batch_raises_ends_too(ar, runner, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["schedule", "process_outputs"])
-def test_outside_of_the_model(ar, monkeypatch, place):
-    """Nobody can be found out before a step has begun, and after it its tokens are lost."""
+def test_an_error_outside_of_the_model(ar, monkeypatch, place):
+    """Before a step there is no suspect, and after it the tokens are lost."""
     engine = ar.engine._engine
     owner = engine.output_processor if place == "process_outputs" else engine._core.scheduler.kv_cache_manager
     name = "process_outputs" if place == "process_outputs" else "allocate_slots"
@@ -247,7 +247,7 @@ class Unrecoverable(RuntimeError):
 
 
 BROKEN = torch.AcceleratorError("device-side assert")
-# What vLLM's executor for several devices makes of it; `tests/worker/test_gpu_worker.py` holds that.
+# The error that vLLM's executor for several devices raises; checked by `tests/worker/test_gpu_worker.py`.
 BROKEN_ELSEWHERE = RuntimeError("Worker failed with error 'the device cannot be used any more: device-side assert'")
 
 
@@ -257,7 +257,7 @@ BROKEN_ELSEWHERE = RuntimeError("Worker failed with error 'the device cannot be 
     ids=["device", "another worker's device", "clean-up"],
 )
 def test_a_broken_engine_ends_its_stage(ar, monkeypatch, raised, message):
-    """On a stage engine that borrows the running one, so that the thread of the latter lives."""
+    """With a second stage engine on the running `OmniLLMEngine`, so that the thread of the first one survives."""
     stage = LLMStageEngine(Outbox(), 1, str(ar.engine._engine.model_config.model), "ar", {})
     stage._engine = ar.engine._engine
 

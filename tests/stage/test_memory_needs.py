@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that is computed before anything is loaded, against engines that are loaded, and published checkpoints."""
+"""Computed memory compared with running engines and with published checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def needs_of(model: Path, **engine_args: Any) -> StageNeeds:
     return needs
 
 
-def test_the_kv_cache_is_that_of_a_running_engine(ar_session: RunningEngine, tiny_qwen3: Path) -> None:
+def test_the_kv_cache_equals_a_running_engine_s(ar_session: RunningEngine, tiny_qwen3: Path) -> None:
     engine: OmniLLMEngine = ar_session.engine._engine  # type: ignore[attr-defined]
     runner: Any = engine.model_executor.driver_worker.model_runner
     needs = needs_of(tiny_qwen3, model_arch="HookedQwen3", enable_prompt_embeds=True, **MODEL_ARGS)
@@ -38,7 +38,7 @@ def test_the_kv_cache_is_that_of_a_running_engine(ar_session: RunningEngine, tin
     assert needs.max_model_len == 192
 
 
-def test_weights_are_those_of_the_checkpoint(tiny_qwen3: Path) -> None:
+def test_weights_equal_the_checkpoint_s(tiny_qwen3: Path) -> None:
     needs = needs_of(tiny_qwen3, **MODEL_ARGS)
     parameters = sum(tensor.numel() for tensor in load_file(tiny_qwen3 / "model.safetensors").values())
     assert needs.num_parameters == parameters
@@ -64,7 +64,7 @@ def test_several_devices_are_counted_together(tiny_qwen3: Path) -> None:
     assert needs_of(tiny_qwen3, tensor_parallel_size=2, **MODEL_ARGS) == needs_of(tiny_qwen3, **MODEL_ARGS)
 
 
-def test_a_quantization_that_is_not_computed_is_refused(tiny_qwen3: Path) -> None:
+def test_an_unknown_quantization_is_an_error(tiny_qwen3: Path) -> None:
     with pytest.raises(StageConfigError, match="quantization 'awq' are not computed"):
         needs_of(tiny_qwen3, quantization="awq", **MODEL_ARGS)
 
@@ -75,7 +75,7 @@ def test_a_stage_without_a_model_needs_nothing() -> None:
     assert stage_needs(config, config.stages[0], "model") is None
 
 
-def test_layers_are_told_apart_by_their_number() -> None:
+def test_layers_are_identified_by_their_number() -> None:
     names = ["model.layers.3.mlp.up", "visual.blocks.0", "visual.merger.mlp.0", "lm_head"]
     found = [memory_needs._LAYER.match(name) for name in names]
     assert [match and match[0] for match in found] == ["model.layers.3", "visual.blocks.0", "visual.merger.mlp.0", None]
@@ -90,7 +90,7 @@ def plans() -> dict[tuple[str, str, str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} on {row[1]}")
-def test_shipped_configurations_fit_where_they_are_meant_to_run(plans, row: tuple[str, str, str]) -> None:
+def test_shipped_configurations_fit_their_machines(plans, row: tuple[str, str, str]) -> None:
     plan = plans[row]
     assert (plan["verdict"], plan["problems"]) == ("fits", [])
     for stage in plan["stages"]:

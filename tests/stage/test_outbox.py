@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine wakes the IO thread: once for many items, and never too late."""
+"""An engine wakes the IO thread once for many items, and for every item."""
 
 import os
 import select
@@ -28,11 +28,11 @@ def ids(outbox: Outbox) -> list[str]:
 
 
 def num_wakes(outbox: Outbox) -> int:
-    """How often the reader was woken since it last looked."""
+    """Wake-ups of the reader since it last read."""
     return len(os.read(outbox.fileno(), 65536))
 
 
-def test_a_reader_that_has_not_looked_yet_is_not_woken_again() -> None:
+def test_a_reader_that_has_not_read_yet_is_not_woken_again() -> None:
     outbox = Outbox()
     for number in range(64):
         outbox.put(result(str(number)))
@@ -60,14 +60,14 @@ def test_a_batch_wakes_the_reader_at_its_end() -> None:
 
 @pytest.fixture
 def eager_threads() -> Iterator[None]:
-    """Threads that lose the interpreter at almost every instruction."""
+    """Threads switch at almost every instruction."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
 
 
-def test_the_reader_never_sleeps_while_something_waits(eager_threads: None) -> None:
+def test_the_reader_never_sleeps_while_items_wait(eager_threads: None) -> None:
     outbox = Outbox()
     names, count = "abc", 3000
 

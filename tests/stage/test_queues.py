@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which request is next: at the same cost for any number of them, and never one that has ended."""
+"""Which request is next: at a cost that does not depend on their number, and never one that has ended."""
 
 from collections.abc import Sequence
 
@@ -25,13 +25,13 @@ class Clock:
 
 
 class CountingStream(OutputStream):
-    """Counts how often somebody looks at a request."""
+    """Counts the reads of `due`."""
 
-    num_looks = 0
+    num_reads = 0
 
     @property
     def due(self) -> float | None:
-        CountingStream.num_looks += 1
+        CountingStream.num_reads += 1
         return super().due
 
 
@@ -56,7 +56,7 @@ def make_state(request_id: str, clock: Clock, targets: Sequence[int] = (), arriv
 
 
 class Stage:
-    """Requests that write tokens, and when their output is sent."""
+    """Requests that write tokens, and the times at which their output is sent."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -72,7 +72,7 @@ class Stage:
         return segment
 
     def flush(self) -> list[str]:
-        """The requests whose output is sent now, because it is time."""
+        """The requests whose output is due now."""
         sent = []
         for state in self.times.take_due(self.clock.now):
             assert state.outputs.flush_if_due() is not None
@@ -85,9 +85,9 @@ def stage() -> Stage:
     return Stage()
 
 
-def test_each_request_sends_when_its_own_time_has_come(stage: Stage) -> None:
+def test_each_request_has_its_own_flush_time(stage: Stage) -> None:
     for request_id in "abc":
-        stage.write(request_id)  # the first token goes at once
+        stage.write(request_id)  # the first token is sent at once
         stage.clock.now += 1
     for request_id in "cab":
         assert stage.write(request_id) is None
@@ -100,7 +100,7 @@ def test_each_request_sends_when_its_own_time_has_come(stage: Stage) -> None:
     assert stage.flush() == ["c"] and stage.times.due is None
 
 
-def test_what_was_sent_before_its_time_is_due_later(stage: Stage) -> None:
+def test_output_that_was_sent_early_is_due_later(stage: Stage) -> None:
     stage.write("a")
     stage.write("a")
     stage.clock.now += 4
@@ -123,26 +123,26 @@ def test_a_request_that_has_ended_sends_nothing(stage: Stage) -> None:
     assert stage.flush() == ["b"]
 
 
-def looks_at_a_wake(num_requests: int) -> int:
+def reads_at_a_wake_up(num_requests: int) -> int:
     stage = Stage()
     for _ in range(2):
         for number in range(num_requests):
             stage.write(str(number))
-    CountingStream.num_looks = 0
+    CountingStream.num_reads = 0
     assert stage.times.due == 100 + INTERVAL and stage.flush() == []
-    return CountingStream.num_looks
+    return CountingStream.num_reads
 
 
-def test_a_wake_costs_the_same_for_any_number_of_requests() -> None:
-    assert looks_at_a_wake(500) == looks_at_a_wake(1) > 0
+def test_the_cost_of_a_wake_up_does_not_depend_on_the_number_of_requests() -> None:
+    assert reads_at_a_wake_up(500) == reads_at_a_wake_up(1) > 0
 
 
-def test_a_request_that_waits_for_a_full_stage_does_not_block_those_behind_it() -> None:
+def test_a_request_that_waits_for_a_full_target_does_not_block_later_ones() -> None:
     full: set[int] = {2}
-    looks: list[Sequence[int]] = []
+    checks: list[Sequence[int]] = []
 
     def has_room(targets: Sequence[int]) -> bool:
-        looks.append(targets)
+        checks.append(targets)
         return full.isdisjoint(targets)
 
     waiting = WaitingQueue(has_room)
@@ -155,6 +155,6 @@ def test_a_request_that_waits_for_a_full_stage_does_not_block_those_behind_it() 
         order.append(state.request_id)
         waiting.remove(state)
     assert order == ["100", "101", "103"] and len(waiting) == 101
-    assert len(looks) <= 4 * 3, "the hundred in front are not looked at one by one"
+    assert len(checks) <= 4 * 3, "the first hundred are not checked one by one"
     full.clear()
     assert waiting.first() is states[0]

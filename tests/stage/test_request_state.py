@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fan-in: which of a request's inputs come together in one call of the stage input processor."""
+"""Fan-in: which inputs of a request are in one call of the stage input processor."""
 
 import torch
 
@@ -24,11 +24,11 @@ def calls(streams: InputStreams) -> list[tuple[dict[int, int], bool]]:
     return found
 
 
-def test_a_first_stage_begins_at_once() -> None:
+def test_a_first_stage_is_ready_at_once() -> None:
     assert calls(InputStreams({})) == [({}, True)]
 
 
-def test_whole_results_come_together() -> None:
+def test_whole_outputs_are_in_one_call() -> None:
     streams = InputStreams({0: WHOLE, 1: WHOLE})
     streams.add(0, rows(0, 3, True))
     assert calls(streams) == []
@@ -39,7 +39,7 @@ def test_whole_results_come_together() -> None:
     assert not streams.is_ready
 
 
-def test_a_whole_result_is_in_every_call() -> None:
+def test_a_whole_output_is_in_every_call() -> None:
     streams = InputStreams({0: WHOLE, 1: TWO_ROWS})
     assert streams.add(1, rows(1, 4)) == 2
     assert calls(streams) == []
@@ -49,11 +49,11 @@ def test_a_whole_result_is_in_every_call() -> None:
     assert calls(streams) == [({0: 5, 1: 1}, True)]
 
 
-def test_two_streams_go_side_by_side_until_one_ends() -> None:
+def test_two_streams_advance_together_until_one_ends() -> None:
     streams = InputStreams({0: TWO_ROWS, 1: TWO_ROWS})
     streams.add(0, rows(0, 2, True))
     assert calls(streams) == []
     streams.add(1, rows(1, 6))
     assert calls(streams) == [({0: 2, 1: 2}, False), ({1: 2}, False), ({1: 2}, False)]
     streams.add(1, rows(1, 0, True))
-    assert calls(streams) == [({1: 0}, True)], "the end is told, though nothing is left for it"
+    assert calls(streams) == [({1: 0}, True)], "the last call has no more windows of the other stream"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When what an engine has made is passed on: by count, by the clock, and at the end."""
+"""When segments are sent: by count, by time, and at the end."""
 
 import pytest
 import torch
@@ -30,14 +30,14 @@ def tokens(segment: StageOutput | None) -> list[int] | None:
     return None if segment is None else segment.completions[0].token_ids
 
 
-def test_the_first_token_goes_at_once_and_then_it_takes_enough_of_them() -> None:
+def test_the_first_token_is_sent_at_once_and_later_ones_by_count() -> None:
     segmenter = for_caller(3, 1000, Clock())
     assert [tokens(segmenter.add(piece(i))) for i in range(6)] == [[0], None, None, [1, 2, 3], None, None]
     last = segmenter.finish(piece(6))
     assert tokens(last) == [4, 5, 6] and last.is_last
 
 
-def test_what_is_held_goes_when_its_time_has_come() -> None:
+def test_held_tokens_are_sent_after_the_interval() -> None:
     clock = Clock()
     segmenter = for_caller(100, 50, clock)
     segmenter.add(piece(0))
@@ -53,13 +53,13 @@ def test_what_is_held_goes_when_its_time_has_come() -> None:
     assert tokens(segmenter.add(piece(2))) == [2], "the interval had passed already"
 
 
-def test_a_segment_may_be_large_and_is_never_cut() -> None:
+def test_a_large_segment_is_not_cut() -> None:
     segmenter = for_caller(2, 1000, Clock())
     segmenter.add(piece(0))
     assert tokens(segmenter.add(piece(1, 2, 3, 4))) == [1, 2, 3, 4]
 
 
-def test_without_a_policy_and_for_progress_nothing_is_held() -> None:
+def test_without_readers_and_for_progress_nothing_is_held() -> None:
     assert tokens(Segmenter().add(piece(1))) == [1]
     segmenter = for_caller(100, 1e6, Clock())
     segmenter.add(piece(0))
@@ -73,7 +73,7 @@ def rows(count: int) -> StageOutput:
 
 
 @pytest.mark.parametrize("unit", ["tokens", "codes"])
-def test_a_stage_that_reads_in_windows_gets_each_as_soon_as_it_is_complete(unit: str) -> None:
+def test_a_window_is_sent_as_soon_as_it_is_complete(unit: str) -> None:
     config = WindowConfig(window_size=8, first_window_size=2, window_growth=2, unit=unit)
     segmenter, state = Segmenter([WindowReader(config)]), WindowState(config)
     sent = []
@@ -87,7 +87,7 @@ def test_a_stage_that_reads_in_windows_gets_each_as_soon_as_it_is_complete(unit:
     assert state.add(segmenter.finish(rows(0)))[0].is_last
 
 
-def test_a_segment_goes_when_one_of_its_readers_wants_it() -> None:
+def test_a_segment_is_sent_when_it_is_due_for_one_reader() -> None:
     window = WindowReader(WindowConfig(window_size=5, first_window_size=2))
     clock = Clock()
     caller = CallerReader(SegmentConfig(max_segment_tokens=3, min_flush_interval_ms=1e6), clock)

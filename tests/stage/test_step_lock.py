@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock among engines of one process is handed on in order, and engines that share it compute what they do alone."""
+"""The lock of the engines of a process is fair, and engines that share it have the outputs that they have alone."""
 
 import threading
 
@@ -11,7 +11,7 @@ from tests.stage.test_llm_generation import audio, begin, chunk, window
 from vllm_omni.stage.engines.base import FairLock
 
 
-def test_whoever_waits_longest_is_next():
+def test_the_thread_that_has_waited_longest_is_next():
     lock, order = FairLock(), []
 
     def enter(name):
@@ -24,13 +24,13 @@ def test_whoever_waits_longest_is_next():
             thread.start()
             while len(lock._turns) < number:
                 pass
-    enter("back at once")
+    enter("again")
     for thread in threads:
         thread.join(10)
-    assert order == [0, 1, 2, 3, "back at once"]
+    assert order == [0, 1, 2, 3, "again"]
 
 
-def test_an_error_inside_hands_it_on():
+def test_an_error_releases_the_lock():
     lock = FairLock()
     try:
         with lock:
@@ -42,7 +42,7 @@ def test_an_error_inside_hands_it_on():
     assert not lock._is_taken
 
 
-def test_nobody_is_inside_with_another():
+def test_only_one_thread_has_the_lock():
     lock, inside, overlaps = FairLock(), [], []
 
     def work():

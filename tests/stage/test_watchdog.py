@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that hangs ends its stage's process as a crash does; one that goes on is left alone, as an idle stage is."""
+"""A step that hangs ends its stage's process like a crash; steps with progress and idle stages do not."""
 
 import ctypes
 import faulthandler
@@ -36,8 +36,8 @@ from vllm_omni.stage.engines.function import FunctionStageEngine
 from vllm_omni.stage.watchdog import COMPILE_S, StepTimer, Watchdog
 
 
-def keep_the_lock(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
-    """A stage function that hangs in C code, and keeps Python's lock, where the prompt says so."""
+def hold_the_lock(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+    """A stage function that hangs in C code and holds Python's lock on the prompt `hang`."""
     if request.prompt == "hang":
         ctypes.PyDLL(None).sleep(3600)
     return {"text": "done"}
@@ -62,7 +62,7 @@ def limited(stage: dict[str, Any], limit_s: float, process: bool | str = True) -
 
 
 @pytest.mark.parametrize("process", [True, "shared by all"])
-def test_requests_fail_and_the_stage_comes_back(start: Callable[[PipelineConfig], Caller], process: bool | str) -> None:
+def test_requests_fail_and_the_stage_restarts(start: Callable[[PipelineConfig], Caller], process: bool | str) -> None:
     a, b, c = TRIANGLE
     stages = limited(a, 3600.0, process), limited(b, 1.0, process), limited(c, 0, process)
     caller = start(make_config(*stages, restart={"backoff_s": 0.01}))
@@ -76,8 +76,8 @@ def test_requests_fail_and_the_stage_comes_back(start: Callable[[PipelineConfig]
 
 
 @pytest.mark.slow
-def test_code_that_keeps_the_lock(start: Callable[[PipelineConfig], Caller]) -> None:
-    stage = function_stage(0, "f", keep_the_lock, output="text")
+def test_code_that_holds_the_lock(start: Callable[[PipelineConfig], Caller]) -> None:
+    stage = function_stage(0, "f", hold_the_lock, output="text")
     caller = start(make_config(limited(stage, 1.0), restart={"backoff_s": 0.01}))
     for _ in range(2):
         caller.submit("good")
@@ -87,7 +87,7 @@ def test_code_that_keeps_the_lock(start: Callable[[PipelineConfig], Caller]) -> 
         assert isinstance(error, StageDeadError) and "it exited with status 1" in str(error)
 
 
-def test_without_a_limit_nothing_is_watched(start: Callable[[PipelineConfig], Caller]) -> None:
+def test_without_a_limit_there_is_no_watchdog(start: Callable[[PipelineConfig], Caller]) -> None:
     caller = start(make_config(limited(fake_stage(0, "a", output="text"), 0)))
     caller.submit("good")
     assert texts(caller.wait_one()) == ["good>a"]
@@ -97,22 +97,22 @@ ends_in_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThr
 
 
 class Ended:
-    """Takes the place of the end of the process: ends the watchdog's thread alone."""
+    """Replaces the end of the process: ends only the watchdog's thread."""
 
     def __init__(self) -> None:
-        self.words: list[str] = []
+        self.messages: list[str] = []
         self.happened = threading.Event()
 
-    def __call__(self, words: str) -> NoReturn:
+    def __call__(self, message: str) -> NoReturn:
         faulthandler.cancel_dump_traceback_later()
-        self.words.append(words)
+        self.messages.append(message)
         self.happened.set()
         sys.exit()
 
 
 @ends_in_a_thread
 def test_the_log_has_the_stack_of_the_engine_that_hangs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first step may take longer, and so may what makes progress."""
+    """The first step may take longer, and so may any step of an engine that always compiles."""
     ended = Ended()
     watchdog = Watchdog(ended)
     timer = watchdog.watch("stage 1 (b)", 0.2, always_compiles=False)
@@ -132,41 +132,41 @@ def test_the_log_has_the_stack_of_the_engine_that_hangs(capsys: pytest.CaptureFi
     engine = threading.Thread(target=hang_here)
     engine.start()
     engine.join()
-    assert ended.words == ["stage 1 (b): a step took longer than 0.2 s (runtime.step_timeout_s)"]
+    assert ended.messages == ["stage 1 (b): a step took longer than 0.2 s (runtime.step_timeout_s)"]
     error = capsys.readouterr().err
     assert "in hang_here" in error and "in test_the_log" not in error
 
 
 @ends_in_a_thread
-def test_while_nothing_works_the_watchdog_sleeps_for_good() -> None:
+def test_while_no_step_runs_the_watchdog_sleeps_without_a_timeout() -> None:
     ended = Ended()
     watchdog = Watchdog(ended)
     timer = watchdog.watch("a", 0.1, always_compiles=False)
-    watchdog.watch("b", 0.1, always_compiles=True)  # Else faulthandler would end the tests soon.
+    watchdog.watch("b", 0.1, always_compiles=True)  # Otherwise faulthandler would end the tests.
     watchdog.start()
     with timer:
         pass
-    with timer:  # Its limit is that short; what the watchdog last heard of is the deadline of this one.
+    with timer:  # This one has the short limit; the watchdog wakes up for its deadline.
         pass
     for _ in range(PATIENCE * 100):
         if watchdog.wakes_at == math.inf and not watchdog._is_due.is_set():
             break
         watchdog._thread.join(0.01)
-    assert watchdog.wakes_at == math.inf and not ended.words
-    with timer:  # It is still there.
+    assert watchdog.wakes_at == math.inf and not ended.messages
+    with timer:  # The watchdog still runs.
         assert ended.happened.wait(PATIENCE)
 
 
-class NotingTimer(StepTimer):
-    """Notes that steps begin, and that they end."""
+class RecordingTimer(StepTimer):
+    """Records the deadlines of steps."""
 
     def __init__(self) -> None:
         self.deadlines: list[float] = []
         super().__init__("a", 1000.0, wake_before=self.deadlines.append)
 
 
-def test_a_vllm_stage_notes_its_steps(ar: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = NotingTimer()
+def test_a_vllm_stage_times_its_steps(ar: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = RecordingTimer()
     monkeypatch.setattr(ar.engine, "step_timer", timer)
     ar.put(whole("a", random_prompts(9)[0], greedy(5)))
     ar.finish("a")
@@ -174,7 +174,7 @@ def test_a_vllm_stage_notes_its_steps(ar: RunningEngine, monkeypatch: pytest.Mon
     assert timer.deadline == math.inf
 
 
-def test_a_diffusion_stage_notes_its_steps() -> None:
+def test_a_diffusion_stage_times_its_steps() -> None:
     class Executor:
         has_work = True
 
@@ -186,16 +186,16 @@ def test_a_diffusion_stage_notes_its_steps() -> None:
     engine = DiffusionStageEngine(Outbox(), 0, "", DiTConfig(compile=True), None)
     assert engine.always_compiles
     engine._executor = Executor()  # type: ignore[assignment]
-    engine.step_timer = timer = NotingTimer()
+    engine.step_timer = timer = RecordingTimer()
     engine.run()
     engine.close()
     assert len(timer.deadlines) == 1 and timer.deadline == math.inf
 
 
-def test_each_piece_of_a_generator_has_the_time_of_a_step() -> None:
+def test_each_piece_of_a_generator_has_the_limit_of_a_step() -> None:
     engine = FunctionStageEngine(Outbox(), 0, "")
     engine._function = lambda request, sources: iter([{"text": "a"}, {"text": "b"}])  # type: ignore[assignment]
-    engine.step_timer = timer = NotingTimer()
+    engine.step_timer = timer = RecordingTimer()
     running = RunningEngine(engine)
     running.put(NewRequest(StageRequest(request_id="r")))
     running.wait_for("r", 3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows: every unit is handed over once as a window's own, in order, with the context that was asked for."""
+"""Windows: every unit is in one window, in order, with the configured context."""
 
 import random
 from collections.abc import Iterator
@@ -61,13 +61,13 @@ def test_any_stream_in_any_windows(unit: str, size: int, first: int, left_contex
         assert windows[0].prompt_token_ids == [9] and not any(window.prompt_token_ids for window in windows[1:])
 
 
-def test_a_window_leaves_as_soon_as_it_is_full() -> None:
+def test_a_window_is_returned_as_soon_as_it_is_complete() -> None:
     state = WindowState(WindowConfig(window_size=4, first_window_size=2, unit="codes"))
     counts = [len(state.add(piece)) for piece in pieces([1, 1, 3, 1, 9, 0])]
     assert counts == [0, 1, 0, 1, 2, 1]
 
 
-def test_the_whole_is_one_window_at_the_end() -> None:
+def test_without_a_window_size_there_is_one_window_at_the_end() -> None:
     state = WindowState(WindowConfig())
     *none, (whole,) = [state.add(piece) for piece in pieces([2, 0, 3])]
     assert none == [[], []]
@@ -76,7 +76,7 @@ def test_the_whole_is_one_window_at_the_end() -> None:
     assert (whole.start, whole.context, whole.is_last) == (0, 0, True)
 
 
-def test_what_is_not_the_unit_goes_along_uncut() -> None:
+def test_fields_other_than_the_unit_are_not_cut() -> None:
     state = WindowState(WindowConfig(window_size=2, first_window_size=2, unit="codes"))
     first, last = [window for piece in pieces([1, 3]) for window in state.add(piece)]
     assert (first.completions[0].token_ids, units_of(first, "codes")) == ([0, 1, 2, 3], [0, 1])

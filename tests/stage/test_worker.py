@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage processes as the rest of a pipeline meets them: alone, several stages in one, bound to cores, failing."""
+"""Stage processes: with one stage, with several, bound to cores, failing."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from vllm_omni.stage.cores import place_cores
 
 
 def describe_process(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
-    """A stage function: where it runs."""
+    """A stage function: describes its process."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     facts = {
         "pid": os.getpid(),
@@ -46,9 +46,9 @@ def describe_process(request: StageRequest, sources: Mapping[int, StageOutput]) 
     return {"text": json.dumps(facts)}
 
 
-def leave(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
-    """A stage function that ends its engine: an exception would be an error of its request."""
-    raise SystemExit("nobody catches this")
+def end_engine(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+    """A stage function that ends its engine; an `Exception` would only fail its request."""
+    raise SystemExit("not caught")
 
 
 Open = Callable[[PipelineConfig], tuple[Orchestrator, Caller]]
@@ -56,7 +56,7 @@ Open = Callable[[PipelineConfig], tuple[Orchestrator, Caller]]
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Open]:
-    """Opens pipelines, and closes them; nothing may be left of them then."""
+    """Opens pipelines and closes them; then no process of theirs may be left."""
     kept_server()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     opened: list[Orchestrator] = []
@@ -78,13 +78,13 @@ def in_process(name: str | bool, *stages: dict[str, Any]) -> list[dict[str, Any]
 
 @pytest.fixture(scope="module")
 def together(start: Open) -> Caller:
-    """The triangle, all in one process."""
+    """The triangle in one process."""
     config = make_config(*in_process(False, *TRIANGLE))
     assert len(config.processes) == 1
     return start(config)[1]
 
 
-def test_processes_and_cores_are_as_they_were_asked_for(start: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_and_cores_are_as_configured(start: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     allowed = sorted(os.sched_getaffinity(0))
     first, last = allowed[0], allowed[-1]
@@ -107,13 +107,13 @@ def test_processes_and_cores_are_as_they_were_asked_for(start: Open, monkeypatch
     assert (a["title"], b["title"]) == ("vllm_omni::a+c", "vllm_omni::b")
     assert (a["is_main_thread"], b["is_main_thread"], c["is_main_thread"]) == (False, True, False)
     assert (a["cpus"], b["cpus"], c["cpus"]) == (str(last), str(first), str(last))
-    # Every thread of the process, also those for input and output.
+    # Every thread of the process, including the IO threads.
     assert (a["threads_on"], b["threads_on"]) == ([[last]], [[first]])
     assert (a["num_threads"], b["num_threads"], d["num_threads"]) == (1, 1, len({first, last}))
 
 
-def test_one_process_gives_the_same_results_as_three(together: Caller) -> None:
-    """Many requests at once, with payloads that travel inline and through shared memory."""
+def test_one_process_has_the_same_results_as_three(together: Caller) -> None:
+    """Concurrent requests, with payloads inline and through shared memory."""
     sizes = [10 if i % 2 else 200_000 for i in range(20)]
     ids = [together.submit(f"p{i}", fake_bytes=size) for i, size in enumerate(sizes)]
     ends = together.wait(len(ids))
@@ -124,7 +124,7 @@ def test_one_process_gives_the_same_results_as_three(together: Caller) -> None:
         assert end.outputs[1].multimodal_output["bytes"].tolist() == [2] * size
 
 
-def test_an_abort_and_an_error_stay_with_their_request_and_stage(together: Caller) -> None:
+def test_an_abort_and_an_error_affect_only_their_request(together: Caller) -> None:
     slow = together.submit("slow", fake_seconds=30.0, fake_only="b")
     bad = together.submit("bad", fake_fail="a")
     assert "stage 0 (a): RuntimeError: a fails (fake_fail)" in str(error_of(together.wait(1)[bad]))
@@ -135,29 +135,29 @@ def test_an_abort_and_an_error_stay_with_their_request_and_stage(together: Calle
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_takes_all_its_stages_and_spares_the_others(start: Open) -> None:
+def test_the_end_of_a_process_affects_only_its_stages(start: Open) -> None:
     a, b, c = TRIANGLE
-    leaving = function_stage(3, "leaving", leave, (0,), "nothing")
-    orchestrator, caller = start(make_config(*in_process("x", a, b, leaving), c, restart={"backoff_s": 0.01}))
+    ending = function_stage(3, "ending", end_engine, (0,), "nothing")
+    orchestrator, caller = start(make_config(*in_process("x", a, b, ending), c, restart={"backoff_s": 0.01}))
     wanted = ("text", "audio")
     caller.submit("p", wanted, fake_die="b")
     error = error_of(caller.wait_one())
     assert isinstance(error, StageDeadError) and "SIGKILL" in str(error)
-    again = caller.submit("again", wanted)  # all stages of the process come back
+    again = caller.submit("again", wanted)  # all stages of the process restart
     assert texts(caller.wait(1)[again]) == ["again>a", "again>a+again>a>b>c"]
 
-    # An engine that breaks in its thread ends the process, and what it said reaches the caller.
+    # An engine that breaks in its thread ends the process, and its error reaches the caller.
     caller.submit("p", ("nothing",))
     error = error_of(caller.wait_one())
     assert isinstance(error, StageDeadError)
-    assert "stage 3 (leaving): SystemExit: nobody catches this" in str(error)
+    assert "stage 3 (ending): SystemExit: not caught" in str(error)
     again = caller.submit("again", wanted)
     assert texts(caller.wait(1)[again]) == ["again>a", "again>a+again>a>b>c"]
     assert [stage.num_restarts for stage in orchestrator.health()] == [2, 2, 0, 2]
 
 
 @pytest.mark.slow
-def test_a_stage_that_cannot_start_is_named_among_those_of_its_process(start: Open) -> None:
+def test_the_error_names_the_stage_that_cannot_start(start: Open) -> None:
     missing = fake_stage(1, "painter", output="image") | {"engine_type": "DiT"}
     missing["engine_args"] |= {"model": "no/checkpoint"}
     with pytest.raises(StageStartError, match=r"stage 1 \(painter\): StageConfigError: no/checkpoint"):

@@ -5,7 +5,8 @@ Independent of the machine: `stage.devices`, `stage.cores` and `stage.budgets` c
 """
 
 import re
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
@@ -125,8 +126,7 @@ def process_devices(process: list[OmniStageConfig]) -> list[str] | None:
     Raises:
         StageConfigError: Two stages have different devices.
     """
-    values = {s.stage_id: parse_devices(s.runtime.devices) for s in process if s.runtime.devices is not None}
-    return _common_value("devices", values)
+    return _common_value("devices", process, parse_devices)
 
 
 def process_cpus(process: list[OmniStageConfig]) -> list[int] | int | None:
@@ -135,12 +135,13 @@ def process_cpus(process: list[OmniStageConfig]) -> list[int] | int | None:
     Raises:
         StageConfigError: Two stages have different cores.
     """
-    values = {s.stage_id: parse_cpus(s.runtime.cpus) for s in process if s.runtime.cpus is not None}
-    return _common_value("cpus", values)
+    return _common_value("cpus", process, parse_cpus)
 
 
-def _common_value(key: str, values: dict[int, _T]) -> _T | None:
-    """The value that all stages with a value share."""
+def _common_value(key: str, process: list[OmniStageConfig], parse: Callable[[Any], _T]) -> _T | None:
+    """The value that all stages with this key share."""
+    texts = {stage.stage_id: getattr(stage.runtime, key) for stage in process}
+    values = {stage_id: parse(text) for stage_id, text in texts.items() if text is not None}
     (first, common), *others = values.items() or [(0, None)]
     for stage_id, value in others:
         if value != common:

@@ -84,7 +84,7 @@ class OmniInputProcessor(InputProcessor):
             args, kwargs: vLLM's.
 
         Raises:
-            InvalidRequestError: The prompt or its parameters are wrong; the message says what.
+            InvalidRequestError: The prompt or its parameters are invalid; the message names them.
         """
         if isinstance(prompt, dict) and "engine_core_request" in prompt:
             return cast(PreprocessedPrompt, prompt)["engine_core_request"]

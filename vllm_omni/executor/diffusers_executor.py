@@ -14,7 +14,7 @@ _DEFAULT_MAX_BATCH_SIZE = 4
 
 
 class DiffusersPipelineExecutor:
-    """Runs up to `max_batch_size` jobs at a time, first come, first served.
+    """Runs up to `max_batch_size` concurrent jobs, in the order of arrival.
 
     A job joins the others at their next step and leaves when it ends: no job waits for a batch to end.
 

@@ -5,9 +5,9 @@
 block. Exporters run third-party code, so the `CompositeObserver` logs an observer's exception and does not raise it.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_omni.metrics.logs import get_logger
 from vllm_omni.metrics.stats import COMPLETED, StageMetrics, StageStats
@@ -125,33 +125,26 @@ class CompositeObserver(PipelineObserver):
     def request_started(
         self, request_id: str, modalities: list[str], trace_headers: Mapping[str, str] | None = None
     ) -> dict[str, str]:
-        headers: dict[str, str] = {}
-        for observer in self._observers:
-            with self._isolate(observer, "request_started"):
-                headers.update(observer.request_started(request_id, modalities, trace_headers))
-        return headers
+        answers = self._call("request_started", request_id, modalities, trace_headers)
+        return {name: value for headers in answers for name, value in headers.items()}
 
     def request_ended(self, summary: RequestSummary) -> None:
-        for observer in self._observers:
-            with self._isolate(observer, "request_ended"):
-                observer.request_ended(summary)
+        self._call("request_ended", summary)
 
     def stage_stats(self, stats: StageStats) -> None:
-        for observer in self._observers:
-            with self._isolate(observer, "stage_stats"):
-                observer.stage_stats(stats)
+        self._call("stage_stats", stats)
 
     def close(self) -> None:
-        for observer in self._observers:
-            with self._isolate(observer, "close"):
-                observer.close()
+        self._call("close")
 
-    @contextlib.contextmanager
-    def _isolate(self, observer: PipelineObserver, method: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            if (observer, method) not in self._failed:
-                self._failed.add((observer, method))
-                name = f"{type(observer).__name__}.{method}"
-                logger.exception("%s failed, requests continue; further failures of it are not logged", name)
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        answers = []
+        for observer in self._observers:
+            try:
+                answers.append(getattr(observer, method)(*args))
+            except Exception:
+                if (observer, method) not in self._failed:
+                    self._failed.add((observer, method))
+                    name = f"{type(observer).__name__}.{method}"
+                    logger.exception("%s failed, requests continue; further failures of it are not logged", name)
+        return answers

@@ -13,8 +13,6 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -27,91 +25,47 @@ from vllm_omni.metrics.stats import COMPLETED, EdgeStats, StageStats
 
 PREFIX = "vllm_omni:"
 
-_Stats = TypeVar("_Stats")
-
 # Seconds per request, seconds per token (both as vLLM's), and completion time divided by the length of the audio.
 _REQUEST_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
 _TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 _FACTOR_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0, 10.0, 100.0)
 
-
-@dataclass(frozen=True)
-class StageMetric(Generic[_Stats]):
-    """A gauge or a counter, computed from the statistics of a stage or an edge."""
-
-    name: str
-    help: str
-    value: Callable[[_Stats], float]
-
-
-@dataclass(frozen=True)
-class RequestHistogram:
-    """Observed once for each completed request that has this value."""
-
-    name: str
-    help: str
-    bounds: Sequence[float]
-    value: Callable[[RequestSummary], float | None]
-
-
-STAGE_GAUGES: tuple[StageMetric[StageStats], ...] = (
-    StageMetric("num_requests_waiting", "Requests waiting for the stage's engine.", lambda s: s.queue_depth),
-    StageMetric("num_requests_running", "Requests in the stage's engine.", lambda s: s.num_running),
-    StageMetric("kv_blocks_used", "KV cache blocks in use.", lambda s: s.kv_blocks_used),
-    StageMetric("kv_blocks", "KV cache blocks of the engine.", lambda s: s.kv_blocks_total),
-)
-
-STAGE_COUNTERS: tuple[StageMetric[StageStats], ...] = (
-    StageMetric("stage_enqueued", "Requests that entered the stage's queue.", lambda s: s.num_enqueued),
-    StageMetric("stage_dequeued", "Requests that the engine took from that queue.", lambda s: s.num_dequeued),
-    StageMetric("stage_completed", "Requests that the stage completed.", lambda s: s.num_completed),
-    StageMetric("stage_aborted", "Requests that were aborted in the stage.", lambda s: s.num_aborted),
-    StageMetric(
-        "stage_blocked_seconds",
-        "Time in which the stage started no request because a consumer had no room.",
-        lambda s: s.blocked_seconds,
-    ),
-    StageMetric("stage_steps", "Engine steps.", lambda s: s.num_steps),
-    StageMetric("stage_step_seconds", "Duration of engine steps, summed.", lambda s: s.step_seconds),
-    StageMetric("stage_scheduled", "Batch sizes of all engine steps, summed.", lambda s: s.num_scheduled),
-)
-
-EDGE_COUNTERS: tuple[StageMetric[EdgeStats], ...] = (
-    StageMetric("edge_payloads", "Payloads received from the source.", lambda e: e.num_payloads),
-    StageMetric("edge_bytes", "Bytes received from the source.", lambda e: e.num_bytes),
-    StageMetric("edge_seconds", "Time from sending to receipt, summed over payloads.", lambda e: e.seconds),
-    StageMetric("edge_windows", "Windows of the source's output passed to the stage.", lambda e: e.num_windows),
-)
-
-REQUEST_HISTOGRAMS = (
-    RequestHistogram(
-        "time_to_first_token_seconds", "From submission to the first text.", _REQUEST_BOUNDS, lambda r: r.ttft
-    ),
-    RequestHistogram(
-        "request_time_per_output_token_seconds",
-        "Mean time per token of the text after its first.",
-        _TOKEN_BOUNDS,
-        lambda r: r.tpot,
-    ),
-    RequestHistogram(
-        "time_to_first_audio_seconds", "From submission to the first audio.", _REQUEST_BOUNDS, lambda r: r.ttfa
-    ),
-    RequestHistogram(
-        "time_to_first_image_seconds",
-        "From submission to the first preview, image or video.",
+# By name: help, and how the value is computed.
+STAGE_GAUGES: dict[str, tuple[str, Callable[[StageStats], float]]] = {
+    "num_requests_waiting": ("Requests waiting for the stage's engine.", lambda s: s.queue_depth),
+    "num_requests_running": ("Requests in the stage's engine.", lambda s: s.num_running),
+    "kv_blocks_used": ("KV cache blocks in use.", lambda s: s.kv_blocks_used),
+    "kv_blocks": ("KV cache blocks of the engine.", lambda s: s.kv_blocks_total),
+}
+STAGE_COUNTERS: dict[str, tuple[str, Callable[[StageStats], float]]] = {
+    "stage_enqueued": ("Requests that entered the stage's queue.", lambda s: s.num_enqueued),
+    "stage_dequeued": ("Requests that the engine took from that queue.", lambda s: s.num_dequeued),
+    "stage_completed": ("Requests that the stage completed.", lambda s: s.num_completed),
+    "stage_aborted": ("Requests that were aborted in the stage.", lambda s: s.num_aborted),
+    "stage_blocked_seconds": ("Time without new requests because a consumer was full.", lambda s: s.blocked_seconds),
+    "stage_steps": ("Engine steps.", lambda s: s.num_steps),
+    "stage_step_seconds": ("Duration of engine steps, summed.", lambda s: s.step_seconds),
+    "stage_scheduled": ("Batch sizes of all engine steps, summed.", lambda s: s.num_scheduled),
+}
+EDGE_COUNTERS: dict[str, tuple[str, Callable[[EdgeStats], float]]] = {
+    "edge_payloads": ("Payloads received from the source.", lambda e: e.num_payloads),
+    "edge_bytes": ("Bytes received from the source.", lambda e: e.num_bytes),
+    "edge_seconds": ("Time from sending to receipt, summed over payloads.", lambda e: e.seconds),
+    "edge_windows": ("Windows of the source's output passed to the stage.", lambda e: e.num_windows),
+}
+# By name: help, bounds, and the value of a completed request, None if it has none.
+REQUEST_HISTOGRAMS: dict[str, tuple[str, Sequence[float], Callable[[RequestSummary], float | None]]] = {
+    "time_to_first_token_seconds": ("From submission to the first text.", _REQUEST_BOUNDS, lambda r: r.ttft),
+    "request_time_per_output_token_seconds": ("Mean time per token after the first.", _TOKEN_BOUNDS, lambda r: r.tpot),
+    "time_to_first_audio_seconds": ("From submission to the first audio.", _REQUEST_BOUNDS, lambda r: r.ttfa),
+    "time_to_first_image_seconds": (
+        "From submission to the first preview or image.",
         _REQUEST_BOUNDS,
         lambda r: r.ttfi,
     ),
-    RequestHistogram(
-        "e2e_request_latency_seconds", "From submission to completion.", _REQUEST_BOUNDS, lambda r: r.seconds
-    ),
-    RequestHistogram(
-        "real_time_factor",
-        "Completion time divided by the length of the audio.",
-        _FACTOR_BOUNDS,
-        lambda r: r.real_time_factor,
-    ),
-)
+    "e2e_request_latency_seconds": ("From submission to completion.", _REQUEST_BOUNDS, lambda r: r.seconds),
+    "real_time_factor": ("Completion time per length of the audio.", _FACTOR_BOUNDS, lambda r: r.real_time_factor),
+}
 
 
 class _Histogram:
@@ -145,7 +99,7 @@ class PrometheusObserver(PipelineObserver):
         self._names = {stage.stage_id: stage.name for stage in config.stage_args}
         self.stages: dict[int, StageStats] = {}
         self.outcomes: Counter[tuple[str, str]] = Counter()
-        self.histograms = {metric.name: _Histogram(metric.bounds) for metric in REQUEST_HISTOGRAMS}
+        self.histograms = {name: _Histogram(bounds) for name, (_, bounds, _) in REQUEST_HISTOGRAMS.items()}
         _collector.add(self)
 
     def name_of(self, stage_id: int) -> str:
@@ -155,10 +109,10 @@ class PrometheusObserver(PipelineObserver):
         self.outcomes[summary.outcome, summary.failed_stage or ""] += 1
         if summary.outcome != COMPLETED:
             return  # Histograms hold completed requests only.
-        for metric in REQUEST_HISTOGRAMS:
-            value = metric.value(summary)
+        for name, (_, _, value_of) in REQUEST_HISTOGRAMS.items():
+            value = value_of(summary)
             if value is not None:
-                self.histograms[metric.name].observe(value)
+                self.histograms[name].observe(value)
 
     def stage_stats(self, stats: StageStats) -> None:
         self.stages[stats.stage_id] = stats
@@ -217,10 +171,10 @@ _Stages = Sequence[tuple[str, PrometheusObserver, StageStats]]
 def _stage_families(stages: _Stages) -> Iterator[Metric]:
     labels = ["pipeline", "stage"]
     for kind, metrics in ((GaugeMetricFamily, STAGE_GAUGES), (CounterMetricFamily, STAGE_COUNTERS)):
-        for metric in metrics:
-            family = kind(PREFIX + metric.name, metric.help, labels=labels)
+        for name, (description, value_of) in metrics.items():
+            family = kind(PREFIX + name, description, labels=labels)
             for number, _, stats in stages:
-                family.add_metric([number, stats.name], metric.value(stats))
+                family.add_metric([number, stats.name], value_of(stats))
             yield family
     failures = CounterMetricFamily(
         f"{PREFIX}stage_failures", "Requests that failed in the stage, by cause.", labels=[*labels, "cause"]
@@ -232,11 +186,11 @@ def _stage_families(stages: _Stages) -> Iterator[Metric]:
 
 
 def _edge_families(stages: _Stages) -> Iterator[Metric]:
-    for metric in EDGE_COUNTERS:
-        family = CounterMetricFamily(PREFIX + metric.name, metric.help, labels=["pipeline", "source", "stage"])
+    for name, (description, value_of) in EDGE_COUNTERS.items():
+        family = CounterMetricFamily(PREFIX + name, description, labels=["pipeline", "source", "stage"])
         for number, pipeline, stats in stages:
             for source, edge in stats.edges.items():
-                family.add_metric([number, pipeline.name_of(source), stats.name], metric.value(edge))
+                family.add_metric([number, pipeline.name_of(source), stats.name], value_of(edge))
         yield family
 
 
@@ -250,8 +204,8 @@ def _request_families(pipelines: _Pipelines) -> Iterator[Metric]:
         for (outcome, stage), count in list(pipeline.outcomes.items()):
             requests.add_metric([number, outcome, stage], count)
     yield requests
-    for metric in REQUEST_HISTOGRAMS:
-        family = HistogramMetricFamily(PREFIX + metric.name, metric.help, labels=["pipeline"])
+    for name, (description, _, _) in REQUEST_HISTOGRAMS.items():
+        family = HistogramMetricFamily(PREFIX + name, description, labels=["pipeline"])
         for number, pipeline in pipelines:
-            pipeline.histograms[metric.name].add_to(family, [number])
+            pipeline.histograms[name].add_to(family, [number])
         yield family

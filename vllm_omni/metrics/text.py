@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics as text: log lines for each request that ended, and a table of all stages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_omni.metrics.logs import about, get_logger
 from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
@@ -42,20 +42,20 @@ def _request_line(summary: RequestSummary) -> str:
     return ", ".join([f"{summary.outcome}{where} after {summary.seconds:.3f} s", *parts])
 
 
-_STAGE_COLUMNS = (
-    "stage",
-    "queued",
-    "running",
-    "entered",
-    "completed",
-    "aborted",
-    "failed",
-    "blocked s",
-    "steps",
-    "ms/step",
-    "batch",
-    "KV blocks",
-)
+_STAGE_COLUMNS: dict[str, Callable[[StageStats], str]] = {
+    "stage": lambda s: s.name,
+    "queued": lambda s: str(s.queue_depth),
+    "running": lambda s: str(s.num_running),
+    "entered": lambda s: str(s.num_enqueued),
+    "completed": lambda s: str(s.num_completed),
+    "aborted": lambda s: str(s.num_aborted),
+    "failed": lambda s: str(sum(s.failures.values())),
+    "blocked s": lambda s: f"{s.blocked_seconds:.2f}",
+    "steps": lambda s: str(s.num_steps),
+    "ms/step": lambda s: _mean(s.step_seconds * 1e3, s.num_steps),
+    "batch": lambda s: _mean(s.num_scheduled, s.num_steps),
+    "KV blocks": lambda s: f"{s.kv_blocks_used}/{s.kv_blocks_total}" if s.kv_blocks_total else "-",
+}
 _EDGE_COLUMNS = ("edge", "payloads", "MB", "ms/payload", "windows")
 
 
@@ -68,7 +68,8 @@ def format_stage_table(stats: Sequence[StageStats]) -> str:
         stats: The stages, in the order of the lines.
     """
     names = {stage.stage_id: stage.name for stage in stats}
-    parts = [_format_rows([_STAGE_COLUMNS, *(_stage_row(stage) for stage in stats)])]
+    rows = [tuple(cell(stage) for cell in _STAGE_COLUMNS.values()) for stage in stats]
+    parts = [_format_rows([tuple(_STAGE_COLUMNS), *rows])]
     edges = [_edge_row(names, stage, source) for stage in stats for source in sorted(stage.edges)]
     if edges:
         parts.append(_format_rows([_EDGE_COLUMNS, *edges]))
@@ -76,23 +77,6 @@ def format_stage_table(stats: Sequence[StageStats]) -> str:
     if failures:
         parts.append(_format_rows([("failures in", "cause", "requests"), *failures]))
     return "\n\n".join(parts)
-
-
-def _stage_row(stage: StageStats) -> tuple[str, ...]:
-    return (
-        stage.name,
-        str(stage.queue_depth),
-        str(stage.num_running),
-        str(stage.num_enqueued),
-        str(stage.num_completed),
-        str(stage.num_aborted),
-        str(sum(stage.failures.values())),
-        f"{stage.blocked_seconds:.2f}",
-        str(stage.num_steps),
-        _mean(stage.step_seconds * 1e3, stage.num_steps),
-        _mean(stage.num_scheduled, stage.num_steps),
-        f"{stage.kv_blocks_used}/{stage.kv_blocks_total}" if stage.kv_blocks_total else "-",
-    )
 
 
 def _edge_row(names: dict[int, str], stage: StageStats, source: int) -> tuple[str, ...]:

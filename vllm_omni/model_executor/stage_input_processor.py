@@ -70,7 +70,7 @@ class StageInputProcessor(ABC):
         Runs in the caller's process, before the request is submitted to any stage.
 
         Raises:
-            ValueError: The request is wrong; the message says what is right.
+            ValueError: The request is invalid; the message names valid values.
         """
 
     @property

@@ -47,7 +47,7 @@ class FlushTimes:
             requests: By id; those that have left it are forgotten here.
         """
         self._requests = requests
-        # One entry for a request at most. What it says may have been sent since: then the request's next time is later.
+        # At most one entry per request. Its output may have been sent since: then the request's next time is later.
         self._heap: list[tuple[float, str]] = []
         self._entered: set[str] = set()
 

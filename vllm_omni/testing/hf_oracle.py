@@ -62,44 +62,19 @@ class HFOracle:
         self._reference = REFERENCES[AutoConfig.from_pretrained(model).model_type](model, dtype)
         self.model = self._reference.model
 
-    def generate(
-        self,
-        prompt: dict[str, Any],
-        *,
-        thinker_max_tokens: int,
-        talker_max_tokens: int,
-        thinker_min_tokens: int = 0,
-        talker_min_tokens: int = 0,
-        speaker: str | None = None,
-        repetition_penalty: float = 1.05,
-        wave_seed: int = 0,
-    ) -> OracleResult:
+    def generate(self, prompt: dict[str, Any], **params: Any) -> OracleResult:
         """The greedy output for one prompt.
 
         Args:
             prompt: `{"prompt", "multi_modal_data", "mm_processor_kwargs"}`, as from `media.make_prompt`.
-            thinker_min_tokens, talker_min_tokens: Minimum number of tokens. Equal to the maximum they fix the length of
-                the output.
-            speaker: Case-insensitive; None for the model's default.
-            repetition_penalty: The talker's.
-            wave_seed: Of the noise of Qwen2.5-Omni's wave: that of a generator that draws `randn([1, 2 * codes, 80])`.
-                Qwen3-Omni has no noise.
+            params: Fields of `OracleParams`.
         """
         started = time.perf_counter()
         inputs = hf_inputs(self.processor, prompt)
         result = OracleResult(prompt_token_ids=inputs["input_ids"][0].tolist())
-        params = OracleParams(
-            thinker_max_tokens=thinker_max_tokens,
-            talker_max_tokens=talker_max_tokens,
-            thinker_min_tokens=thinker_min_tokens,
-            talker_min_tokens=talker_min_tokens,
-            speaker=speaker,
-            repetition_penalty=repetition_penalty,
-            wave_seed=wave_seed,
-            use_audio_in_video=prompt.get("mm_processor_kwargs", {}).get("use_audio_in_video", False),
-        )
+        use_audio = prompt.get("mm_processor_kwargs", {}).get("use_audio_in_video", False)
         with torch_threads(self.num_threads):
-            self._reference.run(inputs, params, result)
+            self._reference.run(inputs, OracleParams(use_audio_in_video=use_audio, **params), result)
         result.seconds = time.perf_counter() - started
         return result
 

@@ -28,7 +28,7 @@ _SLACK_NS = 200_000_000
 
 
 class CPUIdleGenerators(GPUModelRunner):
-    """Stands before vLLM's runner in the order of bases, and after ours."""
+    """A base after our runner and before vLLM's."""
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
         """Removes the generators of requests that do not sample in this step, and puts them back after it.

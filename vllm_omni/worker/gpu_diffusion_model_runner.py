@@ -96,7 +96,7 @@ class DiffusionModelRunner:
         try:
             self._advance(running, lambda: running.call.throw(CallAborted()))
         except CallAborted as aborted:
-            aborted.with_traceback(None)  # It is a local variable of its own frames, which is a cycle.
+            aborted.with_traceback(None)  # Its frames refer to it: a reference cycle.
             running.call.pipe.maybe_free_model_hooks()
             running.release()
 

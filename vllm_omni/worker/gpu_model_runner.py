@@ -106,7 +106,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         return self._spans
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        # Before vLLM's, which asks for M-RoPE positions. Ended requests first: an id may end and start in one step.
+        # Before vLLM's, which reads M-RoPE positions. Ended requests first: an id may end and start in one step.
         self._spans, self._num_scheduled = None, scheduler_output.num_scheduled_tokens
         for req_id in scheduler_output.finished_req_ids:
             self._remove_input(req_id)

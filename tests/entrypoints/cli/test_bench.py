@@ -290,6 +290,7 @@ def test_vllm_calls_what_we_replace() -> None:
     assert vllm_serve.benchmark is original
 
 
+@pytest.mark.slow
 class TestServers:
     def bench(self, run: Any, server: RunningServer, folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
         result = run(

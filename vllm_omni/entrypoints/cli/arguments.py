@@ -34,14 +34,6 @@ as YAML. All at once, as JSON: --stage '{"NAME": {"engine_args": {"KEY": VALUE}}
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
-class UsageError(Exception):
-    """The command line is wrong."""
-
-
-class StageFlagError(ValueError):
-    """A flag for a stage cannot be parsed."""
-
-
 def add_pipeline_flags(group: argparse._ActionsContainer) -> None:
     """`--omni`, a flag for every one of `PipelineOptions`, and `--stage`."""
     group.add_argument(
@@ -105,7 +97,7 @@ def fold_stage_flags(arguments: Sequence[str]) -> list[str]:
     """The command line with all `--stage.NAME.KEY VALUE` (or `=VALUE`) as one `--stage=JSON`.
 
     Raises:
-        StageFlagError: A flag has no value, or names no key.
+        ValueError: A flag has no value, or names no key.
     """
     others: list[str] = []
     overrides: dict[str, Any] = {}
@@ -118,7 +110,7 @@ def fold_stage_flags(arguments: Sequence[str]) -> list[str]:
         if not has_value:
             text = next(rest, _STAGE_PREFIX)
             if text.startswith("--"):
-                raise StageFlagError(f"{name} needs a value")
+                raise ValueError(f"{name} needs a value")
         overrides = merge(overrides, _parse_stage_flag(name, text))
     return [*others, f"--stage={json.dumps(overrides, default=str)}"] if overrides else others
 
@@ -126,13 +118,13 @@ def fold_stage_flags(arguments: Sequence[str]) -> list[str]:
 def _parse_stage_flag(name: str, text: str) -> dict[str, Any]:
     stage, *keys = name.removeprefix(_STAGE_PREFIX).split(".")
     if not stage or not all(keys):
-        raise StageFlagError(f"{name} is incomplete; write --stage.NAME.engine_args.KEY VALUE")
+        raise ValueError(f"{name} is incomplete; write --stage.NAME.engine_args.KEY VALUE")
     value: Any = _parse_value(text)
     if keys[:1] and keys[0].replace("-", "_") not in SECTIONS:
         keys.insert(0, "engine_args")
     keys = [key.replace("-", "_") if place < 2 else key for place, key in enumerate(keys)]
     if len(keys) < 2 and not isinstance(value, dict):
-        raise StageFlagError(f"{name} {text}: names no key; write --stage.NAME.engine_args.KEY VALUE")
+        raise ValueError(f"{name} {text}: names no key; write --stage.NAME.engine_args.KEY VALUE")
     for key in reversed(keys):
         value = {key: value}
     return {stage: value}
@@ -144,7 +136,7 @@ def _parse_value(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise StageFlagError(f"{text!r} is not YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{text!r} is not YAML: {' '.join(str(error).split())}") from error
 
 
 class OmniArgumentParser(FlexibleArgumentParser):

@@ -14,10 +14,10 @@ import yaml
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni.config.omni_args import OmniArgs
-from vllm_omni.entrypoints.cli.arguments import UsageError
 from vllm_omni.entrypoints.cli.config_values import ConfigValue, ConfigValues, KeyPath
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args, set_up_logging
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, resolve_pipeline
+from vllm_omni.errors import UsageError
 
 USAGE = "vllm-omni config show MODEL [--json] [the options of vllm serve MODEL --omni]"
 _MAX_WIDTH = 70

@@ -15,11 +15,10 @@ from vllm.config import CacheConfig
 from vllm_omni.config.resources import parse_memory, process_devices
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import shipped_variants
-from vllm_omni.entrypoints.cli.arguments import UsageError
 from vllm_omni.entrypoints.cli.doctor import Finding, Platform
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args
 from vllm_omni.entrypoints.resolve import ReadPipeline, read_pipeline, resolve_pipeline
-from vllm_omni.errors import StageConfigError
+from vllm_omni.errors import StageConfigError, UsageError
 from vllm_omni.stage.cores import place_cores
 from vllm_omni.stage.devices import num_devices, stage_devices
 from vllm_omni.stage.memory_needs import CONTEXT_BYTES, StageNeeds, stage_needs

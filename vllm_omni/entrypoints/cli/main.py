@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from vllm_omni import __version__
 from vllm_omni.entrypoints.omni_base import start_fork_server
-from vllm_omni.errors import OmniError
-from vllm_omni.orchestrator.fork_server import ForkServer
+from vllm_omni.errors import OmniError, UsageError
 from vllm_omni.vllm_requirement import find_vllm, require_vllm
 
 USAGE = """\
@@ -63,7 +62,7 @@ def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
         command(arguments)
     except OmniError as error:
         logging.getLogger("vllm.omni").debug("The command failed.", exc_info=True)
-        _fail(str(error), 1)
+        _fail(str(error), 2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
 
@@ -80,37 +79,25 @@ def _serve(arguments: list[str]) -> None:
     late = ("-h", "--help", "--log-", "--config")
     server = None if any(argument.startswith(late) for argument in arguments) else start_fork_server()
     try:
-        _serve_with(server, arguments)
-    finally:
-        if server is not None:
-            server.close()
+        from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 
-
-def _serve_with(server: ForkServer | None, arguments: list[str]) -> None:
-    from vllm_omni.entrypoints.cli.arguments import UsageError
-    from vllm_omni.entrypoints.cli.serve import OmniServeCommand
-
-    try:
         OmniServeCommand().serve(arguments, server)
-    except UsageError as error:
-        _fail(str(error), 2)
     except OSError as error:
         is_file = error.filename is not None
         if is_file or error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
             raise
         _fail(f"the server's address cannot be used: {error.strerror}; choose another --port, --host or --uds", 1)
+    finally:
+        if server is not None:
+            server.close()
 
 
 def _config(arguments: list[str]) -> None:
     require_vllm()
     _log_warnings_only()
-    from vllm_omni.entrypoints.cli.arguments import UsageError
     from vllm_omni.entrypoints.cli.config import ConfigCommand
 
-    try:
-        ConfigCommand().run(arguments)
-    except UsageError as error:
-        _fail(str(error), 2)
+    ConfigCommand().run(arguments)
 
 
 def _log_warnings_only() -> None:
@@ -130,7 +117,7 @@ def _bench(arguments: list[str]) -> None:
     require_vllm()
     if arguments[:1] != ["serve"]:
         if "--omni" in sys.argv:
-            _fail("--omni is for bench serve; leave it out for the other benchmarks", 2)
+            raise UsageError("--omni is for bench serve; leave it out for the other benchmarks")
         _run_vllm(arguments)
         return
     _log_warnings_only()

@@ -18,17 +18,12 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_omni.config.dit_config import DIT_SETTINGS
 from vllm_omni.config.omni_args import OmniArgs, PipelineOptions
 from vllm_omni.entrypoints.cli import unsupported_flags
-from vllm_omni.entrypoints.cli.arguments import (
-    ParsedCommand,
-    UsageError,
-    add_diffusion_flags,
-    add_pipeline_flags,
-    parse_command,
-)
+from vllm_omni.entrypoints.cli.arguments import ParsedCommand, add_diffusion_flags, add_pipeline_flags, parse_command
 from vllm_omni.entrypoints.openai.server_args import add_api_arguments, add_limit_arguments, check_limits
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import list_voices, load_processors
 from vllm_omni.entrypoints.resolve import has_vllm_stages, resolve_pipeline
+from vllm_omni.errors import UsageError
 from vllm_omni.orchestrator.fork_server import ForkServer
 
 DESCRIPTION = """Serve a model as a pipeline of stages, each an engine in its own process, with vLLM's

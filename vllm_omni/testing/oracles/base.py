@@ -3,25 +3,33 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OracleParams:
-    """The parameters of one prompt. `HFOracle.generate` describes the fields."""
+    """The parameters of one prompt.
+
+    Attributes:
+        thinker_min_tokens, talker_min_tokens: Equal to the maximum they fix the length of the output.
+        speaker: Case-insensitive; None for the model's default.
+        repetition_penalty: The talker's.
+        wave_seed: Of the noise of Qwen2.5-Omni's wave: that of a generator that draws `randn([1, 2 * codes, 80])`.
+            Qwen3-Omni has no noise.
+    """
 
     thinker_max_tokens: int
     talker_max_tokens: int
-    thinker_min_tokens: int
-    talker_min_tokens: int
-    speaker: str | None
-    repetition_penalty: float
-    wave_seed: int
-    use_audio_in_video: bool
+    thinker_min_tokens: int = 0
+    talker_min_tokens: int = 0
+    speaker: str | None = None
+    repetition_penalty: float = 1.05
+    wave_seed: int = 0
+    use_audio_in_video: bool = False
 
     def generate_kwargs(self) -> dict[str, Any]:
         """Arguments of both models' `generate`."""
@@ -101,8 +109,12 @@ class Reference(ABC):
 
     def run(self, inputs: dict[str, Any], params: OracleParams, result: OracleResult) -> None:
         """Writes the output for `inputs`, the tensors of one prompt, into `result`."""
-        with self._writing_to(result), contextlib.suppress(NoSpeech):
-            result.audio = self.generate(inputs, params)
+        self._result = result
+        try:
+            with contextlib.suppress(NoSpeech):
+                result.audio = self.generate(inputs, params)
+        finally:
+            self._result = OracleResult(prompt_token_ids=[])
 
     @abstractmethod
     def generate(self, inputs: dict[str, Any], params: OracleParams) -> torch.Tensor:
@@ -115,14 +127,6 @@ class Reference(ABC):
         Raises:
             NoSpeech: The first token is the end.
         """
-
-    @contextlib.contextmanager
-    def _writing_to(self, result: OracleResult) -> Iterator[None]:
-        self._result = result
-        try:
-            yield
-        finally:
-            self._result = OracleResult(prompt_token_ids=[])
 
     def _on_thinker(self, **kwargs: Any) -> Any:
         output = self._thinker_generate(**kwargs)

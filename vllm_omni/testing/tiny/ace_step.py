@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny `AceStepPipeline`: text and lyrics to stereo sound at 48 kHz, 25 latents a second as in ACE-Step 1.5."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,22 +16,9 @@ LATENT_CHANNELS = 16
 SAMPLE_RATE = 48_000
 
 
-@dataclass(frozen=True)
-class Size:
-    """Everything in which the sizes of the checkpoint differ."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    text_hidden: int
-    text_layers: int
-
-    @property
-    def hidden(self) -> int:
-        return self.heads * self.head_dim
-
-
-SIZES = {"default": Size(layers=2, heads=4, head_dim=16, text_hidden=64, text_layers=2)}
+HEADS, HEAD_DIM = 4, 16
+TEXT_HIDDEN = 64
+SIZES = ("default",)
 GAINS = {"text_encoder": 2.0, "condition_encoder": 1.5, "transformer": 1.5, "vae": 1.0}
 VAE_NORM = 0.7
 """Approximate norm of filters. At 1 the signal grows from layer to layer, and rounding errors with it."""
@@ -40,7 +26,7 @@ VAE_NORM = 0.7
 
 def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
-    pipe = _build(SIZES[size])
+    pipe = _build()
     fill_components(pipe, seed, GAINS)
     _scale_filters(pipe.vae)
     silence = pipe.condition_encoder.silence_latent
@@ -50,20 +36,20 @@ def write(path: Path, seed: int, size: str) -> None:
     pipe.save_pretrained(path, safe_serialization=True)
 
 
-def _build(size: Size) -> AceStepPipeline:
+def _build() -> AceStepPipeline:
     tokenizer = make_qwen_tokenizer()
-    heads = {"num_attention_heads": size.heads, "num_key_value_heads": size.heads // 2, "head_dim": size.head_dim}
-    widths = {"hidden_size": size.hidden, "intermediate_size": 2 * size.hidden}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS // 2, "head_dim": HEAD_DIM}
+    widths = {"hidden_size": HEADS * HEAD_DIM, "intermediate_size": 2 * HEADS * HEAD_DIM}
     transformer = AceStepTransformer1DModel(
-        num_hidden_layers=size.layers,
+        num_hidden_layers=2,
         in_channels=3 * LATENT_CHANNELS,  # noise, given sound, and its mask
         audio_acoustic_hidden_dim=LATENT_CHANNELS,
-        encoder_hidden_size=size.hidden,
+        encoder_hidden_size=HEADS * HEAD_DIM,
         **widths,
         **heads,
     )
     condition_encoder = AceStepConditionEncoder(
-        text_hidden_dim=size.text_hidden,
+        text_hidden_dim=TEXT_HIDDEN,
         timbre_hidden_dim=LATENT_CHANNELS,
         num_lyric_encoder_hidden_layers=1,
         num_timbre_encoder_hidden_layers=1,
@@ -72,7 +58,7 @@ def _build(size: Size) -> AceStepPipeline:
     )
     return AceStepPipeline(
         vae=_make_vae(),
-        text_encoder=Qwen3Model(qwen3_config(tokenizer, size.text_hidden, size.text_layers)),
+        text_encoder=Qwen3Model(qwen3_config(tokenizer, TEXT_HIDDEN, 2)),
         tokenizer=tokenizer,
         transformer=transformer,
         condition_encoder=condition_encoder,

@@ -4,7 +4,6 @@
 The text encoder has 28 narrow layers: the pipeline uses the states after layers 9, 18 and 27.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,47 +17,37 @@ TEXT_LAYERS = 28
 LAYERS_READ = 3
 
 
-@dataclass(frozen=True)
-class Size:
-    """Everything in which the sizes of the checkpoint differ. `axes` are the parts of a head that know the position."""
-
-    layers: int
-    single_layers: int
-    heads: int
-    axes: tuple[int, int, int, int]
-    text_hidden: int
-
-
-SIZES = {
-    "default": Size(layers=2, single_layers=2, heads=4, axes=(4, 4, 4, 4), text_hidden=32),
-}
+AXES = (4, 4, 4, 4)
+"""Parts of a head with position information."""
+TEXT_HIDDEN = 32
+SIZES = ("default",)
 GAINS = {"text_encoder": 1.0, "transformer": 1.5, "vae": 1.0}
 
 
 def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
-    pipe = _build(SIZES[size])
+    pipe = _build()
     fill_components(pipe, seed, GAINS)
     calibrate(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64)
     pipe.save_pretrained(path, safe_serialization=True)
 
 
-def _build(size: Size) -> Flux2KleinPipeline:
+def _build() -> Flux2KleinPipeline:
     tokenizer = make_qwen_tokenizer()
     transformer = Flux2Transformer2DModel(
         in_channels=4 * LATENT_CHANNELS,  # 2 x 2 latents are one token
-        num_layers=size.layers,
-        num_single_layers=size.single_layers,
-        attention_head_dim=sum(size.axes),
-        num_attention_heads=size.heads,
-        joint_attention_dim=LAYERS_READ * size.text_hidden,
-        axes_dims_rope=size.axes,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=sum(AXES),
+        num_attention_heads=4,
+        joint_attention_dim=LAYERS_READ * TEXT_HIDDEN,
+        axes_dims_rope=AXES,
         guidance_embeds=False,
     )
     return Flux2KleinPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=_make_vae(),
-        text_encoder=Qwen3ForCausalLM(qwen3_config(tokenizer, size.text_hidden, TEXT_LAYERS)),
+        text_encoder=Qwen3ForCausalLM(qwen3_config(tokenizer, TEXT_HIDDEN, TEXT_LAYERS)),
         tokenizer=tokenizer,
         transformer=transformer,
     )

@@ -10,8 +10,9 @@ from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
 from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, calibrate, fill_components
 from vllm_omni.testing.tiny.wan import GAINS as WAN_GAINS
-from vllm_omni.testing.tiny.wan import SIZES, make_components, sharpen_attention
+from vllm_omni.testing.tiny.wan import HEAD_DIM, HEADS, make_components, sharpen_attention
 
+SIZES = ("default",)
 GAINS = {**WAN_GAINS, "image_encoder": 1.5}
 VISION_HIDDEN = 32
 VISION_PIXELS = 32
@@ -22,10 +23,9 @@ MASK_CHANNELS = 4
 def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
     components = make_components(
-        SIZES[size],
         in_channels=2 * LATENT_CHANNELS + MASK_CHANNELS,
         image_dim=VISION_HIDDEN,
-        added_kv_proj_dim=SIZES[size].heads * SIZES[size].head_dim,
+        added_kv_proj_dim=HEADS * HEAD_DIM,
     )
     pipe = WanImageToVideoPipeline(
         **components, image_encoder=_make_image_encoder(), image_processor=_make_image_processor()

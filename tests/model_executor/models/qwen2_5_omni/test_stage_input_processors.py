@@ -109,10 +109,10 @@ def test_the_voices_are_those_of_the_checkpoint_and_the_default_one_is_first(
 
 @pytest.mark.parametrize("speaker", ["Nobody", 7])
 def test_an_unknown_speaker_is_refused_with_the_known_ones(speaker: Any, to_talker: ThinkerToTalker) -> None:
-    with pytest.raises(InvalidRequestError, match="chelsie, ethan, aiden") as raised:
+    with pytest.raises(InvalidRequestError, match="aiden, chelsie, ethan") as raised:
         to_talker.process(request(options={"speaker": speaker}), window([40, 41], num_rows=4))
     assert raised.value.request_id == "0"
-    with pytest.raises(InvalidRequestError, match="chelsie, ethan, aiden"):
+    with pytest.raises(InvalidRequestError, match="aiden, chelsie, ethan"):
         to_talker.validate(request(options={"speaker": speaker}))
     to_talker.validate(request(options={}))
 

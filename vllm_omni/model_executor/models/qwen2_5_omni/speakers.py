@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The voices of a Qwen2.5-Omni checkpoint, which stand beside its weights, in `spk_dict.pt`.
+"""The voices of a Qwen2.5-Omni checkpoint, in `spk_dict.pt` beside its weights.
 
-Stage input processors read the names, the talker a token, and the vocoder what the voice sounds like.
+Stage input processors read the names, the talker a token, and the vocoder the conditioning.
 """
 
 from dataclasses import dataclass
@@ -33,17 +33,17 @@ def load_speakers(model: str | Path, revision: str | None = None) -> dict[str, S
     """All voices of a checkpoint by their names in lower case, in the order of the file.
 
     Args:
-        model: A local folder, or the checkpoint's name on the hub, from where the file is fetched once.
+        model: A local folder, or the checkpoint's name on the hub, from where the file is downloaded once.
 
     Raises:
-        OSError: There is no such file, or it cannot be fetched; the message says where it was looked for.
-        ValueError: The file holds no voice.
+        OSError: The file does not exist or cannot be downloaded; the message has its location.
+        ValueError: The file has no voice.
     """
     path = cached_file(str(model), SPEAKERS_FILE, revision=revision)
     assert path is not None  # it raises
     entries: dict[str, dict[str, Any]] = torch.load(path, map_location="cpu", weights_only=True)
     if not entries:
-        raise ValueError(f"{path} holds no voice")
+        raise ValueError(f"{path} has no voice")
     return {name.lower(): _as_speaker(entry) for name, entry in entries.items()}
 
 

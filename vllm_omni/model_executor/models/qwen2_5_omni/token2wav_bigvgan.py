@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second half of the vocoder: BigVGAN, which turns mel spectrograms into waveforms.
 
-The parameters are HF transformers' own. What is ours is that many spectrograms run as one: they lie one after the other
-in time, with gaps between them that are as wide as any convolution reaches. Gaps are silent (zero) wherever a
-convolution looks into them, and each signal goes on as its last sample where an activation looks beyond its ends, so
-that every waveform equals that of its spectrogram alone.
+The parameters are HF transformers' own. Here many spectrograms run as one: one after the other in time, with gaps as
+wide as any convolution reads. For convolutions gaps are zero, and for activations each signal continues with its last
+sample beyond its ends, so that every waveform equals that of its spectrogram alone.
 
 This file knows no codes and no windows.
 """
@@ -21,24 +20,24 @@ from torch.nn import functional as F
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
 
 LENGTH_STEP = 32
-"""Frames to a multiple of which a batch is filled up: a CPU prepares its convolutions anew for each new length."""
+"""A batch is padded to a multiple of this: a CPU prepares its convolutions again for each new length."""
 
 MAX_TAP_CHANNELS = 32
-"""Up to so many channels a CPU convolves faster by one product for each tap, which needs no preparation at all."""
+"""Up to this number of channels one product for each tap, which needs no preparation, is faster on a CPU."""
 
 FILTER_REACH = 6
-"""Samples at the double rate that an activation looks beyond the ends of its signal."""
+"""Samples at the double rate that an activation reads beyond the ends of its signal."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Signals one after the other, at some rate.
+    """Signals one after the other, at one rate.
 
     Attributes:
         lengths: Samples of each signal.
         gap: Samples before the first and between any two signals.
         tail: Samples after the last one, at least as many.
-        device: Where the tensors go that this makes.
+        device: Of the tensors made here.
     """
 
     lengths: tuple[int, ...]
@@ -74,7 +73,7 @@ class Timeline:
 
     @cached_property
     def edges(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places just outside of the signals, as far as a filter reaches, and for each the end that it is to equal."""
+        """Indices just outside of the signals, as far as a filter reads, and for each the index of the signal's end."""
         steps = range(FILTER_REACH)
         pairs = [(start - 1 - step, start) for start in self.starts for step in steps]
         pairs += [(stop + step, stop - 1) for stop in self.stops for step in steps]
@@ -82,13 +81,13 @@ class Timeline:
         return outside, ends
 
     def hold_ends(self, x: torch.Tensor) -> torch.Tensor:
-        """`[channels, samples]`, where each signal goes on as it ends; in place."""
+        """`[channels, samples]`, with each signal continued by its end samples; in place."""
         outside, ends = self.edges
         return x.index_copy_(1, outside, x.index_select(1, ends))
 
 
 class Activation:
-    """The anti-aliased snake of one layer: twice the rate, `x + sin(a * x)^2 / b`, and back."""
+    """The anti-aliased snake of one layer: upsampling, `x + sin(a * x)^2 / b`, and downsampling."""
 
     def __init__(self, activation: Any) -> None:
         snake = activation.act
@@ -97,7 +96,7 @@ class Activation:
         self.upsample, self.downsample = activation.upsample, activation.downsample
 
     def __call__(self, x: torch.Tensor, timeline: Timeline, padding: int) -> torch.Tensor:
-        """`[channels, samples]`, changed in its gaps -> `[channels, padding + samples + padding]`, silent there."""
+        """`[channels, samples]`, changed in its gaps -> `[channels, padding + samples + padding]`, zero there."""
         double = self.upsample(timeline.hold_ends(x)[None])[0]
         wave = torch.sin(double * self.frequency[:, None])
         double.addcmul_(wave.square_(), self.gain[:, None])
@@ -110,7 +109,7 @@ class CPUActivation(Activation):
 
     def __init__(self, activation: Any) -> None:
         super().__init__(activation)
-        from vllm_omni.model_executor.models.qwen2_5_omni import token2wav_snake  # compiles: only where it is used
+        from vllm_omni.model_executor.models.qwen2_5_omni import token2wav_snake  # compiles on import
 
         self._activate = token2wav_snake.activate
         up, down = self.upsample.ratio * self.upsample.filter[0, 0], self.downsample.filter[0, 0]
@@ -128,7 +127,7 @@ class CPUActivation(Activation):
 class ActivatedConv:
     """An activation and the convolution after it.
 
-    The convolution's padding comes from the activation: a CPU takes five times as long for one that pads itself.
+    The activation adds the padding: a convolution with padding takes five times as long on a CPU.
     """
 
     def __init__(self, activation: Activation, conv: nn.Conv1d) -> None:
@@ -137,7 +136,7 @@ class ActivatedConv:
         self.padding, self.dilation = int(conv.padding[0]), cast(tuple[int], conv.dilation)
 
     def __call__(self, x: torch.Tensor, timeline: Timeline) -> torch.Tensor:
-        """`[channels, samples]` -> the same; anything may be in the gaps."""
+        """`[channels, samples]` -> the same; the gaps are undefined."""
         return self._convolve(self.activation(x, timeline, self.padding))
 
     def _convolve(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +171,7 @@ def make_activated_conv(activation: Any, conv: nn.Conv1d) -> ActivatedConv:
 class TapUpsampling:
     """A transposed convolution by one matrix product for each tap.
 
-    Libraries prepare theirs anew for each length, which takes a CPU longer than all the rest of a waveform.
+    Libraries prepare theirs again for each length, which takes longer on a CPU than the rest of a waveform.
     """
 
     def __init__(self, conv: nn.ConvTranspose1d) -> None:
@@ -209,14 +208,14 @@ class AMPBlock:
         self.pairs = [*zip(first, second, strict=True)]
 
     def __call__(self, x: torch.Tensor, timeline: Timeline) -> torch.Tensor:
-        """`[channels, samples]` -> the same; anything may be in the gaps."""
+        """`[channels, samples]` -> the same; the gaps are undefined."""
         for first, second in self.pairs:
             x = second(first(x, timeline), timeline).add_(x)
         return x
 
 
 class BigVGAN:
-    """Waveforms for a batch of spectrograms; made when the weights have been loaded."""
+    """Waveforms for a batch of spectrograms; created after the weights are loaded."""
 
     def __init__(self, bigvgan: Qwen2_5OmniToken2WavBigVGANModel) -> None:
         self._bigvgan = cast(Any, bigvgan)
@@ -236,7 +235,7 @@ class BigVGAN:
 
     def decode(self, mels: list[torch.Tensor]) -> list[torch.Tensor]:
         """`[frames, mel_dim]`, one frame or more, of each spectrogram -> float32 `[samples]` of each, in [-1, 1]."""
-        timeline = self._lay_out([mel.shape[0] for mel in mels])
+        timeline = self._make_timeline([mel.shape[0] for mel in mels])
         x = mels[0].new_zeros(self._bigvgan.config.mel_dim, timeline.num_samples)
         for mel, start, stop in zip(mels, timeline.starts, timeline.stops, strict=True):
             x[:, start:stop] = self._bigvgan.process_mel_spectrogram(mel.t())
@@ -248,7 +247,7 @@ class BigVGAN:
         wave = self.last(x, timeline)[0].clamp_(-1, 1)
         return [wave[start:stop] for start, stop in zip(timeline.starts, timeline.stops, strict=True)]
 
-    def _lay_out(self, lengths: list[int]) -> Timeline:
+    def _make_timeline(self, lengths: list[int]) -> Timeline:
         num_frames = sum(lengths) + self.gap * (len(lengths) + 1)
         return Timeline(tuple(lengths), self.gap, self.gap + -num_frames % LENGTH_STEP, self.device)
 
@@ -261,7 +260,7 @@ def _mean(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _gap_frames(bigvgan: Any, rates: list[int]) -> Iterator[int]:
-    """Frames that convolutions and filters reach beyond an end, at each of the rates between mel and wave."""
+    """Frames that convolutions and filters read beyond an end, at each of the rates between mel and wave."""
     yield bigvgan.conv_pre.padding[0]
     rate, width = 1, bigvgan.num_residual_blocks
     for level, step in enumerate(rates):

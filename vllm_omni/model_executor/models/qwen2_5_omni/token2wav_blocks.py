@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the spectrograms of many requests lie side by side in blocks, the unit of the DiT's attention.
+"""The layout of many requests' spectrograms in blocks, the unit of the DiT's attention.
 
-A frame attends to its own block of frames and, in some layers, to the block before or the block after it. So requests
-of any lengths run as one list of blocks: no padding but in a request's last block, and a cost linear in length.
-
-Pure bookkeeping: this file knows no weights.
+A frame attends to its own block of frames and, in some layers, to the block before or after it. So requests of any
+lengths run as one list of blocks: padding only in a request's last block, and a cost linear in length. This file knows
+no weights.
 """
 
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ class BlockRun:
     """Consecutive blocks of one request.
 
     Attributes:
-        num_frames: Frames of the run; only its last block may be shorter than a block.
+        num_frames: Frames of the run; only its last block can be incomplete.
         first_block: Blocks of the request that were computed before.
-        has_past: The keys and values of the block before the run are at hand.
-        kept_block: The block of the run (counted in it) whose keys and values the next run will need; None: none.
+        has_past: The keys and values of the block before the run are available.
+        kept_block: Index in the run of the block whose keys and values the next run needs, or None.
     """
 
     num_frames: int
@@ -33,12 +32,12 @@ class BlockRun:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The blocks of a batch of runs, one run after the other; before a run with a past a place for its past block.
+    """The blocks of a batch of runs, one run after the other; before a run with a past there is a past block.
 
     Attributes:
         runs: In the order of the batch.
         block_size: Frames of a block.
-        device: Where the tensors go that this makes.
+        device: Of the tensors made here.
     """
 
     runs: list[BlockRun]
@@ -62,7 +61,7 @@ class BlockLayout:
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """`[rows]` int64, each frame's place in its request."""
+        """`[rows]` int64, each frame's position in its request."""
         positions = torch.zeros(self.num_blocks, self.block_size, dtype=torch.int64)
         for run, start, size in zip(self.runs, self.starts, self.sizes, strict=True):
             first, stop = run.first_block * self.block_size, (run.first_block + size) * self.block_size
@@ -71,7 +70,7 @@ class BlockLayout:
 
     @cached_property
     def past_blocks(self) -> torch.Tensor:
-        """`[runs with a past]` int64, the places of their past blocks."""
+        """`[runs with a past]` int64, the indices of their past blocks."""
         pairs = zip(self.runs, self.starts, strict=True)
         return self._as_index([start - 1 for run, start in pairs if run.has_past])
 
@@ -82,7 +81,7 @@ class BlockLayout:
         return self._as_index([start + run.kept_block for run, start in pairs if run.kept_block is not None])
 
     def pack(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        """`[frames, width]` of each run -> `[rows, width]`, zeros where there is no frame."""
+        """`[frames, width]` of each run -> `[rows, width]`, zeros without a frame."""
         packed = rows[0].new_zeros(self.num_blocks * self.block_size, rows[0].shape[1])
         for part, start in zip(rows, self.starts, strict=True):
             packed[start * self.block_size :][: part.shape[0]] = part
@@ -105,7 +104,8 @@ class BlockLayout:
             frames[1:].flatten()[: run.num_frames] = True
             windows = frames[1 - backward :].unfold(0, backward + 1 + ahead, 1)[:size]  # [size, block_size, seen]
             visible[start : start + size] = windows.transpose(1, 2)
-        visible[self.past_blocks.cpu(), backward] = True  # Nothing is read from them; but no row may see nothing.
+        # Their results are not read, but a row without any visible frame would be NaN.
+        visible[self.past_blocks.cpu(), backward] = True
         return visible.flatten(1).to(self.device)
 
     def _as_index(self, blocks: list[int]) -> torch.Tensor:

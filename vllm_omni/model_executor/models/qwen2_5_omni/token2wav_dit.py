@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first half of the vocoder: a diffusion transformer that turns codes into a mel spectrogram.
 
-The parameters and the speaker encoder are HF transformers' own. What is ours is how one solution of the differential
-equation runs: all requests of a step as one list of blocks, and everything that does not depend on the state computed
-once: for a checkpoint (speakers, modulations of the 28 different times), or for a batch (codes, positions, masks).
-Equal to `Qwen2_5OmniToken2WavDiTModel.sample` with its default arguments.
+The parameters and the speaker encoder are HF transformers' own. Here one solution of the differential equation runs for
+all requests of a step as one list of blocks, and everything that does not depend on the state is computed once: for a
+checkpoint (speakers, modulations of the 28 different times), or for a batch (codes, positions, masks). Equal to
+`Qwen2_5OmniToken2WavDiTModel.sample` with its default arguments.
 
-A solution of a request's beginning leaves, for each of the 36 evaluations, the keys and values of its last block. What
-follows attends to those, and so is computed as if it had been there from the beginning.
+A solution of a request's first run keeps, for each of the 36 evaluations, the keys and values of its last block. The
+next run attends to those, with the same result as in one run.
 
 This file knows no engine and no windows.
 """
@@ -46,8 +46,8 @@ class DiTInput:
         noise: float32 `[repeats * T, mel_dim]`, the state at time 0.
         speaker: Name in lower case.
         first_block: Blocks of the request before this run.
-        past: What the run before this one kept; None at a request's beginning.
-        kept_block: The block of this run whose keys and values the next one needs; None if there is no next one.
+        past: Kept by the run before this one; None for the first.
+        kept_block: The block of this run whose keys and values the next one needs; None for the last.
     """
 
     codes: torch.Tensor
@@ -64,7 +64,7 @@ class DiTInput:
 
 @dataclass(slots=True)
 class Modulation:
-    """What one time makes of one layer, each `[hidden]`: `norm(x) * scale + shift`, and gates of what is added."""
+    """One layer at one time, each `[hidden]`: `norm(x) * scale + shift`, and gates of the residuals."""
 
     attn_scale: torch.Tensor
     attn_shift: torch.Tensor
@@ -76,14 +76,15 @@ class Modulation:
 
 @dataclass(slots=True)
 class Batch:
-    """What stays the same during one solution. `2`: with guidance, and without.
+    """The constants of one solution. `2`: with guidance, and without.
 
     Attributes:
-        layout: Where each run lies.
+        layout: Of the runs.
         condition: `[2, rows, hidden]`, the projected codes and speakers.
         rotation: complex64 `[2 * blocks, block_size, 1, head_dim / 2]`.
         masks: float32 `[2 * blocks, 1, 1, seen * block_size]`, added to the scores, by blocks back and blocks ahead.
-        projected: `[1 + 2 * blocks + 1, block_size, 3, heads, head_dim]`, where layers put queries, keys and values.
+        projected: `[1 + 2 * blocks + 1, block_size, 3, heads, head_dim]`, the queries, keys and values of the current
+        layer.
         past: `[evaluations, backward layers, 2, runs with a past, block_size, 2, heads, head_dim]`: keys and values.
     """
 
@@ -122,7 +123,7 @@ class DiTLayer:
         normed = F.layer_norm(x, width, modulation.attn_scale, modulation.attn_shift, NORM_EPS)
         own = batch.projected[1:-1]
         torch.addmm(self.qkv_bias, normed, self.qkv_weight.t(), out=own.view(x.shape[0], -1))
-        # Only the first head knows positions: pairs of neighbouring dimensions are turned.
+        # Only the first head has rotary positions: pairs of adjacent dimensions are rotated.
         torch.view_as_complex(own[:, :, :2, 0].unflatten(-1, (-1, 2))).mul_(batch.rotation)
         keys = own[:, :, 1:].unflatten(0, (2, -1))
         if past is not None:
@@ -136,7 +137,7 @@ class DiTLayer:
         """`[2 * rows, heads * head_dim]`, from the projected queries, keys and values."""
         projected, (backward, ahead) = batch.projected, self.neighbourhood
         blocks, (frame, part, head, one) = projected.shape[0] - 2, projected.stride()[1:]
-        # Neighbouring blocks lie side by side: what a block sees is a view that overlaps that of the next block.
+        # Adjacent blocks are adjacent in memory: the frames that a block attends to are a view, and views overlap.
         seen = projected[1 - backward :].as_strided(
             (blocks, (backward + 1 + ahead) * projected.shape[1], *projected.shape[2:]),
             (projected.stride(0), frame, part, head, one),
@@ -168,15 +169,15 @@ class DiTSolver:
     def solve(self, inputs: list[DiTInput]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """
         Returns:
-            The spectrogram of each input, float32 `[repeats * T, mel_dim]`; and what the next run of those that have a
-            `kept_block` needs as its `past`: `[36, backward layers, 2, block_size, 2, heads, head_dim]`.
+            The spectrogram of each input, float32 `[repeats * T, mel_dim]`; and the `past` of the next run for those
+            with a `kept_block`: `[36, backward layers, 2, block_size, 2, heads, head_dim]`.
         """
         batch = self._make_batch(inputs)
         kept: list[torch.Tensor] = []
         x = batch.layout.pack([run.noise.to(self.device) for run in inputs])
         for step in range(len(self._durations)):
             x = self._advance(step, x, batch, kept)
-        return batch.layout.unpack(x), self._deal_out(kept, inputs)
+        return batch.layout.unpack(x), self._split_kept(kept, inputs)
 
     def _advance(self, step: int, x: torch.Tensor, batch: Batch, kept: list[torch.Tensor]) -> torch.Tensor:
         """One step of the 3/8 rule."""
@@ -191,7 +192,7 @@ class DiTSolver:
         self, step: int, stage: int, x: torch.Tensor, batch: Batch, kept: list[torch.Tensor]
     ) -> torch.Tensor:
         """`[rows, mel_dim]` -> the same: the guided velocity of the state `x`."""
-        point = (STAGES - 1) * step + stage  # a step ends when the next one begins
+        point = (STAGES - 1) * step + stage  # a step ends at the time of the next one's start
         hidden = (batch.condition + F.linear(x, self._mel_weight)).flatten(0, 1)
         past: Iterator[torch.Tensor] = iter(() if batch.past is None else batch.past[STAGES * step + stage])
         for layer, modulation in zip(self.layers, self._modulations[point], strict=True):
@@ -230,7 +231,7 @@ class DiTSolver:
         rotation = torch.complex(cos[0, :, :half], sin[0, :, :half])
         return rotation.repeat(2, 1)[:, None]
 
-    def _deal_out(self, kept: list[torch.Tensor], inputs: list[DiTInput]) -> list[torch.Tensor | None]:
+    def _split_kept(self, kept: list[torch.Tensor], inputs: list[DiTInput]) -> list[torch.Tensor | None]:
         if not kept:
             return [None] * len(inputs)
         evaluations = STAGES * len(self._durations)
@@ -239,7 +240,7 @@ class DiTSolver:
         return [None if run.kept_block is None else next(parts).contiguous() for run in inputs]
 
     def _time_points(self) -> torch.Tensor:
-        """`[10]`, denser towards the beginning."""
+        """`[10]`, denser towards the start."""
         linear = torch.linspace(0, 1, NUM_TIME_POINTS, device=self.device)
         return linear - (torch.cos(torch.pi / 2 * linear) - 1 + linear)
 
@@ -255,17 +256,17 @@ class DiTSolver:
         return modulations, [(1 + scale[point], shift[point].contiguous()) for point in points]
 
     def _encode(self, speaker: Speaker, encoding: torch.Tensor, cond: torch.Tensor) -> torch.Tensor:
-        """`[2, hidden]`: what a speaker adds to each frame with guidance; without it, code 0 is in it as well."""
+        """`[2, hidden]`: added to each frame for a speaker, with guidance; and without, which includes code 0."""
         mel = speaker.ref_mel.to(self.device)
-        heard = self._dit.input_embed.spk_encoder(torch.cat([mel, torch.zeros_like(mel)]))  # [2, enc_dim]
-        voice = F.linear(heard, encoding, self._dit.input_embed.proj.bias)
+        encoded = self._dit.input_embed.spk_encoder(torch.cat([mel, torch.zeros_like(mel)]))  # [2, enc_dim]
+        voice = F.linear(encoded, encoding, self._dit.input_embed.proj.bias)
         voice[0] += F.linear(speaker.cond.to(self.device)[0], cond)
         voice[1] += self._code_table[0]
         return voice
 
 
 def _merge(parts: list[nn.Parameter]) -> torch.Tensor:
-    """One tensor of all parts, which become views of it."""
+    """One tensor of all parts; they become views of it."""
     merged = torch.cat([part.detach() for part in parts])
     for part, view in zip(parts, merged.split([part.shape[0] for part in parts]), strict=True):
         part.data = view
@@ -273,9 +274,9 @@ def _merge(parts: list[nn.Parameter]) -> torch.Tensor:
 
 
 def _stage_times(times: torch.Tensor) -> torch.Tensor:
-    """`[10]` -> `[28]`: each step's beginning, its two thirds; and the last step's end."""
-    begins, durations = times[:-1], times.diff()
-    stages = torch.stack([begins, begins + durations * (1 / 3), begins + durations * (2 / 3)], dim=1)
+    """`[10]` -> `[28]`: each step's start and its two thirds; and the last step's end."""
+    starts, durations = times[:-1], times.diff()
+    stages = torch.stack([starts, starts + durations * (1 / 3), starts + durations * (2 / 3)], dim=1)
     return torch.cat([stages.flatten(), times[-1:]])
 
 
@@ -292,6 +293,6 @@ def _make_mask(visible: torch.Tensor) -> torch.Tensor:
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its approximation with tanh, which is a sigmoid here: a CPU takes less than half the time for it."""
+    """GELU by its tanh approximation, written as a sigmoid: less than half the time on a CPU."""
     inner = x.square().mul_(GELU_CUBE).add_(GELU_SCALE).mul_(x)
     return inner.sigmoid_().mul_(x)

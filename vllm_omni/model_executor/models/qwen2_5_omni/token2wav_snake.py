@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BigVGAN's activation on a CPU in one pass: twice the rate, the snake, and back, without leaving the nearest cache.
+"""BigVGAN's activation on a CPU in one pass, in the first-level cache: upsampling, the snake, and downsampling.
 
-The same as HF transformers' `Qwen2_5OmniAntiAliasedActivation1d` of two times the rate and twelve taps, which takes
-some fifteen passes for it; a vocoder spends most of its time there. Compiled by numba, which vLLM's CPU build needs
-itself. This file knows no layers and no tensors of torch.
+Equals HF transformers' `Qwen2_5OmniAntiAliasedActivation1d` of twice the rate and twelve taps, which takes some fifteen
+passes and most of the vocoder's time. Compiled by numba, which vLLM's CPU build requires. This file knows no layers and
+no tensors of torch.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from numba import njit
 
 TAPS = 12
 REACH = 3
-"""Samples at the input's rate that either filter reaches to each side."""
+"""Samples at the input's rate that each filter reads on each side."""
 TILE = 512
-"""Samples worked on at once: what belongs to them fits into a first-level cache."""
+"""Samples of a tile: its buffers fit into a first-level cache."""
 
 _ORDER = 8
 
@@ -35,7 +35,7 @@ _HALF = np.float32(0.5)
 
 
 def phase_filters(up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """Two filters of twelve taps as four of six, so that the odd and the even samples of the double rate lie apart.
+    """Two filters of twelve taps as four of six, for the even and the odd samples of the double rate.
 
     Args:
         up, down: `[12]` float32; `up` includes the factor of the rate.
@@ -48,12 +48,12 @@ def phase_filters(up: np.ndarray, down: np.ndarray) -> np.ndarray:
 
 
 def _compile(signature: str) -> Callable[[Callable[..., None]], Any]:
-    """Compiled at once, or read from where an earlier process has put it."""
+    """Compiles a function now, or reads it from numba's cache."""
 
     def compile_function(function: Callable[..., None]) -> Any:
         try:
             return njit(signature, fastmath=True, nogil=True, cache=True)(function)
-        except RuntimeError:  # There is no folder that may be written to.
+        except RuntimeError:  # The cache folder is not writable.
             return njit(signature, fastmath=True, nogil=True)(function)
 
     return compile_function
@@ -67,7 +67,7 @@ def _activate_row(row: Any, out: Any, frequency: Any, gain: Any, filters: Any, s
     u0, u1, u2, u3, u4, u5 = filters[0, 0], filters[0, 1], filters[0, 2], filters[0, 3], filters[0, 4], filters[0, 5]
     for start in range(0, length, TILE):
         size = min(TILE, length - start)
-        for i in range(size + 4 * REACH):  # Beyond its ends a signal stays what it is there.
+        for i in range(size + 4 * REACH):  # Beyond its ends a signal has its last value.
             near[i] = row[min(max(start + i - 2 * REACH, 0), length - 1)]
         for i in range(size + 2 * REACH):
             x0, x1, x2, x3 = near[i], near[i + 1], near[i + 2], near[i + 3]
@@ -104,14 +104,14 @@ def _activate_row(row: Any, out: Any, frequency: Any, gain: Any, filters: Any, s
 
 @_compile("void(float32[:, ::1], float32[:, ::1], int64[::1], int64[::1], float32[::1], float32[::1], float32[:, ::1])")
 def activate(x: Any, out: Any, starts: Any, stops: Any, frequencies: Any, gains: Any, filters: Any) -> None:
-    """The activation of each segment for itself, in each channel; zeros between the segments.
+    """The activation of each segment separately, in each channel; zeros between the segments.
 
     Args:
         x: `[channels, samples]`.
         out: `[channels, padding + samples + padding]`, all of it written.
         starts, stops: `[segments]`, ascending.
         frequencies, gains: `[channels]`, of `x + gain * sin(pi * frequency * x)^2`.
-        filters: As `phase_filters` makes them.
+        filters: Of `phase_filters`.
     """
     scratch = np.empty((3, TILE + 4 * REACH), np.float32)
     padding = (out.shape[1] - x.shape[1]) // 2

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small transformer that adds the residual codes of one frame of speech to its first code.
+"""The small transformer that predicts the residual codes of one frame of speech from its first code.
 
-It runs once for each frame of each request, inside the talker's step, so it is the hottest loop of the pipeline. All
-requests of a step run as one batch; on a GPU a whole frame is one CUDA graph.
+It runs once for each frame of each request, inside the talker's step: the hottest loop of the pipeline. All requests of
+a step run as one batch; on a GPU a whole frame is one CUDA graph.
 
 Reference: `Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration` of HF transformers.
 This file knows no request, no talker and no engine.
@@ -47,11 +47,11 @@ class CodePredictor(nn.Module):
         """
         Args:
             config: The checkpoint's `code_predictor_config`.
-            max_batch_size: The most requests that one call can hold.
+            max_batch_size: The most requests of one call.
             use_graphs: Run frames as CUDA graphs; the weights must be on a CUDA device.
 
         Raises:
-            ValueError: The configuration asks for attention that no published checkpoint uses.
+            ValueError: The configuration has a kind of attention that no published checkpoint uses.
         """
         super().__init__()
         _refuse_unknown_attention(config)
@@ -72,10 +72,10 @@ class CodePredictor(nn.Module):
         Args:
             hidden: `[B, H]`, the talker's last hidden state (after its final norm).
             first_embeds: `[B, H]`, the talker's embedding of the frame's first code.
-            sampling: How to draw; None takes the likeliest code everywhere.
+            sampling: None takes the likeliest codes.
         """
         if self._make_frame is None:
-            # At the first frame, because vLLM fills weights itself where it is told to load dummies.
+            # At the first frame, because with dummy weights vLLM does not call `load_weights`.
             self._make_frame = self._finish_loading()
         return self._make_frame(hidden, first_embeds, sampling)
 
@@ -93,7 +93,7 @@ class CodePredictor(nn.Module):
         return embeds
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads the names below `talker.code_predictor.` and returns the parameters that it filled."""
+        """Loads the names below `talker.code_predictor.` and returns the loaded parameters."""
         loaded = set()
         for name, tensor in weights:
             target, view = self._locate(name)
@@ -103,7 +103,7 @@ class CodePredictor(nn.Module):
         return loaded
 
     def _locate(self, name: str) -> tuple[str, torch.Tensor]:
-        """The parameter that a checkpoint name fills, and the part of it."""
+        """The parameter of a checkpoint name, and the part of it."""
         path = name.removeprefix("model.").removesuffix(".weight").split(".")
         if path[0] != "layers":  # norm, codec_embedding.{step}, lm_head.{step}
             whole = getattr(self, path[0])
@@ -129,7 +129,7 @@ class CodePredictor(nn.Module):
 
 
 class FrameKernels:
-    """The loop over the codes of a frame, on weights that are loaded."""
+    """The loop over the codes of a frame, with loaded weights."""
 
     def __init__(self, predictor: CodePredictor) -> None:
         config = predictor.config
@@ -161,19 +161,19 @@ class FrameKernels:
         return Frame(torch.stack(codes, dim=1), embeds)
 
     def _forward_rows(self, rows: torch.Tensor, frame_pass: "FramePass") -> torch.Tensor:
-        """`[N, H]` -> `[N, H]` after the final norm. Writes over `rows`."""
+        """`[N, H]` -> `[N, H]` after the final norm. Overwrites `rows`."""
         hidden = rms_norm(rows, self._first_norm, self._eps)
         for layer, cache in zip(self._layers, frame_pass.caches, strict=True):
             hidden = layer(hidden, rows, frame_pass.positions, self._cos_sin, cache)
         return hidden
 
     def _make_passes(self, batch_size: int) -> "list[FramePass]":
-        """The first pass computes two rows of each frame, every other one more."""
+        """The first pass computes two rows of each frame, every other pass one."""
         spans = [(0, 2), *((start, 1) for start in range(2, self._num_steps + 1))]
         self._passes[batch_size] = [
             FramePass(
                 torch.arange(start, start + num_rows, device=self._cos_sin.device).repeat(batch_size),
-                [layer.cut_cache(batch_size, start, num_rows) for layer in self._layers],
+                [layer.cache_views(batch_size, start, num_rows) for layer in self._layers],
             )
             for start, num_rows in spans
         ]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decoder layer of the code predictor: its weights, and the few kernels that it runs for one pass of a frame.
+"""One decoder layer of the code predictor: its weights, and its few kernels for one pass of a frame.
 
-A frame is a fresh sequence of at most `num_code_groups` rows, so keys and values live in static buffers and need no
-paged cache. What a pass needs of these buffers is cut out once for each batch size. This file knows no sampling.
+A frame is a new sequence of at most `num_code_groups` rows, so keys and values are in static buffers without a paged
+cache. A pass's views of these buffers are made once for each batch size. This file knows no sampling.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen
 from vllm import _custom_ops as ops
 
 MIN_PACKED_SIZE = 128 * 1024
-"""Elements of a weight from which on packing it pays for the call that then costs more."""
+"""Elements of a weight from which on packing is faster, although the call costs more."""
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
 
@@ -39,7 +39,7 @@ def _swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _as_projection(weight: torch.Tensor) -> Projection:
-    """`[N, in]` -> `[N, out]`. On a CPU a large weight is packed for it, which is quicker."""
+    """`[N, in]` -> `[N, out]`. On a CPU a large weight is packed, which is faster."""
     if weight.device.type == "cpu" and ops._supports_onednn and weight.numel() >= MIN_PACKED_SIZE:
         handler = ops.create_onednn_mm(weight.t())
         return lambda x: ops.onednn_mm(handler, x, None)
@@ -75,7 +75,7 @@ class CodePredictorLayer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one pass of `B` frames, rows `[start, start + num_rows)` of each, writes and reads of a layer's cache.
+    """The views of a layer's cache for one pass of `B` frames, rows `[start, start + num_rows)` of each.
 
     Attributes:
         new_keys, new_values: `[B, kv_heads, num_rows, head_dim]`.
@@ -89,7 +89,7 @@ class LayerCache:
 
 
 class LayerKernels:
-    """Runs a layer whose weights are loaded. No module: a call of one costs more than most of these kernels."""
+    """Runs a layer with loaded weights. No module: its call would cost more than most of these kernels."""
 
     def __init__(self, layer: CodePredictorLayer, next_norm: torch.Tensor) -> None:
         """
@@ -108,7 +108,7 @@ class LayerKernels:
         self.head_dim = layer.head_dim
         self.enable_gqa = layer.num_heads != layer.num_kv_heads
 
-    def cut_cache(self, batch_size: int, start: int, num_rows: int) -> LayerCache:
+    def cache_views(self, batch_size: int, start: int, num_rows: int) -> LayerCache:
         end = start + num_rows
         keys, values = self.k_cache[:batch_size, :, :end], self.v_cache[:batch_size, :, :end]
         return LayerCache(keys[:, :, start:], values[:, :, start:], keys, values)
@@ -148,7 +148,7 @@ class LayerKernels:
         if num_rows == 1:
             cache.new_keys.copy_(qk[:, self.num_heads :, None])
             cache.new_values.copy_(qkv[:, self.num_qk_heads :, None])
-            # Heads that share keys and values stand where a sequence's queries do.
+            # The heads that share keys and values take the dimension of a sequence's queries.
             queries = qk[:, : self.num_heads].view(batch_size, self.num_kv_heads, -1, self.head_dim)
             return F.scaled_dot_product_attention(queries, cache.keys, cache.values).reshape(batch_size, -1)
         qk = qk.view(batch_size, num_rows, self.num_qk_heads, self.head_dim).transpose(1, 2)

@@ -88,8 +88,8 @@ class ThinkerEmbeds:
 class QwenOmniTalkerFeedback(FeedbackStrategy):
     """Keeps each request's prompt, and the text rows of the reply, one for each token that is fed back.
 
-    Later pieces of a request's input bring `reply_rows`, `[n, thinker_hidden]`, or none. After the reply's last row
-    comes the end of the text, and then padding.
+    Later pieces of a request's input have `reply_rows`, `[n, thinker_hidden]`, or none. The end of the text follows the
+    reply's last row, and then padding.
     """
 
     def __init__(self, text_end: torch.Tensor, text_pad: torch.Tensor, max_batch_size: int) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base of both thinkers: input embeddings in the order of their tokens, kept for what the talker reads.
 
-It stands before vLLM's class among the bases.
+It precedes vLLM's class in the bases.
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,480 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RequestRouter` with fake stages: admission, submits, outputs, failures, restarts, and one terminal event each."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.orchestrator.fake_stages import FakeStage
+from tests.orchestrator.pipelines import TRIANGLE, fake_stage, make_config
+from vllm_omni.distributed.connectors import Connector, InlineConnector, SharedMemoryConnector
+from vllm_omni.distributed.messages import (
+    ErrorMessage,
+    InlineRef,
+    OutputMessage,
+    PeerDownMessage,
+    ResultMessage,
+)
+from vllm_omni.distributed.payloads import PayloadReceiver, PayloadSender
+from vllm_omni.errors import (
+    InvalidRequestError,
+    RequestAbortedError,
+    RequestTimeoutError,
+    StageDeadError,
+    StageExecutionError,
+)
+from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
+from vllm_omni.inputs import StageRequest
+from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
+from vllm_omni.metrics.stats import StageMetrics
+from vllm_omni.orchestrator.admission import Admission
+from vllm_omni.orchestrator.omni_stage import StageState
+from vllm_omni.orchestrator.request import PipelineRequest
+from vllm_omni.orchestrator.router import RequestRouter
+from vllm_omni.outputs import Completion, StageOutput
+
+A, B, C = 0, 1, 2  # a outputs text; b reads a; c reads a and b and outputs audio
+
+
+class RecordingObserver(PipelineObserver):
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.ended: list[RequestSummary] = []
+
+    def request_started(self, request_id: str, modalities: list[str], trace_headers: Any = None) -> dict[str, str]:
+        self.started.append(request_id)
+        return {"traceparent": request_id}
+
+    def request_ended(self, summary: RequestSummary) -> None:
+        self.ended.append(summary)
+
+
+class Pipeline:
+    """A router, its fake stages, and the events of its requests by request id."""
+
+    def __init__(self, *stages: dict[str, Any], max_inflight: int = 4, max_queued: int = 2) -> None:
+        self.config = make_config(*(stages or TRIANGLE), max_inflight=max_inflight)
+        self.log: list[tuple[str, Any]] = []
+        self.stages = {i: FakeStage(stage, self.log, max_queued=max_queued) for i, stage in self.config.stages.items()}
+        self.observer = RecordingObserver()
+        self.admission = Admission(max_inflight, 100)
+        self.router = RequestRouter(
+            self.config,
+            self.stages,  # type: ignore[arg-type]
+            self.admission,
+            PayloadReceiver(),
+            self.observer,
+        )
+        self.events: dict[str, list[OmniEvent]] = {}
+
+    def put(
+        self, request_id: str, *modalities: str, streams: bool = False, deadline: float | None = None
+    ) -> PipelineRequest:
+        wanted = list(modalities) or self.config.output_types
+        stage_ids = self.config.stages_for(wanted)
+        self.events[request_id] = []
+        request = PipelineRequest(
+            request_id=request_id,
+            external_id=f"external-{request_id}",
+            stages={i: StageRequest(request_id=request_id, modalities=wanted) for i in stage_ids},
+            final_stages=[i for i in stage_ids if self.config.stages[i].final_output_type in wanted],
+            on_event=self.events[request_id].append,
+            streams=streams,
+            timeout_s=deadline,
+            arrival=0.0,
+        )
+        self.admission.put(request, wait=False)
+        self.router.watch_deadline(request)
+        return request
+
+    def start(self, request_id: str, *modalities: str, streams: bool = False) -> None:
+        self.put(request_id, *modalities, streams=streams)
+        self.router.admit()
+
+    def output(self, stage_id: int, request_id: str, text: str) -> None:
+        ref, frames = as_payload(stage_id, request_id, text)
+        message = OutputMessage(request_id=request_id, stage_id=stage_id, payload=ref)
+        self.router.on_output(self.stages[stage_id], message, frames)  # type: ignore[arg-type]
+
+    def result(
+        self,
+        stage_id: int,
+        request_id: str,
+        text: str | None = None,
+        connector: Connector | None = None,
+        **sent_to: int,
+    ) -> None:
+        """A stage completes a request; `sent_to` has the epochs of its targets, by stage name."""
+        ref, frames = (None, []) if text is None else as_payload(stage_id, request_id, text, connector)
+        ids = {stage.config.name: i for i, stage in self.stages.items()}
+        message = ResultMessage(
+            request_id=request_id,
+            stage_id=stage_id,
+            metrics=StageMetrics(stage_id=stage_id, name=self.stages[stage_id].config.name),
+            sent_to={ids[name]: epoch for name, epoch in sent_to.items()},
+            payload=ref,
+        )
+        self.router.on_result(self.stages[stage_id], message, frames)  # type: ignore[arg-type]
+
+    def error(self, stage_id: int, request_id: str, **fields: Any) -> None:
+        message = ErrorMessage(request_id=request_id, stage_id=stage_id, error="RuntimeError: why", **fields)
+        self.router.on_error(self.stages[stage_id], message)  # type: ignore[arg-type]
+
+    def complete(self, request_id: str) -> None:
+        self.result(A, request_id, "text", b=0, c=0)
+        self.result(B, request_id, c=0)
+        self.result(C, request_id, "audio")
+
+    def kill(self, stage_id: int, state: StageState = StageState.RESTARTING) -> None:
+        self.stages[stage_id].on_death("it was killed by SIGKILL")
+        self.stages[stage_id].state = state
+        self.router.on_stage_down(self.stages[stage_id])  # type: ignore[arg-type]
+
+    def restart(self, stage_id: int) -> None:
+        self.stages[stage_id].state = StageState.READY
+        self.router.on_stage_up(self.stages[stage_id])  # type: ignore[arg-type]
+
+    def end(self, request_id: str) -> OmniEvent:
+        """The terminal event: the only one, and the last."""
+        *others, end = self.events[request_id]
+        assert end.is_terminal and not any(event.is_terminal for event in others)
+        assert [event.sequence for event in self.events[request_id]] == list(range(len(others) + 1))
+        assert {event.request_id for event in self.events[request_id]} == {f"external-{request_id}"}
+        assert [summary.request_id for summary in self.observer.ended].count(request_id) == 1
+        return end
+
+    def failure(self, request_id: str) -> Exception:
+        end = self.end(request_id)
+        assert isinstance(end, ErrorEvent), end
+        return end.error
+
+    def submitted(self, stage_id: int) -> list[str]:
+        return list(self.stages[stage_id].submits)
+
+
+def as_payload(
+    stage_id: int, request_id: str, text: str, connector: Connector | None = None
+) -> tuple[Any, list[memoryview]]:
+    output = StageOutput(
+        request_id=request_id,
+        stage_id=stage_id,
+        completions=[Completion(text=text)],
+        tensors={"audio": torch.zeros(4)} if stage_id == C else {},
+    )
+    ref, frames = PayloadSender(connector or InlineConnector()).put(output)
+    return ref, [memoryview(frame) for frame in frames]
+
+
+@pytest.fixture
+def pipeline() -> Pipeline:
+    return Pipeline()
+
+
+# Admission and submits.
+
+
+def test_a_request_is_submitted_to_the_last_stage_first(pipeline: Pipeline) -> None:
+    pipeline.start("r")
+    assert pipeline.log == [("c", ("r", 1)), ("b", ("r", 1)), ("a", ("r", 1))]
+    arguments = {i: stage.submits["r"] for i, stage in pipeline.stages.items()}
+    assert arguments == {
+        A: {"sources": [], "targets": [B, C], "is_final": True, "streams": False},
+        B: {"sources": [A], "targets": [C], "is_final": False, "streams": False},
+        C: {"sources": [A, B], "targets": [], "is_final": True, "streams": False},
+    }
+
+
+def test_only_stages_that_a_request_needs_get_it(pipeline: Pipeline) -> None:
+    pipeline.start("r", "text", streams=True)
+    assert pipeline.log == [("a", ("r", 1))]
+    assert pipeline.stages[A].submits["r"] == {"sources": [], "targets": [], "is_final": True, "streams": True}
+    pipeline.result(A, "r", "text")
+    assert isinstance(pipeline.end("r"), CompletedEvent)
+
+
+def test_stages_get_the_observer_s_trace_headers(pipeline: Pipeline) -> None:
+    request = pipeline.put("r")
+    pipeline.router.admit()
+    assert [stage.trace_headers for stage in request.stages.values()] == [{"traceparent": "r"}] * 3
+
+
+def test_requests_are_admitted_in_order_up_to_max_inflight() -> None:
+    pipeline = Pipeline(max_inflight=2, max_queued=100)
+    for request_id in "abcd":
+        pipeline.put(request_id)
+    pipeline.router.admit()
+    assert pipeline.submitted(A) == ["a", "b"]
+    pipeline.complete("b")
+    pipeline.router.admit()
+    assert pipeline.submitted(A) == ["a", "b", "c"]
+    assert [number for name, (_, number) in pipeline.log if name == "a"] == [1, 2, 3]
+
+
+def test_a_first_stage_without_credit_stops_admission(pipeline: Pipeline) -> None:
+    for request_id in "rst":
+        pipeline.start(request_id)
+    assert pipeline.submitted(A) == ["r", "s"] and pipeline.observer.started == ["r", "s"]
+    pipeline.stages[A].credit.refund(1, 0)
+    pipeline.router.admit()
+    assert pipeline.submitted(A) == ["r", "s", "t"]
+
+
+def test_other_stages_credit_does_not_stop_admission(pipeline: Pipeline) -> None:
+    pipeline.stages[C].credit.spend(100, 0)
+    pipeline.start("r")
+    assert pipeline.submitted(C) == ["r"]
+
+
+def test_a_request_that_cannot_be_sent_fails_and_stops_being_submitted(pipeline: Pipeline) -> None:
+    pipeline.stages[B].submit_error = OSError("no space left on device")
+    pipeline.start("r")
+    error = pipeline.failure("r")
+    assert isinstance(error, StageExecutionError) and error.stage_id == B
+    assert "the request's data could not be sent: OSError: no space left on device" in str(error)
+    assert pipeline.submitted(A) == [] and pipeline.stages[C].aborted == ["r"]
+
+
+# Outputs.
+
+
+def test_a_request_completes_with_the_last_result(pipeline: Pipeline) -> None:
+    pipeline.start("r")
+    pipeline.result(C, "r", "audio")
+    pipeline.result(A, "r", "text", b=0, c=0)
+    assert pipeline.events["r"] == []
+    pipeline.result(B, "r", c=0)
+    end = pipeline.end("r")
+    assert isinstance(end, CompletedEvent)
+    assert [output.final_output_type for output in end.outputs] == ["text", "audio"]
+    assert end.outputs[0].outputs[0].text == "text"
+    assert [stage.stage_id for stage in pipeline.observer.ended[0].stages] == [A, B, C]
+    assert pipeline.stages[A].aborted == []
+
+
+def test_segments_are_events_before_the_terminal_one(pipeline: Pipeline) -> None:
+    pipeline.start("r", "text", streams=True)
+    for text in ("x", "y"):
+        pipeline.output(A, "r", text)
+    pipeline.result(A, "r", "z")
+    end = pipeline.end("r")
+    segments = [event for event in pipeline.events["r"] if isinstance(event, ARSegmentEvent)]
+    assert [(event.text, event.is_last) for event in segments] == [("x", False), ("y", False), ("z", True)]
+    assert isinstance(end, CompletedEvent) and end.outputs[0].outputs[0].text == "xyz"
+
+
+def test_late_and_duplicate_messages_are_dropped(pipeline: Pipeline, tmp_path: Path) -> None:
+    pipeline.start("r", streams=True)
+    pipeline.complete("r")
+    num_events = len(pipeline.events["r"])
+    shared = SharedMemoryConnector(tmp_path, "payload", 1)
+    pipeline.result(C, "r", "again", connector=shared)
+    pipeline.output(A, "r", "late")
+    pipeline.error(B, "r")
+    pipeline.router.abort(["r"])
+    assert len(pipeline.events["r"]) == num_events and isinstance(pipeline.end("r"), CompletedEvent)
+    assert (tmp_path / "pool-payload-0").exists() and not (tmp_path / "payload-0").exists()
+    assert pipeline.stages[A].aborted == []
+
+
+def test_an_output_that_cannot_be_read_fails_the_request(pipeline: Pipeline) -> None:
+    pipeline.start("r")
+    message = OutputMessage(request_id="r", stage_id=A, payload=InlineRef(sizes=[3]))
+    pipeline.router.on_output(pipeline.stages[A], message, [memoryview(b"\xc1xx")])  # type: ignore[arg-type]
+    error = pipeline.failure("r")
+    assert isinstance(error, StageExecutionError) and "the output of stage 0 (a) could not be read" in str(error)
+
+
+# Failures.
+
+
+@pytest.mark.parametrize(("invalid", "kind"), [(False, StageExecutionError), (True, InvalidRequestError)])
+def test_an_error_of_a_stage_ends_only_its_request(pipeline: Pipeline, invalid: bool, kind: type[Exception]) -> None:
+    for request_id in "rs":
+        pipeline.start(request_id)
+    pipeline.error(B, "r", invalid=invalid, traceback="where")
+    error = pipeline.failure("r")
+    assert type(error) is kind and "stage 1 (b): RuntimeError: why" in str(error)
+    assert error.stage_traceback == "where"  # type: ignore[attr-defined]
+    assert [stage.aborted for stage in pipeline.stages.values()] == [["r"]] * 3
+    assert pipeline.observer.ended[0].failed_stage == "b" and pipeline.events["s"] == []
+    pipeline.complete("s")
+    assert isinstance(pipeline.end("s"), CompletedEvent)
+
+
+def test_a_stage_reports_the_death_of_another(pipeline: Pipeline) -> None:
+    pipeline.start("r")
+    pipeline.stages[B].death = "it was killed"
+    pipeline.error(C, "r", dead_stage=B)
+    error = pipeline.failure("r")
+    assert isinstance(error, StageDeadError) and "stage 1 (b) died: it was killed" in str(error)
+
+
+def test_aborts_of_running_waiting_and_unknown_requests() -> None:
+    pipeline = Pipeline(max_inflight=1)
+    pipeline.start("running")
+    pipeline.put("waiting")
+    pipeline.router.abort(["waiting", "running", "unknown", "running"])
+    for request_id in ("running", "waiting"):
+        assert isinstance(pipeline.failure(request_id), RequestAbortedError)
+    assert pipeline.stages[C].aborted == ["running"] and pipeline.admission.peek() is None
+    assert pipeline.observer.started == ["running", "waiting"]
+
+
+def test_deadlines_end_running_and_waiting_requests() -> None:
+    pipeline = Pipeline(max_inflight=1)
+    assert pipeline.router.due is None
+    pipeline.put("running", deadline=20.0)
+    pipeline.put("waiting", deadline=10.0)
+    pipeline.router.admit()
+    assert pipeline.router.due == 10.0
+    pipeline.router.end_overdue(9.9)
+    assert pipeline.events == {"running": [], "waiting": []}
+    pipeline.router.end_overdue(10.0)
+    assert isinstance(pipeline.failure("waiting"), RequestTimeoutError) and pipeline.events["running"] == []
+    assert pipeline.router.due == 20.0
+    pipeline.router.end_overdue(30.0)
+    assert isinstance(pipeline.failure("running"), RequestTimeoutError) and pipeline.router.due is None
+    assert pipeline.stages[A].aborted == ["running"]
+
+
+def test_the_deadline_of_an_ended_request_has_no_effect(pipeline: Pipeline) -> None:
+    pipeline.put("r", deadline=10.0)
+    pipeline.router.admit()
+    pipeline.complete("r")
+    pipeline.router.end_overdue(10.0)
+    assert isinstance(pipeline.end("r"), CompletedEvent) and pipeline.router.due is None
+
+
+def test_closing_ends_all_requests_and_admits_none() -> None:
+    pipeline = Pipeline(max_inflight=1)
+    pipeline.start("running")
+    pipeline.put("waiting")
+    pipeline.router.end_all()
+    pipeline.router.admit()
+    for request_id in ("running", "waiting"):
+        error = pipeline.failure(request_id)
+        assert isinstance(error, RequestAbortedError) and "the pipeline was closed" in str(error)
+    assert pipeline.submitted(A) == ["running"]
+
+
+# Stages that die and restart.
+
+
+def test_requests_whose_input_died_fail_and_the_others_wait(pipeline: Pipeline) -> None:
+    for request_id in ("sent", "unsent"):
+        pipeline.start(request_id)
+    pipeline.result(A, "sent", "text", b=0, c=0)
+    pipeline.log.clear()
+    pipeline.kill(B)
+    error = pipeline.failure("sent")
+    assert isinstance(error, StageDeadError) and "stage 1 (b) died: it was killed by SIGKILL" in str(error)
+    assert pipeline.events["unsent"] == [] and pipeline.observer.ended[0].failed_stage == "b"
+    down = PeerDownMessage(stage_id=B, finished=[])
+    assert pipeline.log == [("a", down), ("c", down)]
+    pipeline.log.clear()
+    pipeline.restart(B)
+    a, b, c = (pipeline.stages[i].peer_up for i in (A, B, C))
+    assert pipeline.log == [("b", a), ("b", c), ("b", ("unsent", 2)), ("a", b), ("c", b)]
+    assert b.epoch == 1
+    pipeline.result(A, "unsent", "text", b=1, c=0)
+    pipeline.result(B, "unsent", c=0)
+    pipeline.result(C, "unsent", "audio")
+    assert isinstance(pipeline.end("unsent"), CompletedEvent)
+
+
+def test_the_first_stage_s_death_fails_all_that_it_had(pipeline: Pipeline) -> None:
+    for request_id in "rs":
+        pipeline.start(request_id)
+    pipeline.result(A, "s", "text", b=0, c=0)
+    pipeline.log.clear()
+    pipeline.kill(A)
+    assert isinstance(pipeline.failure("r"), StageDeadError)
+    assert ("b", PeerDownMessage(stage_id=A, finished=["s"])) in pipeline.log
+    pipeline.result(B, "s", c=0)
+    pipeline.result(C, "s", "audio")
+    assert isinstance(pipeline.end("s"), CompletedEvent)
+
+
+def test_requests_wait_for_a_restarting_stage_in_order() -> None:
+    pipeline = Pipeline(max_queued=100)
+    pipeline.kill(C)
+    for request_id in "rst":
+        pipeline.start(request_id)
+    assert pipeline.submitted(A) == ["r", "s", "t"] and pipeline.submitted(C) == []
+    pipeline.router.abort(["s"])
+    pipeline.log.clear()
+    pipeline.restart(C)
+    assert [entry for name, entry in pipeline.log if name == "c" and isinstance(entry, tuple)] == [("r", 1), ("t", 3)]
+
+
+def test_output_kept_for_a_restarting_target_dies_with_its_stage(pipeline: Pipeline) -> None:
+    pipeline.kill(C)
+    pipeline.start("r")
+    pipeline.result(A, "r", "text", b=0)
+    pipeline.result(B, "r")
+    assert pipeline.events["r"] == []
+    pipeline.kill(B)
+    error = pipeline.failure("r")
+    assert isinstance(error, StageDeadError) and error.stage_id == B
+
+
+def test_output_for_a_process_that_has_died_fails_the_request(pipeline: Pipeline) -> None:
+    pipeline.start("r")
+    pipeline.kill(B)
+    pipeline.restart(B)
+    pipeline.result(A, "r", "text", b=0, c=0)
+    error = pipeline.failure("r")
+    assert isinstance(error, StageDeadError) and error.stage_id == B
+
+
+def test_a_dead_stage_fails_its_requests_immediately(pipeline: Pipeline) -> None:
+    pipeline.start("r")
+    pipeline.start("text", "text")
+    pipeline.kill(C, StageState.DEAD)
+    assert isinstance(pipeline.failure("r"), StageDeadError)
+    pipeline.stages[A].credit.reset()
+    pipeline.start("s")
+    assert isinstance(pipeline.failure("s"), StageDeadError) and "s" not in pipeline.submitted(A)
+    pipeline.result(A, "text", "text")
+    assert isinstance(pipeline.end("text"), CompletedEvent)
+
+
+def test_activity_counts_stages_with_input(pipeline: Pipeline) -> None:
+    pipeline.start("r")
+    assert pipeline.router.activity() == {"a": 1, "b": 0, "c": 0}
+    pipeline.result(A, "r", "text", b=0, c=0)
+    assert pipeline.router.activity() == {"a": 0, "b": 1, "c": 0}
+    pipeline.result(B, "r", c=0)
+    assert pipeline.router.activity() == {"a": 0, "b": 0, "c": 1}
+    pipeline.result(C, "r", "audio")
+    assert pipeline.router.activity() == {"a": 0, "b": 0, "c": 0}
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda pipeline: pipeline.error(A, "r"),
+        lambda pipeline: pipeline.kill(A),
+        lambda pipeline: pipeline.router.abort(["r"]),
+        lambda pipeline: pipeline.router.end_overdue(10.0),
+        lambda pipeline: pipeline.complete("r"),
+        lambda pipeline: pipeline.router.end_all(),
+    ],
+)
+def test_whatever_ends_a_request_first_is_its_only_terminal_event(end: Callable[[Pipeline], None]) -> None:
+    pipeline = Pipeline(fake_stage(0, "a", (), "text"), *TRIANGLE[1:])
+    pipeline.put("r", streams=True, deadline=10.0)
+    pipeline.router.admit()
+    pipeline.output(A, "r", "first")
+    end(pipeline)
+    first = pipeline.end("r")
+    pipeline.error(A, "r")
+    pipeline.router.abort(["r"])
+    pipeline.router.end_overdue(10.0)
+    pipeline.complete("r")
+    pipeline.kill(A)
+    pipeline.router.end_all()
+    assert pipeline.end("r") is first

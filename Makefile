@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(OMNI_EXTRA)
 # Two processes; tests/conftest.py keeps tests that share an engine or a server in one of them. Where bytecode is not kept,
 # rewriting the tests' assertions takes ten seconds of each process.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
 
 # With several threads, OpenMP's waiting threads slow tiny models down several times.
 export OMP_NUM_THREADS ?= 1

@@ -4,9 +4,10 @@
 import functools
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,41 +25,36 @@ os.environ["DO_NOT_TRACK"] = "1"
 gc.disable()  # While modules are imported it finds nothing and takes a fifth of the time.
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where tests run in several processes, files that share a fixture of a session stay in one process.
-
-    Checkpoints do not count: writing one takes less time than waiting for another process.
-    """
-    if not config.getoption("loadgroup", False):
-        return
-    groups: dict[str, str] = {}  # of a file or a fixture: a file, and so on up to one that is a group
-
-    def find(name: str) -> str:
-        while (parent := groups.setdefault(name, name)) != name:
-            name = parent
-        return name
-
-    for item in items:
-        for fixture in _shared_fixtures(item):
-            groups[find(fixture)] = find(item.nodeid.split("::")[0])
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(find(item.nodeid.split("::")[0])))
+# What several files share, so that one process runs them: the engines of a folder, and by name of their fixtures the
+# servers, the applications and the pipelines.
+_FOLDERS_WITH_ENGINES = re.compile("tests/(?:engine|stage|model_executor/models/qwen[^/]*)/")
+_SHARED_FIXTURES = re.compile(r"\b(?:(?:omni|image|video)_(?:server|app)|(?:talking|qwen2_5|text)_(?:async_)?llm)\b")
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where tests run in several processes, a file stays in one, and so do files that share something."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group_of(config.rootpath, nodeid.split("::")[0])
+
+    return Scheduling(config, log)
+
+
+@functools.cache
+def _group_of(root: Path, file: str) -> str:
+    if folder := _FOLDERS_WITH_ENGINES.match(file):
+        return folder[0]
+    fixture = _SHARED_FIXTURES.search((root / file).read_text())
+    return fixture[0].rpartition("_")[2] if fixture else file
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     gc.freeze()
     gc.enable()
-
-
-def _shared_fixtures(item: pytest.Item) -> list[str]:
-    """Those of a session that the tests define, by folder and name."""
-    fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
-    return [
-        f"{found[-1].baseid}::{name}"
-        for name, found in fixtures.items()
-        if found[-1].scope == "session" and found[-1].baseid and not name.startswith("tiny_")
-    ]
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from vllm import SamplingParams
 
@@ -13,6 +14,7 @@ from vllm_omni.core.sched.output import RequestWindow
 from vllm_omni.model_executor.feedback import FedBack, FedBackRows
 from vllm_omni.model_executor.feedback_buffers import SlotBuffer, SlotRows
 from vllm_omni.model_executor.interfaces import RequestSpan
+from vllm_omni.worker import feedback_ar_model_runner
 from vllm_omni.worker.feedback_ar_model_runner import BatchSlots, EmittedRows, FeedbackARModelRunner
 from vllm_omni.worker.feedback_rows import RequestSlots, sort_rows
 from vllm_omni.worker.gpu_ar_model_runner import RowTracker, SelectedRows
@@ -131,8 +133,13 @@ class Talker:
         return on_cpu(embeds)[:, 0]
 
 
-def test_the_inputs_of_a_talkers_step_are_written_on_the_device(device: SimulatedDevice) -> None:
+def test_the_inputs_of_a_talkers_step_are_written_on_the_device(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts beside tokens that are fed back, tokens alone, and tokens that were fed back before."""
+    # vLLM's CPU worker, which other tests import, replaces vLLM's function by one that copies nothing.
+    copy = lambda array, device: torch.from_numpy(array).to(device, non_blocking=True)  # noqa: E731
+    monkeypatch.setattr(feedback_ar_model_runner, "async_tensor_h2d", copy)
     talker = Talker([10, 20, 30, 40, 50])
     assert talker.step([0, 0, 2], [2, 2, 1]).tolist() == [0, 0, 1, 1, 52]
     assert talker._emitted is not None

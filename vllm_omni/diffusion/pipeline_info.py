@@ -166,7 +166,7 @@ def load_model_index(model: str, revision: str | None = None) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise StageConfigError(
             f"{model}: {_INDEX} cannot be read ({error}); give a folder of a saved diffusers pipeline, or a "
-            "name on the hub (offline: a cached one)"
+            "name on the hub (offline: one in the cache)"
         ) from error
     if not isinstance(index, dict) or not index.get("_class_name"):
         raise StageConfigError(f"{model}: {_INDEX} has no _class_name; it is no diffusers checkpoint")

@@ -2,7 +2,7 @@
 """An omni pipeline and an image pipeline, on any machine in a minute.
 
 1. writes a tiny Qwen3-Omni checkpoint (the real architecture, random weights)
-2. makes an image and a spoken-like clip
+2. makes an image and a clip that resembles speech
 3. sends both to the pipeline with a question
 4. prints the answer's text as it is generated, writes its speech, and prints each stage's metrics
 5. writes a tiny Z-Image checkpoint (random weights, too), a diffusers pipeline
@@ -51,9 +51,9 @@ def write_wav(path: Path, samples: np.ndarray, rate: int) -> None:
 
 def make_question(output_dir: Path) -> list[dict]:
     image = make_image(seed=7)
-    image.save(output_dir / "picture.png")
-    write_wav(output_dir / "voice.wav", make_audio(seed=7), SAMPLE_RATE)
-    voice = base64.b64encode((output_dir / "voice.wav").read_bytes()).decode()
+    image.save(output_dir / "question.png")
+    write_wav(output_dir / "question.wav", make_audio(seed=7), SAMPLE_RATE)
+    voice = base64.b64encode((output_dir / "question.wav").read_bytes()).decode()
     content = [
         {"type": "image_pil", "image_pil": image},
         {"type": "input_audio", "input_audio": {"data": voice, "format": "wav"}},
@@ -102,7 +102,7 @@ def speak(folder: Path, output_dir: Path) -> None:
     started = time.perf_counter()
     print("[1/6] writing a tiny Qwen3-Omni checkpoint: the real architecture with RANDOM weights")
     model = write_tiny_checkpoint("qwen3_omni_moe", folder / "qwen3_omni_moe")
-    print(f"[2/6] making an image and a spoken clip: {output_dir}/picture.png, {output_dir}/voice.wav")
+    print(f"[2/6] making an image and a spoken clip: {output_dir}/question.png, {output_dir}/question.wav")
     messages = make_question(output_dir)
     print("[3/6] starting the pipeline: thinker, talker and code2wav, each a vLLM engine in its own process")
     with OmniLLM(str(model), dtype="float32", max_model_len=1024, use_tqdm_on_load=False) as llm:
@@ -132,9 +132,9 @@ def generate_image(folder: Path, output_dir: Path) -> None:
             if isinstance(event, ImageProgressEvent):
                 print(event.step + 1, end=" ", flush=True)
         seconds = time.perf_counter() - started
-    event.outputs[0].images[0].save(output_dir / "painting.png")
+    event.outputs[0].images[0].save(output_dir / "image.png")
     print(f"of {params['num_inference_steps']}")
-    print(f"  painting: {output_dir}/painting.png, {params['width']}x{params['height']}, after {seconds:.2f} s")
+    print(f"  image:  {output_dir}/image.png, {params['width']}x{params['height']}, after {seconds:.2f} s")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if isinstance(event, ErrorEvent):
                 raise event.error
             if isinstance(event, ImageProgressEvent):
-                print(f"picture {event.index}: step {event.step + 1} of {event.num_steps}", flush=True)
+                print(f"image {event.index}: step {event.step + 1} of {event.num_steps}", flush=True)
             elif isinstance(event, CompletedEvent):
                 for i, image in enumerate(event.outputs[0].images):
                     path = args.output.with_stem(f"{args.output.stem}-{i}") if i else args.output

@@ -55,7 +55,7 @@ def speaking(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLM]:
 
 
 @pytest.fixture(scope="module")
-def painting(tiny_diffusion: Callable[[str], Path]) -> Iterator[OmniLLM]:
+def diffusion_llm(tiny_diffusion: Callable[[str], Path]) -> Iterator[OmniLLM]:
     with lent(tiny_diffusion("z_image")) as llm:
         yield llm
 
@@ -102,13 +102,13 @@ def test_a_file_of_questions(speaking, tiny_qwen3_omni_moe, tmp_path):
         assert line["answer"] == alone.outputs[0].text
 
 
-def test_pictures(painting, tiny_diffusion, tmp_path, capsys):
+def test_images(diffusion_llm, tiny_diffusion, tmp_path, capsys):
     made, edited = tmp_path / "made.png", tmp_path / "edited.png"
     arguments = (f"--model={tiny_diffusion('z_image')}", "--steps=2", "--seed=7")
     run_example("offline/image.py", "A hen.", "--size=64x32", "--n=2", f"--output={made}", *arguments)
-    assert "picture 1: step 2 of 2" in capsys.readouterr().out
+    assert "image 1: step 2 of 2" in capsys.readouterr().out
     settings = {"width": 64, "height": 32, "num_outputs_per_prompt": 2, "num_inference_steps": 2, "seed": 7}
-    (output,) = painting.generate("A hen.", settings, use_tqdm=False)
+    (output,) = diffusion_llm.generate("A hen.", settings, use_tqdm=False)
     for path, image in zip((made, tmp_path / "made-1.png"), output.images, strict=True):
         assert np.array_equal(np.asarray(Image.open(path)), np.asarray(image))
 

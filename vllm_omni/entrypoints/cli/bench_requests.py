@@ -107,7 +107,7 @@ async def request_chat(
     async def read(response: aiohttp.ClientResponse, output: OmniRequestOutput) -> None:
         if audio["format"] not in ("wav", "pcm16"):
             raise FailedRequestError(f"--extra-body: audio.format must be wav or pcm16, not {audio['format']}")
-        await _read_chat(response, output, payload["modalities"], PcmCounter(audio["format"] == "wav"))
+        await _read_chat(response, output, ["text", "audio"], PcmCounter(audio["format"] == "wav"))
 
     return await _post(request_func_input, session, pbar, payload, read)
 

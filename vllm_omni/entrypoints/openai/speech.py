@@ -203,7 +203,7 @@ class ServingSpeech:
         params[writer] = forced.params
         return prompt, params
 
-    async def _sse_lines(self, parts: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[bytes, None]:
+    async def _sse_lines(self, parts: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[str, None]:
         """OpenAI's server-sent events, with `finish_reason`; an error is the last of them."""
         try:
             async with aclosing(parts):
@@ -215,7 +215,7 @@ class ServingSpeech:
                         yield _line({"type": "speech.audio.delta", "audio": part})
         except (OmniError, OmniHTTPError) as error:
             error = to_http_error(error) if isinstance(error, OmniError) else error
-            yield b"event: error\n" + _line(create_error_response(error).model_dump())
+            yield "event: error\n" + _line(create_error_response(error).model_dump())
 
     def _usage(self, event: CompletedEvent) -> dict[str, int]:
         """Input: tokens of the prompt and the text. Output: tokens of the speech."""
@@ -337,9 +337,9 @@ async def _only_bytes(parts: AsyncGenerator[bytes | CompletedEvent, None]) -> As
                 yield part
 
 
-def _line(data: dict[str, Any]) -> bytes:
+def _line(data: dict[str, Any]) -> str:
     """msgspec writes bytes as base64."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+    return f"data: {msgspec.json.encode(data).decode()}\n\n"
 
 
 @router.post("/v1/audio/speech", dependencies=[Depends(validate_json_request)], responses=RESPONSES)

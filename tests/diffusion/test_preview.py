@@ -99,7 +99,7 @@ def pipeline_like(**parts):
     ids=["sound", "channels", "video from an image's VAE", "flat"],
 )
 def test_latents_of_an_unsupported_form_are_refused(image_vae, latents):
-    with pytest.raises(ValueError, match=r"OddPipeline has no previews: its latents \[1, "):
+    with pytest.raises(ValueError, match=r"OddPipeline has no previews: the form of its latents \[1, "):
         make_preview(pipeline_like(vae=image_vae), latents, 64, 64, 32)
 
 

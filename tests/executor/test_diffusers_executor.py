@@ -191,7 +191,7 @@ def test_only_the_job_that_fails_fails(harness: Harness, oracle: DiffusersOracle
 
 
 def _with_function(call: Any, function: Callable[..., Any]) -> Any:
-    return type(call)(function, call.args, call.kwargs, call.rows, call.layout)
+    return type(call)(function, call.args, call.kwargs, call.batch, call.layout)
 
 
 def refuse_above(harness: Harness, most: int, error: Exception) -> list[int]:

@@ -52,7 +52,7 @@ def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide who imports whom"
+            assert node.level == 0, f"{path}: relative imports hide dependencies"
             if node.module == "vllm_omni":
                 found |= {alias.name for alias in node.names if not alias.name.startswith("__")}
             else:

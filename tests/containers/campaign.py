@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines that start, work, close and are killed at random, in two containers with one /dev/shm.
+"""Pipelines that start, process requests, close and are killed at random, in two containers with one /dev/shm.
 
 A container sees its own processes only. Its first process forks *hosts*, each the parent of one pipeline, and kills
 some of them.
@@ -36,7 +36,7 @@ CONFIG = make_config(fake_stage(0, "a"), fake_stage(1, "b", (0,), "text"))
 
 @dataclass(kw_only=True)
 class Summary:
-    """What happened. Sums of several add up.
+    """Counts; summaries can be added.
 
     Attributes:
         starts: Hosts that began to open a pipeline.
@@ -99,10 +99,10 @@ def _start(fork: Callable[[], int], work: Callable[[], Summary]) -> tuple[int, i
 
 def _wait(pid: int, reader: int) -> Summary:
     with open(reader, "rb") as file:
-        told = file.read()
+        summary = file.read()
     if os.waitpid(pid, 0)[1]:
         raise ChildProcessError("a container failed; what it wrote on stderr says why")
-    return Summary(**json.loads(told))
+    return Summary(**json.loads(summary))
 
 
 def _run_machine(seconds: float, seed: int) -> Summary:
@@ -188,7 +188,7 @@ class Container:
 
 
 class DirectForkServer(ForkServer):
-    """A fork of this process, which has imported everything, instead of a new one."""
+    """Forks this process, which has imported everything, instead of starting a new one."""
 
     def _launch(self) -> None:
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -203,7 +203,7 @@ class DirectForkServer(ForkServer):
 
 
 def host(rng: random.Random, reports: socket.socket) -> None:
-    """The life of a pipeline: opens it, gives it requests, and closes it, unless the process is killed before."""
+    """Opens a pipeline, submits requests, and closes it, unless the process is killed before."""
     path, made = Path(), None
     try:
         orchestrator = open_orchestrator(CONFIG, server=DirectForkServer())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Containers as the kernel knows them: process and mount namespaces. Making them takes root."""
+"""Containers: process and mount namespaces. Creating them requires root."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 
 
 def why_not() -> str:
-    """Why no namespaces can be made here; empty if they can."""
+    """Why namespaces cannot be created; empty if they can."""
     if shutil.which(UNSHARE[0]) is None:
         return "there is no unshare"
     tried = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True, check=False)
@@ -22,14 +22,14 @@ def why_not() -> str:
 
 
 def enter_own_memory() -> None:
-    """Gives this process, and those that it forks, an empty /dev/shm of their own."""
+    """Gives this process and its children their own empty /dev/shm."""
     _call("unshare", _CLONE_NEWNS)
     _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
     _call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
 
 
 def fork_container() -> int:
-    """Forks a process that is the first of a process namespace: it numbers processes anew, and all end with it.
+    """Forks the first process of a new process namespace: its processes are numbered from 1 and end with it.
 
     Returns:
         The child's process id; 0 in the child.

@@ -35,7 +35,7 @@ class WatchedEngine:
         on_item: Callable[[OutboxItem], None] = lambda item: None,
         on_step: Callable[[int], None] = lambda num_steps: None,
     ) -> list[int]:
-        """Works until somebody calls `engine.stop`. How many outputs each step worked on."""
+        """Works until `engine.stop` is called; returns the number of outputs in each step."""
         self.outbox.items.clear()
         self.outbox.order.clear()
         self.outbox.on_item = on_item
@@ -58,8 +58,8 @@ class WatchedEngine:
 
     def steps(self, request_id: str) -> list[tuple[int, int]]:
         """The steps of each output, as a streaming client gets them."""
-        told = [item.output for item in self.outbox.items[request_id] if isinstance(item, Stream)]
-        return [(output.data["index"], output.step) for output in told]
+        outputs = [item.output for item in self.outbox.items[request_id] if isinstance(item, Stream)]
+        return [(output.data["index"], output.step) for output in outputs]
 
     def tensors(self, request_id: str) -> dict[str, torch.Tensor]:
         """What was made."""

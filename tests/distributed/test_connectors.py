@@ -26,7 +26,7 @@ BUFFERS = [b"", b"x", bytes(range(256)) * 5, memoryview(b"abc")]
 
 
 def payloads(folder: Path) -> list[Path]:
-    """What lies there under the name of a payload; a sender's own segments do not."""
+    """The files of payloads, without the sender's own segments."""
     return [path for path in folder.iterdir() if not path.name.startswith("pool-")]
 
 
@@ -55,7 +55,7 @@ def test_buffers_arrive_as_they_were_sent(connector: Connector, tmp_path: Path) 
     assert payloads(tmp_path) == []
 
 
-def test_tensors_can_be_made_of_what_is_received(connector: Connector) -> None:
+def test_received_buffers_are_aligned_for_tensors(connector: Connector) -> None:
     ref, frames = connector.put([b"x" * size for size in (1, 8, 24, 3, 16)])
     received = get(ref, frames)
     tensors = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received]
@@ -68,7 +68,7 @@ def test_a_discarded_payload_leaves_nothing(connector: Connector, tmp_path: Path
     assert payloads(tmp_path) == []
 
 
-def test_the_threshold_chooses_by_size(tmp_path: Path) -> None:
+def test_payloads_below_the_threshold_are_inline(tmp_path: Path) -> None:
     connector = SharedMemoryConnector(tmp_path, "p", 100)
     assert isinstance(connector.put([b"x" * 99])[0], InlineRef)
     ref, frames = connector.put([b"x" * 60, b"y" * 40])
@@ -76,7 +76,7 @@ def test_the_threshold_chooses_by_size(tmp_path: Path) -> None:
 
 
 class FullFileSystem:
-    """In the place of a test's real one."""
+    """Replaces the real one in a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_full = True
@@ -118,7 +118,7 @@ def test_other_errors_of_the_file_system_are_raised(tmp_path: Path) -> None:
 
 
 def test_a_payload_that_does_not_fit_reserves_nothing() -> None:
-    """Reserving more than there is would fill the file system for a moment."""
+    """A failing reservation would fill the file system for a moment."""
     with small_file_system(1 << 20) as folder:
         connector = SharedMemoryConnector(folder, "p", 100)
         with (folder / "other").open("wb") as other:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage may be sent: the two sides of the account agree."""
+"""Credit: both sides agree."""
 
 import random
 
@@ -20,12 +20,12 @@ def test_requests_and_bytes_are_limited() -> None:
     assert not credit.is_spent
 
 
-def test_a_limit_of_none_still_lets_one_through() -> None:
+def test_a_limit_of_zero_requests_allows_one() -> None:
     assert not Credit(max_requests=0, max_bytes=100).is_spent
 
 
-def test_what_is_given_back_late_never_stops_the_feeder() -> None:
-    """Part of the refund is held back for a larger message: never so much that credit stays spent."""
+def test_withheld_refunds_never_stop_the_feeder() -> None:
+    """Refunds are collected for a larger message: never so many that credit stays spent."""
     for seed in range(50):
         choose = random.Random(seed)
         limits = choose.randint(1, 9), choose.randint(1, 1000)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages arrive with their payload, and what is none of ours is refused with a reason."""
+"""Messages arrive with their payload, and invalid ones are refused with a reason."""
 
 import struct
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def test_message_and_payload_arrive(sockets: tuple[zmq.Socket, zmq.Socket]) -> N
         (struct.pack("<4sHiI", b"omni", PROTOCOL_VERSION, 5, 3) + b"bad", "ValidationError", 5),
     ],
 )
-def test_what_cannot_be_understood_is_refused_and_gone(
+def test_an_invalid_message_is_refused_and_dropped(
     data: bytes, reason: str, sender: int | None, sockets: tuple[zmq.Socket, zmq.Socket]
 ) -> None:
     push, pull = sockets
@@ -60,7 +60,7 @@ def test_what_cannot_be_understood_is_refused_and_gone(
     assert recv_at_stage(pull) is None
 
 
-def test_a_message_for_somebody_else_is_refused(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
+def test_a_message_for_another_receiver_is_refused(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
     push, pull = sockets
     send(push, AbortMessage(request_ids=["a"]), sender=3)
     with pytest.raises(MessageError, match="AbortMessage"):

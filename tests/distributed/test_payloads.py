@@ -35,5 +35,5 @@ SEVERAL_THREADS = textwrap.dedent("""
 
 @pytest.mark.slow
 def test_threads_may_receive_the_first_payload_of_a_type_at_the_same_time() -> None:
-    """In a process of its own, because the failure is its crash."""
+    """In its own process, because a failure would crash it."""
     subprocess.run([sys.executable, "-c", SEVERAL_THREADS], check=True, timeout=120)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose directory is removed, and when; what is removed of a dead stage's files, and what somebody may still read."""
+"""When run directories are removed, and which files of a dead stage."""
 
 import fcntl
 import os
@@ -32,7 +32,7 @@ NAMES = {
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A place of the test's own for the directories, instead of the one that all processes of the machine share."""
+    """A parent directory for this test, instead of the one that all processes of the machine share."""
     with tempfile.TemporaryDirectory() as path:  # `tmp_path` may be too long for sockets.
         monkeypatch.setattr(run_dirs, "_MEMORY_FILE_SYSTEM", Path(path))
         yield Path(path)
@@ -51,24 +51,24 @@ def left(run_dir: RunDir) -> set[str]:
     return {what for what, name in NAMES.items() if (run_dir.path / name).exists()}
 
 
-def test_payloads_of_a_stage_that_comes_back(run_dir: RunDir) -> None:
+def test_payloads_of_a_stage_that_restarts(run_dir: RunDir) -> None:
     run_dir.remove_payloads(1)
     assert left(run_dir) == {"its segment", "a segment for it", "of others", "to the orchestrator"}
 
 
-def test_what_a_dead_stage_sent_can_still_be_read(run_dir: RunDir) -> None:
+def test_payloads_that_a_dead_stage_sent_can_be_received(run_dir: RunDir) -> None:
     run_dir.remove_segments(1)
     assert left(run_dir) == NAMES.keys() - {"its segment"}
 
 
-def test_what_was_sent_to_a_dead_stage(run_dir: RunDir) -> None:
+def test_payloads_to_a_dead_stage_are_removed(run_dir: RunDir) -> None:
     remove_unread(run_dir.path, 7, 0, 1)
     assert left(run_dir) == NAMES.keys() - {"to it"}
 
 
 @contextmanager
 def forked(work: Callable[[], object]) -> Iterator[int]:
-    """A process that has done some work, and goes on until it is killed."""
+    """A process that has sent payloads, and runs until it is killed."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -95,8 +95,8 @@ def end(pid: int) -> None:
         pass  # It was ended before.
 
 
-def test_a_live_pipeline_is_spared_by_one_that_cannot_see_its_processes(run_dir: RunDir) -> None:
-    """Two containers with one /dev/shm: process ids of one mean nothing in the other."""
+def test_a_pipeline_does_not_remove_the_directory_of_another_container(run_dir: RunDir) -> None:
+    """Two containers with one /dev/shm: process ids of one are meaningless in the other."""
     if reason := why_not():
         pytest.skip(reason)
     clean = "import sys, pathlib; from vllm_omni.distributed.run_dir import remove_leftovers as r; "
@@ -106,7 +106,7 @@ def test_a_live_pipeline_is_spared_by_one_that_cannot_see_its_processes(run_dir:
     assert left(run_dir) == NAMES.keys()
 
 
-def test_what_a_killed_pipeline_left_is_removed_when_its_last_process_is_gone(memory: Path) -> None:
+def test_files_of_a_killed_pipeline_are_removed_after_its_last_process_ends(memory: Path) -> None:
     with forked(RunDir) as parent:
         (path,) = memory.iterdir()
         with forked(lambda: hold(path)) as stage:
@@ -119,9 +119,7 @@ def test_what_a_killed_pipeline_left_is_removed_when_its_last_process_is_gone(me
             assert not path.exists()
 
 
-def test_a_directory_that_is_taken_for_a_leftover_while_it_is_made(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_is_removed_while_it_is_made(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = tempfile.mkdtemp
     made: list[str] = []
 
@@ -139,8 +137,8 @@ def test_a_directory_that_is_taken_for_a_leftover_while_it_is_made(
     assert list(memory.iterdir()) == []
 
 
-def test_of_two_that_clean_up_the_late_one_removes_nothing_new(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has opened a directory that the other removes, and whose name a new pipeline takes."""
+def test_a_late_cleanup_removes_nothing_new(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opened a directory that another cleanup removes, and whose name a new pipeline takes."""
     path = memory / "vllm_omni-run-0"
     path.mkdir()
     lock, owner = fcntl.flock, []

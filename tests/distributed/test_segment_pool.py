@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory is used again, and never while somebody may still look at it."""
+"""Shared memory is reused, and never while a receiver uses it."""
 
 import errno
 import gc
@@ -28,7 +28,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_segment_is_free_when_its_payload_is_gone(tmp_path: Path) -> None:
+def test_a_segment_is_free_when_its_payload_is_released(tmp_path: Path) -> None:
     pool, name = SegmentPool(tmp_path, "pool", 1 << 20), tmp_path / "payload"
     first = publish(pool, b"a" * 100_000, name)
     assert not first.is_free and publish(pool, b"o" * 100_000, tmp_path / "other") is not first
@@ -37,7 +37,7 @@ def test_a_segment_is_free_when_its_payload_is_gone(tmp_path: Path) -> None:
     assert name.read_bytes()[:100_000] == b"b" * 90_000 + b"a" * 10_000
 
 
-def test_what_a_reader_holds_is_never_overwritten(tmp_path: Path) -> None:
+def test_memory_that_a_receiver_uses_is_never_overwritten(tmp_path: Path) -> None:
     connector = SharedMemoryConnector(tmp_path, "p", 0)
     held = []
     for number in range(6):
@@ -55,7 +55,7 @@ def test_what_a_reader_holds_is_never_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+def test_a_killed_receiver_holds_nothing(tmp_path: Path) -> None:
     connector = SharedMemoryConnector(tmp_path, "p", 0)
     ref, _ = connector.put([b"x" * 100_000])
     code = f"""if True:
@@ -75,7 +75,7 @@ def test_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     assert segment.is_free
 
 
-def test_no_more_is_kept_than_allowed(tmp_path: Path) -> None:
+def test_the_kept_bytes_are_limited(tmp_path: Path) -> None:
     pool = SegmentPool(tmp_path, "pool", 256 * KB)
     paths = [tmp_path / str(number) for number in range(5)]
     for path in paths:
@@ -91,7 +91,7 @@ def test_no_more_is_kept_than_allowed(tmp_path: Path) -> None:
 
 
 def burst(pool: SegmentPool, folder: Path, count: int) -> None:
-    """Payloads that are on their way at the same time, and then gone."""
+    """Payloads that are in flight at the same time, and then released."""
     paths = [folder / str(number) for number in range(count)]
     for path in paths:
         publish(pool, b"x", path)
@@ -100,7 +100,7 @@ def burst(pool: SegmentPool, folder: Path, count: int) -> None:
 
 
 def num_looked_up_after(burst_size: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many segments the payload after a burst looks at."""
+    """The number of segments that the payload after a burst checks."""
     folder.mkdir()
     pool = SegmentPool(folder, "pool", 64 << 20)
     burst(pool, folder, burst_size)
@@ -117,7 +117,7 @@ def test_a_payload_costs_the_same_after_any_burst(tmp_path: Path, monkeypatch: p
     assert small == large > 0
 
 
-def test_one_burst_uses_the_memory_of_the_one_before(tmp_path: Path) -> None:
+def test_a_burst_reuses_the_memory_of_the_previous_one(tmp_path: Path) -> None:
     pool = SegmentPool(tmp_path, "pool", 64 << 20)
     burst(pool, tmp_path, 100)
     used = names(tmp_path)
@@ -125,7 +125,7 @@ def test_one_burst_uses_the_memory_of_the_one_before(tmp_path: Path) -> None:
     assert names(tmp_path) == used
 
 
-def test_the_memory_of_a_burst_is_given_back(tmp_path: Path) -> None:
+def test_the_memory_of_a_burst_is_freed(tmp_path: Path) -> None:
     pool, name = SegmentPool(tmp_path, "pool", 64 << 20), tmp_path / "payload"
     burst(pool, tmp_path, 100)
     for _ in range(2000):
@@ -134,10 +134,10 @@ def test_the_memory_of_a_burst_is_given_back(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 1
     descriptors = len(os.listdir("/proc/self/fd"))
     publish(pool, b"x", name)
-    assert len(os.listdir("/proc/self/fd")) == descriptors, "and one segment goes on being used"
+    assert len(os.listdir("/proc/self/fd")) == descriptors, "and one segment stays in use"
 
 
-def test_a_segment_that_is_held_for_long_does_not_hide_the_others(tmp_path: Path) -> None:
+def test_a_segment_in_long_use_does_not_block_the_others(tmp_path: Path) -> None:
     pool, name = SegmentPool(tmp_path, "pool", 64 << 20), tmp_path / "payload"
     for number in range(50):
         publish(pool, b"x", tmp_path / f"held-{number}")
@@ -155,7 +155,7 @@ def test_a_small_payload_does_not_occupy_a_large_segment(tmp_path: Path) -> None
     assert publish(pool, b"x" * 64 * KB, name) is not large
 
 
-def test_room_is_made_on_a_full_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_segments_are_dropped_on_a_full_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, name = SegmentPool(tmp_path, "pool", 4096 * KB), tmp_path / "payload"
     publish(pool, b"x" * 2048 * KB, name)
     name.unlink()
@@ -174,7 +174,7 @@ def test_room_is_made_on_a_full_file_system(tmp_path: Path, monkeypatch: pytest.
     assert names(tmp_path) == ["payload", "pool-0", "pool-1"]
 
 
-def test_nothing_is_left_of_a_pool_that_is_not_used_any_more(tmp_path: Path) -> None:
+def test_an_unreferenced_pool_leaves_nothing(tmp_path: Path) -> None:
     connector = SharedMemoryConnector(tmp_path, "p", 0)
     ref, _ = connector.put([b"x" * 100_000])
     gc.collect()

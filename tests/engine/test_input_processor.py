@@ -58,7 +58,7 @@ def oracle_tokens(oracle, prompt, num_tokens):
 
 
 def test_the_bytes_are_stored_once(latent_engine):
-    """The scheduler lets go of the payload once the runner has it."""
+    """The scheduler releases the payload once the runner has it."""
     prompt = {"prompt_token_ids": [1, 2, 3], "additional_information": {"a": torch.randn(3)}}
     latent_engine.add_request("0", prompt, greedy(3))
     (request,) = latent_engine.engine_core.engine_core.scheduler.requests.values()

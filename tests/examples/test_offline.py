@@ -84,8 +84,8 @@ def test_several_answers_come_as_they_are_made(speaking, tiny_qwen3_omni_moe, ca
     for number, question in enumerate(("Why?", "Who?")):
         written, spoken = speaking.generate(chat(question), use_tqdm=False)
         own = [line.removeprefix(f"[{number}] ") for line in lines if line.startswith(f"[{number}] ")]
-        (begun,) = [line for line in own if line.startswith("speech after")]
-        own.remove(begun)
+        (started,) = [line for line in own if line.startswith("speech after")]
+        own.remove(started)
         assert own.pop() == f"done, {spoken.multimodal_output['audio'].numel()} samples of speech"
         assert "".join(map(ast.literal_eval, own)) == written.outputs[0].text
 

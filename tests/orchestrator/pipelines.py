@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of fake and function stages, and a caller who keeps account of what becomes of every request."""
+"""Pipelines of fake and function stages, and a caller that records the events of every request."""
 
 import functools
 import queue
@@ -21,7 +21,7 @@ TIMEOUT_S = 60
 
 
 def fake_stage(stage_id: int, name: str, sources: tuple[int, ...] = (), output: str = "", **runtime: Any) -> dict:
-    """A fake stage's entry in `stage_args`; `output` is what it gives the caller, if it does."""
+    """A fake stage's entry in `stage_args`; `output` is its final output type, if any."""
     stage = {
         "stage_id": stage_id,
         "engine_type": "fake",
@@ -66,7 +66,7 @@ def open_orchestrator(
 
 
 class Caller:
-    """Submits requests and gathers their events."""
+    """Submits requests and collects their events."""
 
     def __init__(self, orchestrator: Orchestrator, config: PipelineConfig) -> None:
         self.orchestrator = orchestrator
@@ -123,7 +123,7 @@ class Caller:
         (event,) = self.wait(1).values()
         return event
 
-    def story(self, request_id: str) -> list[OmniEvent]:
+    def events_of(self, request_id: str) -> list[OmniEvent]:
         """All events up to the end of this request, which must be the only one that runs."""
         events = [self.next()]
         while not events[-1].is_terminal:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage function that takes its time to be imported, as a model takes to be loaded."""
+"""A stage function whose import takes long, as loading a model does."""
 
 import time
 from collections.abc import Mapping

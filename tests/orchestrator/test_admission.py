@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line before a pipeline: its limit, its order, and what it says to those whom it refuses."""
+"""The admission queue: its limit, its order, and its errors."""
 
 import threading
 
@@ -16,7 +16,7 @@ def request(request_id: str) -> PipelineRequest:
     )
 
 
-def test_requests_leave_in_the_order_in_which_they_came() -> None:
+def test_requests_are_taken_in_order() -> None:
     admission = Admission(max_inflight=2, max_queued=2)
     for request_id in "abc":
         admission.put(request(request_id), wait=False)
@@ -27,7 +27,7 @@ def test_requests_leave_in_the_order_in_which_they_came() -> None:
     assert admission.peek() is None
 
 
-def test_a_place_is_taken_until_the_last_event_is() -> None:
+def test_a_request_counts_until_its_last_event_was_received() -> None:
     admission = Admission(max_inflight=1, max_queued=1)
     admission.put(request("a"), wait=False)
     admission.put(request("b"), wait=False)
@@ -47,7 +47,7 @@ def test_a_place_is_taken_until_the_last_event_is() -> None:
         admission.check_room()
 
 
-def test_a_closed_line_gives_back_who_waits_and_lets_nobody_in() -> None:
+def test_closing_returns_waiting_requests_and_refuses_others() -> None:
     admission = Admission(max_inflight=1, max_queued=1)
     admission.put(request("a"), wait=False)
     assert [waiting.request_id for waiting in admission.close()] == ["a"]
@@ -58,8 +58,8 @@ def test_a_closed_line_gives_back_who_waits_and_lets_nobody_in() -> None:
         admission.check_room()
 
 
-def test_who_waits_for_room_can_give_up() -> None:
-    """What takes the room may be for ever, or the caller's own."""
+def test_waiting_for_room_can_be_cancelled() -> None:
+    """The running requests may never end, or be the caller's own."""
     admission = Admission(max_inflight=1, max_queued=0)
     admission.put(request("a"), wait=True)
     cancelled = threading.Event()
@@ -81,7 +81,7 @@ def test_who_waits_for_room_can_give_up() -> None:
     admission.check_room()
 
 
-def test_those_that_are_on_their_way_take_room_too() -> None:
+def test_requests_in_preparation_count() -> None:
     admission = Admission(max_inflight=2, max_queued=1)
     admission.put(request("a"), wait=False)
     admission.check_room(num_coming=1)

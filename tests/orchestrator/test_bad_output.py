@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs and inputs that cannot travel: they fail their own request, and neither stage nor pipeline."""
+"""Outputs and inputs that cannot be serialized fail only their own request."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,7 +23,7 @@ from vllm_omni.outputs import StageOutput
 
 
 def speak(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any] | Iterator[dict[str, Any]]:
-    """A stage function that does what the prompt says."""
+    """A stage function whose output the prompt selects."""
     values: dict[str, Any] = {"text": request.prompt}
     match request.prompt:
         case "object":
@@ -50,7 +50,7 @@ def caller(request: pytest.FixtureRequest) -> Iterator[Caller]:
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("what", "reason"), [("object", "object"), ("shapes", "Sizes")])
-def test_what_cannot_travel_fails_its_request(what: str, reason: str, streams: bool, caller: Caller) -> None:
+def test_an_output_that_cannot_be_sent_fails_its_request(what: str, reason: str, streams: bool, caller: Caller) -> None:
     for _ in range(5):  # more than may wait: the reader's credit comes back
         caller.submit(what, streams=streams)
         while not (event := caller.next()).is_terminal:
@@ -63,7 +63,7 @@ def test_what_cannot_travel_fails_its_request(what: str, reason: str, streams: b
     assert [stage.num_restarts for stage in caller.orchestrator.health()] == [0, 0]
 
 
-def test_a_request_that_cannot_travel_fails_alone(caller: Caller) -> None:
+def test_a_request_that_cannot_be_serialized_fails_alone(caller: Caller) -> None:
     caller.submit("p", option=object())
     error = error_of(caller.wait_one())
     assert isinstance(error, StageExecutionError) and "object" in str(error)
@@ -71,7 +71,7 @@ def test_a_request_that_cannot_travel_fails_alone(caller: Caller) -> None:
     assert texts(caller.wait_one()) == ["next", "next>reader"]
 
 
-def test_a_wave_of_one_sample_without_a_dimension_is_a_wave() -> None:
+def test_audio_of_one_sample_without_a_dimension() -> None:
     config = make_config(function_stage(0, "maker", speak, (), "audio") | {"sample_rate": 10})
     orchestrator = open_orchestrator(config)
     try:

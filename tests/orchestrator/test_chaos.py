@@ -51,7 +51,7 @@ def running() -> Iterator[Caller]:
 
 
 class Kind:
-    """One request of the many: what it asks for, and what will be done to it."""
+    """One of the requests: its options, and how it is disturbed."""
 
     def __init__(self, rng: random.Random, number: int) -> None:
         self.prompt = f"p{number}"
@@ -89,8 +89,8 @@ class Kind:
         )
 
 
-def told(event: CompletedEvent) -> list[tuple]:
-    """What a caller is told at the end, apart from times and names."""
+def outputs_of(event: CompletedEvent) -> list[tuple]:
+    """The final outputs, apart from times and names."""
     return [
         (
             output.stage_id,
@@ -103,7 +103,7 @@ def told(event: CompletedEvent) -> list[tuple]:
 
 
 def check_events(events: list[OmniEvent]) -> None:
-    """One end, at the end; nothing missing; and the pieces of what completed are the whole."""
+    """One terminal event, the last; none is missing; and the segments of a completed request add up to its output."""
     assert [event.sequence for event in events] == list(range(len(events)))
     assert [event.is_terminal for event in events] == [False] * (len(events) - 1) + [True]
     end = events[-1]
@@ -120,8 +120,8 @@ def check_events(events: list[OmniEvent]) -> None:
             )
 
 
-class Storm:
-    """Lets requests into a pipeline and does to them what is to be done, in an order that the events decide."""
+class AbortStorm:
+    """Submits requests and disturbs them, in an order that depends on the events."""
 
     def __init__(self, caller: Caller, kinds: list[Kind], rng: random.Random, victim: str) -> None:
         self.caller = caller
@@ -164,12 +164,12 @@ class Storm:
         self.caller.orchestrator.abort([request_id])
 
 
-def check_end(storm: Storm, request_id: str, alone: dict[str, list[tuple] | None]) -> None:
+def check_end(storm: AbortStorm, request_id: str, alone: dict[str, list[tuple] | None]) -> None:
     kind = storm.kinds[request_id]
     end = storm.stories[request_id][-1]
     if isinstance(end, CompletedEvent):
         assert kind.failing_stage is None
-        assert told(end) == alone[kind.prompt], kind.options
+        assert outputs_of(end) == alone[kind.prompt], kind.options
         return
     match error := error_of(end):
         case RequestAbortedError():
@@ -186,17 +186,17 @@ def check_end(storm: Storm, request_id: str, alone: dict[str, list[tuple] | None
 
 
 def run_alone(caller: Caller, kinds: list[Kind]) -> dict[str, list[tuple] | None]:
-    """What each request gives when nothing else runs, by prompt; None where that is an error."""
+    """The outputs of each request alone, by prompt; None where it fails."""
     ends: dict[str, list[tuple] | None] = {}
     for kind in kinds:
-        end = caller.story(kind.submit(caller, seconds=0.0))[-1]
-        ends[kind.prompt] = told(end) if isinstance(end, CompletedEvent) else None
+        end = caller.events_of(kind.submit(caller, seconds=0.0))[-1]
+        ends[kind.prompt] = outputs_of(end) if isinstance(end, CompletedEvent) else None
         assert isinstance(end, ErrorEvent) == (kind.failing_stage is not None)
     return ends
 
 
 def payload_files(caller: Caller) -> list[str]:
-    """Payloads that nobody has read, and segments of processes that are no more."""
+    """Payloads that were not received, and segments of dead processes."""
     pids = set(processes(caller).values())
     names = [path.name for path in caller.orchestrator._run_dir.path.iterdir()]
     kept = tuple(f"pool-payload-{pid}-" for pid in pids)
@@ -216,12 +216,12 @@ def check_nothing_is_left(caller: Caller, victim: str) -> None:
 
 
 @pytest.mark.parametrize(("seed", "victim"), [(1, "a"), (2, "b"), (3, "c"), (4, "d")])
-def test_every_request_is_accounted_for_and_survivors_are_as_if_alone(seed: int, victim: str) -> None:
+def test_every_request_ends_once_and_completed_ones_equal_those_alone(seed: int, victim: str) -> None:
     rng = random.Random(seed)
     kinds = [Kind(rng, number) for number in range(NUM_REQUESTS)]
     with running() as caller:
         alone = run_alone(caller, kinds)
-        storm = Storm(caller, kinds, rng, victim)
+        storm = AbortStorm(caller, kinds, rng, victim)
         storm.run()
         assert len(storm.stories) == NUM_REQUESTS
         for request_id, events in storm.stories.items():

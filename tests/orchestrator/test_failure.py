@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dead processes, full memory, messages that make no sense: who is told, who goes on, and what is left."""
+"""Dead processes, full memory, invalid messages: which requests fail, which continue, and what remains."""
 
 import os
 import resource
@@ -73,13 +73,13 @@ def is_ready(caller: Caller) -> bool:
 
 
 def limit_files(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
-    """A stage function that finds the memory file system full: files may not be larger than 1 MB."""
+    """A stage function for which the memory file system is full: files are limited to 1 MB."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
     return {"text": request.prompt, "bytes": torch.zeros(request.options.get("size", 0), dtype=torch.uint8)}
 
 
-def test_a_killed_stage_fails_what_it_held_and_comes_back() -> None:
-    """`b` dies at work. What `a` and `c` work on, and what has not come to `b` yet, goes on."""
+def test_a_killed_stage_fails_its_requests_and_restarts() -> None:
+    """`b` dies while it works. The requests of `a` and `c`, and those that `b` has not received yet, continue."""
     with running(*TRIANGLE) as caller:
         at_c = caller.submit("at c", fake_seconds=0.5, fake_only="c")
         wait_until(lambda: caller.orchestrator.activity()["c"] == 1)
@@ -103,7 +103,7 @@ def test_a_killed_stage_fails_what_it_held_and_comes_back() -> None:
         assert health["a"].num_restarts == 0
 
 
-def test_health_says_that_a_stage_is_away_and_requests_wait_for_it() -> None:
+def test_health_reports_a_restarting_stage_and_requests_wait_for_it() -> None:
     with running(*TRIANGLE, restart={"backoff_s": 1.0}) as caller:
         kill(caller, "b")
         wait_until(lambda: state_of(caller.orchestrator)["b"] == "restarting")
@@ -118,7 +118,7 @@ def test_health_says_that_a_stage_is_away_and_requests_wait_for_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])
-def test_a_stage_that_dies_in_a_stream_ends_the_stream(name: str) -> None:
+def test_a_stage_that_dies_during_a_stream_ends_the_stream(name: str) -> None:
     edges = [
         {"from": 0, "to": 1, "window_size": 2, "unit": "rows"},
         {"from": 1, "to": 2, "window_size": 2, "unit": "rows"},
@@ -152,7 +152,7 @@ def test_a_stage_that_dies_too_often_stays_dead() -> None:
         assert texts(caller.wait_one()) == ["does not>a"]
 
 
-def test_a_dead_fork_server_does_not_keep_stages_from_coming_back() -> None:
+def test_stages_restart_although_the_fork_server_died() -> None:
     config = make_config(*TRIANGLE, restart=QUICKLY)
     server = QuickForkServer()
     orchestrator = open_orchestrator(config, server=server)
@@ -160,8 +160,8 @@ def test_a_dead_fork_server_does_not_keep_stages_from_coming_back() -> None:
         orchestrator.wait_until_started()
         caller = Caller(orchestrator, config)
         os.kill(server._process.pid, signal.SIGKILL)
-        caller.submit("goes on")
-        assert texts(caller.wait_one())[0] == "goes on>a"
+        caller.submit("next")
+        assert texts(caller.wait_one())[0] == "next>a"
         caller.submit("p", fake_die="a")
         assert isinstance(error_of(caller.wait_one()), StageDeadError)
         caller.submit("again")
@@ -171,7 +171,7 @@ def test_a_dead_fork_server_does_not_keep_stages_from_coming_back() -> None:
     assert not [child for child in psutil.Process().children(recursive=True) if child.pid == server._process.pid]
 
 
-def test_nothing_of_a_dead_process_is_left() -> None:
+def test_files_of_a_dead_process_are_removed() -> None:
     with running(*TRIANGLE) as caller:
         for _ in range(5):
             caller.submit("p", fake_bytes=300_000, fake_seconds=0.05)
@@ -184,7 +184,7 @@ def test_nothing_of_a_dead_process_is_left() -> None:
         assert [name for name in names if name.startswith("payload") or f"payload-{pid}-" in name] == []
 
 
-def test_memory_that_is_full_fails_the_request_that_does_not_fit() -> None:
+def test_full_memory_fails_the_request_that_does_not_fit() -> None:
     stages = (function_stage(0, "maker", limit_files, (), "text"), fake_stage(1, "reader", (0,), "audio"))
     with running(*stages) as caller:
         large = caller.submit("large", size=2_000_000)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the server of stage processes ends, well or badly."""
+"""The ends of the fork server, regular and others."""
 
 import contextlib
 import errno
@@ -12,8 +12,8 @@ from vllm_omni.orchestrator.fork_server import ForkServer, wait_for_all
 
 
 @pytest.mark.slow
-def test_it_ends_with_its_parent_and_without_a_word(capfd: pytest.CaptureFixture) -> None:
-    """Libraries complain about what is alive when an interpreter ends; here that is on purpose, and no news."""
+def test_it_ends_with_its_parent_and_prints_nothing(capfd: pytest.CaptureFixture) -> None:
+    """Libraries warn of objects that are alive when an interpreter ends; here they are alive on purpose."""
     server = ForkServer()
     server.preload(["vllm_omni.stage.engines.llm"])
     process = server.fork(b"[]", timeout=60)  # It has imported everything.
@@ -23,12 +23,12 @@ def test_it_ends_with_its_parent_and_without_a_word(capfd: pytest.CaptureFixture
     server._control.close()
     assert server._process.wait(60) == 0
     server.close()
-    said = capfd.readouterr().err
-    assert "leaked" not in said and "Traceback" not in said
+    output = capfd.readouterr().err
+    assert "leaked" not in output and "Traceback" not in output
 
 
 @pytest.mark.slow
-def test_a_module_that_cannot_be_imported_is_an_error_at_once(capfd: pytest.CaptureFixture) -> None:
+def test_a_module_that_cannot_be_imported_is_an_immediate_error(capfd: pytest.CaptureFixture) -> None:
     with contextlib.closing(ForkServer(preload=["vllm_omni.no_such_module"])) as server:
         with pytest.raises(EOFError, match="server that starts stage processes died"):
             server.fork(b"[]", timeout=60)
@@ -37,8 +37,8 @@ def test_a_module_that_cannot_be_imported_is_an_error_at_once(capfd: pytest.Capt
 
 
 @pytest.mark.slow
-def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
-    """Else a stage would have the id of another process, and be killed in its place."""
+def test_a_reply_after_a_timeout_is_not_mistaken_for_another() -> None:
+    """Otherwise a stage would get the id of another process, and be killed instead of it."""
     with contextlib.closing(ForkServer()) as server:
         with pytest.raises(TimeoutError):
             server.fork(b"[]", timeout=0.01)  # it is still importing
@@ -49,7 +49,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
         assert "IndexError" in process.close(), "no stage at all makes no process"
 
 
-def test_a_server_that_could_not_be_started_again_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_whose_restart_failed_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(server: ForkServer) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline whose memory file system is too small for what passes between its stages."""
+"""A pipeline whose memory file system is too small for its payloads."""
 
 import shutil
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines of any shape: chains, diamonds, several ends, stages left out, functions, and what travels between them."""
+"""Pipelines of any shape: chains, diamonds, several final stages, skipped stages, functions, and their payloads."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ def make_much(request: StageRequest, sources: Sources) -> dict[str, Any]:
 
 
 def name_all(request: StageRequest, sources: Sources) -> dict[str, Any]:
-    """What came from the sources, by name."""
+    """The texts of the sources, by name."""
     (source,) = sources.values()
     names = [*source.tensors, *source.data, *(["text"] if source.completions else [])]
     return {"text": " ".join(sorted(names))}
@@ -52,7 +52,7 @@ def count_down(request: StageRequest, sources: Sources) -> Iterator[dict[str, An
 
 
 def double_all(requests: Sequence[StageRequest], sources: Sequence[Sources]) -> list[dict[str, Any] | Exception]:
-    """A batch function: says how many it was given; refuses "bad", and breaks on "broken"."""
+    """A batch function: outputs the batch size; refuses "bad", and raises on "broken"."""
     prompts = [request.prompt for request in requests]
     if "broken" in prompts:
         raise RuntimeError("broken batch")
@@ -62,7 +62,7 @@ def double_all(requests: Sequence[StageRequest], sources: Sequence[Sources]) -> 
     ]
 
 
-def test_a_diamond_waits_for_both_arms() -> None:
+def test_a_diamond_waits_for_both_branches() -> None:
     stages = [
         fake_stage(0, "top"),
         fake_stage(1, "left", (0,)),
@@ -78,7 +78,7 @@ def test_a_diamond_waits_for_both_arms() -> None:
     assert texts(ends["r21"]) == ["p19>top>left+p19>top>right>bottom"]
 
 
-def test_a_stage_waits_only_for_those_sources_that_the_request_needs() -> None:
+def test_a_stage_waits_only_for_sources_that_the_request_needs() -> None:
     """`joint` reads both writers, but a request for "text" alone does not need the second one's reader."""
     stages = [
         fake_stage(0, "thinker", (), "text"),
@@ -111,7 +111,7 @@ def test_two_final_stages_become_one_result() -> None:
     assert end.outputs[1].multimodal_output["bytes"].shape == (100_000,)
 
 
-def test_only_what_is_read_travels() -> None:
+def test_only_fields_that_are_read_are_sent() -> None:
     maker = function_stage(0, "maker", make_much)
     every = function_stage(1, "every", name_all, (0,), "text")
     some = function_stage(2, "some", name_all, (0,), "audio") | {"reads": ["tensors.wanted", "data.size"]}
@@ -126,7 +126,7 @@ def test_only_what_is_read_travels() -> None:
 def test_a_function_that_yields_streams() -> None:
     stages = [function_stage(0, "counter", count_down, (), "audio"), fake_stage(1, "reader", (0,), "text")]
     with running(*stages) as caller:
-        events = caller.story(caller.submit("p", ("audio",), streams=True, count=3))
+        events = caller.events_of(caller.submit("p", ("audio",), streams=True, count=3))
         pieces = [event for event in events if isinstance(event, ARSegmentEvent)]
         assert "".join(event.text for event in pieces) == "3 2 1 "
         assert len(pieces) >= 3
@@ -153,7 +153,7 @@ def test_a_batch_function_fails_one_item_alone() -> None:
             assert texts(ends[request_id]) == [2 * prompt]
 
 
-def test_windows_that_make_no_sense_are_refused() -> None:
+def test_invalid_windows_are_refused() -> None:
     stages = [fake_stage(0, "a"), fake_stage(1, "b", (0,), "text")]
     for window, message in (
         ({"window_size": 0}, "window_size 0 is neither -1"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deadlines, admission, watermarks: what waits, what is refused, and that nothing is lost."""
+"""Deadlines, admission, watermarks: requests wait or are refused, and nothing is lost."""
 
 import threading
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
         orchestrator.close()
 
 
-def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+def test_a_deadline_ends_a_request_in_any_state() -> None:
     with running(*STAGES, max_inflight=2) as caller:
         working = caller.submit("working", timeout_s=0.2, fake_seconds=30, fake_only="slow")
         queued = caller.submit("queued in a stage", timeout_s=0.2, fake_seconds=30, fake_only="slow")
@@ -60,7 +60,7 @@ def test_an_abort_reaches_a_request_that_waits_for_admission() -> None:
         assert texts(ends[third]) == ["third>quick>slow"]
 
 
-def test_a_full_pipeline_refuses_or_lets_wait() -> None:
+def test_a_full_pipeline_refuses_or_blocks() -> None:
     with running(*STAGES, max_inflight=2, max_queued=1) as caller:
         for i in range(3):
             caller.submit(f"p{i}", fake_seconds=0.3, fake_only="slow")
@@ -76,7 +76,7 @@ def test_a_full_pipeline_refuses_or_lets_wait() -> None:
         caller.wait_one()
 
 
-def test_closing_wakes_those_who_wait_for_room() -> None:
+def test_closing_wakes_callers_that_wait_for_room() -> None:
     errors: list[Exception] = []
     with running(*STAGES, max_inflight=1, max_queued=0) as caller:
         caller.submit("first", fake_seconds=30, fake_only="slow")
@@ -96,8 +96,8 @@ def test_closing_wakes_those_who_wait_for_room() -> None:
 @pytest.mark.parametrize(
     "limits", [{"max_queued": 3}, {"max_queued": 1000, "high_watermark_bytes": 600_000}], ids=["requests", "bytes"]
 )
-def test_a_slow_stage_holds_up_those_that_feed_it_and_nothing_is_lost(limits: dict[str, int]) -> None:
-    """The quick stage could be done with all of them in no time; it must not run ahead of the slow one."""
+def test_a_slow_stage_stops_its_feeders_and_nothing_is_lost(limits: dict[str, int]) -> None:
+    """The fast stage could finish all of them immediately; it must not run ahead of the slow one."""
     with running(*STAGES, defaults=limits) as caller:
         for i in range(30):
             caller.submit(f"p{i}", fake_bytes=300_000, fake_seconds={"slow": 0.02})
@@ -106,14 +106,14 @@ def test_a_slow_stage_holds_up_those_that_feed_it_and_nothing_is_lost(limits: di
             caller.next()
             quick, slow = caller.orchestrator.stats()
             deepest = max(deepest, slow.queue_depth)
-        # How many bytes a request makes is known when it is made: two more had been begun with.
+        # The size of an output is known when it is made: two more requests were started before.
         assert deepest <= (3 if limits["max_queued"] == 3 else 2 + 2)
         assert slow.num_completed == 30
         assert quick.blocked_seconds > 0
 
 
-def test_waiting_reaches_back_to_admission() -> None:
-    """With the last stage at work for long, no more may be in the pipeline than its queues hold."""
+def test_back_pressure_reaches_admission() -> None:
+    """While the last stage is busy, no more requests are in the pipeline than its queues hold."""
     stages = (*STAGES, fake_stage(2, "slowest", (1,), "audio"))
     with running(*stages, defaults={"max_queued": 2}) as caller:
         for i in range(30):
@@ -126,7 +126,7 @@ def test_waiting_reaches_back_to_admission() -> None:
         caller.wait(10)
 
 
-def test_requests_that_need_no_slow_stage_pass_those_that_do() -> None:
+def test_requests_without_the_slow_stage_overtake_those_with_it() -> None:
     stages = (fake_stage(0, "first", (), "text"), fake_stage(1, "slow", (0,), "audio"))
     with running(*stages, defaults={"max_queued": 1}) as caller:
         stuck = [caller.submit(f"p{i}", fake_seconds=30, fake_only="slow") for i in range(3)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline of fake stages, each a real process: routing, failure, and what is left behind."""
+"""A pipeline of fake stages, each a real process: routing, failure, and cleanup."""
 
 import signal
 import subprocess
@@ -59,7 +59,7 @@ def test_only_the_stages_that_a_request_needs_run(caller: Caller) -> None:
     assert texts(caller.wait_one()) == ["p>a+p>a>b>c"]
 
 
-def test_an_error_fails_its_own_request_and_says_where(caller: Caller) -> None:
+def test_an_error_fails_its_own_request_and_names_the_stage(caller: Caller) -> None:
     bad = caller.submit("bad", fake_fail="b")
     good = caller.submit("good")
     events = caller.wait(2)
@@ -71,7 +71,7 @@ def test_an_error_fails_its_own_request_and_says_where(caller: Caller) -> None:
     assert "fake.py" in error.stage_traceback
 
 
-def test_an_abort_ends_a_request_once_and_spares_the_others(caller: Caller) -> None:
+def test_an_abort_ends_one_request_once(caller: Caller) -> None:
     slow = caller.submit("slow", fake_seconds=0.5)
     waiting = caller.submit("waiting", fake_seconds=30.0)
     other = caller.submit("other")
@@ -85,7 +85,7 @@ def test_an_abort_ends_a_request_once_and_spares_the_others(caller: Caller) -> N
     assert caller.events.empty()
 
 
-def test_nothing_is_left_of_payloads_when_all_is_quiet(caller: Caller, orchestrator: Orchestrator) -> None:
+def test_no_payloads_remain_when_the_pipeline_is_idle(caller: Caller, orchestrator: Orchestrator) -> None:
     for _ in range(8):
         caller.submit("p", fake_bytes=300_000)
     caller.submit("p", fake_bytes=300_000, fake_fail="c")
@@ -94,7 +94,7 @@ def test_nothing_is_left_of_payloads_when_all_is_quiet(caller: Caller, orchestra
     assert [name for name in left if not name.endswith(".sock") and not name.startswith("pool-")] == []
 
 
-def test_close_ends_what_runs_and_leaves_nothing() -> None:
+def test_close_ends_running_requests_and_leaves_nothing() -> None:
     server = QuickForkServer()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     orchestrator = open_orchestrator(CONFIG, server=server)
@@ -113,7 +113,7 @@ def test_close_ends_what_runs_and_leaves_nothing() -> None:
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-def test_a_stage_that_cannot_start_ends_the_start_with_its_own_error() -> None:
+def test_a_stage_that_cannot_start_fails_the_start_with_its_error() -> None:
     raw = {
         "stage_args": [
             {"stage_id": 0, "engine_type": "fake"},
@@ -133,7 +133,7 @@ def test_a_stage_that_cannot_start_ends_the_start_with_its_own_error() -> None:
 
 
 @pytest.mark.slow
-def test_a_start_that_takes_too_long_is_ended() -> None:
+def test_a_start_that_takes_too_long_fails() -> None:
     orchestrator = open_orchestrator(CONFIG, init_timeout=0.2, server=ForkServer())
     with pytest.raises(StageStartError, match=r"init_timeout|timed out"):
         orchestrator.wait_until_started()
@@ -141,7 +141,7 @@ def test_a_start_that_takes_too_long_is_ended() -> None:
 
 
 @pytest.mark.slow
-def test_when_the_parent_is_killed_its_stages_go_too_and_the_next_start_cleans_up() -> None:
+def test_stages_end_with_a_killed_parent_and_the_next_start_removes_its_files() -> None:
     script = textwrap.dedent("""
         import psutil, sys
         from tests.orchestrator.test_orchestrator import CONFIG, ForkServer, open_orchestrator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that end slowly, or not at all: nobody waits for them but the requests that they held."""
+"""Processes that end slowly, or not at all: only the requests that they held are affected."""
 
 import os
 import signal
@@ -34,14 +34,14 @@ FAR = 1e6  # seconds: what is held up in a test stays so until the test ends it
 
 
 def leave_a_child(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
-    """A stage function that never ends, in a process whose child keeps everything open that it inherits."""
+    """A stage function that never ends, in a process whose child keeps all inherited descriptors open."""
     os.fork()
     while True:
         signal.pause()
 
 
 def hang(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
-    """A stage function whose process is gone for its parent, but not for the system."""
+    """A stage function whose process closes its lifeline and does not end."""
     frame = sys._getframe()
     while "lifeline" not in frame.f_locals:
         assert frame.f_back is not None
@@ -68,7 +68,7 @@ def running(*stages: dict) -> Iterator[tuple[Caller, QuickForkServer]]:
 
 @contextmanager
 def stopped(server: QuickForkServer) -> Iterator[None]:
-    """The server cannot reap meanwhile."""
+    """The server cannot reap in the meantime."""
     os.kill(server._process.pid, signal.SIGSTOP)
     try:
         yield
@@ -82,7 +82,7 @@ def hold_at_b(caller: Caller) -> str:
     return held
 
 
-def test_the_death_of_a_process_whose_child_lives_on_is_noticed() -> None:
+def test_the_death_of_a_process_with_a_living_child_is_noticed() -> None:
     with running(A, function_stage(1, "b", leave_a_child, (), "audio")) as (caller, _):
         held = caller.submit("held", ("audio",))
         b = psutil.Process(processes(caller)["b"])
@@ -100,7 +100,7 @@ def test_the_death_of_a_process_whose_child_lives_on_is_noticed() -> None:
             child.kill()
 
 
-def test_a_process_that_hangs_without_its_lifeline_holds_up_no_restart() -> None:
+def test_a_process_that_hangs_without_its_lifeline_delays_no_restart() -> None:
     with running(A, function_stage(1, "b", hang, (), "audio")) as (caller, _):
         caller.submit("hang", ("audio",))
         assert isinstance(error_of(caller.wait_one()), StageDeadError)
@@ -111,7 +111,7 @@ def test_a_process_that_hangs_without_its_lifeline_holds_up_no_restart() -> None
         wait_until(lambda: is_ready(caller))
 
 
-def test_requests_go_on_while_a_process_is_not_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_continue_while_a_process_is_not_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_END_GRACE_S", FAR)
     with running(A, B) as (caller, server):
         held = hold_at_b(caller)
@@ -127,7 +127,7 @@ def test_requests_go_on_while_a_process_is_not_reaped(monkeypatch: pytest.Monkey
         wait_until(lambda: is_ready(caller))
 
 
-def test_a_process_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_end_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_END_GRACE_S", 0.1)
     with running(A, B) as (caller, server):
         held = hold_at_b(caller)
@@ -138,7 +138,7 @@ def test_a_process_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch
         wait_until(lambda: is_ready(caller))
 
 
-def test_a_pipeline_closes_though_no_process_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_closes_although_no_process_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_SHUTDOWN_GRACE_S", 0.1)
     monkeypatch.setattr(supervisor, "_END_GRACE_S", 0.1)
     with running(A, B) as (caller, server):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of a request's output until its end."""
+"""The outputs of a request that are kept until its end."""
 
 import gc
 import weakref
@@ -65,7 +65,7 @@ class Story:
 
 
 @pytest.mark.parametrize(("keep_outputs", "num_held"), [(True, 20), (False, 1)])
-def test_what_was_streamed_is_held_only_for_those_who_read_it_again(keep_outputs: bool, num_held: int) -> None:
+def test_streamed_outputs_are_kept_only_on_request(keep_outputs: bool, num_held: int) -> None:
     story = Story(keep_outputs)
     for _ in range(20):
         story.speak(RATE // 2)
@@ -73,7 +73,7 @@ def test_what_was_streamed_is_held_only_for_those_who_read_it_again(keep_outputs
     assert story.record.summarize().audio_seconds == 10.0
 
 
-def test_the_last_event_without_outputs_has_all_else() -> None:
+def test_the_last_event_without_outputs_has_everything_else() -> None:
     whole, light = Story(True), Story(False)
     outputs = []
     for story in (whole, light):
@@ -97,7 +97,7 @@ def test_the_last_event_without_outputs_has_all_else() -> None:
     assert light.record.summarize().num_text_tokens == 7
 
 
-def test_an_output_of_one_piece_is_whole_all_the_same() -> None:
+def test_an_output_of_one_segment_is_whole() -> None:
     story = Story(keep_outputs=False)
     story.write(1, 2, finish_reason="stop")
     story.speak(6)

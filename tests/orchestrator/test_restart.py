@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several stages away at once, messages of the dead, stages that cannot be replaced: no request may wait for ever."""
+"""Several stages restart at once, late messages of dead ones, failed restarts: every request ends."""
 
 import os
 import threading
@@ -33,7 +33,7 @@ SLOW = fake_stage(1, "b", (0,), "audio") | {
 
 
 class Gate(ForkServer):
-    """Says when a stage may come back, and whether."""
+    """Decides when a stage restarts, and whether."""
 
     def __init__(self) -> None:
         self.is_broken = False
@@ -86,7 +86,7 @@ def restarts_of(caller: Caller, name: str) -> int:
 
 
 def wait_until_a(caller: Caller, **figures: int) -> None:
-    """Until stage `a` says so of itself."""
+    """Waits for this statistic of stage `a`."""
     wait_until(
         lambda: any(
             stats.name == "a" and all(getattr(stats, name) == figure for name, figure in figures.items())
@@ -95,7 +95,7 @@ def wait_until_a(caller: Caller, **figures: int) -> None:
     )
 
 
-def test_output_that_dies_with_its_maker_while_its_reader_is_away() -> None:
+def test_output_that_is_lost_while_its_target_restarts() -> None:
     with running(PAIR[0], SLOW) as (caller, gate):
         gate.shut("b")
         held = caller.submit("held by a for b", fake_seconds=1, fake_only="a")
@@ -112,8 +112,8 @@ def test_output_that_dies_with_its_maker_while_its_reader_is_away() -> None:
         assert texts(caller.wait_one()) == ["next>a>b"]
 
 
-def test_a_stage_that_comes_back_first_waits_for_the_other() -> None:
-    """What `a` makes must not be sent to where `b` is not yet."""
+def test_a_stage_that_restarts_first_waits_for_the_other() -> None:
+    """The output of `a` must not be sent before `b` is ready."""
     with running() as (caller, gate):
         gate.shut("b")
         kill_and_wait(caller, "b")
@@ -125,7 +125,7 @@ def test_a_stage_that_comes_back_first_waits_for_the_other() -> None:
         assert texts(caller.wait_one()) == ["large>a>b"]
 
 
-def test_the_last_word_of_a_dead_process_is_not_taken_for_its_successor() -> None:
+def test_a_late_message_of_a_dead_process_is_not_attributed_to_its_successor() -> None:
     with running() as (caller, gate):
         gate.shut("b")
         kill_and_wait(caller, "b")
@@ -140,7 +140,7 @@ def test_the_last_word_of_a_dead_process_is_not_taken_for_its_successor() -> Non
         sock.close(linger=0)
 
 
-def test_requests_do_not_wait_for_a_stage_that_cannot_be_started_any_more() -> None:
+def test_requests_fail_when_a_stage_cannot_be_restarted() -> None:
     with running() as (caller, gate):
         gate.shut("b")
         kill_and_wait(caller, "b")
@@ -153,7 +153,7 @@ def test_requests_do_not_wait_for_a_stage_that_cannot_be_started_any_more() -> N
         assert state_of(caller.orchestrator) == {"a": "ready", "b": "dead"}
 
 
-def test_nothing_is_left_of_processes_that_died_one_after_the_other() -> None:
+def test_files_of_processes_that_died_in_turn_are_removed() -> None:
     with running(PAIR[0], SLOW) as (caller, _):
         caller.submit("p", size=300_000)
         caller.wait_one()
@@ -167,7 +167,7 @@ def test_nothing_is_left_of_processes_that_died_one_after_the_other() -> None:
         assert [name for name in names if not any(pid in name for pid in pids)] == []
 
 
-def test_a_process_that_is_ready_before_word_of_it_is_not_overdue_later() -> None:
+def test_a_process_that_is_ready_before_its_fork_is_reported_is_not_overdue() -> None:
     with running() as (caller, gate):
         gate.before_return = lambda: wait_until(lambda: is_ready(caller))
         kill_and_wait(caller, "b")

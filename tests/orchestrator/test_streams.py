@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers see while a request is worked on, and that windows of any size lead to the same end."""
+"""Events of running requests; windows of any size give the same outputs."""
 
 from collections.abc import Iterator
 
@@ -33,8 +33,8 @@ def segments(events: list, stage_id: int) -> list[ARSegmentEvent]:
     return [event for event in events if isinstance(event, ARSegmentEvent) and event.stage_id == stage_id]
 
 
-def test_a_caller_reads_along_and_gets_the_whole_at_the_end(caller: Caller) -> None:
-    events = caller.story(caller.submit("p", streams=True, fake_tokens=10, fake_seconds=0.02, fake_only="writer"))
+def test_a_streaming_client_gets_segments_and_the_whole_output(caller: Caller) -> None:
+    events = caller.events_of(caller.submit("p", streams=True, fake_tokens=10, fake_seconds=0.02, fake_only="writer"))
     written, spoken = segments(events, 0), segments(events, 1)
     assert len(written) > 2
     assert [token for event in written for token in event.tokens] == list(range(10))
@@ -51,8 +51,8 @@ def test_a_caller_reads_along_and_gets_the_whole_at_the_end(caller: Caller) -> N
     assert torch.equal(rows, end.outputs[1].multimodal_output["rows"])
 
 
-def test_the_first_window_leaves_before_the_source_is_done(caller: Caller) -> None:
-    events = caller.story(caller.submit("p", streams=True, fake_tokens=12, fake_seconds=0.03, fake_only="writer"))
+def test_the_first_window_is_sent_before_the_source_ends(caller: Caller) -> None:
+    events = caller.events_of(caller.submit("p", streams=True, fake_tokens=12, fake_seconds=0.03, fake_only="writer"))
     first_spoken = events.index(segments(events, 1)[0])
     last_written = events.index(segments(events, 0)[-1])
     assert first_spoken < last_written
@@ -60,21 +60,22 @@ def test_the_first_window_leaves_before_the_source_is_done(caller: Caller) -> No
     assert sizes == [2, 3, 3, 3, 1]
 
 
-def test_without_streaming_only_the_end_is_told(caller: Caller) -> None:
-    (end,) = caller.story(caller.submit("p", fake_tokens=7))
+def test_without_streaming_there_is_only_the_last_event(caller: Caller) -> None:
+    (end,) = caller.events_of(caller.submit("p", fake_tokens=7))
     assert isinstance(end, CompletedEvent)
     assert end.outputs[1].multimodal_output["rows"].shape == (7, 4)
     assert end.outputs[2].outputs[0].text == "0 1 2 3 4 5 6 >speaker>singer"
 
 
-def test_windows_may_be_for_those_who_listen_along_only() -> None:
+def test_windows_only_for_streaming_clients() -> None:
     config = make_config(*STAGES, edges=[EDGE | {"only_if_streaming": True}])
     orchestrator = open_orchestrator(config)
     try:
         orchestrator.wait_until_started()
         caller = Caller(orchestrator, config)
         ends = {
-            streams: caller.story(caller.submit("p", streams=streams, fake_tokens=9))[-1] for streams in (False, True)
+            streams: caller.events_of(caller.submit("p", streams=streams, fake_tokens=9))[-1]
+            for streams in (False, True)
         }
     finally:
         orchestrator.close()
@@ -84,8 +85,8 @@ def test_windows_may_be_for_those_who_listen_along_only() -> None:
     assert torch.equal(whole, cut)
 
 
-def test_progress_is_told_and_is_no_part_of_the_result(caller: Caller) -> None:
-    events = caller.story(caller.submit("p", ("song",), streams=True, fake_steps=4, fake_only="singer"))
+def test_progress_is_reported_and_is_not_part_of_the_result(caller: Caller) -> None:
+    events = caller.events_of(caller.submit("p", ("song",), streams=True, fake_steps=4, fake_only="singer"))
     progress = [event for event in events if isinstance(event, ImageProgressEvent)]
     assert [(event.step, event.num_steps) for event in progress] == [(i, 4) for i in range(4)]
     assert [int(event.image[0, 0, 0]) for event in progress if event.image is not None] == [0, 1, 2, 3]
@@ -93,35 +94,35 @@ def test_progress_is_told_and_is_no_part_of_the_result(caller: Caller) -> None:
     assert isinstance(events[-1], CompletedEvent) and events[-1].outputs[0].multimodal_output == {}
 
 
-def test_each_picture_of_a_request_has_its_progress(caller: Caller) -> None:
+def test_each_image_of_a_request_has_its_progress(caller: Caller) -> None:
     request_id = caller.submit("p", ("song",), streams=True, fake_steps=2, fake_images=3, fake_only="singer")
-    events = caller.story(request_id)
+    events = caller.events_of(request_id)
     progress = [event for event in events if isinstance(event, ImageProgressEvent)]
     assert [(event.step, event.index) for event in progress] == [(step, index) for step in (0, 1) for index in range(3)]
     end = events[-1]
     assert isinstance(end, CompletedEvent)
     assert [image.getpixel((0, 0)) for image in end.outputs[0].images] == [(0, 0, 0), (1, 1, 1), (2, 2, 2)]
-    told = [event.multimodal_output for event in segments(events, 2) if event.multimodal_output]
-    assert [output["image"].shape for output in told] == [(3, 2, 2, 3)]
+    outputs = [event.multimodal_output for event in segments(events, 2) if event.multimodal_output]
+    assert [output["image"].shape for output in outputs] == [(3, 2, 2, 3)]
 
 
-def test_pictures_come_also_to_those_who_do_not_look_on(caller: Caller) -> None:
-    (end,) = caller.story(caller.submit("p", ("song",), fake_steps=2, fake_images=2, fake_only="singer"))
+def test_images_without_streaming(caller: Caller) -> None:
+    (end,) = caller.events_of(caller.submit("p", ("song",), fake_steps=2, fake_images=2, fake_only="singer"))
     assert isinstance(end, CompletedEvent)
     assert [image.size for image in end.outputs[0].images] == [(2, 2)] * 2
 
 
-def test_a_failure_in_the_middle_is_the_one_end(caller: Caller) -> None:
+def test_a_failure_during_a_stream_is_the_only_terminal_event(caller: Caller) -> None:
     request_id = caller.submit("p", streams=True, fake_tokens=5, fake_fail="singer")
-    events = caller.story(request_id)
+    events = caller.events_of(request_id)
     assert isinstance(events[-1], ErrorEvent)
     error = events[-1].error
     assert isinstance(error, StageExecutionError) and error.stage_id == 2
-    assert segments(events, 0), "what was made before is told"
+    assert segments(events, 0), "segments before the failure are reported"
     assert [event.is_terminal for event in events[:-1]] == [False] * (len(events) - 1)
 
 
-def test_an_abort_between_two_windows_ends_all(caller: Caller) -> None:
+def test_an_abort_between_two_windows_ends_the_request(caller: Caller) -> None:
     request_id = caller.submit("p", streams=True, fake_tokens=10_000, fake_seconds=0.01, fake_only="writer")
     while not isinstance(event := caller.next(), ARSegmentEvent) or event.stage_id != 1:
         pass
@@ -129,19 +130,19 @@ def test_an_abort_between_two_windows_ends_all(caller: Caller) -> None:
     while not (event := caller.next()).is_terminal:
         pass
     assert isinstance(event, ErrorEvent)
-    caller.story(caller.submit("next", fake_tokens=2))  # nothing of the old one comes between
+    caller.events_of(caller.submit("next", fake_tokens=2))  # nothing of the old one comes between
     assert [(stats.num_running, stats.queue_depth) for stats in fresh_stats(caller.orchestrator)] == [(0, 0)] * 3
 
 
 @pytest.fixture(scope="module")
 def reference(caller: Caller) -> CompletedEvent:
-    end = caller.story(caller.submit("p", fake_tokens=23, fake_fail="nobody"))[-1]
+    end = caller.events_of(caller.submit("p", fake_tokens=23, fake_fail="none"))[-1]
     assert isinstance(end, CompletedEvent)
     return end
 
 
 @pytest.mark.parametrize("size", [-1, 1, 4, 23, 100])
-def test_every_window_size_gives_the_same(size: int, reference: CompletedEvent) -> None:
+def test_every_window_size_gives_the_same_output(size: int, reference: CompletedEvent) -> None:
     edges = [
         {"from": 0, "to": 1, "window_size": size, "unit": "rows", "left_context": 2},
         {"from": 1, "to": 2, "window_size": size, "unit": "rows", "left_context": 1},
@@ -151,7 +152,7 @@ def test_every_window_size_gives_the_same(size: int, reference: CompletedEvent) 
     try:
         caller = Caller(orchestrator, config)
         for _ in range(5):
-            caller.submit("p", fake_tokens=23, fake_fail="nobody")
+            caller.submit("p", fake_tokens=23, fake_fail="none")
         for event in caller.wait(5).values():
             assert texts(event)[0] == texts(reference)[0]
             assert isinstance(event, CompletedEvent)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client aborts, full queues, deadlines and dead stages: the server goes on, and nothing leaks."""
+"""Client aborts, full queues, deadlines and dead stages: the server continues, and nothing leaks."""
 
 import asyncio
 import random

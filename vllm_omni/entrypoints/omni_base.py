@@ -10,14 +10,14 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import Self
-
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.errors import PipelineStartError
 from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.vllm_requirement import require_vllm
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from vllm_omni.config.stage_config import PipelineConfig
     from vllm_omni.entrypoints.pipeline import Pipeline
     from vllm_omni.entrypoints.request_builder import RequestBuilder

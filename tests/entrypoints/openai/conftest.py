@@ -6,13 +6,22 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
+from vllm import envs
 
-from tests.entrypoints.openai.media_apps import serving, use_server_environment
+from tests.entrypoints.openai.media_apps import server_args, serving
+from vllm_omni.entrypoints.openai.media_input import install
+
+
+@pytest.fixture(scope="session", autouse=True)
+def media_connector() -> None:
+    """As at the start of a server."""
+    install(server_args("model"))
 
 
 @pytest.fixture(autouse=True)
 def fresh_environment() -> None:
-    use_server_environment()
+    """Independent of earlier tests: vLLM caches the environment when an engine starts."""
+    envs.disable_envs_cache()
 
 
 @pytest.fixture(scope="session")

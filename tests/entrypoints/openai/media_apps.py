@@ -3,7 +3,6 @@
 
 import asyncio
 import io
-import os
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -21,22 +20,16 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_input import CONNECTOR_NAME, install
+from vllm_omni.entrypoints.openai.media_input import install
 
 Result = TypeVar("Result")
 MODEL = "tiny"
 
 
-def use_server_environment() -> None:
-    """Sets a server's environment, independent of earlier tests: vLLM caches it from the start of an engine."""
-    envs.disable_envs_cache()
-    os.environ["VLLM_MEDIA_CONNECTOR"] = CONNECTOR_NAME
-
-
 @contextmanager
 def serving(model: Path, **arguments: Any) -> Iterator[FastAPI]:
     """`arguments` are those of `AsyncOmniLLM`."""
-    use_server_environment()
+    envs.disable_envs_cache()  # An earlier test may have started an engine, from when on vLLM caches it.
     with quick_servers():
         llm = AsyncOmniLLM(str(model), **arguments)
     with llm:

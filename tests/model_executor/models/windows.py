@@ -28,7 +28,7 @@ def run_first_stage(engine: OmniLLMEngine, prompts: Mapping[str, Any], params: S
         made = engine.input_processor.process_inputs(name, prompt, params)
         request = StageRequest(request_id=name, engine_request=made)
         requests[name] = ARRequest(engine, 0, NewRequest(request, None, {}, True, streams_output=True))
-        requests[name].begin(NewRequest(request, None, {}, True, streams_output=True))
+        requests[name].start(NewRequest(request, None, {}, True, streams_output=True))
     return _run(engine, requests, {})
 
 
@@ -62,7 +62,7 @@ def run_stage(
         made, is_last = calls[begin]
         item = NewRequest(request, made, {}, is_last, streams_output=True)
         running[name] = request_class(engine, 0, item)
-        running[name].begin(item)
+        running[name].start(item)
         waiting[name] = deque(StreamChunk(name, made, {}, is_last) for made, is_last in calls[begin + 1 :])
     return pieces | _run(engine, running, waiting, rng)
 

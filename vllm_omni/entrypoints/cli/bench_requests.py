@@ -92,7 +92,7 @@ async def request_chat(
 ) -> OmniRequestOutput:
     """`openai-chat-omni`: a streamed chat answer of text and speech."""
     extra_audio = (request_func_input.extra_body or {}).get("audio") or {}
-    payload = {
+    payload: dict[str, Any] = {
         "model": request_func_input.model_name or request_func_input.model,
         "messages": request_func_input.chat_messages or _get_chat_messages(request_func_input),
         "max_completion_tokens": request_func_input.output_len,
@@ -107,7 +107,7 @@ async def request_chat(
     async def read(response: aiohttp.ClientResponse, output: OmniRequestOutput) -> None:
         if audio["format"] not in ("wav", "pcm16"):
             raise FailedRequestError(f"--extra-body: audio.format must be wav or pcm16, not {audio['format']}")
-        await _read_chat(response, output, ["text", "audio"], PcmCounter(audio["format"] == "wav"))
+        await _read_chat(response, output, payload["modalities"], PcmCounter(audio["format"] == "wav"))
 
     return await _post(request_func_input, session, pbar, payload, read)
 

@@ -55,7 +55,8 @@ def test_a_client_abort_of_a_stream_frees_everything(server: FakeServer, llm: As
     async def main() -> None:
         visit = AppRequest(server.app, "/v1/ask", question(stream=True, **LONG))
         await visit.first_chunk()
-        assert visit.status == 200 and not is_idle(llm)
+        # `is_idle` would block the event loop, and so end the wait for the next segment, in which clients disconnect.
+        assert visit.status == 200 and any(llm._pipeline.orchestrator.activity().values())
         await visit.disconnect()
         assert is_idle(llm)
         await check_it_serves(server)

@@ -103,7 +103,11 @@ def test_stream_and_async_equal_chat(talking_llm: OmniLLM, talking_async_llm: As
     [
         ([], {}, "message"),
         ([{"role": "user", "content": [{"type": "smell"}]}], {}, "smell"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}], {}, ""),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
+            {},
+            "Only base64 data URLs",
+        ),
         (QUESTION, {"modalities": ["smell"]}, "cannot output 'smell'"),
         (QUESTION, {"chat_template": "{{ raise_exception('no such role') }}"}, "no such role"),
     ],

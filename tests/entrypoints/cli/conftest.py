@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_omni.entrypoints import omni_base
 from vllm_omni.entrypoints.cli import main as cli
 
 
@@ -30,7 +32,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         # Commands set these; the fixture restores them for other tests.
         for name in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
             monkeypatch.setenv(name, {"VLLM_LOGGING_LEVEL": "WARNING"}.get(name, "ext://sys.stderr"))
-        monkeypatch.setattr(cli, "start_fork_server", lambda: None)  # no stage is started
+        monkeypatch.setattr(FlexibleArgumentParser, "_search_keyword", None)  # It stays after a `--help=KEYWORD`.
+        monkeypatch.setattr(omni_base, "start_fork_server", lambda: None)  # no stage is started
         monkeypatch.setattr(sys, "argv", ["vllm-omni", *map(str, arguments)])
         code = 0
         try:

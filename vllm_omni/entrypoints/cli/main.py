@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 
 from vllm_omni import __version__
-from vllm_omni.entrypoints.omni_base import start_fork_server
 from vllm_omni.errors import OmniError, UsageError
 from vllm_omni.vllm_requirement import find_vllm, require_vllm
 
@@ -74,10 +73,12 @@ def _fail(message: str, code: int) -> None:
 
 def _serve(arguments: list[str]) -> None:
     require_vllm()
+    from vllm_omni.entrypoints import omni_base
+
     # Importing vLLM takes seconds, here and in the fork server: start the latter first. Not if the command starts
     # no stage, or if only the parsed flags set the fork server's environment.
     late = ("-h", "--help", "--log-", "--config")
-    server = None if any(argument.startswith(late) for argument in arguments) else start_fork_server()
+    server = None if any(argument.startswith(late) for argument in arguments) else omni_base.start_fork_server()
     try:
         from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 

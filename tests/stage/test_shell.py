@@ -114,6 +114,14 @@ class Peers:
         payload, frames = self._payloads.put(output)
         self.send(self.data_message(request_id, number, source, payload), frames)
 
+    def start_requests(self, request_ids: str) -> None:
+        """Submits a request for each letter, with its whole input; returns when the engine has them."""
+        for number, request_id in enumerate(request_ids, start=1):
+            self.submit(request_id, number)
+            self.data(request_id, number, 0, "a")
+            self.data(request_id, number, 1, "b")
+            self.engine.next()
+
     def data_message(self, request_id: str, number: int, source: int, payload: PayloadRef) -> DataMessage:
         return DataMessage(
             request_id=request_id, number=number, source=source, sequence=0, is_last=True, sent=0.0, payload=payload
@@ -193,11 +201,7 @@ def test_an_abort_drops_early_data(peers: Peers, tmp_path: Path) -> None:
 
 
 def test_results_of_aborted_requests_are_not_sent(peers: Peers) -> None:
-    for number, request_id in enumerate("rs", start=1):
-        peers.submit(request_id, number)
-        peers.data(request_id, number, 0, "a")
-        peers.data(request_id, number, 1, "b")
-        peers.engine.next()
+    peers.start_requests("rs")
     peers.send(AbortMessage(request_ids=["r"]))
     assert isinstance(peers.engine.next(), AbortRequest)
     for request_id in "rs":
@@ -234,11 +238,7 @@ def test_a_payload_that_cannot_be_read_fails_its_request(peers: Peers) -> None:
 
 
 def test_a_snapshot_precedes_the_result_that_makes_the_stage_idle(peers: Peers) -> None:
-    for number, request_id in enumerate("rs", start=1):
-        peers.submit(request_id, number)
-        peers.data(request_id, number, 0, "a")
-        peers.data(request_id, number, 1, "b")
-        peers.engine.next()
+    peers.start_requests("rs")
     with peers.outbox.batch():
         for request_id in "rs":
             peers.outbox.put(Result(request_id, StageOutput(request_id=request_id, stage_id=2)))

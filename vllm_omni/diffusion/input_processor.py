@@ -45,7 +45,7 @@ class DiffusionInputProcessor:
             StageConfigError: The checkpoint is not a supported diffusers pipeline, its output type is not the stage's,
                 or it does not take the stage's `default_sampling_params`.
         """
-        where = f"stage {stage.stage_id} ({stage.name})"
+        where = stage.label
         self._config = parse_dit_config(stage.dit_engine_args, where)
         self._info = PipelineInfo.load(model, self._config)
         self._class_name = self._info.pipeline_class.__name__

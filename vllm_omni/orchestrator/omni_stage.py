@@ -63,7 +63,7 @@ class OmniStage:
 
     @property
     def label(self) -> str:
-        return f"stage {self.config.stage_id} ({self.config.name})"
+        return self.config.label
 
     @property
     def is_ready(self) -> bool:

@@ -190,10 +190,11 @@ class Supervisor:
         """Tells all stages to stop, waits for some time, and kills those that are left, or are still loading."""
         running = {group.process: group for group in self.groups if group.process is not None}
         for process, group in running.items():
-            if not all(stage.is_ready for stage in group.stages):
+            if all(stage.is_ready for stage in group.stages):
+                for stage in group.stages:
+                    stage.send(ShutdownMessage())
+            else:
                 process.kill()
-            for stage in group.stages:
-                stage.send(ShutdownMessage())
         left = wait_for_all(list(running), _SHUTDOWN_GRACE_S)
         for process in left:
             process.kill()

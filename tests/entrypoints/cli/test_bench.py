@@ -177,7 +177,7 @@ class TestChat:
         output = session.send("openai-chat-omni", modalities=["audio"], audio={"format": "pcm16"})
         assert (output.generated_text, output.ttft, output.ttfa, output.audio_duration) == ("A", 1, 2, 1)
 
-    def test_no_audio_is_fine_where_none_was_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_text_request_needs_no_audio(self, monkeypatch: pytest.MonkeyPatch) -> None:
         output = Session(monkeypatch, [event(content="A"), END]).send("openai-chat-omni", modalities=["text"])
         assert output.success and not output.ttfa
 

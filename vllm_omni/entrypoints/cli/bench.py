@@ -60,10 +60,10 @@ class Row:
 def omni_tables(
     outputs: Iterable[OmniRequestOutput], duration_s: float, percentiles: Sequence[float]
 ) -> dict[str, list[Row]]:
-    """The metrics of audio and images by heading; nothing of what no answer has.
+    """The metrics of audio and images by heading; metrics that no answer has are left out.
 
     Args:
-        duration_s: Of the benchmark.
+        duration_s: Duration of the benchmark in seconds.
         percentiles: In percent, as `--metric-percentiles` has them.
     """
     answered = [output for output in outputs if output.success]
@@ -91,7 +91,7 @@ def omni_tables(
 def _statistics(
     label: str, key: str, values: Sequence[float], percentiles: Sequence[float], digits: int = 2
 ) -> list[Row]:
-    """What vLLM prints and saves of each of its metrics."""
+    """The statistics that vLLM prints and saves for each of its metrics."""
     rows = [
         Row(f"Mean {label}:", f"mean_{key}", float(np.mean(values)), digits),
         Row(f"Median {label}:", f"median_{key}", float(np.median(values)), digits),
@@ -104,13 +104,13 @@ def _statistics(
 
 
 class OmniBenchmark:
-    """Takes the place of three functions of `vllm.benchmarks.serve` while its `main` runs; each calls vLLM's.
+    """Wraps three functions of `vllm.benchmarks.serve` while its `main` runs.
 
     vLLM has no hook for metrics: `main_async` looks these functions up in its module, calls them with keywords, and
     writes what `benchmark` returns.
 
     Attributes:
-        outputs: Of the requests that were measured.
+        outputs: The outputs of the measured requests.
     """
 
     def __init__(self, *, save_detailed: bool = False) -> None:
@@ -120,12 +120,12 @@ class OmniBenchmark:
     @contextmanager
     def installed(self) -> Iterator[None]:
         names = ("benchmark", "calculate_metrics", "get_samples")
-        theirs = {name: getattr(vllm_serve, name) for name in names}
+        originals = {name: getattr(vllm_serve, name) for name in names}
         vars(vllm_serve).update({name: getattr(self, name) for name in names})
         try:
             yield
         finally:
-            vars(vllm_serve).update(theirs)
+            vars(vllm_serve).update(originals)
 
     def get_samples(self, args: argparse.Namespace, tokenizer: Any) -> list[SampleRequest]:
         """Datasets with images, audio and video are for chat with speech too."""

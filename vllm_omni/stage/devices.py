@@ -23,7 +23,8 @@ from vllm_omni.metrics.logs import get_logger
 
 logger = get_logger(__name__)
 
-_PARALLEL = ("tensor", "pipeline", "prefill_context")
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+"""Engine arguments whose product is the number of devices."""
 
 
 def set_stage_gpu_devices(devices: str | int | None, stage: str = "this process") -> None:
@@ -115,7 +116,7 @@ def stage_devices(config: PipelineConfig) -> dict[int, list[str]]:
 
 def num_devices(stage: OmniStageConfig) -> int:
     """How many devices a stage's engine takes: vLLM's `world_size`."""
-    return math.prod(stage.engine_args.get(f"{name}_parallel_size", 1) for name in _PARALLEL)
+    return math.prod(stage.engine_args.get(name, 1) for name in PARALLEL_SIZES)
 
 
 @contextlib.contextmanager

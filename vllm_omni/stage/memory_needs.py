@@ -37,6 +37,7 @@ from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_executor.interfaces import SupportsActivationEstimate
+from vllm_omni.stage.devices import PARALLEL_SIZES
 
 OVERHEAD_BYTES = 512 << 20
 """CUDA graphs and the workspaces of libraries, in a vLLM stage's budget. An assumption."""
@@ -45,7 +46,6 @@ CONTEXT_BYTES = 512 << 20
 """CUDA context of each process on a device, outside all budgets. An assumption."""
 
 _POSITIONS_PER_MEDIA_TOKEN = 4  # Encoders merge 2 x 2 patches, or as many audio frames, into one token of the prompt.
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 _LAYER = re.compile(r".*?\.\d+(?=\.|$)")  # The name of a layer: `model.layers.3`
 _QUANTIZED_BYTES = {"fp8": 1}  # Bytes of a quantized weight, for quantization while loading.
 
@@ -106,7 +106,7 @@ def _of_diffusers(stage: OmniStageConfig, model: str) -> StageNeeds:
 
 
 def _of_vllm(config: PipelineConfig, stage: OmniStageConfig, model: str) -> StageNeeds:
-    arguments = {name: value for name, value in stage.vllm_engine_args.items() if name not in _PARALLEL}
+    arguments = {name: value for name, value in stage.vllm_engine_args.items() if name not in PARALLEL_SIZES}
     quantization = arguments.pop("quantization", None)
     if quantization is not None and quantization not in _QUANTIZED_BYTES:
         raise StageConfigError(f"weights with quantization {quantization!r} are not computed")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computed memory compared with running engines and with published checkpoints."""
+"""Computed memory compared with running engines; `tests/published` has published checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.published.plans import ROWS, compute_plans
 from tests.stage.running_engine import RunningEngine
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
@@ -79,29 +78,3 @@ def test_layers_are_identified_by_their_number() -> None:
     names = ["model.layers.3.mlp.up", "visual.blocks.0", "visual.merger.mlp.0", "lm_head"]
     found = [memory_needs._LAYER.match(name) for name in names]
     assert [match and match[0] for match in found] == ["model.layers.3", "visual.blocks.0", "visual.merger.mlp.0", None]
-
-
-# The published checkpoints.
-
-
-@pytest.fixture(scope="module")
-def plans() -> dict[tuple[str, str, str], dict[str, Any]]:
-    return {(row["checkpoint"], row["machine"], row["options"]): row for row in compute_plans()}
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} on {row[1]}")
-def test_shipped_configurations_fit_their_machines(plans, row: tuple[str, str, str]) -> None:
-    plan = plans[row]
-    assert (plan["verdict"], plan["problems"]) == ("fits", [])
-    for stage in plan["stages"]:
-        assert stage["needs"] <= stage["budget"]
-        assert stage["room"] >= stage["max_model_len"] or not stage["kv_request"]
-
-
-def test_published_parameters_are_counted(plans) -> None:
-    """The number of parameters, or the size of the files, of the published weights: tests/published/README.md."""
-    rows = {checkpoint: plan["stages"] for (checkpoint, _, options), plan in plans.items() if not options}
-    parameters = {name: sum(stage["num_parameters"] for stage in stages) for name, stages in rows.items()}
-    assert parameters["qwen3_omni_30b_a3b_instruct"] == 35_259_818_545
-    size = sum(stage["weights"] for stage in rows["qwen2_5_omni_7b"])
-    assert size == pytest.approx(22.37e9, rel=0.005)  # buffers are not in the files

@@ -88,11 +88,11 @@ def diffusers_image(bare: DiffusionPipeline, adapters: list[LoRARequest]) -> Cal
 
 
 def test_requests_with_and_without_adapters_share_a_stage(llm, adapters, diffusers_image):
-    asked = [(prompt, index) for index in (None, 0, 1, 2, 0, None) for prompt in PROMPTS]
-    adapter_of = [None if index is None else adapters[index] for _prompt, index in asked]
-    outputs = llm.generate([prompt for prompt, _index in asked], SETTINGS, use_tqdm=False, lora_request=adapter_of)
+    requests = [(prompt, index) for index in (None, 0, 1, 2, 0, None) for prompt in PROMPTS]
+    adapter_of = [None if index is None else adapters[index] for _prompt, index in requests]
+    outputs = llm.generate([prompt for prompt, _index in requests], SETTINGS, use_tqdm=False, lora_request=adapter_of)
 
-    for (prompt, index), output in zip(asked, outputs, strict=True):
+    for (prompt, index), output in zip(requests, outputs, strict=True):
         assert_same(output.images[0], diffusers_image(prompt, index, 1.0))
     styles = [diffusers_image(PROMPTS[0], index, 1.0) for index in (None, 0, 1, 2)]
     differences = [np.abs(a - b).max() for i, a in enumerate(styles) for b in styles[:i]]

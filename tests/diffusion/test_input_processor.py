@@ -32,7 +32,9 @@ def processors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DiffusionI
     }
 
 
-def ask(processor: DiffusionInputProcessor, params: Any = None, image: Any = None, **prompt: Any) -> DiffusionRequest:
+def process(
+    processor: DiffusionInputProcessor, params: Any = None, image: Any = None, **prompt: Any
+) -> DiffusionRequest:
     prompt = {"prompt": "a hen"} | prompt
     if image is not None:
         prompt["multi_modal_data"] = {"image": image}
@@ -41,9 +43,9 @@ def ask(processor: DiffusionInputProcessor, params: Any = None, image: Any = Non
 
 def test_settings_may_be_a_dict_or_an_object(processors: dict[str, DiffusionInputProcessor]) -> None:
     settings = {"height": 64, "guidance_scale": 3, "seed": 5, "num_outputs_per_prompt": 2}
-    as_dict = ask(processors["text"], settings)
+    as_dict = process(processors["text"], settings)
 
-    assert as_dict == ask(processors["text"], DiffusionSamplingParams(**settings))
+    assert as_dict == process(processors["text"], DiffusionSamplingParams(**settings))
     assert (as_dict.params.height, as_dict.params.width, as_dict.seeds) == (64, None, [5, 6])
     assert as_dict.params.output_format == "pil"  # the default is set here, and nowhere else
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(as_dict), type=DiffusionRequest) == as_dict
@@ -54,37 +56,37 @@ def test_the_stages_defaults_apply_to_unset_fields(tmp_path: Path) -> None:
     processor = make_processor(tmp_path, "ZImagePipeline", defaults=defaults)
     extra = {"max_sequence_length": 8}
 
-    nothing = ask(processor)
+    nothing = process(processor)
     assert (nothing.params.height, nothing.seeds) == (64, [9, 10])
-    some = ask(processor, {"height": 32, "seed": None, "num_outputs_per_prompt": 1, "extra_args": extra})
+    some = process(processor, {"height": 32, "seed": None, "num_outputs_per_prompt": 1, "extra_args": extra})
     assert (some.params.height, some.seeds) == (32, [9])
     assert some.params.extra_args == {"cfg_truncation": 0.5, "max_sequence_length": 8}
-    assert ask(processor, DiffusionSamplingParams(width=16)).params.num_outputs_per_prompt == 2
+    assert process(processor, DiffusionSamplingParams(width=16)).params.num_outputs_per_prompt == 2
 
 
 def test_seeds_are_random_without_a_seed(processors: dict[str, DiffusionInputProcessor]) -> None:
-    seeds = [ask(processors["text"], {"num_outputs_per_prompt": 4}).seeds for _ in range(2)]
+    seeds = [process(processors["text"], {"num_outputs_per_prompt": 4}).seeds for _ in range(2)]
 
     assert len({*seeds[0], *seeds[1]}) == 8
-    assert ask(processors["text"], {"seed": [4, 4], "num_outputs_per_prompt": 2}).seeds == [4, 4]
+    assert process(processors["text"], {"seed": [4, 4], "num_outputs_per_prompt": 2}).seeds == [4, 4]
 
 
 def test_a_negative_prompt_can_be_in_the_prompt(processors: dict[str, DiffusionInputProcessor], tmp_path: Path) -> None:
     processor = make_processor(tmp_path, "ZImagePipeline", defaults={"negative_prompt": "blurred"})
 
-    assert ask(processor).params.negative_prompt == "blurred"
-    assert ask(processor, negative_prompt="").params.negative_prompt == ""
-    assert ask(processor, {"negative_prompt": "ox"}, negative_prompt="ox").params.negative_prompt == "ox"
+    assert process(processor).params.negative_prompt == "blurred"
+    assert process(processor, negative_prompt="").params.negative_prompt == ""
+    assert process(processor, {"negative_prompt": "ox"}, negative_prompt="ox").params.negative_prompt == "ox"
     with pytest.raises(ValueError, match="remove one of them"):
-        ask(processor, {"negative_prompt": "ox"}, negative_prompt="cow")
+        process(processor, {"negative_prompt": "ox"}, negative_prompt="cow")
 
 
 def test_the_settings_depend_on_input_images(processors: dict[str, DiffusionInputProcessor]) -> None:
-    request = ask(processors["text"], {"strength": 0.5}, image=IMAGE)
+    request = process(processors["text"], {"strength": 0.5}, image=IMAGE)
     assert request.images[0].shape == (4, 8, 3) and request.params.strength == 0.5
-    assert len(ask(processors["klein"], image=[IMAGE, IMAGE]).images) == 2
+    assert len(process(processors["klein"], image=[IMAGE, IMAGE]).images) == 2
     with pytest.raises(ValueError, match="ZImageImg2ImgPipeline does not take 'cfg_truncaton'"):
-        ask(processors["text"], {"extra_args": {"cfg_truncaton": 1.0}}, image=IMAGE)
+        process(processors["text"], {"extra_args": {"cfg_truncaton": 1.0}}, image=IMAGE)
 
 
 def test_an_adapter_is_passed_by_name_and_path(processors: dict[str, DiffusionInputProcessor], tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_bad_settings_are_refused(
     processors: dict[str, DiffusionInputProcessor], pipeline: str, params: Any, words: list[str]
 ) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
-        ask(processors[pipeline], params)
+        process(processors[pipeline], params)
     assert [word for word in words if word not in str(error.value)] == []
 
 
@@ -200,7 +202,7 @@ def test_bad_prompts_are_refused(
     processors: dict[str, DiffusionInputProcessor], pipeline: str, prompt: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
-        ask(processors[pipeline], None, **prompt)
+        process(processors[pipeline], None, **prompt)
     assert [word for word in words if word not in str(error.value)] == []
 
 

@@ -33,7 +33,7 @@ SMALLER: dict[str, dict[str, Any]] = {"ace_step": {"audio_duration": 0.2}}
 IMAGE_TO_IMAGE = ("flux", "qwen_image", "stable_diffusion_3", "z_image")
 
 
-class Ask(NamedTuple):
+class Request(NamedTuple):
     """A request, as arguments of the diffusers pipeline."""
 
     prompt: str
@@ -56,23 +56,23 @@ class Ask(NamedTuple):
         return {**known, "extra_args": others, "seed": self.seed, "output_format": "np"}
 
 
-def different_asks(name: str) -> list[Ask]:
+def different_requests(name: str) -> list[Request]:
     """The first two can be computed together; others differ from them in what they go through. Four run at a time."""
     small = SMALLEST[name]
     smaller = {"num_inference_steps": 3, **SMALLER.get(name, {"height": 32, "width": 96})}
-    asks = [
-        Ask("a red cat", 1, small, images_for(name)),
-        Ask("the wind in a tree at night, " * 3, 2, small, images_for(name, seed=1)),
-        Ask("two ships", 3, {**small, **smaller}, images_for(name)),
-        Ask("a house on a hill", 4, {**small, **GUIDED[name]}, images_for(name)),
+    requests = [
+        Request("a red cat", 1, small, images_for(name)),
+        Request("the wind in a tree at night, " * 3, 2, small, images_for(name, seed=1)),
+        Request("two ships", 3, {**small, **smaller}, images_for(name)),
+        Request("a house on a hill", 4, {**small, **GUIDED[name]}, images_for(name)),
     ]
     if name in IMAGE_TO_IMAGE:
-        asks.append(Ask("a dog", 5, {**small, "strength": 0.5}, [make_image(0, 64, 64)]))
+        requests.append(Request("a dog", 5, {**small, "strength": 0.5}, [make_image(0, 64, 64)]))
     if name == "ace_step":  # which pads nothing: only prompts of one length go together
-        asks.insert(1, Ask("a red dog", 5, small, []))
+        requests.insert(1, Request("a red dog", 5, small, []))
     if name == "flux2_klein":
-        asks.append(Ask("a dog", 5, small, [make_image(0, 64, 64), make_image(1, 96, 64)]))
-    return asks
+        requests.append(Request("a dog", 5, small, [make_image(0, 64, 64), make_image(1, 96, 64)]))
+    return requests
 
 
 FAST = ("wan", "z_image")
@@ -93,8 +93,8 @@ def llm(name: str, tiny_diffusion: Callable[[str], Path]) -> Iterator[OmniLLM]:
         yield llm
 
 
-def made_by(llm: OmniLLM, ask: Ask) -> np.ndarray:
-    (output,) = llm.generate(ask.omni_prompt, ask.params, use_tqdm=False)
+def made_by(llm: OmniLLM, request: Request) -> np.ndarray:
+    (output,) = llm.generate(request.omni_prompt, request.params, use_tqdm=False)
     return the_array(output)
 
 
@@ -106,12 +106,15 @@ def the_array(output: OmniRequestOutput) -> np.ndarray:
 def test_a_request_alone_and_in_a_batch_equals_diffusers(
     name: str, llm: OmniLLM, tiny_diffusion: Callable[[str], Path]
 ) -> None:
-    asks = different_asks(name)
+    requests = different_requests(name)
     oracle = DiffusersOracle(tiny_diffusion(name))
-    expected = [oracle.generate(ask.prompt, seed=ask.seed, images=ask.images, **ask.call).numpy() for ask in asks]
+    expected = [
+        oracle.generate(request.prompt, seed=request.seed, images=request.images, **request.call).numpy()
+        for request in requests
+    ]
 
-    np.testing.assert_allclose(made_by(llm, asks[0]), expected[0], rtol=0, atol=1e-4)
-    with ThreadPoolExecutor(len(asks)) as threads:
-        made = list(threads.map(lambda ask: made_by(llm, ask), asks))
+    np.testing.assert_allclose(made_by(llm, requests[0]), expected[0], rtol=0, atol=1e-4)
+    with ThreadPoolExecutor(len(requests)) as threads:
+        made = list(threads.map(lambda request: made_by(llm, request), requests))
     for one, other in zip(made, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)

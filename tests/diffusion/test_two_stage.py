@@ -70,7 +70,7 @@ def assert_image(image: Any, oracle: DiffusersOracle, text: str, seed: int) -> N
 
 
 def test_the_image_is_that_of_the_rewritten_prompt(llm: OmniLLM, oracle: DiffusersOracle) -> None:
-    outputs = llm.generate(["a hen", "a much longer wish: two ships"], use_tqdm=False)
+    outputs = llm.generate(["a hen", "a much longer prompt: two ships"], use_tqdm=False)
 
     texts, images = outputs[::2], outputs[1::2]
     assert texts[0].outputs[0].text != texts[1].outputs[0].text

@@ -36,7 +36,7 @@ class EchoStrategy(FeedbackStrategy):
 
     def begin(self, slot: int, information: dict[str, Any], params: SamplingParams, is_input_complete: bool) -> None:
         if information.get("refuse"):
-            raise RuntimeError("asked to refuse")
+            raise RuntimeError("told to refuse")
         assert slot not in self.prompts
         self.prompts[slot] = information["prompt"]
         self.feed.begin(slot)
@@ -46,7 +46,7 @@ class EchoStrategy(FeedbackStrategy):
         self.last = with_room_for(self.last, slot)
         self.raise_at = {place: text for place, text in self.raise_at.items() if place[0] != slot}
         if "raise_at" in information:
-            self.raise_at[slot, information["raise_at"]] = f"asked to raise at {information['raise_at']}"
+            self.raise_at[slot, information["raise_at"]] = f"told to raise at {information['raise_at']}"
 
     def extend(self, pieces: list[InputPiece]) -> None:
         self.calls.append(("extend", len(pieces)))

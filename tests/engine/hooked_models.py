@@ -53,7 +53,7 @@ class HookedQwen3(Qwen3ForCausalLM):
     def _extra(self, span: RequestSpan, position: int) -> torch.Tensor:
         information = span.additional_information
         if information.get("raise_at") == position:
-            raise RuntimeError(f"asked to raise at {position}")
+            raise RuntimeError(f"told to raise at {position}")
         if position < span.num_prompt_tokens:
             return information.get("shift", torch.zeros(1))
         return FEEDBACK * information["last"][position - 1] + self._feed(span, position - span.num_prompt_tokens)
@@ -123,7 +123,7 @@ class DoublingVocoder(nn.Module):
         assert sum(sizes) == len(input_ids) == len(positions)
         counts = [self._count(**information) for information in runtime_additional_information]
         if any(information.get("raise") for information in runtime_additional_information):
-            raise RuntimeError("asked to raise")
+            raise RuntimeError("told to raise")
         codes = torch.cat([information["codes"] for information in runtime_additional_information])
         audio = (codes.float() * self.scale).repeat_interleave(2)
         num_requests = torch.tensor(len(sizes))

@@ -96,10 +96,12 @@ class TestDefaults:
         assert create_engine_args(str(tiny_qwen3), engine_output_type="latent").enable_prefix_caching is False
         assert create_engine_args(str(tiny_qwen3)).enable_prefix_caching is None
         assert caplog.text == ""
-        asked = {"enable_prefix_caching": True, "model_stage": "thinker"}
-        assert create_engine_args(str(tiny_qwen3), engine_output_type="latent", **asked).enable_prefix_caching is False
+        arguments = {"enable_prefix_caching": True, "model_stage": "thinker"}
+        assert (
+            create_engine_args(str(tiny_qwen3), engine_output_type="latent", **arguments).enable_prefix_caching is False
+        )
         assert "stage thinker runs without enable_prefix_caching" in caplog.text
-        assert create_engine_args(str(tiny_qwen3), **asked).enable_prefix_caching is True
+        assert create_engine_args(str(tiny_qwen3), **arguments).enable_prefix_caching is True
 
     def test_a_callable_override(self, tiny_qwen3):
         def deeper(config):

@@ -181,7 +181,7 @@ def test_a_step_that_raises_leaves_no_slot_taken(
 ) -> None:
     echo_engine.add_request("good", make_prompt(12, 1), greedy(8))
     echo_engine.add_request("bad", make_prompt(9, 2, **bad), greedy(8))
-    with pytest.raises(RuntimeError, match="asked to"):
+    with pytest.raises(RuntimeError, match="told to"):
         step_until_idle(echo_engine)
     assert echo_engine.recover() == []
     echo_engine.abort_request(["bad"])

@@ -78,7 +78,7 @@ def test_an_aborted_request_is_not_run(vocoder_engine):
 
 def test_the_engine_survives_an_exception(vocoder_engine):
     vocoder_engine.add_request("bad", frames(5, **{"raise": True}), PARAMS)
-    with pytest.raises(RuntimeError, match="asked to raise"):
+    with pytest.raises(RuntimeError, match="told to raise"):
         vocoder_engine.step()
     assert vocoder_engine.recover() == []
     vocoder_engine.add_request("good", frames(7), PARAMS)

@@ -23,10 +23,10 @@ def travel(request):
 @pytest.fixture
 def warnings_of_vllm(monkeypatch):
     """What vLLM's engine and input processor say to the developer of a caller; its loggers reach no other handler."""
-    said = []
+    warnings = []
     for module in (vllm.v1.engine.llm_engine, vllm.v1.engine.input_processor):
-        monkeypatch.setattr(module.logger, "warning_once", lambda message, *args: said.append(message))
-    return said
+        monkeypatch.setattr(module.logger, "warning_once", lambda message, *args: warnings.append(message))
+    return warnings
 
 
 def test_a_request_from_another_process(latent_engine, oracle, warnings_of_vllm):

@@ -103,14 +103,14 @@ class TestRaisingHook:
         prompts = random_prompts(70, 20, 50)
         hooked_engine.add_request("good", as_prompt(prompts[0], shifts[0]), greedy(20))
         hooked_engine.add_request("bad", as_prompt(prompts[1], shifts[1], raise_at=23), greedy(20))
-        with pytest.raises(RuntimeError, match="asked to raise at 23"):
+        with pytest.raises(RuntimeError, match="told to raise at 23"):
             step_until_idle(hooked_engine)
         with pytest.raises(RuntimeError, match="recover"):
             hooked_engine.step()
         with pytest.raises(RuntimeError, match="recover"):
             hooked_engine.add_request("late", as_prompt(prompts[2], shifts[2]), greedy(2))
         assert hooked_engine.recover() == []
-        with pytest.raises(RuntimeError, match="asked to raise at 23"):
+        with pytest.raises(RuntimeError, match="told to raise at 23"):
             step_until_idle(hooked_engine)
         assert hooked_engine.recover() == []
         hooked_engine.abort_request(["bad"])
@@ -127,7 +127,7 @@ class TestRaisingHook:
     def test_in_the_first_step_of_a_request(self, hooked_engine, oracle, shifts):
         (prompt,) = random_prompts(10)
         hooked_engine.add_request("bad", as_prompt(prompt, shifts[0], raise_at=0), greedy(5))
-        with pytest.raises(RuntimeError, match="asked to raise"):
+        with pytest.raises(RuntimeError, match="told to raise"):
             hooked_engine.step()
         assert hooked_engine.recover() == []
         hooked_engine.abort_request(["bad"])

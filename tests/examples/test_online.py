@@ -107,31 +107,31 @@ class TestCurl:
         return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
 
     def test_a_speech_model(self, omni_server, tmp_path):
-        def ask(*arguments: object) -> str:
+        def run_command(*arguments: object) -> str:
             return self.run(omni_server, tmp_path, *arguments)
 
         image = tmp_path / "image.png"
         make_image(1, 64, 64).save(image)
         for command in (["chat"], ["chat-image", image]):
-            assert json.loads(ask(*command))["choices"][0]["message"]["content"]
-        *chunks, end = (line.removeprefix("data: ") for line in ask("chat-stream").splitlines() if line)
+            assert json.loads(run_command(*command))["choices"][0]["message"]["content"]
+        *chunks, end = (line.removeprefix("data: ") for line in run_command("chat-stream").splitlines() if line)
         kinds = {kind for chunk in chunks for kind in json.loads(chunk)["choices"][0]["delta"]}
         assert {"content", "audio"} <= kinds and end == "[DONE]"
-        ask("chat-speech")
+        run_command("chat-speech")
         assert len(read_wav(tmp_path / "answer.wav"))
-        ask("speech")
+        run_command("speech")
         assert len(decode_sound(tmp_path / "speech.mp3")[0])
-        assert "ethan" in json.loads(ask("voices"))["voices"]
-        assert json.loads(ask("models"))["data"][0]["id"] == omni_server.model
-        assert json.loads(ask("health"))["status"] == "ok"
-        assert "vllm_omni:requests_total" in ask("metrics")
+        assert "ethan" in json.loads(run_command("voices"))["voices"]
+        assert json.loads(run_command("models"))["data"][0]["id"] == omni_server.model
+        assert json.loads(run_command("health"))["status"] == "ok"
+        assert "vllm_omni:requests_total" in run_command("metrics")
 
     def test_an_image_model(self, image_server, tmp_path):
-        def ask(*arguments: object) -> str:
+        def run_command(*arguments: object) -> str:
             return self.run(image_server, tmp_path, *arguments, SIZE="64x32", STEPS="2")
 
-        ask("image")
-        ask("image-edit", tmp_path / "image.png")
+        run_command("image")
+        run_command("image-edit", tmp_path / "image.png")
         for name in ("image.png", "edited.png"):
             assert Image.open(tmp_path / name).size == (64, 32)
         answer = image_server.openai().images.generate(
@@ -140,8 +140,8 @@ class TestCurl:
         (image,) = answer.data
         assert image.b64_json is not None
         assert images_equal(tmp_path / "image.png", image.b64_json)
-        assert "image_generation.completed" in ask("image-stream")
-        ask("chat-diffusion")
+        assert "image_generation.completed" in run_command("image-stream")
+        run_command("chat-diffusion")
         assert np.array_equal(*(np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("diffusion", "image")))
 
     def test_a_video_model(self, video_server, tmp_path):

@@ -276,11 +276,11 @@ def test_an_input_image_is_resized_to_the_output(harness: Harness, oracle: Diffu
     """Also where diffusers would fail on it."""
     image = make_image(seed=2).resize((70, 52))
     changes = {"image": image, "strength": 0.7}
-    harness.add("asked", 1, ZImageImg2ImgPipeline, **changes, width=64)
+    harness.add("given size", 1, ZImageImg2ImgPipeline, **changes, width=64)
     harness.add("own size", 1, ZImageImg2ImgPipeline, **changes, height=None, width=None)
     harness.run()
     fitted = image.resize((64, 32), Image.Resampling.LANCZOS)
-    for name in ("asked", "own size"):
+    for name in ("given size", "own size"):
         settings = {**SIZE, "strength": 0.7, "height": 32, "width": 64}
         expected = oracle.generate(f"a painting of {name}", seed=1, images=[fitted], **settings)
         torch.testing.assert_close(harness.ends[name].output, expected, atol=1e-4, rtol=0)

@@ -123,7 +123,7 @@ def test_a_window_that_raises_fails_only_its_request(vocoder, streams_output):
     vocoder.put(begin("bad", window(0, 5), streams_output=False), chunk("bad", window(5, 6, **{"raise": True})))
     vocoder.put(chunk("good", window(5, 9), is_last=True), begin("other", window(7, 9), is_last=True))
     vocoder.wait_asleep()
-    assert "asked to raise" in vocoder.error("bad").error and len(vocoder.items["bad"]) == 1
+    assert "told to raise" in vocoder.error("bad").error and len(vocoder.items["bad"]) == 1
     torch.testing.assert_close(vocoder.output("other").tensors["audio"], audio(7, 9))
     torch.testing.assert_close(vocoder.output("good").tensors["audio"], audio(0, 9))
     assert_is_one_stream(vocoder.output("good"), 9, 2)

@@ -52,7 +52,7 @@ def test_only_the_request_at_fault_fails(ar, raise_at):
     ar.put(good[0], bad("b", prompts[1], raise_at), good[1])
     for output, one in zip(ar.finish("a", "c"), expected, strict=True):
         assert_equal(output, one)
-    assert f"asked to raise at {raise_at}" in ar.error("b").error and "_extra" in ar.error("b").traceback
+    assert f"told to raise at {raise_at}" in ar.error("b").error and "_extra" in ar.error("b").traceback
     assert 2 in ar.counter.batch_sizes  # The others do not stay alone: they share steps again.
     assert_nothing_is_left(ar)
 

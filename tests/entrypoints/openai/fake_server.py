@@ -31,14 +31,14 @@ class AskRequest(BaseModel):
 
 
 class FakeServer:
-    """The application, with an endpoint `/v1/ask` whose requests set what the fake stages do."""
+    """The application, with an endpoint `/v1/generate` whose requests set what the fake stages do."""
 
     def __init__(self, llm: AsyncOmniLLM, *flags: str, shutdown_timeout: float = 0) -> None:
         args = OmniServeCommand().parse(["fake", *flags]).args
         self.client = OmniEngineClient(llm, shutdown_timeout=shutdown_timeout)
         self.app: FastAPI = asyncio.run(build_omni_app(self.client, args))
 
-        @self.app.post("/v1/ask")
+        @self.app.post("/v1/generate")
         @with_cancellation
         @load_aware_call
         async def answer(question: AskRequest, raw_request: Request) -> Any:

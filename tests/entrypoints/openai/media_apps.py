@@ -62,7 +62,7 @@ def use(app: FastAPI, main: Callable[[openai.AsyncOpenAI], Awaitable[Result]]) -
     return asyncio.run(run())
 
 
-def ask(app: FastAPI, method: str, path: str, **request: Any) -> httpx2.Response:
+def send(app: FastAPI, method: str, path: str, **request: Any) -> httpx2.Response:
     """One request without OpenAI's client."""
 
     async def main(client: openai.AsyncOpenAI) -> httpx2.Response:

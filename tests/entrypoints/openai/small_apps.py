@@ -46,7 +46,7 @@ def make_app(fail: Callable[[], None] = lambda: None, **args: Any) -> FastAPI:
     return app
 
 
-def ask(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response:
+def send(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response:
     """One request. An internal error is an answer here, too."""
 
     async def main() -> httpx.Response:

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from PIL import Image
 
 from tests.entrypoints.fake_pipelines import quick_servers
-from tests.entrypoints.openai.media_apps import MODEL, ask, png, use, with_flags
+from tests.entrypoints.openai.media_apps import MODEL, png, send, use, with_flags
 from vllm_omni import OmniLLM
 from vllm_omni.errors import StageConfigError, StageStartError
 from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
@@ -39,14 +39,14 @@ def pixels(b64: str) -> np.ndarray:
 
 
 def generate(app: FastAPI, **fields: Any) -> np.ndarray:
-    answer = ask(app, "POST", "/v1/images/generations", json={"prompt": "a hen", **SMALL, **fields})
+    answer = send(app, "POST", "/v1/images/generations", json={"prompt": "a hen", **SMALL, **fields})
     assert answer.status_code == 200, answer.text
     return pixels(answer.json()["data"][0]["b64_json"])
 
 
 def chat(app: FastAPI, **fields: Any) -> np.ndarray:
     messages = [{"role": "user", "content": "a hen"}]
-    answer = ask(app, "POST", "/v1/chat/completions", json={"messages": messages, **SMALL, **fields})
+    answer = send(app, "POST", "/v1/chat/completions", json={"messages": messages, **SMALL, **fields})
     assert answer.status_code == 200, answer.text
     (part,) = answer.json()["choices"][0]["message"]["images"]
     return pixels(part["image_url"]["url"].partition(",")[2])
@@ -111,7 +111,7 @@ def test_only_registered_adapters_can_be_named(
     fields = {name: str(ink) if value == "{path}" else value for name, value in fields.items()}
     question = {"prompt": "a hen"} if "images" in path else {"messages": [{"role": "user", "content": "a hen"}]}
 
-    answer = ask(app, "POST", path, json={**question, **fields})
+    answer = send(app, "POST", path, json={**question, **fields})
 
     assert answer.status_code == status and words in answer.json()["error"]["message"], answer.text
 

@@ -21,7 +21,7 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.exceptions import VLLMValidationError
 
 from tests.diffusion.indexes import write_index
-from tests.entrypoints.openai.media_apps import MODEL, ask, png, server_args, use
+from tests.entrypoints.openai.media_apps import MODEL, png, send, server_args, use
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.entrypoints.openai.api_server import DiffusionModels
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
@@ -44,7 +44,7 @@ def app(image_app: FastAPI) -> FastAPI:
 def chat(app: FastAPI, content: Any = "a hen", **fields: Any) -> Any:
     """The response to JSON with a field named `extra_body`."""
     body = {"messages": [{"role": "user", "content": content}], "extra_body": SMALL, **fields}
-    return ask(app, "POST", "/v1/chat/completions", json=body)
+    return send(app, "POST", "/v1/chat/completions", json=body)
 
 
 def pixels(part: dict[str, Any]) -> np.ndarray:

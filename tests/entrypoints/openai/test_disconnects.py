@@ -34,17 +34,17 @@ def question(*, stream: bool = False, **options: Any) -> dict[str, Any]:
 
 
 async def check_it_serves(server: FakeServer) -> None:
-    visit = AppRequest(server.app, "/v1/ask", QUICK)
-    assert await visit.end() == {"text": "hello>writer>speaker"}
-    assert visit.status == 200
+    request = AppRequest(server.app, "/v1/generate", QUICK)
+    assert await request.end() == {"text": "hello>writer>speaker"}
+    assert request.status == 200
 
 
 def test_a_client_abort_before_the_answer_frees_everything(server: FakeServer, llm: AsyncOmniLLM) -> None:
     async def main() -> None:
-        visit = AppRequest(server.app, "/v1/ask", question(**LONG))
+        request = AppRequest(server.app, "/v1/generate", question(**LONG))
         while is_idle(llm):
             await asyncio.sleep(0)
-        await visit.disconnect()
+        await request.disconnect()
         assert is_idle(llm)
         await check_it_serves(server)
 
@@ -53,11 +53,11 @@ def test_a_client_abort_before_the_answer_frees_everything(server: FakeServer, l
 
 def test_a_client_abort_of_a_stream_frees_everything(server: FakeServer, llm: AsyncOmniLLM) -> None:
     async def main() -> None:
-        visit = AppRequest(server.app, "/v1/ask", question(stream=True, **LONG))
-        await visit.first_chunk()
+        request = AppRequest(server.app, "/v1/generate", question(stream=True, **LONG))
+        await request.first_chunk()
         # `is_idle` would block the event loop, and so end the wait for the next segment, in which clients disconnect.
-        assert visit.status == 200 and any(llm._pipeline.orchestrator.activity().values())
-        await visit.disconnect()
+        assert request.status == 200 and any(llm._pipeline.orchestrator.activity().values())
+        await request.disconnect()
         assert is_idle(llm)
         await check_it_serves(server)
 
@@ -68,9 +68,9 @@ def test_client_aborts_at_any_moment_free_everything(server: FakeServer, llm: As
     rng = random.Random(0)
 
     async def abort_one() -> None:
-        visit = AppRequest(server.app, "/v1/ask", question(stream=rng.random() < 0.5, **LONG))
+        request = AppRequest(server.app, "/v1/generate", question(stream=rng.random() < 0.5, **LONG))
         await asyncio.sleep(rng.random() * 0.1)
-        await visit.disconnect()
+        await request.disconnect()
 
     async def main() -> None:
         for _ in range(5):
@@ -94,18 +94,18 @@ def test_a_request_beyond_the_queue_is_answered_with_a_retry_time(
     server: FakeServer, llm: AsyncOmniLLM, stream: bool
 ) -> None:
     async def main() -> None:
-        first = AppRequest(server.app, "/v1/ask", question(stream=True, **LONG))
+        first = AppRequest(server.app, "/v1/generate", question(stream=True, **LONG))
         await first.first_chunk()
-        waiting = [AppRequest(server.app, "/v1/ask", QUICK) for _ in range(3)]
+        waiting = [AppRequest(server.app, "/v1/generate", QUICK) for _ in range(3)]
         while has_room(llm):
             await asyncio.sleep(0)
-        late = AppRequest(server.app, "/v1/ask", question(stream=stream))
+        late = AppRequest(server.app, "/v1/generate", question(stream=stream))
         answer = await late.end()
         assert (late.status, answer["error"]["code"]) == (429, 429)
         assert int(late.headers["retry-after"]) >= 1
         await first.disconnect()
-        for visit in waiting:
-            assert await visit.end() == {"text": "hello>writer>speaker"}
+        for request in waiting:
+            assert await request.end() == {"text": "hello>writer>speaker"}
         await check_it_serves(server)
 
     asyncio.run(main())
@@ -113,9 +113,9 @@ def test_a_request_beyond_the_queue_is_answered_with_a_retry_time(
 
 def test_a_failed_request_does_not_affect_the_next(server: FakeServer) -> None:
     async def main() -> None:
-        visit = AppRequest(server.app, "/v1/ask", question(fake_fail="speaker"))
-        answer = await visit.end()
-        assert (visit.status, answer["error"]["code"]) == (500, 500)
+        request = AppRequest(server.app, "/v1/generate", question(fake_fail="speaker"))
+        answer = await request.end()
+        assert (request.status, answer["error"]["code"]) == (500, 500)
         assert "fails (fake_fail)" not in answer["error"]["message"]
         await check_it_serves(server)
 
@@ -126,19 +126,19 @@ def test_a_dead_stage_fails_its_requests_and_health_until_it_has_restarted(
     server: FakeServer, llm: AsyncOmniLLM
 ) -> None:
     async def health() -> tuple[int, dict[str, Any]]:
-        visit = AppRequest(server.app, "/health")
-        answer = await visit.end()
+        request = AppRequest(server.app, "/health")
+        answer = await request.end()
         ping = AppRequest(server.app, "/ping")
         await ping.end()
-        assert answer["status"] == {200: "ok", 503: "unavailable"}[visit.status]
-        return visit.status, {stage["name"]: stage["status"] for stage in answer["stages"]}
+        assert answer["status"] == {200: "ok", 503: "unavailable"}[request.status]
+        return request.status, {stage["name"]: stage["status"] for stage in answer["stages"]}
 
     async def main() -> None:
         assert await health() == (200, {"writer": "ready", "speaker": "ready"})
-        visit = AppRequest(server.app, "/v1/ask", question(fake_die="speaker"))
-        answer = await visit.end()
-        assert (visit.status, answer["error"]["code"]) == (503, 503)
-        assert int(visit.headers["retry-after"]) >= 1
+        request = AppRequest(server.app, "/v1/generate", question(fake_die="speaker"))
+        answer = await request.end()
+        assert (request.status, answer["error"]["code"]) == (503, 503)
+        assert int(request.headers["retry-after"]) >= 1
         assert await health() == (503, {"writer": "ready", "speaker": "restarting"})
         # It waits for the stage, which restarts.
         await check_it_serves(server)
@@ -149,12 +149,12 @@ def test_a_dead_stage_fails_its_requests_and_health_until_it_has_restarted(
 
 def test_a_request_beyond_its_deadline_is_answered_with_504(tmp_path: Path) -> None:
     async def main(server: FakeServer) -> None:
-        visit = AppRequest(server.app, "/v1/ask", question(**LONG))
-        answer = await visit.end()
-        assert (visit.status, answer["error"]["code"]) == (504, 504)
-        assert "retry-after" not in visit.headers
-        visit = AppRequest(server.app, "/v1/ask", QUICK)
-        assert await visit.end() == {"text": "hello>writer"}
+        request = AppRequest(server.app, "/v1/generate", question(**LONG))
+        answer = await request.end()
+        assert (request.status, answer["error"]["code"]) == (504, 504)
+        assert "retry-after" not in request.headers
+        request = AppRequest(server.app, "/v1/generate", QUICK)
+        assert await request.end() == {"text": "hello>writer"}
 
     with running(AsyncOmniLLM, tmp_path, (WRITER,), request_timeout_s=0.5) as llm:
         asyncio.run(main(FakeServer(llm)))
@@ -163,12 +163,12 @@ def test_a_request_beyond_its_deadline_is_answered_with_504(tmp_path: Path) -> N
 
 def test_a_shutdown_refuses_new_requests_and_finishes_running_ones(tmp_path: Path) -> None:
     async def main(server: FakeServer) -> None:
-        running = AppRequest(server.app, "/v1/ask", question(fake_tokens=30, fake_seconds=0.02, stream=True))
+        running = AppRequest(server.app, "/v1/generate", question(fake_tokens=30, fake_seconds=0.02, stream=True))
         await running.first_chunk()
         ending = asyncio.create_task(asyncio.to_thread(server.client.shutdown))
-        late = AppRequest(server.app, "/v1/ask", QUICK)
+        late = AppRequest(server.app, "/v1/generate", QUICK)
         while await late.end() == {"text": "hello>writer"}:
-            late = AppRequest(server.app, "/v1/ask", QUICK)  # The other thread had not started.
+            late = AppRequest(server.app, "/v1/generate", QUICK)  # The other thread had not started.
         assert late.status == 503
         await ending
         await asyncio.wait([running._task])
@@ -183,12 +183,12 @@ def test_a_shutdown_refuses_new_requests_and_finishes_running_ones(tmp_path: Pat
 
 def test_a_shutdown_without_timeout_aborts_running_requests(tmp_path: Path) -> None:
     async def main(server: FakeServer) -> None:
-        visit = AppRequest(server.app, "/v1/ask", question(**LONG))
+        request = AppRequest(server.app, "/v1/generate", question(**LONG))
         while is_idle(server.client.llm):
             await asyncio.sleep(0)
         await asyncio.to_thread(server.client.shutdown)
-        answer = await visit.end()
-        assert (visit.status, answer["error"]["code"]) == (503, 503)
+        answer = await request.end()
+        assert (request.status, answer["error"]["code"]) == (503, 503)
 
     with running(AsyncOmniLLM, tmp_path, (WRITER,)) as llm:
         asyncio.run(main(FakeServer(llm)))

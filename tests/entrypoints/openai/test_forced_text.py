@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.openai.fake_server import AppRequest
 from tests.entrypoints.openai.media_apps import server_args
-from tests.entrypoints.openai.small_apps import ask
+from tests.entrypoints.openai.small_apps import send
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
@@ -105,7 +105,7 @@ def test_preparing_does_not_change_the_servers_tokenizer(qwen3_app: FastAPI) -> 
 
 def speak(app: FastAPI, text: str, **fields: Any) -> Any:
     body = {"input": text, "sampling_params_list": [None, SHORT, None], "response_format": "wav", **fields}
-    return ask(app, "POST", "/v1/audio/speech", json=body)
+    return send(app, "POST", "/v1/audio/speech", json=body)
 
 
 def test_speech(app: FastAPI) -> None:
@@ -130,7 +130,7 @@ def test_the_finish_reason_of_cut_speech_is_length(app: FastAPI) -> None:
 
 
 def test_voices(app: FastAPI) -> None:
-    known = ask(app, "GET", "/v1/audio/voices").json()
+    known = send(app, "GET", "/v1/audio/voices").json()
     voices, voice_map = known["voices"], known["voice_map"]
     assert {"ethan", "chelsie", "aiden"} == set(voices)
     seeded = [None, SHORT | {"seed": 1}, {"seed": 1} if app.state.engine_client.config.stages[2].runs_vllm else None]

@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 from fastapi import FastAPI, HTTPException
 
-from tests.entrypoints.openai.small_apps import ask, make_app
+from tests.entrypoints.openai.small_apps import make_app, send
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.errors import (
     InvalidRequestError,
@@ -42,7 +42,7 @@ def failing_with(error: Exception) -> FastAPI:
     ],
 )
 def test_every_error_of_a_pipeline_has_its_status(error: Exception, status: int) -> None:
-    response = ask(failing_with(error), "GET", "/v1/fail")
+    response = send(failing_with(error), "GET", "/v1/fail")
     assert response.status_code == status
     assert response.json()["error"]["code"] == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
@@ -50,27 +50,27 @@ def test_every_error_of_a_pipeline_has_its_status(error: Exception, status: int)
 
 @pytest.mark.parametrize(("seconds", "header"), [(0.0, "1"), (0.2, "1"), (2.2, "3"), (60.0, "60")])
 def test_a_full_pipeline_answers_with_a_retry_time(seconds: float, header: str) -> None:
-    response = ask(failing_with(PipelineFullError("full", seconds)), "GET", "/v1/fail")
+    response = send(failing_with(PipelineFullError("full", seconds)), "GET", "/v1/fail")
     assert response.headers["retry-after"] == header
 
 
 def test_only_a_dead_stage_has_a_retry_time() -> None:
-    assert "retry-after" in ask(failing_with(StageDeadError("died", "r", 1)), "GET", "/v1/fail").headers
-    assert "retry-after" not in ask(failing_with(InvalidRequestError("wrong", "r")), "GET", "/v1/fail").headers
+    assert "retry-after" in send(failing_with(StageDeadError("died", "r", 1)), "GET", "/v1/fail").headers
+    assert "retry-after" not in send(failing_with(InvalidRequestError("wrong", "r")), "GET", "/v1/fail").headers
 
 
 def test_internal_errors_are_only_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     error = StageExecutionError("cannot read /etc/server/secret.key", "r7", 1)
     error.stage_traceback = "Traceback: line 17"
     with caplog.at_level(logging.ERROR, "vllm.omni.server"):
-        message = ask(failing_with(error), "GET", "/v1/fail").json()["error"]["message"]
+        message = send(failing_with(error), "GET", "/v1/fail").json()["error"]["message"]
     assert "secret" not in message and "line 17" not in message
     assert "r7" in message and "stage 1" in message
     assert "secret.key" in caplog.text and "line 17" in caplog.text
 
 
 def test_an_unexpected_error_has_no_details_for_the_client() -> None:
-    response = ask(failing_with(KeyError("DATABASE_PASSWORD")), "GET", "/v1/fail")
+    response = send(failing_with(KeyError("DATABASE_PASSWORD")), "GET", "/v1/fail")
     assert response.status_code == 500
     assert "PASSWORD" not in response.text
 
@@ -83,10 +83,10 @@ def test_vllms_streams_have_the_status() -> None:
 
 
 def test_errors_of_the_framework_have_the_same_form() -> None:
-    missing, wrong_method = ask(make_app(), "GET", "/v1/nothing"), ask(make_app(), "GET", "/v1/echo")
+    missing, wrong_method = send(make_app(), "GET", "/v1/nothing"), send(make_app(), "GET", "/v1/echo")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, 404)
     assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
-    response = ask(failing_with(HTTPException(401, "who?", {"WWW-Authenticate": "Bearer"})), "GET", "/v1/fail")
+    response = send(failing_with(HTTPException(401, "who?", {"WWW-Authenticate": "Bearer"})), "GET", "/v1/fail")
     assert (response.json()["error"]["message"], response.headers["www-authenticate"]) == ("who?", "Bearer")
 
 
@@ -111,20 +111,20 @@ def test_errors_of_the_framework_have_the_same_form() -> None:
     ],
 )
 def test_a_body_with_wrong_fields_is_a_client_error(body: bytes, words: str) -> None:
-    response = ask(make_app(), "POST", "/v1/echo", content=body, headers=JSON)
+    response = send(make_app(), "POST", "/v1/echo", content=body, headers=JSON)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"] + str(response.json()["error"]["param"])
 
 
 def test_all_valid_json_is_accepted() -> None:
     for text in ("ä 😀 \u0000 \u2028", "x" * (2 << 20)):
-        response = ask(make_app(), "POST", "/v1/echo", json={"text": text, "number": -1.5e300})
+        response = send(make_app(), "POST", "/v1/echo", json={"text": text, "number": -1.5e300})
         assert response.json() == {"text": text, "number": -1.5e300}
 
 
 def test_another_content_type_than_json_is_refused() -> None:
     for headers in ({"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}, {}):
-        assert ask(make_app(), "POST", "/v1/echo", content=b'{"text": "a"}', headers=headers).status_code == 400
+        assert send(make_app(), "POST", "/v1/echo", content=b'{"text": "a"}', headers=headers).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_another_content_type_than_json_is_refused() -> None:
     ],
 )
 def test_a_broken_form_is_a_client_error(body: bytes, content_type: str) -> None:
-    response = ask(make_app(), "POST", "/v1/form", content=body, headers={"content-type": content_type})
+    response = send(make_app(), "POST", "/v1/form", content=body, headers={"content-type": content_type})
     assert response.status_code in (400, 422), response.text
     assert response.json()["error"]["message"]
 
@@ -151,5 +151,5 @@ def test_too_deep_nesting_is_a_client_error_when_it_is_written() -> None:
     def recurse() -> None:
         recurse()
 
-    response = ask(make_app(recurse), "GET", "/v1/fail")
+    response = send(make_app(recurse), "GET", "/v1/fail")
     assert response.status_code == 400

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from PIL import Image
 
-from tests.entrypoints.openai.media_apps import MODEL, ask, png, use
+from tests.entrypoints.openai.media_apps import MODEL, png, send, use
 
 SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1}
 
@@ -52,7 +52,7 @@ def test_images_are_generated(app: FastAPI) -> None:
 def test_settings_may_be_in_extra_body(app: FastAPI) -> None:
     body = {"prompt": "a hen", "extra_body": {"height": 32, "width": 64, **SMALL}, "output_format": "webp"}
 
-    answer = ask(app, "POST", "/v1/images/generations", json=body).json()
+    answer = send(app, "POST", "/v1/images/generations", json=body).json()
 
     assert opened(answer["data"][0]["b64_json"]).size == (64, 32)
     assert opened(answer["data"][0]["b64_json"]).format == "WEBP" and answer["size"] == "64x32"
@@ -113,7 +113,7 @@ def test_an_uploaded_image_is_edited(app: FastAPI) -> None:
 def test_images_to_edit_come_in_json_too(app: FastAPI) -> None:
     uri = "data:image/png;base64," + base64.b64encode(png()).decode()
     answers = [
-        ask(app, "POST", "/v1/images/edits", json={"prompt": "at night", "size": "32x32", **SMALL, **form}).json()
+        send(app, "POST", "/v1/images/edits", json={"prompt": "at night", "size": "32x32", **SMALL, **form}).json()
         for form in ({"image": uri}, {"images": [{"image_url": uri}]}, {"image": [{"image_url": {"url": uri}}]})
     ]
 
@@ -156,7 +156,7 @@ def test_an_edit_can_be_streamed(app: FastAPI) -> None:
     ],
 )
 def test_wrong_fields_are_named(app: FastAPI, fields: dict[str, Any], param: str | None, words: str) -> None:
-    answer = ask(app, "POST", "/v1/images/generations", json={"prompt": "a hen", **fields})
+    answer = send(app, "POST", "/v1/images/generations", json={"prompt": "a hen", **fields})
 
     error = answer.json()["error"]
     assert answer.status_code == 400 and words in error["message"]
@@ -164,7 +164,7 @@ def test_wrong_fields_are_named(app: FastAPI, fields: dict[str, Any], param: str
 
 
 def test_a_refused_stream_has_an_http_status(app: FastAPI) -> None:
-    answer = ask(app, "POST", "/v1/images/generations", json={"prompt": "a hen", "size": "33x32", "stream": True})
+    answer = send(app, "POST", "/v1/images/generations", json={"prompt": "a hen", "size": "33x32", "stream": True})
     assert answer.status_code == 400 and "multiples of 16" in answer.json()["error"]["message"]
 
 
@@ -188,7 +188,7 @@ def test_broken_uploads_are_refused(app: FastAPI, files: dict[str, bytes], words
     data = {} if "prompt" in files else {"prompt": "at night"}
     uploads = {name: (f"{name}.png", file, "image/png") for name, file in files.items()}
 
-    answer = ask(app, "POST", "/v1/images/edits", data=data, files=uploads)
+    answer = send(app, "POST", "/v1/images/edits", data=data, files=uploads)
 
     assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
 
@@ -199,29 +199,29 @@ def test_a_decompression_bomb_is_not_decoded(app: FastAPI, side: int) -> None:
     file[16:24] = struct.pack(">II", side, side)
     file[29:33] = struct.pack(">I", zlib.crc32(file[12:29]))
 
-    answer = ask(app, "POST", "/v1/images/edits", data={"prompt": "x"}, files={"image": ("a.png", bytes(file))})
+    answer = send(app, "POST", "/v1/images/edits", data={"prompt": "x"}, files={"image": ("a.png", bytes(file))})
 
     assert answer.status_code == 400 and "pixels" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "http://127.0.0.1/x.png", "ftp://host/x", "/etc/passwd"])
 def test_private_files_and_addresses_are_refused(app: FastAPI, url: str) -> None:
-    answer = ask(app, "POST", "/v1/images/edits", json={"prompt": "x", "image": url})
+    answer = send(app, "POST", "/v1/images/edits", json={"prompt": "x", "image": url})
     assert answer.status_code in (400, 422)
 
 
 def test_a_body_that_is_neither_json_nor_a_form(app: FastAPI) -> None:
-    answer = ask(app, "POST", "/v1/images/edits", content=b"x", headers={"content-type": "text/plain"})
+    answer = send(app, "POST", "/v1/images/edits", content=b"x", headers={"content-type": "text/plain"})
     assert answer.status_code == 415
 
 
 def test_videos_of_an_image_model(app: FastAPI) -> None:
-    answer = ask(app, "POST", "/v1/videos", json={"prompt": "a boat"})
+    answer = send(app, "POST", "/v1/videos", json={"prompt": "a boat"})
     assert answer.status_code == 400 and "cannot output video; it outputs image" in answer.json()["error"]["message"]
 
 
 def test_the_api_description_has_forms_and_json(app: FastAPI) -> None:
-    paths = ask(app, "GET", "/openapi.json").json()["paths"]
+    paths = send(app, "GET", "/openapi.json").json()["paths"]
     for path, field in (("/v1/images/edits", "image"), ("/v1/videos", "input_reference")):
         content = paths[path]["post"]["requestBody"]["content"]
         assert {"prompt", "size", field} <= content["application/json"]["schema"]["properties"].keys()

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from tests.entrypoints.openai.small_apps import ask, make_app, pieces
+from tests.entrypoints.openai.small_apps import make_app, pieces, send
 from vllm_omni.entrypoints.openai.server_args import (
     RequestLimits,
     ServerLimits,
@@ -68,7 +68,7 @@ def test_a_body_with_too_large_a_content_length_is_not_read() -> None:
 
     for content_type in ("application/json", "multipart/form-data; boundary=x", "text/plain"):
         headers = {"content-type": content_type, "content-length": "101"}
-        response = ask(app, "POST", "/v1/echo", content=never(), headers=headers)
+        response = send(app, "POST", "/v1/echo", content=never(), headers=headers)
         assert response.status_code == 413
         assert "--max-request-bytes" in response.json()["error"]["message"]
 
@@ -84,7 +84,7 @@ def test_a_body_is_read_only_up_to_the_limit(path: str, content_type: str) -> No
             given.append(b"{" * 50)
             yield given[-1]
 
-    response = ask(
+    response = send(
         make_app(max_request_bytes=120), "POST", path, content=chunks(), headers={"content-type": content_type}
     )
     assert response.status_code == 413
@@ -96,12 +96,12 @@ def test_a_body_at_the_limit_is_read_whole() -> None:
     body = b'{"text": "' + b"x" * 88 + b'"}'
     assert len(body) == 100
     app = make_app(max_request_bytes=100)
-    assert ask(app, "POST", "/v1/echo", content=body, headers=JSON).json()["text"] == "x" * 88
-    assert ask(app, "POST", "/v1/echo", content=pieces(body[:7], body[7:]), headers=JSON).json()["text"] == "x" * 88
+    assert send(app, "POST", "/v1/echo", content=body, headers=JSON).json()["text"] == "x" * 88
+    assert send(app, "POST", "/v1/echo", content=pieces(body[:7], body[7:]), headers=JSON).json()["text"] == "x" * 88
 
 
 def test_a_file_within_the_limit_is_read_whole() -> None:
-    response = ask(make_app(), "POST", "/v1/form", files={"file": b"x" * 3_000_000}, data={"text": "a"})
+    response = send(make_app(), "POST", "/v1/form", files={"file": b"x" * 3_000_000}, data={"text": "a"})
     assert response.json() == {"bytes": 3_000_000}
 
 

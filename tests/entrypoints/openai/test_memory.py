@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi import FastAPI, Request
 
-from tests.entrypoints.openai.small_apps import ask, make_app
+from tests.entrypoints.openai.small_apps import make_app, send
 from vllm_omni.entrypoints.openai import api_server, middleware
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def test_cycles_are_freed_by_the_bytes_of_the_bodies(
     monkeypatch.setattr(middleware, "COLLECT_AFTER_BYTES", 100)
     app = make_cyclic_app(in_memory)
     counts = [
-        ask(app, "POST", "/v1/cycle", content=b'"%026d"' % 0, headers={"content-type": content_type}).json()
+        send(app, "POST", "/v1/cycle", content=b'"%026d"' % 0, headers={"content-type": content_type}).json()
         for _ in range(12)
     ]
     assert counts == [1, 2, 3, 4] * 3, "28 bytes each, and a run of the collector after each 100"
@@ -61,7 +61,7 @@ def test_cycles_are_freed_by_the_bytes_of_the_bodies(
 def test_small_requests_do_not_run_the_collector(in_memory: weakref.WeakSet[Cycle]) -> None:
     app = make_cyclic_app(in_memory)
     for count in range(1, 50):
-        assert ask(app, "POST", "/v1/cycle", json={}).json() == count
+        assert send(app, "POST", "/v1/cycle", json={}).json() == count
 
 
 # After a block of 30 MiB has been freed, frees blocks of 8 MiB that were allocated before one that is kept.

@@ -329,16 +329,16 @@ def test_a_tool_is_called(omni_server: RunningServer) -> None:
 
 
 def test_sampling_params_list_sets_each_stage(omni_server: RunningServer) -> None:
-    def ask(*stages: dict | None, **fields: Any) -> Any:
+    def send(*stages: dict | None, **fields: Any) -> Any:
         return chat(omni_server, extra={"sampling_params_list": list(stages)}, **fields).usage
 
     long = {"max_tokens": 7, "ignore_eos": True, "temperature": 0.0}
-    assert ask(long, {"max_tokens": 3}, None).completion_tokens_details.audio_tokens == 3
-    assert ask(long, {"max_tokens": 3}, None).completion_tokens == 10
+    assert send(long, {"max_tokens": 3}, None).completion_tokens_details.audio_tokens == 3
+    assert send(long, {"max_tokens": 3}, None).completion_tokens == 10
     # The client's own fields are those of the stage that writes the text, and win.
-    assert ask(long, {"max_tokens": 3}, None, max_completion_tokens=5).completion_tokens == 8
+    assert send(long, {"max_tokens": 3}, None, max_completion_tokens=5).completion_tokens == 8
     # Default: the stage configuration's.
-    assert ask(long, None, None).completion_tokens_details.audio_tokens <= 64
+    assert send(long, None, None).completion_tokens_details.audio_tokens <= 64
 
 
 def test_completions_and_models(omni_server: RunningServer) -> None:
@@ -399,7 +399,7 @@ def test_errors_of_unsupported_endpoints_list_the_outputs(omni_server: RunningSe
 def test_sixteen_concurrent_requests_get_their_own_answers(omni_server: RunningServer) -> None:
     questions = [f"{QUESTION} ({i})" for i in range(16)]
 
-    async def ask(client: openai.AsyncOpenAI, question: str, stream: bool) -> Answer:
+    async def send(client: openai.AsyncOpenAI, question: str, stream: bool) -> Answer:
         request = _request(omni_server, question, stream, {"audio": {"format": "pcm16"}})
         answer = await client.chat.completions.create(**request)
         if not stream:
@@ -412,7 +412,7 @@ def test_sixteen_concurrent_requests_get_their_own_answers(omni_server: RunningS
 
     async def ask_all() -> list[Answer]:
         async with omni_server.async_openai() as client:
-            return await asyncio.gather(*(ask(client, q, i % 2 == 0) for i, q in enumerate(questions)))
+            return await asyncio.gather(*(send(client, q, i % 2 == 0) for i, q in enumerate(questions)))
 
     together = asyncio.run(ask_all())
     assert len({answer.speech for answer in together}) == 16

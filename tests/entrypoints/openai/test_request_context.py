@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from tests.entrypoints.openai.small_apps import ask, make_app
+from tests.entrypoints.openai.small_apps import make_app, send
 from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext, started
 
 
@@ -30,7 +30,7 @@ def test_every_request_has_its_own_context_in_all_of_its_tasks() -> None:
         in_task = await asyncio.create_task(asyncio.to_thread(RequestContext.current))
         return in_task is contexts[-1]
 
-    assert [ask(app, "GET", "/v1/context").json() for _ in range(2)] == [True, True]
+    assert [send(app, "GET", "/v1/context").json() for _ in range(2)] == [True, True]
     assert contexts[0] is not contexts[1]
     assert RequestContext.current() is not RequestContext.current(), "outside of a request nothing is shared"
 

@@ -27,7 +27,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
-from tests.entrypoints.openai.small_apps import ask, make_app
+from tests.entrypoints.openai.small_apps import make_app, send
 from vllm_omni.entrypoints.openai import media_input
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, encode_audio
 from vllm_omni.entrypoints.openai.media_input import GuardedMediaIO, is_public
@@ -377,15 +377,15 @@ def test_every_path_but_health_requires_the_key(path: str) -> None:
         {"authorization": "Bearer wrong"},
         {"authorization": "Basic secret"},
     ):
-        response = ask(app, "GET", path, headers=headers)
+        response = send(app, "GET", path, headers=headers)
         assert response.status_code == 401
         assert response.json()["error"]["code"] == 401
-    assert ask(app, "GET", path, headers=KEY).status_code != 401
+    assert send(app, "GET", path, headers=KEY).status_code != 401
 
 
 def test_health_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(api_key=["secret"])
-    assert [ask(app, "GET", path).status_code for path in ("/health", "/ping")] == [200, 200]
+    assert [send(app, "GET", path).status_code for path in ("/health", "/ping")] == [200, 200]
 
 
 def test_without_the_key_the_body_is_not_read() -> None:
@@ -393,15 +393,15 @@ def test_without_the_key_the_body_is_not_read() -> None:
         raise AssertionError("the body was read")
         yield b""
 
-    response = ask(make_app(api_key=["secret"]), "POST", "/v1/echo", content=never())
+    response = send(make_app(api_key=["secret"]), "POST", "/v1/echo", content=never())
     assert response.status_code == 401
 
 
 def test_the_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     app = make_app()
-    assert ask(app, "GET", "/secret").status_code == 401
-    assert ask(app, "GET", "/secret", headers=KEY).status_code == 200
+    assert send(app, "GET", "/secret").status_code == 401
+    assert send(app, "GET", "/secret", headers=KEY).status_code == 200
 
 
 def test_signatures_of_overridden_methods() -> None:

@@ -18,7 +18,7 @@ import soundfile
 from tests.entrypoints.fake_pipelines import STAGES, is_idle, record_events, running
 from tests.entrypoints.openai.audio_stage import AUDIO_STAGE, NUM_SAMPLES, RATE, piece
 from tests.entrypoints.openai.fake_server import AppRequest, FakeServer, over_http
-from tests.entrypoints.openai.small_apps import ask
+from tests.entrypoints.openai.small_apps import send
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, to_pcm16
@@ -45,7 +45,7 @@ def wave(num_pieces: int) -> np.ndarray:
 
 
 def speak(server: FakeServer, text: str, **fields: Any) -> httpx.Response:
-    return ask(server.app, "POST", PATH, json={"input": text, **fields})
+    return send(server.app, "POST", PATH, json={"input": text, **fields})
 
 
 def sse(response: httpx.Response) -> list[dict[str, Any]]:
@@ -223,7 +223,7 @@ def test_a_model_without_voices_has_a_default_one(server: FakeServer, voice: Any
     """OpenAI's client requires a voice."""
     assert speak(server, "1 pieces", voice=voice).status_code == 200
     expected = {"voices": [], "voice_map": dict.fromkeys(OPENAI_VOICES, "default")}
-    assert ask(server.app, "GET", "/v1/audio/voices").json() == expected
+    assert send(server.app, "GET", "/v1/audio/voices").json() == expected
 
 
 def test_instructions_are_accepted_and_unused_by_other_models(server: FakeServer) -> None:

@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from tests.entrypoints.fake_pipelines import is_idle
-from tests.entrypoints.openai.media_apps import MODEL, ask, png, serving, use, with_flags
+from tests.entrypoints.openai.media_apps import MODEL, png, send, serving, use, with_flags
 from vllm_omni.diffusion.pipeline_info import nearest_num_frames
 from vllm_omni.entrypoints.openai import videos
 from vllm_omni.entrypoints.openai.server_args import ServerLimits
@@ -271,17 +271,17 @@ def test_too_many_videos_are_refused_and_leak_nothing(app: FastAPI) -> None:
     ],
 )
 def test_wrong_fields_are_named(app: FastAPI, fields: dict[str, Any], words: str) -> None:
-    answer = ask(app, "POST", "/v1/videos", json={"prompt": "a boat", **fields})
+    answer = send(app, "POST", "/v1/videos", json={"prompt": "a boat", **fields})
 
     assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
-    assert ask(app, "GET", "/v1/videos").json()["data"] == []
+    assert send(app, "GET", "/v1/videos").json()["data"] == []
 
 
 def test_unknown_videos_and_variants(app: FastAPI) -> None:
-    assert ask(app, "GET", "/v1/videos/none").status_code == 404
-    assert ask(app, "DELETE", "/v1/videos/none").status_code == 404
-    assert ask(app, "GET", "/v1/videos/none/content?variant=thumbnail").status_code == 400
-    assert ask(app, "GET", "/v1/videos?after=none").status_code == 400
+    assert send(app, "GET", "/v1/videos/none").status_code == 404
+    assert send(app, "DELETE", "/v1/videos/none").status_code == 404
+    assert send(app, "GET", "/v1/videos/none/content?variant=thumbnail").status_code == 400
+    assert send(app, "GET", "/v1/videos?after=none").status_code == 400
 
 
 def test_a_video_starts_from_an_image(tiny_diffusion: Callable[[str], Path]) -> None:

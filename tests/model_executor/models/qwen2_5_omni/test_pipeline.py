@@ -54,8 +54,10 @@ def test_prompts_of_every_kind_and_every_voice_through_three_stages(
         return {name: msgspec.structs.replace(request, sampling_params=params) for name, request in made.items()}
 
     thoughts = run_first_stage(thinker_engine, {name: case.prompt for name, case in cases.items()}, THINKER)
-    said = run_stage(talker_engine, ARRequest, ThinkerToTalker(config), requests(TALKER), thoughts, IN_WINDOWS)
-    waves = run_stage(token2wav_engine, GenerationRequest, TalkerToToken2Wav(config), requests(TOKEN2WAV), said, WHOLE)
+    spoken = run_stage(talker_engine, ARRequest, ThinkerToTalker(config), requests(TALKER), thoughts, IN_WINDOWS)
+    waves = run_stage(
+        token2wav_engine, GenerationRequest, TalkerToToken2Wav(config), requests(TOKEN2WAV), spoken, WHOLE
+    )
     for name, case in cases.items():
         wave = merge_stage_outputs(waves[name]).tensors["audio"]
         torch.testing.assert_close(

@@ -115,9 +115,9 @@ def test_voices_differ(
         for voice in ("chelsie", "ethan", "aiden")
     }
     outputs = run_engine(talker_engine, voices, make_params())
-    said = {voice: tokens_of(output) for voice, output in outputs.items()}
-    assert len({tuple(tokens) for tokens in said.values()}) == 3
-    assert said[spoken["text"].speaker.lower()] == spoken["text"].expected.talker_token_ids
+    talker_outputs = {voice: tokens_of(output) for voice, output in outputs.items()}
+    assert len({tuple(tokens) for tokens in talker_outputs.values()}) == 3
+    assert talker_outputs[spoken["text"].speaker.lower()] == spoken["text"].expected.talker_token_ids
 
 
 def test_text_stop_ids_of_the_checkpoint_do_not_stop_a_talker(

@@ -35,8 +35,8 @@ def test_codes_do_not_depend_on_when_text_arrives(
         name: msgspec.structs.replace(case.stage_request(name), sampling_params=params) for name, case in cases.items()
     }
     window = WindowConfig(window_size=window_size, first_window_size=2)
-    said = run_stage(talker_engine, ARRequest, ThinkerToTalker(config), requests, thoughts, window, window_size)
+    spoken = run_stage(talker_engine, ARRequest, ThinkerToTalker(config), requests, thoughts, window, window_size)
     for name, case in cases.items():
-        whole = merge_stage_outputs(said[name])
+        whole = merge_stage_outputs(spoken[name])
         tokens = [token for completion in whole.completions for token in completion.token_ids]
         assert tokens == case.expected.talker_token_ids, name

@@ -69,7 +69,7 @@ def test_prompts_of_every_kind_through_three_stages(
     waves = run_stage(
         code2wav_engine,
         2,
-        {name: as_prompt(to_code2wav.process(requests[name], {1: said})) for name, said in frames.items()},
+        {name: as_prompt(to_code2wav.process(requests[name], {1: spoken})) for name, spoken in frames.items()},
         SamplingParams(max_tokens=1, detokenize=False),
     )
     for name, case in cases.items():

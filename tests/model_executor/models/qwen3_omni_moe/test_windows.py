@@ -41,11 +41,11 @@ def test_codes_do_not_depend_on_when_text_arrives(
 ) -> None:
     params = SamplingParams(temperature=0.0, repetition_penalty=1.05, max_tokens=TALKER_TOKENS, detokenize=False)
     window = WindowConfig(window_size=text_window, first_window_size=2, window_growth=2)
-    said = run_stage(
+    spoken = run_stage(
         talker_engine, ARRequest, ThinkerToTalker(config), with_params(cases, params), thoughts, window, text_window
     )
     for name, case in cases.items():
-        whole = merge_stage_outputs(said[name])
+        whole = merge_stage_outputs(spoken[name])
         assert torch.equal(whole.tensors["codes"], case.expected.codes.T)
 
 

@@ -181,9 +181,8 @@ class OmniLLM(OmniBase):
             mm_processor_kwargs=mm_processor_kwargs,
         )
         options = {"modalities": modalities, "additional_information": additional_information}
-        given = {name: value for name, value in options.items() if value is not None}
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
-        prompts = [{"messages": conversation, "chat_params": params, **given} for conversation in conversations]
+        prompts = [{"messages": conversation, "chat_params": params, **options} for conversation in conversations]
         return self.generate(  # type: ignore[call-overload]
             prompts, sampling_params_list, use_tqdm, stream=stream, lora_request=lora_request
         )

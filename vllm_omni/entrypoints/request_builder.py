@@ -52,7 +52,7 @@ class RequestBuilder:
         self._ids = itertools.count()
         self._lock = threading.Lock()  # tokenizers and processors are not thread-safe
         self.input_processors = {
-            stage.stage_id: _make_input_processor(stage, model)
+            stage.stage_id: OmniInputProcessor(create_config_for_inputs(make_engine_args(stage, model)))
             for stage in config.stage_args
             if stage.runs_vllm and not stage.engine_input_source
         }
@@ -291,10 +291,6 @@ class RequestBuilder:
             raise StageConfigError(f"default_sampling_params: {error}") from error
 
 
-def _make_input_processor(stage: OmniStageConfig, model: str) -> OmniInputProcessor:
-    return OmniInputProcessor(create_config_for_inputs(make_engine_args(stage, model)))
-
-
 def _make_diffusion_processor(stage: OmniStageConfig, model: str) -> "DiffusionInputProcessor":
     # Imported here: a pipeline without diffusion stages does not need diffusers.
     from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
@@ -311,13 +307,12 @@ def _encoded_for(config: PipelineConfig) -> dict[int, int]:
     found = {}
     for stage in config.stage_args:
         if stage.encodes_prompts:
-            where = stage.label
             readers = [i for i in config.targets[stage.stage_id] if config.stages[i].kind == "DiT"]
             if not readers:
-                raise StageConfigError(f"{where}: part: encoder, but no diffusion stage reads it")
+                raise StageConfigError(f"{stage.label}: part: encoder, but no diffusion stage reads it")
             if stage.default_sampling_params != config.stages[readers[0]].default_sampling_params:
                 raise StageConfigError(
-                    f"{where}: default_sampling_params must be those of stage {readers[0]}, its reader"
+                    f"{stage.label}: default_sampling_params must be those of stage {readers[0]}, its reader"
                 )
             found[stage.stage_id] = readers[0]
     return found

@@ -52,11 +52,7 @@ class DiffusionChat:
     """In place of vLLM's `OpenAIServingChat`."""
 
     def __init__(self, client: OmniEngineClient, state: State, args: Namespace) -> None:
-        """
-        Args:
-            state: Of the application; has the names that the model is served under.
-            args: Of `vllm serve`.
-        """
+        """The arguments are those of `MediaStage`, whose stage is the pipeline's first final one."""
         stage = final_stage(client.config, client.config.output_types[0])
         assert stage is not None
         self._stage = MediaStage(state, client, stage, args)

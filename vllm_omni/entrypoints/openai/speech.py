@@ -227,7 +227,7 @@ class ServingSpeech:
 
 
 class _AudioFile:
-    """The file of one request, encoded while its audio is made.
+    """The file of one request, encoded while the final stage makes its audio.
 
     Attributes:
         is_streamed: The file is sent while it is encoded. Audio of a diffusion stage comes as a whole.
@@ -237,10 +237,6 @@ class _AudioFile:
     output: OmniRequestOutput
 
     def __init__(self, stage: OmniStageConfig, request: SpeechRequest) -> None:
-        """
-        Args:
-            stage: The final stage that makes the audio.
-        """
         self.is_streamed = request.stream and stage.kind != "DiT"
         self._stage = stage
         self._request = request

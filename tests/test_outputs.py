@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from vllm_omni.media import encode_outputs
-from vllm_omni.outputs import OmniRequestOutput, StageOutput, make_omni_request_output, merge_stage_outputs
+from vllm_omni.outputs import OmniRequestOutput, StageOutput, merge_stage_outputs
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
 
@@ -21,7 +21,7 @@ def received(output_type: str, outputs: list[torch.Tensor], output_format: str |
         StageOutput(request_id="r", stage_id=0, step=1, num_steps=2, data={"index": 1}, tensors=preview, is_last=False),
         StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data),
     ]
-    return make_omni_request_output("r", merge_stage_outputs(pieces), output_type, [])
+    return OmniRequestOutput("r", merge_stage_outputs(pieces), output_type, [])
 
 
 PICTURE = torch.zeros(8, 12, 3)
@@ -74,8 +74,8 @@ def test_latents_of_audio_are_not_images():
 
 def test_the_sample_rate_of_speech_is_that_of_the_configuration():
     output = StageOutput(request_id="r", stage_id=2, tensors={"audio": torch.zeros(50)})
-    assert make_omni_request_output("r", output, "audio", [], 24_000).sample_rate == 24_000
-    assert make_omni_request_output("r", output, "audio", []).sample_rate is None
+    assert OmniRequestOutput("r", output, "audio", [], 24_000).sample_rate == 24_000
+    assert OmniRequestOutput("r", output, "audio", []).sample_rate is None
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,6 @@ def test_the_sample_rate_of_speech_is_that_of_the_configuration():
 )
 def test_data_of_a_function_stage_is_not_an_image(data):
     output = StageOutput(request_id="r", stage_id=0, tensors={"rows": torch.zeros(3)}, data=data)
-    received = make_omni_request_output("r", output, "image", [])
+    received = OmniRequestOutput("r", output, "image", [])
     assert (received.images, received.videos, received.sample_rate) == ([], [], None)
     assert "rows" in repr(received)

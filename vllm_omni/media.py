@@ -88,7 +88,7 @@ def encode_outputs(
         files = [encode_mp4(output, data["fps"]) for output in outputs]
     else:
         files = [encode_image(output, output_format, params.output_quality) for output in outputs]
-    return {f"file.{index}": _as_tensor(file) for index, file in enumerate(files)}, data
+    return {f"file.{i}": torch.frombuffer(bytearray(file), dtype=torch.uint8) for i, file in enumerate(files)}, data
 
 
 def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
@@ -168,10 +168,6 @@ def _pad_to_even(frames: np.ndarray) -> np.ndarray:
     height, width = frames.shape[1:3]
     padded = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     return np.ascontiguousarray(padded)
-
-
-def _as_tensor(file: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(file), dtype=torch.uint8)
 
 
 def count_media(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any]) -> int:

@@ -88,12 +88,13 @@ def merge_stage_outputs(pieces: Sequence[StageOutput]) -> StageOutput:
 
     Segments with the progress of a diffusion stage are not part of its result, unless there are no others.
     """
-    parts = [piece for piece in pieces if piece.step is None] or [pieces[-1]]
-    if len(parts) == 1 and len(pieces) == 1:
+    if len(pieces) == 1:
         return pieces[0]
-    return StageOutput(
+    parts = [piece for piece in pieces if piece.step is None] or [pieces[-1]]
+    return msgspec.structs.replace(
+        parts[-1],
         request_id=pieces[0].request_id,
-        stage_id=pieces[0].stage_id,
+        stage_id=pieces[0].stage_id,  # The end of a function stage's stream has none.
         prompt=next((part.prompt for part in parts if part.prompt is not None), None),
         prompt_token_ids=next((part.prompt_token_ids for part in parts if part.prompt_token_ids), []),
         prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs), None),
@@ -101,8 +102,6 @@ def merge_stage_outputs(pieces: Sequence[StageOutput]) -> StageOutput:
         completions=_merge_completions(parts),
         tensors=_merge_tensors(parts),
         data={name: value for part in parts for name, value in part.data.items()},
-        step=parts[-1].step,
-        num_steps=parts[-1].num_steps,
         start=pieces[0].start,
         context=pieces[0].context,
         is_last=pieces[-1].is_last,
@@ -188,7 +187,7 @@ class OmniRequestOutput:
     """The output of one final stage for one prompt.
 
     Attributes:
-        request_id: The pipeline's id of the request; equal in all outputs of one prompt.
+        request_id: The caller's id of the request; equal in all outputs of one prompt.
         stage_id: The final stage that made this output.
         final_output_type: The type of the output: `text`, `audio`, `image`, `video`, ...
         request_output: A list of one vLLM `RequestOutput`; its main fields are also attributes of this class.
@@ -204,27 +203,24 @@ class OmniRequestOutput:
     def __init__(
         self,
         request_id: str,
-        stage_id: int,
+        output: StageOutput,
         final_output_type: str,
-        request_output: RequestOutput,
-        multimodal_output: dict[str, torch.Tensor],
         stage_metrics: list[StageMetrics],
-        data: dict[str, Any] | None = None,
         sample_rate: int | None = None,
     ) -> None:
         """
         Args:
-            data: `StageOutput.data`.
-            sample_rate: That of the stage's configuration; `data` of a diffusion pipeline wins.
+            output: The complete output of the stage.
+            sample_rate: That of the stage's configuration; `output.data` of a diffusion pipeline wins.
         """
         self.request_id = request_id
-        self.stage_id = stage_id
+        self.stage_id = output.stage_id
         self.final_output_type = final_output_type
-        self.request_output = [request_output]
-        self.multimodal_output = multimodal_output
+        self.request_output = [_as_request_output(request_id, output)]
+        self.multimodal_output = output.tensors
         self.stage_metrics = stage_metrics
-        self._data = data or {}
-        self._num_media = count_media(multimodal_output, self._data)
+        self._data = output.data
+        self._num_media = output.num_media
         media_data = self._data if self._num_media else {}
         self.sample_rate: int | None = media_data.get("sample_rate") or sample_rate
         self.fps: float | None = media_data.get("fps")
@@ -280,37 +276,15 @@ class OmniRequestOutput:
         )
 
 
-def make_omni_request_output(
-    request_id: str,
-    output: StageOutput,
-    final_output_type: str,
-    stage_metrics: list[StageMetrics],
-    sample_rate: int | None = None,
-) -> OmniRequestOutput:
-    """The output of a final stage as vLLM's `RequestOutput` in an `OmniRequestOutput`.
-
-    Args:
-        request_id: The caller's id.
-        sample_rate: Of audio, if the output has none.
-    """
-    completions = [CompletionOutput(**msgspec.structs.asdict(completion)) for completion in output.completions]
+def _as_request_output(request_id: str, output: StageOutput) -> RequestOutput:
     request_output = RequestOutput(
         request_id=request_id,
         prompt=output.prompt,
         prompt_token_ids=output.prompt_token_ids,
         prompt_logprobs=output.prompt_logprobs,
-        outputs=completions,
+        outputs=[CompletionOutput(**msgspec.structs.asdict(completion)) for completion in output.completions],
         finished=True,
         num_cached_tokens=output.num_cached_tokens,
     )
     vars(request_output)["multimodal_output"] = output.tensors  # older clients read it here
-    return OmniRequestOutput(
-        request_id=request_id,
-        stage_id=output.stage_id,
-        final_output_type=final_output_type,
-        request_output=request_output,
-        multimodal_output=output.tensors,
-        stage_metrics=stage_metrics,
-        data=output.data,
-        sample_rate=sample_rate,
-    )
+    return request_output

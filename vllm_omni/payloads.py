@@ -34,7 +34,7 @@ class TensorPayload(msgspec.Struct, frozen=True):
         Raises:
             TypeError: The tensor is sparse, quantized or has no storage of its own.
         """
-        return cls(data=_tensor_bytes(tensor), shape=list(tensor.shape), dtype=_dtype_name(tensor.dtype))
+        return cls(data=_tensor_bytes(tensor), shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
     def to_tensor(self) -> torch.Tensor:
         """A writable CPU tensor with memory of its own.
@@ -156,10 +156,6 @@ def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     # As bytes, because numpy has no bfloat16 and no float8. An empty tensor cannot be viewed as another dtype.
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype_from_name(name: str) -> torch.dtype:

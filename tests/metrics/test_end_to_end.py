@@ -20,6 +20,7 @@ from tests.metrics.reading import assert_nested, read_events, scrape, tracks
 from tests.orchestrator.pipelines import TRIANGLE, Caller, make_config, open_orchestrator
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni import OmniLLM
+from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.entrypoints.pipeline import make_observers
 
 CONFIG = make_config(*TRIANGLE)
@@ -46,12 +47,13 @@ def spans_here(monkeypatch) -> InMemorySpanExporter:
 
 def test_all_observers_of_a_pipeline(collector: Collector, spans_here: InMemorySpanExporter, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    observers = make_observers(CONFIG, log_stats=True, trace_file=str(path), otlp_traces_endpoint=collector.url)
+    engine_args = {"otlp_traces_endpoint": collector.url}
+    args = OmniArgs(model="", log_stats=True, trace_file=str(path), engine_args=engine_args)
     # A new fork server: a cached one has the environment of another test, without the collector's.
     orchestrator = open_orchestrator(
         CONFIG,
         server=QuickForkServer(),
-        observers=observers,
+        observers=make_observers(CONFIG, args),
         otlp_traces_endpoint=collector.url,
     )
     try:

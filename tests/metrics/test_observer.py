@@ -5,6 +5,7 @@ import pytest
 
 from tests.metrics.reading import read_events, scrape
 from tests.orchestrator.pipelines import TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
+from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.entrypoints.pipeline import make_observers
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
 from vllm_omni.metrics.stats import StageMetrics
@@ -39,13 +40,14 @@ def test_a_single_token_has_no_time_after_the_first(summarize):
 
 
 def test_there_are_no_observers_by_default(config):
-    assert make_observers(config) == []
+    assert make_observers(config, OmniArgs(model="")) == []
     assert CompositeObserver([]).request_started("7", ["text"]) == {}
     assert scrape() == {}
 
 
 def test_every_configured_observer_gets_the_request(config, summarize, tmp_path: Path):
-    observer = CompositeObserver(make_observers(config, log_stats=True, trace_file=str(tmp_path / "trace.json")))
+    args = OmniArgs(model="", log_stats=True, trace_file=str(tmp_path / "trace.json"))
+    observer = CompositeObserver(make_observers(config, args))
     observer.request_started("7", ["text", "audio"])
     observer.request_ended(summarize())
     scraped = scrape()
@@ -55,8 +57,9 @@ def test_every_configured_observer_gets_the_request(config, summarize, tmp_path:
 
 
 def test_a_trace_file_that_cannot_be_written_registers_nothing(config, tmp_path: Path):
+    args = OmniArgs(model="", log_stats=True, trace_file=str(tmp_path / "nowhere" / "trace.json"))
     with pytest.raises(OSError, match="nowhere"):
-        make_observers(config, log_stats=True, trace_file=str(tmp_path / "nowhere" / "trace.json"))
+        make_observers(config, args)
     assert scrape() == {}
 
 

@@ -132,12 +132,9 @@ def _check_stage(stage: OmniStageConfig) -> None:
     for name in stage.reads or ():
         if name.partition(".")[0] not in _READABLE:
             raise StageConfigError(f"{where}: reads: {name!r} is not one of {', '.join(_READABLE)}, or an entry of one")
-    if stage.custom_process_input_func:
-        resolve_dotted_path(stage.custom_process_input_func, f"{where}: custom_process_input_func")
-    if stage.function:
-        resolve_dotted_path(stage.function, f"{where}: function")
-    if stage.batch_function:
-        resolve_dotted_path(stage.batch_function, f"{where}: batch_function")
+    for key in ("custom_process_input_func", "function", "batch_function"):
+        if path := getattr(stage, key):
+            resolve_dotted_path(path, f"{where}: {key}")
 
 
 def _check_input(config: PipelineConfig, stage: OmniStageConfig) -> None:

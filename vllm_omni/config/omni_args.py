@@ -57,6 +57,11 @@ class OmniArgs(PipelineOptions):
         return cls(**options, engine_args={name: value for name, value in kwargs.items() if name not in known})
 
     @property
+    def otlp_traces_endpoint(self) -> str | None:
+        """Where OpenTelemetry spans go: an engine argument that the pipeline reads, too. None: no spans."""
+        return self.engine_args.get("otlp_traces_endpoint")
+
+    @property
     def runtime_overrides(self) -> dict[str, Any]:
         """The values that replace those of `runtime` in the stage configuration."""
         return {name: value for name in RUNTIME_OPTIONS if (value := getattr(self, name)) is not None}

@@ -12,12 +12,11 @@ from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
 
 _T = TypeVar("_T")
-_UNITS = {"": 1, "B": 1} | {
+_UNITS = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for unit, base in (("iB", 1024), ("B", 1000))
+    for power, prefix in enumerate("kmgt", start=1)
+    for unit, base in (("ib", 1024), ("b", 1000))
 }
-_UNITS_BY_CASE = {unit.casefold(): size for unit, size in _UNITS.items()}
 _MIN_BYTES = 1 << 20
 # The names that CUDA and ROCm give to a device, or to a part of one.
 _DEVICE_NAME = re.compile(r"(GPU|MIG)-[\w/-]+", re.ASCII)
@@ -50,7 +49,7 @@ def parse_memory(memory: str | float) -> float | int:
     """
     match = re.fullmatch(r"([0-9.]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)", str(memory).strip())
     try:
-        number, unit = float(match[1]), _UNITS_BY_CASE[match[2].casefold()]  # type: ignore[index]
+        number, unit = float(match[1]), _UNITS[match[2].casefold()]  # type: ignore[index]
     except (TypeError, ValueError, KeyError):
         raise _memory_error(memory, "is not an amount of memory") from None
     if unit == 1 and 0 < number <= 1:

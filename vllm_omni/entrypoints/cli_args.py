@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line flags from config dataclasses, as vLLM makes its own."""
+"""Command-line flags from config dataclasses, as vLLM makes its own; flags whose value is JSON."""
 
 import argparse
+import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -28,3 +29,18 @@ def add_cli_args(
             kwargs["help"] = " ".join(docs.get(name, "").split()).replace("%", "%%")
             kwargs |= {"type": types[name]} if types and name in types else {}
             group.add_argument("--" + name.replace("_", "-"), **kwargs)
+
+
+def parse_json_object(text: str, value_type: type, form: str) -> dict[str, Any]:
+    """A JSON object whose values have one type; `form` shows it in the message.
+
+    Raises:
+        argparse.ArgumentTypeError: It is something else.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict) or not all(isinstance(item, value_type) for item in value.values()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}")
+    return value

@@ -104,7 +104,7 @@ class OmniLLM(OmniBase):
             RequestError: A prompt failed inside a stage. The others completed: see the error's `results`.
             PipelineClosedError: `close()` was called.
         """
-        batch = _Batch(self, _pair(_as_list(prompts), lora_request), sampling_params_list, stream, keep_outputs)
+        batch = _Batch(self, _pair(prompts, lora_request), sampling_params_list, stream, keep_outputs)
         events = batch.events(use_tqdm=not stream if use_tqdm is None else use_tqdm)
         return events if stream else _collect(events)
 
@@ -181,9 +181,8 @@ class OmniLLM(OmniBase):
             mm_processor_kwargs=mm_processor_kwargs,
         )
         options = {"modalities": modalities, "additional_information": additional_information}
-        given = {name: value for name, value in options.items() if value is not None}
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
-        prompts = [{"messages": conversation, "chat_params": params, **given} for conversation in conversations]
+        prompts = [{"messages": conversation, "chat_params": params, **options} for conversation in conversations]
         return self.generate(  # type: ignore[call-overload]
             prompts, sampling_params_list, use_tqdm, stream=stream, lora_request=lora_request
         )
@@ -219,7 +218,8 @@ class _Batch:
                 while bar.num_done < len(self._prompts):
                     event = self._next_event(bar)
                     if event.is_terminal:
-                        self._release(event.request_id)
+                        del self._running[event.request_id]
+                        self._pipeline.orchestrator.release(event.request_id)
                         bar.advance()
                     yield event
         finally:
@@ -235,10 +235,6 @@ class _Batch:
             if isinstance(event, Exception):
                 raise event
             return event
-
-    def _release(self, request_id: str) -> None:
-        del self._running[request_id]
-        self._pipeline.orchestrator.release(request_id)
 
     # Called on the feeder's thread.
 
@@ -311,14 +307,11 @@ class _ProgressBar:
         self._bar.close()
 
 
-def _as_list(prompts: Prompts) -> Sequence[str | OmniPrompt]:
-    return [prompts] if isinstance(prompts, (str, dict)) else cast("Sequence[Any]", prompts)
-
-
 def _pair(
-    prompts: Sequence[str | OmniPrompt], lora_request: LoRARequest | Sequence[LoRARequest | None] | None
+    prompts: Prompts, lora_request: LoRARequest | Sequence[LoRARequest | None] | None
 ) -> list[tuple[str | OmniPrompt, LoRARequest | None]]:
     """Pairs of a prompt and its adapter."""
+    prompts = [prompts] if isinstance(prompts, (str, dict)) else cast("Sequence[str | OmniPrompt]", prompts)
     if not isinstance(lora_request, (list, tuple)):
         return [(prompt, cast("LoRARequest | None", lora_request)) for prompt in prompts]
     if len(lora_request) != len(prompts):

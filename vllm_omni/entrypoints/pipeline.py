@@ -34,10 +34,6 @@ def open_pipeline(server: ForkServer, args: OmniArgs) -> Pipeline:
     config = resolved.config
     placements = place_cores(config)
     server.preload(_modules_to_preload(resolved, args.model))
-    traces_endpoint = args.engine_args.get("otlp_traces_endpoint")
-    observers = make_observers(
-        config, log_stats=args.log_stats, trace_file=args.trace_file, otlp_traces_endpoint=traces_endpoint
-    )
     orchestrator = Orchestrator(
         config,
         args.model,
@@ -45,8 +41,8 @@ def open_pipeline(server: ForkServer, args: OmniArgs) -> Pipeline:
         init_timeout=args.init_timeout,
         server=server,
         placements=placements,
-        observers=observers,
-        otlp_traces_endpoint=traces_endpoint,
+        observers=make_observers(config, args),
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
     try:
         # While the stages start: this process needs its own tokenizer and preprocessor.
@@ -58,20 +54,8 @@ def open_pipeline(server: ForkServer, args: OmniArgs) -> Pipeline:
     return Pipeline(config, orchestrator, builder)
 
 
-def make_observers(
-    config: PipelineConfig,
-    *,
-    log_stats: bool = False,
-    trace_file: str | None = None,
-    otlp_traces_endpoint: str | None = None,
-) -> list[PipelineObserver]:
+def make_observers(config: PipelineConfig, args: OmniArgs) -> list[PipelineObserver]:
     """The enabled observers.
-
-    Args:
-        config: The pipeline.
-        log_stats: Log a summary of each request, and export all metrics to Prometheus.
-        trace_file: Write a timeline of all requests to this file.
-        otlp_traces_endpoint: Send OpenTelemetry spans there.
 
     Raises:
         OSError: `trace_file` cannot be written.
@@ -79,15 +63,15 @@ def make_observers(
     """
     # Imported on demand, because they import OpenTelemetry or Prometheus; first the observers that may raise.
     observers: list[PipelineObserver] = []
-    if otlp_traces_endpoint is not None:
+    if args.otlp_traces_endpoint is not None:
         from vllm_omni.metrics.tracing import RequestTracer
 
-        observers.append(RequestTracer(otlp_traces_endpoint))
-    if trace_file is not None:
+        observers.append(RequestTracer(args.otlp_traces_endpoint))
+    if args.trace_file is not None:
         from vllm_omni.metrics.timeline import Timeline
 
-        observers.append(Timeline(trace_file, config))
-    if log_stats:
+        observers.append(Timeline(args.trace_file, config))
+    if args.log_stats:
         from vllm_omni.metrics.prometheus import PrometheusObserver
         from vllm_omni.metrics.text import SummaryLog
 

@@ -41,14 +41,18 @@ StageSamplingParams = SamplingParams | DiffusionSamplingParams | Mapping[str, An
 
 
 class RequestBuilder:
-    """Builds the requests of one pipeline. Thread-safe."""
+    """Builds the requests of one pipeline. Thread-safe.
+
+    Attributes:
+        input_processors: Those of the vLLM stages that read prompts, by stage id.
+    """
 
     def __init__(self, config: PipelineConfig, model: str) -> None:
         self._config = config
         self._ids = itertools.count()
         self._lock = threading.Lock()  # tokenizers and processors are not thread-safe
-        self._input_processors = {
-            stage.stage_id: _make_input_processor(stage, model)
+        self.input_processors = {
+            stage.stage_id: OmniInputProcessor(create_config_for_inputs(make_engine_args(stage, model)))
             for stage in config.stage_args
             if stage.runs_vllm and not stage.engine_input_source
         }
@@ -120,11 +124,6 @@ class RequestBuilder:
         )
 
     @property
-    def input_processors(self) -> Mapping[int, OmniInputProcessor]:
-        """The input processors of the vLLM stages that read prompts, by stage id."""
-        return self._input_processors
-
-    @property
     def voices(self) -> list[str]:
         """The voices of all stages, the default one first."""
         return list_voices(self._processors)
@@ -133,13 +132,13 @@ class RequestBuilder:
     def prompt_stage(self) -> OmniStageConfig | None:
         """The vLLM stage that a chat is rendered for: of the stages that read prompts the one with `is_comprehension`,
         else the first; None if no vLLM stage reads prompts."""
-        reading = [stage for stage in self._config.stage_args if stage.stage_id in self._input_processors]
+        reading = [stage for stage in self._config.stage_args if stage.stage_id in self.input_processors]
         return next((stage for stage in reading if stage.is_comprehension), reading[0] if reading else None)
 
     def default_values(self, stage: OmniStageConfig) -> Mapping[str, Any]:
         """The default sampling parameters of a vLLM stage: those of its configuration, else of the checkpoint."""
-        if not stage.default_sampling_params and stage.stage_id in self._input_processors:
-            return self._input_processors[stage.stage_id].model_config.get_diff_sampling_param()
+        if not stage.default_sampling_params and stage.stage_id in self.input_processors:
+            return self.input_processors[stage.stage_id].model_config.get_diff_sampling_param()
         return stage.default_sampling_params
 
     def _build(
@@ -164,7 +163,7 @@ class RequestBuilder:
                 supported_tasks=("generate",),
                 lora_request=lora_request,
             )
-            for stage_id, processor in self._input_processors.items()
+            for stage_id, processor in self.input_processors.items()
             if stage_id in stage_ids
         }
         for engine_request in engine_requests.values():
@@ -203,7 +202,7 @@ class RequestBuilder:
             raise ValueError(f"a prompt has messages or {others[0]}, not both")
         if self.prompt_stage is None:
             raise ValueError("no stage of this pipeline has a chat template; use prompt instead of messages")
-        processor = self._input_processors[self.prompt_stage.stage_id]
+        processor = self.input_processors[self.prompt_stage.stage_id]
         try:
             engine_input = processor.render_chat(prompt["messages"], prompt.get("chat_params") or ChatParams())
         except (NotImplementedError, OSError) as error:  # media that vLLM cannot load
@@ -292,10 +291,6 @@ class RequestBuilder:
             raise StageConfigError(f"default_sampling_params: {error}") from error
 
 
-def _make_input_processor(stage: OmniStageConfig, model: str) -> OmniInputProcessor:
-    return OmniInputProcessor(create_config_for_inputs(make_engine_args(stage, model)))
-
-
 def _make_diffusion_processor(stage: OmniStageConfig, model: str) -> "DiffusionInputProcessor":
     # Imported here: a pipeline without diffusion stages does not need diffusers.
     from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
@@ -312,13 +307,12 @@ def _encoded_for(config: PipelineConfig) -> dict[int, int]:
     found = {}
     for stage in config.stage_args:
         if stage.encodes_prompts:
-            where = stage.label
             readers = [i for i in config.targets[stage.stage_id] if config.stages[i].kind == "DiT"]
             if not readers:
-                raise StageConfigError(f"{where}: part: encoder, but no diffusion stage reads it")
+                raise StageConfigError(f"{stage.label}: part: encoder, but no diffusion stage reads it")
             if stage.default_sampling_params != config.stages[readers[0]].default_sampling_params:
                 raise StageConfigError(
-                    f"{where}: default_sampling_params must be those of stage {readers[0]}, its reader"
+                    f"{stage.label}: default_sampling_params must be those of stage {readers[0]}, its reader"
                 )
             found[stage.stage_id] = readers[0]
     return found

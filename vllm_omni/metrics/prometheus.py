@@ -90,20 +90,18 @@ class PrometheusObserver(PipelineObserver):
     """Keeps the statistics of one pipeline for scrapes.
 
     Attributes:
+        names: The names of all stages, by id.
         stages: The latest statistics of each stage, by id.
         outcomes: Number of requests by outcome and by the name of the stage that failed them, if one did.
         histograms: Values of completed requests, by metric name.
     """
 
     def __init__(self, config: PipelineConfig) -> None:
-        self._names = {stage.stage_id: stage.name for stage in config.stage_args}
+        self.names = {stage.stage_id: stage.name for stage in config.stage_args}
         self.stages: dict[int, StageStats] = {}
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.histograms = {name: _Histogram(bounds) for name, (_, bounds, _) in REQUEST_HISTOGRAMS.items()}
         _collector.add(self)
-
-    def name_of(self, stage_id: int) -> str:
-        return self._names[stage_id]
 
     def request_ended(self, summary: RequestSummary) -> None:
         self.outcomes[summary.outcome, summary.failed_stage or ""] += 1
@@ -190,7 +188,7 @@ def _edge_families(stages: _Stages) -> Iterator[Metric]:
         family = CounterMetricFamily(PREFIX + name, description, labels=["pipeline", "source", "stage"])
         for number, pipeline, stats in stages:
             for source, edge in stats.edges.items():
-                family.add_metric([number, pipeline.name_of(source), stats.name], value_of(edge))
+                family.add_metric([number, pipeline.names[source], stats.name], value_of(edge))
         yield family
 
 

@@ -12,9 +12,9 @@ from vllm_omni.inputs import StageRequest
 from vllm_omni.metrics.observer import COMPLETED, RequestSummary
 from vllm_omni.outputs import (
     Completion,
+    OmniRequestOutput,
     StageMetrics,
     StageOutput,
-    make_omni_request_output,
     merge_stage_outputs,
     without_content,
 )
@@ -124,7 +124,7 @@ class RequestRecord:
 
     def complete(self) -> CompletedEvent:
         outputs = [
-            make_omni_request_output(
+            OmniRequestOutput(
                 self.request.external_id,
                 merge_stage_outputs(pieces),
                 self._config.stages[stage_id].final_output_type or "",

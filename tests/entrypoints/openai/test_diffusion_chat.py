@@ -29,7 +29,7 @@ from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.media import encode_outputs
-from vllm_omni.outputs import StageOutput, make_omni_request_output
+from vllm_omni.outputs import OmniRequestOutput, StageOutput
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2, "seed": 1}
@@ -177,7 +177,7 @@ class FakeAudioClient:
         clips = [torch.tensor([level, -level])[:, None].repeat(1, 4800) for level in (0.25, 0.5)]
         tensors, data = encode_outputs("audio", clips, DiffusionSamplingParams(), 48000)
         output = StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data)
-        outputs = [make_omni_request_output("r", output, "audio", [])]
+        outputs = [OmniRequestOutput("r", output, "audio", [])]
         yield CompletedEvent(request_id=request_id, sequence=0, ts=0.0, outputs=outputs)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import xgrammar
 from fastapi import FastAPI
+from vllm.inputs import EngineInput
+from vllm.sampling_params import SamplingParams
 
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.openai.fake_server import AppRequest
@@ -18,7 +20,7 @@ from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.forced_text import ForcedText, ForcedTextBuilder, token_grammar
+from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder, token_grammar
 from vllm_omni.events import CompletedEvent
 from vllm_omni.outputs import OmniRequestOutput
 
@@ -61,12 +63,11 @@ def builder(app: FastAPI) -> ForcedTextBuilder:
     )
 
 
-async def write(app: FastAPI, dictated: ForcedText) -> list[OmniRequestOutput]:
+async def write(app: FastAPI, prepared: tuple[EngineInput, SamplingParams]) -> list[OmniRequestOutput]:
     """The text and the speech."""
+    engine_input, params = prepared
     events = app.state.engine_client.run(
-        {"engine_input": dictated.engine_input, "modalities": ["text", "audio"]},
-        [dictated.params, SHORT, None],
-        stream=False,
+        {"engine_input": engine_input, "modalities": ["text", "audio"]}, [params, SHORT, None], stream=False
     )
     async with aclosing(events):
         return [event async for event in events if isinstance(event, CompletedEvent)][-1].outputs

@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_omni.entrypoints.openai.media_output import message_fields
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings
 from vllm_omni.media import encode_outputs
-from vllm_omni.outputs import OmniRequestOutput, StageOutput, make_omni_request_output
+from vllm_omni.outputs import OmniRequestOutput, StageOutput
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
 
@@ -24,9 +24,7 @@ def made(output_type: str, output_format: Any, *shape: int, **settings: Any) -> 
     """Two outputs of a diffusion stage: the first black, the second white."""
     params = DiffusionSamplingParams(output_format=output_format, **settings)
     tensors, data = encode_outputs(output_type, [torch.zeros(*shape, 3), torch.ones(*shape, 3)], params, None)
-    return make_omni_request_output(
-        "r", StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data), output_type, []
-    )
+    return OmniRequestOutput("r", StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data), output_type, [])
 
 
 def opened(url: str, media_type: str) -> io.BytesIO:

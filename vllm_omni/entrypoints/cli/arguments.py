@@ -22,7 +22,7 @@ from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.omni_args import PipelineOptions
 from vllm_omni.config.overrides import SECTIONS, merge
 from vllm_omni.config.utils import nearest
-from vllm_omni.entrypoints.cli_args import add_cli_args
+from vllm_omni.entrypoints.cli_args import add_cli_args, parse_json_object
 
 # Properties of one stage, set in the stage configuration.
 _NOT_FOR_ALL_STAGES = {"model", "model_stage", "engine_output_type", "part"}
@@ -75,13 +75,7 @@ def _as_mapping(text: str) -> dict[str, Any]:
 
 
 def _as_overrides(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict) or not all(isinstance(stage, dict) for stage in value.values()):
-        raise argparse.ArgumentTypeError(f'{text!r} is not of the form {{"NAME": {{"KEY": VALUE}}}}')
-    return value
+    return parse_json_object(text, dict, '{"NAME": {"KEY": VALUE}}')
 
 
 class _MergeAction(argparse.Action):

@@ -8,7 +8,7 @@ import json
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -91,25 +91,23 @@ async def request_chat(
     request_func_input: RequestFuncInput, session: aiohttp.ClientSession, pbar: tqdm | None = None
 ) -> OmniRequestOutput:
     """`openai-chat-omni`: a streamed chat answer of text and speech."""
-    extra_audio = (request_func_input.extra_body or {}).get("audio") or {}
-    payload: dict[str, Any] = {
-        "model": request_func_input.model_name or request_func_input.model,
+    extra_body = {"modalities": ["text", "audio"], **(request_func_input.extra_body or {})}
+    # The header of a WAV stream has the sample rate.
+    audio = {"format": "wav", **(extra_body.get("audio") or {})}
+    fields = {
         "messages": request_func_input.chat_messages or _get_chat_messages(request_func_input),
         "max_completion_tokens": request_func_input.output_len,
-        "modalities": ["text", "audio"],
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    _update_payload_common(payload, request_func_input)
-    # The header of a WAV stream has the sample rate.
-    audio = payload["audio"] = {"format": "wav", **extra_audio}
+    request_func_input = replace(request_func_input, extra_body={**extra_body, "audio": audio})
 
     async def read(response: aiohttp.ClientResponse, output: OmniRequestOutput) -> None:
         if audio["format"] not in ("wav", "pcm16"):
             raise FailedRequestError(f"--extra-body: audio.format must be wav or pcm16, not {audio['format']}")
-        await _read_chat(response, output, payload["modalities"], PcmCounter(audio["format"] == "wav"))
+        await _read_chat(response, output, extra_body["modalities"], PcmCounter(audio["format"] == "wav"))
 
-    return await _post(request_func_input, session, pbar, payload, read)
+    return await _post(request_func_input, session, pbar, fields, read)
 
 
 async def _read_chat(
@@ -147,13 +145,8 @@ async def request_speech(
     request_func_input: RequestFuncInput, session: aiohttp.ClientSession, pbar: tqdm | None = None
 ) -> OmniRequestOutput:
     """`openai-audio-speech`: the prompt as speech, streamed as PCM."""
-    payload = {
-        "model": request_func_input.model_name or request_func_input.model,
-        "input": request_func_input.prompt,
-        "response_format": "pcm",
-    }
-    _update_payload_common(payload, request_func_input)
-    return await _post(request_func_input, session, pbar, payload, _read_speech)
+    fields = {"input": request_func_input.prompt, "response_format": "pcm"}
+    return await _post(request_func_input, session, pbar, fields, _read_speech)
 
 
 async def _read_speech(response: aiohttp.ClientResponse, output: OmniRequestOutput) -> None:
@@ -176,12 +169,7 @@ async def request_images(
     request_func_input: RequestFuncInput, session: aiohttp.ClientSession, pbar: tqdm | None = None
 ) -> OmniRequestOutput:
     """`openai-images`: images of the prompt, whole."""
-    payload = {
-        "model": request_func_input.model_name or request_func_input.model,
-        "prompt": request_func_input.prompt,
-    }
-    _update_payload_common(payload, request_func_input)
-    return await _post(request_func_input, session, pbar, payload, _read_images)
+    return await _post(request_func_input, session, pbar, {"prompt": request_func_input.prompt}, _read_images)
 
 
 async def _read_images(response: aiohttp.ClientResponse, output: OmniRequestOutput) -> None:
@@ -196,11 +184,17 @@ async def _post(
     request_func_input: RequestFuncInput,
     session: aiohttp.ClientSession,
     pbar: tqdm | None,
-    payload: dict[str, Any],
+    fields: dict[str, Any],
     read: Callable[[aiohttp.ClientResponse, OmniRequestOutput], Awaitable[None]],
 ) -> OmniRequestOutput:
-    """Sends one request; what fails is in `error`, as in vLLM's own functions."""
+    """Sends one request; what fails is in `error`, as in vLLM's own functions.
+
+    Args:
+        fields: Of the request; those that the command line sets win.
+    """
     output = OmniRequestOutput(prompt_len=request_func_input.prompt_len)
+    payload = {"model": request_func_input.model_name or request_func_input.model, **fields}
+    _update_payload_common(payload, request_func_input)
     headers = _get_headers("application/json")
     _update_headers_common(headers, request_func_input)
     output.start_time = time.perf_counter()

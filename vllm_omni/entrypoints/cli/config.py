@@ -103,11 +103,11 @@ def _as_json(args: OmniArgs, resolved: ResolvedPipeline, values: Iterable[Config
     stages: dict[int, dict[str, Any]] = {stage.stage_id: {} for stage in resolved.config.stage_args}
     runtime: dict[str, Any] = {}
     for value in values:
-        node, rest = (
-            (stages[int(value.path[1])], value.path[2:]) if value.path[0] == "stage_args" else (runtime, value.path[1:])
-        )
-        for key in rest[:-1]:
-            node = node.setdefault(str(key), {})
-        node[str(rest[-1])] = {"value": value.value, "source": value.source}
+        is_of_stage = value.path[0] == "stage_args"
+        node = stages[int(value.path[1])] if is_of_stage else runtime
+        *parents, key = value.path[2 if is_of_stage else 1 :]
+        for parent in parents:
+            node = node.setdefault(str(parent), {})
+        node[str(key)] = {"value": value.value, "source": value.source}
     source = None if resolved.source is None else str(resolved.source)
     return {"model": args.model, "source": source, "stage_args": list(stages.values()), "runtime": runtime}

@@ -155,9 +155,7 @@ def make_llm_args(parsed: ParsedCommand) -> dict[str, Any]:
         **{name: value for name, value in parsed.plain.items() if name in _FOR_STAGES},
     }
     adapters = {module.name: module.path for module in parsed.args.lora_modules or ()}
-    if not adapters and not _SHARED_WITH_SERVER & args.keys():
-        return args
-    if has_vllm_stages(OmniArgs.from_kwargs(**args)):
+    if not (adapters or _SHARED_WITH_SERVER & args.keys()) or has_vllm_stages(OmniArgs.from_kwargs(**args)):
         return args
     args = {name: value for name, value in args.items() if name not in _SHARED_WITH_SERVER}
     # vLLM's handlers load the adapters of a vLLM stage; those of a diffusion stage are an engine argument.

@@ -12,7 +12,7 @@ import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
@@ -39,7 +39,7 @@ from vllm_omni.entrypoints.openai.media_request import as_urls
 from vllm_omni.entrypoints.openai.media_stage import MediaStage, completed, final_stage, new_id
 from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, read_stage_params
-from vllm_omni.errors import OmniError, StageConfigError
+from vllm_omni.errors import OmniError
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
 
@@ -52,16 +52,7 @@ class DiffusionChat:
     """In place of vLLM's `OpenAIServingChat`."""
 
     def __init__(self, client: OmniEngineClient, state: State, args: Namespace) -> None:
-        """
-        Args:
-            state: Of the application; has the names that the model is served under.
-            args: Of `vllm serve`.
-
-        Raises:
-            StageConfigError: No stage of the pipeline is final.
-        """
-        if not client.config.output_types:
-            raise StageConfigError("no stage of the pipeline has final_output: true, so that there is no answer")
+        """The arguments are those of `MediaStage`, whose stage is the pipeline's first final one."""
         stage = final_stage(client.config, client.config.output_types[0])
         assert stage is not None
         self._stage = MediaStage(state, client, stage, args)
@@ -134,15 +125,13 @@ class _Answer:
     num_choices: int
     audio_format: str
     include_usage: bool
-
-    def __post_init__(self) -> None:
-        self._created = int(time.time())
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, output: OmniRequestOutput) -> ChatCompletionResponse:
         """Takes long for large files."""
         return ChatCompletionResponse(
             id=self.id,
-            created=self._created,
+            created=self.created,
             model=self.model_name,
             choices=[
                 ChatCompletionResponseChoice(index=i, message=ChatMessage(role="assistant", **fields))
@@ -178,7 +167,7 @@ class _Answer:
 
     def _chunk(self, choices: list[ChatCompletionResponseStreamChoice], **more: Any) -> str:
         chunk = ChatCompletionStreamResponse(
-            id=self.id, created=self._created, model=self.model_name, choices=choices, **more
+            id=self.id, created=self.created, model=self.model_name, choices=choices, **more
         )
         return f"data: {chunk.model_dump_json()}\n\n"
 

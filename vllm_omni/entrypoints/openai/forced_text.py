@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from dataclasses import dataclass
 from typing import Any, cast
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -26,19 +25,6 @@ REQUEST = "Read the text aloud, word for word."
 """The user's message in the prompt; the reply is forced."""
 
 
-@dataclass(frozen=True)
-class ForcedText:
-    """The request of one text.
-
-    Attributes:
-        engine_input: The prompt of the stage that writes the text.
-        params: Its sampling parameters, which allow only the text.
-    """
-
-    engine_input: EngineInput
-    params: SamplingParams
-
-
 class ForcedTextBuilder:
     """For one pipeline. For use from the event loop."""
 
@@ -49,8 +35,9 @@ class ForcedTextBuilder:
         self._lock = threading.Lock()
         self._max_model_len = max_model_len
 
-    async def prepare(self, text: str, instructions: str | None = None) -> ForcedText:
-        """
+    async def prepare(self, text: str, instructions: str | None = None) -> tuple[EngineInput, SamplingParams]:
+        """The prompt of the stage that writes the text, and its sampling parameters, which allow only the text.
+
         Args:
             instructions: How to speak it: the system message. None: the chat template's own, if it has one.
 
@@ -71,7 +58,7 @@ class ForcedTextBuilder:
             max_tokens=len(token_ids) + 1,  # and the end of the reply
             structured_outputs=StructuredOutputsParams(grammar=token_grammar(token_ids)),
         )
-        return ForcedText(engine_input, params)
+        return engine_input, params
 
     def _tokenize(self, text: str) -> list[int]:
         with self._lock:

@@ -6,19 +6,16 @@ vLLM's media connector reads the images: uploads, data URIs and addresses alike,
 
 import asyncio
 import base64
-from argparse import Namespace
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
-import vllm.envs as envs
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from PIL import Image
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.datastructures import UploadFile
 from vllm.exceptions import VLLMClientError, VLLMValidationError
-from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaWithBytes
+from vllm.multimodal.media import MediaConnector, MediaWithBytes
 
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS, diffusion_settings
 
@@ -112,42 +109,22 @@ class DiffusionRequest(BaseModel):
         return [("width", width, "size"), ("height", height, "size")]
 
 
-class ImageFetcher:
-    """Reads the images of requests; keeps their transparency, which some models read."""
+async def fetch_image(connector: MediaConnector, url: str, parameter: str) -> Image.Image:
+    """The image at an address, or in a data URI.
 
-    def __init__(self, args: Namespace) -> None:
-        """
-        Args:
-            args: Of `vllm serve`: what may be fetched.
-        """
-        self._connector = MEDIA_CONNECTOR_REGISTRY.load(
-            envs.VLLM_MEDIA_CONNECTOR,
-            media_io_kwargs={"image": {"image_mode": None}},
-            allowed_local_media_path=args.allowed_local_media_path,
-            allowed_media_domains=args.allowed_media_domains,
-        )
+    Args:
+        parameter: The request's field, for messages.
 
-    async def fetch(self, urls: Sequence[str], parameter: str) -> list[Image.Image]:
-        """The images at these addresses, or in these data URIs.
-
-        Args:
-            parameter: The request's field, for messages.
-
-        Raises:
-            VLLMClientError: There are too many, or one may not be fetched, does not exist, or is not an image.
-        """
-        if len(urls) > MAX_IMAGES:
-            raise VLLMValidationError(f"{len(urls)} images; a request takes at most {MAX_IMAGES}", parameter=parameter)
-        return [await self._fetch(url, parameter) for url in urls]
-
-    async def _fetch(self, url: str, parameter: str) -> Image.Image:
-        try:
-            image = await self._connector.fetch_image_async(url)
-        except VLLMClientError:
-            raise
-        except (ValueError, NotImplementedError, Image.DecompressionBombError) as error:
-            raise VLLMValidationError(f"{parameter}: {error}", parameter=parameter) from error
-        return image.media if isinstance(image, MediaWithBytes) else image
+    Raises:
+        VLLMClientError: It may not be fetched, does not exist, or is not an image.
+    """
+    try:
+        image: Any = await connector.fetch_image_async(url)  # vLLM declares an `Image` only.
+    except VLLMClientError:
+        raise
+    except (ValueError, NotImplementedError, Image.DecompressionBombError) as error:
+        raise VLLMValidationError(f"{parameter}: {error}", parameter=parameter) from error
+    return image.media if isinstance(image, MediaWithBytes) else image
 
 
 async def read_request(request: Request, model: type[_Model], image_field: str) -> _Model:

@@ -9,10 +9,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import vllm.envs as envs
 from fastapi import Request
 from PIL import Image
 from starlette.datastructures import State
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 from vllm.tracing import extract_trace_headers
 from vllm.utils import random_uuid
 
@@ -22,7 +24,7 @@ from vllm_omni.config.utils import nearest
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
 from vllm_omni.diffusion.request_settings import default_fps
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_request import ImageFetcher
+from vllm_omni.entrypoints.openai.media_request import MAX_IMAGES, fetch_image
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.media import DEFAULT_FPS
@@ -50,7 +52,12 @@ class MediaStage:
             dit_config = parse_dit_config(stage.dit_engine_args, stage.name)
             self.info = PipelineInfo.load(stage.checkpoint(args.model), dit_config)
         self._models = state.openai_serving_models
-        self._fetcher = ImageFetcher(args)
+        self._connector = MEDIA_CONNECTOR_REGISTRY.load(
+            envs.VLLM_MEDIA_CONNECTOR,
+            media_io_kwargs={"image": {"image_mode": None}},  # Keeps transparency, which some models read.
+            allowed_local_media_path=args.allowed_local_media_path,
+            allowed_media_domains=args.allowed_media_domains,
+        )
 
     @property
     def config(self) -> PipelineConfig:
@@ -91,13 +98,16 @@ class MediaStage:
         check_model(name, [path.name for path in self._models.base_model_paths] + list(self._models.lora_requests))
 
     async def fetch_images(self, urls: Sequence[str], parameter: str) -> list[Image.Image]:
-        """The images of a request, see `ImageFetcher.fetch`, if the pipeline accepts a request now.
+        """The images of a request, see `fetch_image`, if the pipeline accepts a request now.
 
         Raises:
             OmniError: It does not.
+            VLLMClientError: There are too many, or one of them is wrong.
         """
         self.client.check_admission()
-        return await self._fetcher.fetch(urls, parameter)
+        if len(urls) > MAX_IMAGES:
+            raise VLLMValidationError(f"{len(urls)} images; a request takes at most {MAX_IMAGES}", parameter=parameter)
+        return [await fetch_image(self._connector, url, parameter) for url in urls]
 
     def with_adapter(self, settings: Mapping[str, Any], model: str | None) -> dict[str, Any]:
         """The settings with the name of the request's LoRA adapter as `lora`, if it has one.

@@ -122,7 +122,8 @@ class BodyMiddleware:
         except HTTPException as refusal:
             await _refuse(refusal, scope, receive, send)
             return
-        if fault := await _find_fault(body):
+        fault = _fault_of(body) if len(body) < MIB else await asyncio.to_thread(_fault_of, body)
+        if fault:
             await error_response(fault, HTTPStatus.BAD_REQUEST)(scope, receive, send)
         else:
             await self.app(scope, _replayed(body, receive), send)
@@ -166,12 +167,8 @@ def _is_json(headers: Headers) -> bool:
     return subtype == "application/json" or subtype.endswith("+json")
 
 
-async def _find_fault(body: bytes) -> str | None:
-    """What is wrong with a body that should be JSON; None if it is valid, or empty: the endpoint names the fields."""
-    return _fault_of(body) if len(body) < MIB else await asyncio.to_thread(_fault_of, body)
-
-
 def _fault_of(body: bytes) -> str | None:
+    """What is wrong with a body that should be JSON; None if it is valid, or empty: the endpoint names the fields."""
     if not body:
         return None
     try:

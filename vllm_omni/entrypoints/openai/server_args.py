@@ -5,13 +5,12 @@
 """
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
-from vllm.config.utils import get_attr_docs
+from vllm_omni.entrypoints.cli_args import add_cli_args, parse_json_object
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -73,11 +72,7 @@ Limits = TypeVar("Limits", RequestLimits, ServerLimits)
 def add_limit_arguments(group: argparse._ActionsContainer) -> None:
     """Adds a flag for each limit; its default is that of `RequestLimits` or `ServerLimits`."""
     for limits in (RequestLimits, ServerLimits):
-        docs = get_attr_docs(limits)
-        for field in fields(limits):
-            group.add_argument(
-                flag(field.name), type=_PARSERS[field.type], default=field.default, help=docs[field.name]
-            )
+        add_cli_args(group, limits, types={field.name: _PARSERS[field.type] for field in fields(limits)})
 
 
 def add_api_arguments(group: argparse._ActionsContainer) -> None:
@@ -145,13 +140,7 @@ def _directory(text: str) -> str:
 
 
 def _voice_map(text: str) -> dict[str, str]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict) or not all(isinstance(voice, str) for voice in value.values()):
-        raise argparse.ArgumentTypeError(f'{text!r} is not of the form {{"NAME": "VOICE"}}')
-    return value
+    return parse_json_object(text, str, '{"NAME": "VOICE"}')
 
 
 _PARSERS: dict[Any, Callable[[str], Any]] = {int: _positive_int, float: _positive_float, str | None: _directory}

@@ -50,6 +50,7 @@ from vllm_omni.entrypoints.request_builder import StageSamplingParams
 from vllm_omni.errors import OmniError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 from vllm_omni.inputs import OmniPrompt
+from vllm_omni.outputs import OmniRequestOutput
 
 logger = logging.getLogger("vllm.omni.server")
 
@@ -178,9 +179,9 @@ class ServingSpeech:
             return await _whole(file, events)
         parts = await started(file.parts(events))
         if request.stream_format == "sse":
-            lines = with_sse_keep_alive(self._sse_lines(parts), self._keep_alive_s)
+            lines = with_sse_keep_alive(self._sse_lines(file, parts), self._keep_alive_s)
             return _ClosingResponse(lines, "text/event-stream", file.headers)
-        return _ClosingResponse(_only_bytes(parts), file.media_type, file.headers)
+        return _ClosingResponse(parts, file.media_type, file.headers)
 
     async def _read(self, request: SpeechRequest) -> tuple[OmniPrompt, list[StageSamplingParams]]:
         """The prompt and the sampling parameters of all stages."""
@@ -198,30 +199,26 @@ class ServingSpeech:
                 f"stage {self._client.stage.name!r} writes the input and does not sample; give it null",
                 parameter=f"sampling_params_list[{writer}]",
             )
-        forced = await self._forced_text.prepare(request.input, request.instructions)
-        prompt["engine_input"] = forced.engine_input
-        params[writer] = forced.params
+        prompt["engine_input"], params[writer] = await self._forced_text.prepare(request.input, request.instructions)
         return prompt, params
 
-    async def _sse_lines(self, parts: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[str, None]:
+    async def _sse_lines(self, file: _AudioFile, parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[str, None]:
         """OpenAI's server-sent events, with `finish_reason`; an error is the last of them."""
         try:
             async with aclosing(parts):
                 async for part in parts:
-                    if isinstance(part, CompletedEvent):
-                        reason = finish_reason_of(part.outputs[0])
-                        yield _line({"type": "speech.audio.done", "finish_reason": reason, "usage": self._usage(part)})
-                    elif part:
-                        yield _line({"type": "speech.audio.delta", "audio": part})
+                    yield _line({"type": "speech.audio.delta", "audio": part})
+            reason, usage = finish_reason_of(file.output), self._usage(file.output)
+            yield _line({"type": "speech.audio.done", "finish_reason": reason, "usage": usage})
         except (OmniError, OmniHTTPError) as error:
             error = to_http_error(error) if isinstance(error, OmniError) else error
             yield "event: error\n" + _line(create_error_response(error).model_dump())
 
-    def _usage(self, event: CompletedEvent) -> dict[str, int]:
+    def _usage(self, output: OmniRequestOutput) -> dict[str, int]:
         """Input: tokens of the prompt and the text. Output: tokens of the speech."""
         writer = None if self._client.stage is None else self._client.stage.stage_id
         read = written = 0
-        for stage in event.outputs[0].stage_metrics:
+        for stage in output.stage_metrics:
             if stage.stage_id == writer:
                 read = stage.num_input_tokens + stage.num_output_tokens
             elif stage.stage_id != self._stage.stage_id:
@@ -230,17 +227,16 @@ class ServingSpeech:
 
 
 class _AudioFile:
-    """The file of one request, encoded while its audio is made.
+    """The file of one request, encoded while the final stage makes its audio.
 
     Attributes:
         is_streamed: The file is sent while it is encoded. Audio of a diffusion stage comes as a whole.
+        output: The pipeline's, after the last of the `parts`.
     """
 
+    output: OmniRequestOutput
+
     def __init__(self, stage: OmniStageConfig, request: SpeechRequest) -> None:
-        """
-        Args:
-            stage: The final stage that makes the audio.
-        """
         self.is_streamed = request.stream and stage.kind != "DiT"
         self._stage = stage
         self._request = request
@@ -259,8 +255,8 @@ class _AudioFile:
             CHANNELS_HEADER: str(self._encoder.num_channels),
         }
 
-    async def parts(self, events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[bytes | CompletedEvent, None]:
-        """The file's bytes as they are encoded, and then the `CompletedEvent`.
+    async def parts(self, events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[bytes, None]:
+        """The file's bytes as they are encoded; no part is empty.
 
         Raises:
             OmniError, OmniHTTPError: It failed.
@@ -273,8 +269,9 @@ class _AudioFile:
                 if isinstance(event, CompletedEvent):
                     if self._encoder is None:
                         raise OmniHTTPError("the model made no audio for this input", HTTPStatus.INTERNAL_SERVER_ERROR)
-                    yield await self._encoder.finish_async()
-                    yield event
+                    (self.output,) = event.outputs
+                    if rest := await self._encoder.finish_async():
+                        yield rest
 
     def _samples(self, event: OmniEvent) -> tuple[np.ndarray, int]:
         """The samples of an event, float32 `[n]` or `[channels, n]`, and their sample rate."""
@@ -320,21 +317,10 @@ async def _whole(file: _AudioFile, events: AsyncGenerator[OmniEvent, None]) -> R
     Raises:
         OmniError, OmniHTTPError: It failed.
     """
-    data, headers = [], {}
     async with aclosing(file.parts(events)) as parts:
-        async for part in parts:
-            if isinstance(part, CompletedEvent):
-                headers = {**file.headers, FINISH_REASON_HEADER: finish_reason_of(part.outputs[0])}
-            else:
-                data.append(part)
-    return Response(b"".join(data), headers=headers, media_type=file.media_type)
-
-
-async def _only_bytes(parts: AsyncGenerator[bytes | CompletedEvent, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(parts):
-        async for part in parts:
-            if isinstance(part, bytes) and part:
-                yield part
+        data = b"".join([part async for part in parts])
+    headers = {**file.headers, FINISH_REASON_HEADER: finish_reason_of(file.output)}
+    return Response(data, headers=headers, media_type=file.media_type)
 
 
 def _line(data: dict[str, Any]) -> str:

@@ -108,7 +108,8 @@ class ServingVideos:
 
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
         self._stage = MediaStage(state, client, stage, args)
-        self._factor = _factor(self._stage, args.model)
+        info, revision = self._stage.info, stage.engine_args.get("revision")
+        self._factor = 1 if info is None else temporal_factor(stage.checkpoint(args.model), info.index, revision)
         self.store = VideoStore(limits_from(args, ServerLimits))
 
     async def create(self, request: VideoRequest, raw_request: Request) -> Video:
@@ -342,9 +343,3 @@ async def delete_video(video_id: VideoId, raw_request: Request) -> VideoDeleteRe
     store = _handler(raw_request).store
     await store.delete(store.get(video_id, RequestContext.current().owner))
     return VideoDeleteResponse(id=video_id, deleted=True, object="video.deleted")
-
-
-def _factor(stage: MediaStage, model: str) -> int:
-    if stage.info is None:
-        return 1
-    return temporal_factor(stage.stage.checkpoint(model), stage.info.index, stage.stage.engine_args.get("revision"))

@@ -1,31 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny `FluxPipeline`, guidance embedded as in FLUX.1-dev: pooled CLIP output and T5 tokens of the prompt."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from transformers import CLIPTextModel
 
-from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, calibrate, fill_components, make_image_vae
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, Size, calibrate, fill_components, make_image_vae
 from vllm_omni.testing.tiny.text_encoders import clip_config, make_clip_tokenizer, make_t5, make_t5_tokenizer
 
-
-@dataclass(frozen=True)
-class Size:
-    """Everything in which the sizes of the checkpoint differ. `axes` are the parts of a head that know the position."""
-
-    layers: int
-    single_layers: int
-    heads: int
-    axes: tuple[int, int, int]
-    text_hidden: int
-    text_layers: int
-
-
 SIZES = {
-    "default": Size(layers=2, single_layers=2, heads=4, axes=(4, 6, 6), text_hidden=64, text_layers=2),
-    "large": Size(layers=2, single_layers=2, heads=5, axes=(16, 24, 24), text_hidden=128, text_layers=3),
+    "default": Size(layers=2, heads=4, axes=(4, 6, 6), text_hidden=64, text_layers=2),
+    "large": Size(layers=2, heads=5, axes=(16, 24, 24), text_hidden=128, text_layers=3),
 }
 GAINS = {"text_encoder": 1.5, "text_encoder_2": 1.5, "transformer": 1.5, "vae": 1.0}
 
@@ -43,7 +29,7 @@ def _build(size: Size) -> FluxPipeline:
     transformer = FluxTransformer2DModel(
         in_channels=4 * LATENT_CHANNELS,  # 2 x 2 latents are one token
         num_layers=size.layers,
-        num_single_layers=size.single_layers,
+        num_single_layers=size.layers,
         attention_head_dim=sum(size.axes),
         num_attention_heads=size.heads,
         joint_attention_dim=size.text_hidden,

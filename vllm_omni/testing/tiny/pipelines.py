@@ -5,6 +5,7 @@ Independent of the pipeline. `fill_random` leaves the scale of the denoiser's ve
 undefined; `calibrate` sets scales at which images are neither grey nor clipped, and depend on their inputs.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,17 @@ IMAGE_STD = 0.4
 LATENT_CHANNELS = 16
 MEANS_GAIN, LOG_VARIANCE = 4.0, -10.0
 _PROMPT = "a red cat by the sea"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Everything in which the sizes of a checkpoint differ. `axes` are the parts of a head that know the position."""
+
+    layers: int
+    heads: int
+    axes: tuple[int, int, int]
+    text_hidden: int
+    text_layers: int
 
 
 def make_image_vae(channels: tuple[int, ...] = (8, 16, 16, 16)) -> AutoencoderKL:

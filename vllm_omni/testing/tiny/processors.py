@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiny Qwen omni models share: files of the multimodal processor, and configurations of the towers."""
+"""What the tiny Qwen omni models share: files of the multimodal processor, and fields of their configurations."""
 
 import json
 from pathlib import Path
@@ -34,6 +34,17 @@ def audio_tower(hidden: int, layers: int, output: int) -> dict[str, Any]:
         "encoder_ffn_dim": 2 * hidden,
         "d_model": hidden,
         "output_dim": output,
+    }
+
+
+def decoder(hidden: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    """Fields that the configurations of thinkers, talkers and what follows them have in common."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
     }
 
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
 
-from vllm_omni.testing.tiny.processors import MERGE, audio_tower, save_processors, vision_tower
+from vllm_omni.testing.tiny.processors import MERGE, audio_tower, decoder, save_processors, vision_tower
 from vllm_omni.testing.tiny.tokenizer import (
     QWEN2_5,
     answer_token_ids,
@@ -160,11 +160,7 @@ def _rope(head_dim: int) -> dict[str, Any]:
 def _thinker_config(size: Size, tokenizer: Qwen2Tokenizer, multimodal_ids: dict[str, int]) -> dict[str, Any]:
     text_config = {
         "vocab_size": padded_vocab_size(tokenizer),
-        "hidden_size": size.hidden,
-        "intermediate_size": 2 * size.hidden,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
+        **decoder(size.hidden, size.layers, size.heads, size.kv_heads),
         "max_position_embeddings": MAX_POSITIONS,
         "rope_parameters": _rope(size.hidden // size.heads),
         "tie_word_embeddings": False,
@@ -200,11 +196,7 @@ def _talker_config(size: Size, tokenizer: Qwen2Tokenizer, multimodal_ids: dict[s
     return {
         "vocab_size": size.codes + NUM_SPECIAL_CODES,
         "embedding_size": size.hidden,
-        "hidden_size": size.talker_hidden,
-        "intermediate_size": 2 * size.talker_hidden,
-        "num_hidden_layers": size.talker_layers,
-        "num_attention_heads": size.talker_heads,
-        "num_key_value_heads": size.talker_kv_heads,
+        **decoder(size.talker_hidden, size.talker_layers, size.talker_heads, size.talker_kv_heads),
         "head_dim": size.talker_head_dim,
         "max_position_embeddings": MAX_POSITIONS,
         "rope_parameters": _rope(size.talker_head_dim),

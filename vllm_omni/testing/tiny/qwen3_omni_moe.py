@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
-from vllm_omni.testing.tiny.processors import MERGE, audio_tower, save_processors, vision_tower
+from vllm_omni.testing.tiny.processors import MERGE, audio_tower, decoder, save_processors, vision_tower
 from vllm_omni.testing.tiny.tokenizer import (
     answer_token_ids,
     generation_config,
@@ -173,11 +173,7 @@ def _rope(head_dim: int) -> dict[str, Any]:
 def _thinker_config(size: Size, vocab_size: int, multimodal_ids: dict[str, int]) -> dict[str, Any]:
     text_config = {
         "vocab_size": vocab_size,
-        "hidden_size": size.hidden,
-        "intermediate_size": 2 * size.hidden,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
+        **decoder(size.hidden, size.layers, size.heads, size.kv_heads),
         "head_dim": size.head_dim,
         "num_experts": 8,
         "num_experts_per_tok": 2,
@@ -241,11 +237,7 @@ def _talker_text_config(size: Size) -> dict[str, Any]:
     head_dim = size.talker_hidden // size.talker_heads
     return {
         "vocab_size": size.codebook + NUM_SPECIAL_CODES,
-        "hidden_size": size.talker_hidden,
-        "intermediate_size": 2 * size.talker_hidden,
-        "num_hidden_layers": size.talker_layers,
-        "num_attention_heads": size.talker_heads,
-        "num_key_value_heads": size.talker_heads // 2,
+        **decoder(size.talker_hidden, size.talker_layers, size.talker_heads, size.talker_heads // 2),
         "head_dim": head_dim,
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -260,11 +252,7 @@ def _talker_text_config(size: Size) -> dict[str, Any]:
 def _code_predictor_config(size: Size) -> dict[str, Any]:
     return {
         "vocab_size": size.codebook,
-        "hidden_size": size.talker_hidden,
-        "intermediate_size": 2 * size.talker_hidden,
-        "num_hidden_layers": size.predictor_layers,
-        "num_attention_heads": size.talker_heads,
-        "num_key_value_heads": size.talker_heads // 2,
+        **decoder(size.talker_hidden, size.predictor_layers, size.talker_heads, size.talker_heads // 2),
         "head_dim": size.talker_hidden // size.talker_heads,
         "num_code_groups": size.code_groups,
         "max_position_embeddings": MAX_POSITIONS,
@@ -277,11 +265,7 @@ def _code2wav_config(size: Size) -> dict[str, Any]:
     return {
         "codebook_size": size.codebook,
         "num_quantizers": size.code_groups,
-        "hidden_size": size.vocoder_hidden,
-        "intermediate_size": 2 * size.vocoder_hidden,
-        "num_hidden_layers": size.vocoder_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
+        **decoder(size.vocoder_hidden, size.vocoder_layers, heads, heads),
         "sliding_window": size.vocoder_window,
         "decoder_dim": size.decoder_dim,
         "upsample_rates": [8, 5, 4, 3],

@@ -2,7 +2,6 @@
 """A tiny `QwenImagePipeline`: text to image, the prompt read by a Qwen2.5-VL. Shared with `qwen_image_edit`."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,13 @@ from diffusers import (
 )
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, calibrate, fill_components
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, Size, calibrate, fill_components
 from vllm_omni.testing.tiny.text_encoders import make_qwen_tokenizer
 from vllm_omni.testing.tiny.tokenizer import token_id
 
 VOCAB_SIZE = 1024
 PATCH = 14
 """Pixels of a patch of the vision tower, on each side."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """Everything in which the sizes of the checkpoint differ. `axes` are the parts of a head that know the position."""
-
-    layers: int
-    heads: int
-    axes: tuple[int, int, int]
-    text_hidden: int
-    text_layers: int
 
 
 SIZES = {

@@ -13,8 +13,8 @@ from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline
 from PIL import Image
 from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
-from vllm_omni.testing.tiny.pipelines import calibrate, fill_components
-from vllm_omni.testing.tiny.qwen_image import GAINS, PATCH, Size, add_template_tokens, make_components
+from vllm_omni.testing.tiny.pipelines import Size, calibrate, fill_components
+from vllm_omni.testing.tiny.qwen_image import GAINS, PATCH, add_template_tokens, make_components
 
 SIZES = {"default": Size(layers=2, heads=4, axes=(4, 6, 6), text_hidden=64, text_layers=2)}
 VAE = {"base_dim": 8, "dim_mult": [1] * 5, "num_res_blocks": 0, "temperal_downsample": [False, False, True, True]}

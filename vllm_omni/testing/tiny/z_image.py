@@ -1,31 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny `ZImagePipeline`: text to image, and image to image with diffusers' `ZImageImg2ImgPipeline`."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Model
 
-from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, calibrate, fill_components, make_image_vae
+from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, Size, calibrate, fill_components, make_image_vae
 from vllm_omni.testing.tiny.text_encoders import make_qwen_tokenizer, qwen3_config
 
-
-@dataclass(frozen=True)
-class Size:
-    """Everything in which the sizes of the checkpoint differ. `axes` are the parts of a head that know the position."""
-
-    hidden: int
-    layers: int
-    heads: int
-    axes: tuple[int, int, int]
-    text_hidden: int
-    text_layers: int
-
-
 SIZES = {
-    "default": Size(hidden=64, layers=2, heads=4, axes=(4, 6, 6), text_hidden=64, text_layers=3),
-    "large": Size(hidden=384, layers=4, heads=6, axes=(16, 24, 24), text_hidden=128, text_layers=4),
+    "default": Size(layers=2, heads=4, axes=(4, 6, 6), text_hidden=64, text_layers=3),
+    "large": Size(layers=4, heads=6, axes=(16, 24, 24), text_hidden=128, text_layers=4),
 }
 GAINS = {"text_encoder": 2.0, "transformer": 1.5, "vae": 1.0}
 
@@ -42,7 +28,7 @@ def _build(size: Size) -> ZImagePipeline:
     tokenizer = make_qwen_tokenizer()
     transformer = ZImageTransformer2DModel(
         in_channels=LATENT_CHANNELS,
-        dim=size.hidden,
+        dim=size.heads * sum(size.axes),
         n_layers=size.layers,
         n_refiner_layers=1,
         n_heads=size.heads,

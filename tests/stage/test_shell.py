@@ -34,7 +34,16 @@ from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.stats import StageStats
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import Completion, StageOutput
-from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Outbox, Result, StageEngine, Started, Stop
+from vllm_omni.stage.engines.base import (
+    AbortRequest,
+    NewRequest,
+    Outbox,
+    RequestItem,
+    Result,
+    StageEngine,
+    Started,
+    Stop,
+)
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import SourceSpec, StageSpec
 
@@ -42,7 +51,12 @@ from vllm_omni.stage.spec import SourceSpec, StageSpec
 class RecordingEngine(StageEngine):
     def start(self) -> None: ...
 
-    def run(self) -> None: ...
+    def step(self) -> None: ...
+
+    def has_work(self) -> bool:
+        return False
+
+    def _take_in(self, item: RequestItem) -> None: ...
 
     def next(self) -> NewRequest | AbortRequest | Stop:
         return self.inbox.get(timeout=10)

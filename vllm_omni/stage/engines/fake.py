@@ -122,7 +122,7 @@ class FakeStageEngine(SerialEngine):
         deadline = time.monotonic() + (seconds.get(self._name, 0.0) if isinstance(seconds, dict) else seconds)
         while self.is_live(request.request_id) and (left := deadline - time.monotonic()) > 0:
             try:
-                self._take_in(self.inbox.get(timeout=left))
+                self._read(self.inbox.get(timeout=left))
             except queue.Empty:
                 return
 

@@ -18,15 +18,13 @@ from vllm_omni.engine.engine_args import choose_v1_model_runner, create_engine_a
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.stage.engines.base import (
-    STEP_LOCK,
     AbortRequest,
     Error,
-    InboxItem,
     NewRequest,
     Outbox,
+    RequestItem,
     Result,
     StageEngine,
-    Stop,
     StreamChunk,
 )
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest
@@ -67,16 +65,6 @@ class LLMStageEngine(StageEngine):
         self._engine = OmniLLMEngine.from_omni_config(self._vllm_config, not self._engine_args.disable_log_stats)
         self.capacity = self._engine.vllm_config.scheduler_config.max_num_seqs
 
-    def run(self) -> None:
-        """Works until `stop`.
-
-        Raises:
-            Exception: The engine is broken: its device is, or its state could not be recovered.
-        """
-        while self._take_inbox():
-            with STEP_LOCK, self.step_timer:
-                self._step()
-
     def close(self) -> None:
         # vLLM's shutdown takes seconds; without workers in other processes the end of this process suffices.
         if self._engine.vllm_config.parallel_config.world_size > 1:
@@ -87,17 +75,7 @@ class LLMStageEngine(StageEngine):
 
     # Inbox.
 
-    def _take_inbox(self) -> bool:
-        """Reads the inbox; sleeps while the engine has no work. False when it must stop."""
-        while not self.inbox.empty() or not self._engine.has_work():
-            item = self.inbox.get()
-            if isinstance(item, Stop):
-                return False
-            with STEP_LOCK:
-                self._take_in(item)
-        return True
-
-    def _take_in(self, item: InboxItem) -> None:
+    def _take_in(self, item: RequestItem) -> None:
         match item:
             case NewRequest():
                 self._add(item)
@@ -129,7 +107,14 @@ class LLMStageEngine(StageEngine):
 
     # Outputs.
 
-    def _step(self) -> None:
+    def has_work(self) -> bool:
+        return self._engine.has_work()
+
+    def step(self) -> None:
+        """
+        Raises:
+            Exception: The device is broken, or the engine's state could not be recovered.
+        """
         start = time.perf_counter()
         try:
             outputs = self._engine.step()

@@ -130,7 +130,7 @@ class RequestHandler:
             submit=message,
             request=request,
             inputs=InputStreams(windows),
-            outputs=self._outlet.output_stream(message),
+            outputs=self._outlet.segmenter(message),
             metrics=StageMetrics(stage_id=self._stage_id, name=self._spec.stage.name),
         )
 

@@ -9,7 +9,7 @@ from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.distributed.messages import SubmitMessage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.metrics.stats import StageMetrics
-from vllm_omni.outputs import StageOutput, merge_stage_outputs
+from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.segments import Segmenter
 from vllm_omni.stage.window import WindowState
 
@@ -65,42 +65,6 @@ class InputStreams:
         return InputCall(sources, self._is_done)
 
 
-class OutputStream:
-    """One request's output: in segments for streaming consumers, whole for the others."""
-
-    def __init__(self, segmenter: Segmenter, keeps_whole: bool) -> None:
-        """
-        Args:
-            keeps_whole: A consumer reads it whole.
-        """
-        self._segmenter = segmenter
-        self._keeps_whole = keeps_whole
-        self._segments: list[StageOutput] = []
-
-    @property
-    def due(self) -> float | None:
-        """When a segment must be sent (`time.monotonic()`); None while nothing is held for a time limit."""
-        return self._segmenter.due
-
-    def add(self, piece: StageOutput) -> StageOutput | None:
-        """Adds a piece of output; returns a segment if one is due."""
-        return self._keep(self._segmenter.add(piece))
-
-    def flush_if_due(self) -> StageOutput | None:
-        return self._keep(self._segmenter.flush_if_due())
-
-    def finish(self, piece: StageOutput) -> tuple[StageOutput, StageOutput]:
-        """Adds the last piece; returns the last segment, and the whole output (without `keeps_whole` the segment)."""
-        segment = self._segmenter.finish(piece)
-        return segment, merge_stage_outputs([*self._segments, segment])
-
-    def _keep(self, segment: StageOutput | None) -> StageOutput | None:
-        # Progress reports are not part of the output.
-        if segment is not None and segment.step is None and self._keeps_whole:
-            self._segments.append(segment)
-        return segment
-
-
 @dataclass(slots=True)
 class RequestState:
     """A request that runs in this stage, or waits for its inputs.
@@ -113,7 +77,7 @@ class RequestState:
     submit: SubmitMessage
     request: StageRequest
     inputs: InputStreams
-    outputs: OutputStream
+    outputs: Segmenter
     metrics: StageMetrics
     is_queued: bool = False
     is_running: bool = False

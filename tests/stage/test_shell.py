@@ -45,7 +45,7 @@ from vllm_omni.stage.engines.base import (
     Stop,
 )
 from vllm_omni.stage.shell import StageShell
-from vllm_omni.stage.spec import SourceSpec, StageSpec
+from vllm_omni.stage.spec import StageSpec
 
 
 class RecordingEngine(StageEngine):
@@ -85,7 +85,7 @@ class Peers:
         self.parent_end, lifeline = socket.socketpair()
         spec = StageSpec(
             stage=OmniStageConfig(stage_id=2),
-            sources={source: SourceSpec(window=WindowConfig()) for source in (0, 1)},
+            sources={source: WindowConfig() for source in (0, 1)},
             orchestrator=orchestrator_address(run_dir),
             connector=CONNECTOR,
             max_inflight=8,
@@ -101,7 +101,7 @@ class Peers:
         self.thread = threading.Thread(target=shell.run)
         self.thread.start()
         self.socket = self._context.socket(zmq.PUSH)
-        self._payloads = PayloadSender(make_connector(CONNECTOR, run_dir, "peer"))
+        self._payloads = PayloadSender(make_connector(CONNECTOR, run_dir, ORCHESTRATOR, 2))
         self.stats: list[StageStats] = []
 
     def start(self) -> None:
@@ -245,7 +245,7 @@ def test_an_exception_of_the_input_processor_fails_its_request(peers: Peers) -> 
 
 def test_a_payload_that_cannot_be_read_fails_its_request(peers: Peers) -> None:
     peers.submit("r", 1)
-    payload, frames = PayloadSender(make_connector(CONNECTOR, peers.run_dir, "x")).put([1, 2, 3])
+    payload, frames = PayloadSender(make_connector(CONNECTOR, peers.run_dir, 0, 2)).put([1, 2, 3])
     peers.send(peers.data_message("r", 1, 0, payload), frames)
     message = peers.receive()
     assert isinstance(message, ErrorMessage) and message.request_id == "r"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends a stage's output to the stages that read it, and to the orchestrator. Belongs to the stage's IO thread."""
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ from vllm_omni.distributed.messages import (
     send,
 )
 from vllm_omni.distributed.payloads import PayloadSender
-from vllm_omni.distributed.run_dir import payload_prefix
 from vllm_omni.outputs import StageOutput, reads_tensors
 from vllm_omni.stage.peers import Target, make_socket
 from vllm_omni.stage.request_state import RequestState
@@ -41,10 +39,9 @@ class Outlet:
         self._stage_id = spec.stage.stage_id
         self._segments = spec.segments
         self._hides_tensors = spec.stage.final_output_type == "text"
-        prefix = payload_prefix(os.getpid(), self._stage_id, ORCHESTRATOR)
         self._orchestrator = make_socket(context, zmq.PUSH)
         self._orchestrator.connect(spec.orchestrator)
-        self._payloads = PayloadSender(make_connector(spec.connector, run_dir, prefix))
+        self._payloads = PayloadSender(make_connector(spec.connector, run_dir, self._stage_id, ORCHESTRATOR))
         self.targets = {
             target: Target(context, run_dir, self._stage_id, target, target_spec)
             for target, target_spec in spec.targets.items()

@@ -125,7 +125,7 @@ class RequestHandler:
                     self._discard(message)
 
     def _make_state(self, message: SubmitMessage, request: StageRequest) -> RequestState:
-        windows = {i: self._spec.sources[i].window.for_request(message.streams) for i in message.sources}
+        windows = {i: self._spec.sources[i].for_request(message.streams) for i in message.sources}
         return RequestState(
             submit=message,
             request=request,

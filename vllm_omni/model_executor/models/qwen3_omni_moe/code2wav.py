@@ -9,7 +9,7 @@ runs as several pieces, which bounds the memory.
 This file knows no talker and no engine.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -17,7 +17,6 @@ import torch
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 from vllm.config import VllmConfig
-from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.platforms import current_platform
 
 from vllm_omni.model_executor.models.qwen3_omni_moe.vocoder_layers import StatefulCode2Wav
@@ -176,7 +175,3 @@ class OmniQwen3OmniMoeCode2Wav(QwenOmniVocoder):
 
     def _join(self, waves: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(waves) if waves else torch.empty(0, device=self.code2wav.code_offset.device)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loader = AutoWeightsLoader(self)
-        return loader.load_weights(weights, mapper=self.hf_to_vllm_mapper)

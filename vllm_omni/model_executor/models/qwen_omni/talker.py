@@ -7,8 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.interfaces import SupportsMRoPE
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sequence import IntermediateTensors
 
@@ -27,6 +30,26 @@ class QwenOmniTalker(nn.Module, SupportsMRoPE):
 
     hf_to_vllm_mapper: ClassVar[WeightsMapper]
     model: Any
+
+    def add_codec_head(self, vllm_config: VllmConfig, config: Any, prefix: str, suppressed: torch.Tensor) -> None:
+        """
+        Args:
+            config: Has the head's `vocab_size` and `hidden_size`.
+            suppressed: `[vocab_size]` bool, ids that are never sampled.
+        """
+        self.codec_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "codec_head"),
+        )
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.suppressed: torch.Tensor
+        self.register_buffer("suppressed", suppressed, persistent=False)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        logits = self.logits_processor(self.codec_head, hidden_states)
+        return None if logits is None else logits.masked_fill_(self.suppressed, float("-inf"))
 
     def forward(
         self,

@@ -141,7 +141,8 @@ class OmniQwen3OmniMoeCode2Wav(QwenOmniVocoder):
         for window, information in zip(windows, runtime_additional_information, strict=True):
             if not window.is_last:
                 information["state"].update(state=window.state, num_frames=window.num_before)
-        return [{"audio": self._join(window.waves)} for window in windows]
+        nothing = torch.empty(0, device=self.code2wav.code_offset.device)
+        return [{"audio": torch.cat(window.waves) if window.waves else nothing} for window in windows]
 
     def _start(self, information: dict[str, Any]) -> Window:
         state = information["state"]
@@ -172,6 +173,3 @@ class OmniQwen3OmniMoeCode2Wav(QwenOmniVocoder):
         """`[B, state_size]`"""
         initial = self.code2wav.new_state()
         return torch.stack([initial if window.state is None else window.state for window in windows])
-
-    def _join(self, waves: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(waves) if waves else torch.empty(0, device=self.code2wav.code_offset.device)

@@ -14,14 +14,6 @@ from vllm_omni.stage.segments import Segmenter
 from vllm_omni.stage.window import WindowState
 
 
-@dataclass(slots=True)
-class InputCall:
-    """The sources of one call of the stage input processor."""
-
-    sources: dict[int, StageOutput]
-    is_last: bool
-
-
 class InputStreams:
     """Joins the streams of a request's sources into calls of the stage input processor.
 
@@ -56,13 +48,14 @@ class InputStreams:
         open_sources = [s for s, queue in self._windows.items() if queue or not self.has_ended(s)]
         return all(self._windows[source] for source in open_sources)
 
-    def next_call(self) -> InputCall:
+    def next_call(self) -> tuple[dict[int, StageOutput], bool]:
+        """The sources of the next call, and whether it is the last."""
         sources = dict(self._whole)
         for source, queue in self._windows.items():
             if queue:
                 sources[source] = queue.popleft()
         self._is_done = all(not queue and self.has_ended(source) for source, queue in self._windows.items())
-        return InputCall(sources, self._is_done)
+        return sources, self._is_done
 
 
 @dataclass(slots=True)

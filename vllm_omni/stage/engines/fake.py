@@ -35,8 +35,7 @@ class FakeStageEngine(SerialEngine):
     """
 
     def __init__(self, outbox: Outbox, stage_id: int, name: str) -> None:
-        super().__init__(outbox)
-        self._stage_id = stage_id
+        super().__init__(outbox, stage_id)
         self._name = name
 
     def start(self) -> None:

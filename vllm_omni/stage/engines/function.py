@@ -46,8 +46,9 @@ class SerialEngine(StageEngine):
     capacity = 2  # one to compute, and the next one
     lock = contextlib.nullcontext()  # It uses nothing of vLLM's.
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, stage_id: int) -> None:
         super().__init__(outbox)
+        self._stage_id = stage_id
         self._requests: dict[str, StageRequest] = {}
         self._work: deque[WorkItem] = deque()
 
@@ -100,7 +101,7 @@ class SerialEngine(StageEngine):
                     return
                 self.outbox.put(Stream(request_id, piece))
                 self.step_timer.restart()
-            last = StageOutput(request_id=request_id, stage_id=-1)
+            last = StageOutput(request_id=request_id, stage_id=self._stage_id)
         if item.is_last:
             self._requests.pop(request_id, None)
             self.outbox.put(Result(request_id, last))
@@ -120,8 +121,7 @@ class FunctionStageEngine(SerialEngine):
     """Calls the function for each request."""
 
     def __init__(self, outbox: Outbox, stage_id: int, function_path: str) -> None:
-        super().__init__(outbox)
-        self._stage_id = stage_id
+        super().__init__(outbox, stage_id)
         self._function_path = function_path
         self._function: StageFunction
 
@@ -144,9 +144,8 @@ class BatchFunctionStageEngine(SerialEngine):
     """Calls the function for all waiting requests, up to `max_batch_size`."""
 
     def __init__(self, outbox: Outbox, stage_id: int, function_path: str, max_batch_size: int) -> None:
-        super().__init__(outbox)
+        super().__init__(outbox, stage_id)
         self.capacity = 2 * max_batch_size
-        self._stage_id = stage_id
         self._function_path = function_path
         self._max_batch_size = max_batch_size
         self._function: StageBatchFunction

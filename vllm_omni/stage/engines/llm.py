@@ -91,19 +91,11 @@ class LLMStageEngine(StageEngine):
             self.outbox.put(Error.from_exception(request_id, error, invalid=True))
             return
         request = self._requests[request_id] = self._request_class(self._engine, self._stage_id, item)
-        self._feed(request, lambda: request.start(item))
+        self._advance(request, lambda: request.start(item), ValueError, VLLMClientError)
 
     def _extend(self, chunk: StreamChunk) -> None:
         request = self._requests[chunk.request_id]
-        self._feed(request, lambda: request.extend(chunk))
-
-    def _feed(self, request: LLMRequest, add: Callable[[], Items]) -> None:
-        try:
-            items = add()
-        except Exception as error:
-            self._fail(request, error, invalid=isinstance(error, (ValueError, VLLMClientError)))
-        else:
-            self._emit(items)
+        self._advance(request, lambda: request.extend(chunk), ValueError, VLLMClientError)
 
     # Outputs.
 
@@ -133,15 +125,16 @@ class LLMStageEngine(StageEngine):
                     self._take(request, output)
 
     def _take(self, request: LLMRequest, output: RequestOutput | PoolingRequestOutput) -> None:
-        try:
-            items = request.take(output)
-        except Exception as error:
-            # A later window of its input may be wrong. Any other error is a defect of this stage.
-            self._fail(request, error, invalid=isinstance(error, InvalidRequestError))
-        else:
-            self._emit(items)
+        # A later window of its input may be wrong. Any other error is a defect of this stage.
+        self._advance(request, lambda: request.take(output), InvalidRequestError)
 
-    def _emit(self, items: Items) -> None:
+    def _advance(self, request: LLMRequest, work: Callable[[], Items], *invalid: type[Exception]) -> None:
+        """Emits what `work` returns, or fails the request. `invalid`: errors that the request itself causes."""
+        try:
+            items = work()
+        except Exception as error:
+            self._fail(request, error, isinstance(error, invalid))
+            return
         for item in items:
             if isinstance(item, Result):
                 del self._requests[item.request_id]

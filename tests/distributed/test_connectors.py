@@ -40,7 +40,7 @@ CONFIGURED = {
 @pytest.fixture(params=list(CONFIGURED))
 def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Connector:
     name, threshold = CONFIGURED[request.param]
-    return make_connector(ConnectorConfig(name=name, extra={"shm_threshold_bytes": threshold}), tmp_path, "p")
+    return make_connector(ConnectorConfig(name=name, extra={"shm_threshold_bytes": threshold}), tmp_path, 0, 1)
 
 
 def get(ref: PayloadRef, frames: Frames) -> list[memoryview]:

@@ -16,7 +16,7 @@ from vllm_omni.distributed.messages import (
     recv_at_stage,
 )
 from vllm_omni.stage.feeders import Feeders, cost_of
-from vllm_omni.stage.spec import SourceSpec, StageSpec
+from vllm_omni.stage.spec import StageSpec
 
 SOURCE, OTHER = 0, 1
 
@@ -32,7 +32,7 @@ class Stage:
             run_dir="",
             orchestrator="",
             connector=ConnectorConfig(name="InlineConnector"),
-            sources={source: SourceSpec(window=WindowConfig()) for source in (SOURCE, OTHER)},
+            sources={source: WindowConfig() for source in (SOURCE, OTHER)},
             max_queued=8,
             high_watermark_bytes=1000,
         )

@@ -68,7 +68,7 @@ class Stage:
             submit=submit,
             request=StageRequest(request_id=request_id),
             inputs=InputStreams({}),
-            outputs=self.outlet.output_stream(submit),
+            outputs=self.outlet.segmenter(submit),
             metrics=StageMetrics(stage_id=0, name="a"),
         )
         self.outlet.reserve(state)
@@ -206,7 +206,7 @@ def test_what_the_engine_must_output(
 def test_sent_segments_are_kept_only_for_consumers_that_read_the_whole(
     stage: Stage, targets: list[int], is_final: bool, streams: bool, num_kept: int
 ) -> None:
-    output, kept = stage.outlet.output_stream(make_submit("r", targets, is_final, streams)), []
+    output, kept = stage.outlet.segmenter(make_submit("r", targets, is_final, streams)), []
     for _ in range(10):
         rows = torch.ones(2, 4)
         kept.append(weakref.ref(rows))

@@ -11,7 +11,7 @@ from vllm_omni.inputs import StageRequest
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.queues import FlushTimes, WaitingQueue
-from vllm_omni.stage.request_state import InputStreams, OutputStream, RequestState
+from vllm_omni.stage.request_state import InputStreams, RequestState
 from vllm_omni.stage.segments import CallerReader, Segmenter
 
 INTERVAL = 10.0
@@ -24,14 +24,14 @@ class Clock:
         return self.now
 
 
-class CountingStream(OutputStream):
+class CountingSegmenter(Segmenter):
     """Counts the reads of `due`."""
 
     num_reads = 0
 
     @property
     def due(self) -> float | None:
-        CountingStream.num_reads += 1
+        CountingSegmenter.num_reads += 1
         return super().due
 
 
@@ -50,7 +50,7 @@ def make_state(request_id: str, clock: Clock, targets: Sequence[int] = (), arriv
         submit=submit,
         request=StageRequest(request_id=request_id),
         inputs=InputStreams({}),
-        outputs=CountingStream(Segmenter([CallerReader(config, clock)], clock), keeps_whole=False),
+        outputs=CountingSegmenter([CallerReader(config, clock)], clock),
         metrics=StageMetrics(stage_id=0, name="a", arrival=arrival),
     )
 
@@ -128,9 +128,9 @@ def reads_at_a_wake_up(num_requests: int) -> int:
     for _ in range(2):
         for number in range(num_requests):
             stage.write(str(number))
-    CountingStream.num_reads = 0
+    CountingSegmenter.num_reads = 0
     assert stage.times.due == 100 + INTERVAL and stage.flush() == []
-    return CountingStream.num_reads
+    return CountingSegmenter.num_reads
 
 
 def test_the_cost_of_a_wake_up_does_not_depend_on_the_number_of_requests() -> None:

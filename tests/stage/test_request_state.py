@@ -19,8 +19,8 @@ def calls(streams: InputStreams) -> list[tuple[dict[int, int], bool]]:
     """The calls that are ready: the rows of each source, and whether it is the last."""
     found = []
     while streams.is_ready:
-        call = streams.next_call()
-        found.append(({source: len(o.tensors["rows"]) for source, o in call.sources.items()}, call.is_last))
+        sources, is_last = streams.next_call()
+        found.append(({source: len(o.tensors["rows"]) for source, o in sources.items()}, is_last))
     return found
 
 

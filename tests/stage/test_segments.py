@@ -33,7 +33,7 @@ def tokens(segment: StageOutput | None) -> list[int] | None:
 def test_the_first_token_is_sent_at_once_and_later_ones_by_count() -> None:
     segmenter = for_caller(3, 1000, Clock())
     assert [tokens(segmenter.add(piece(i))) for i in range(6)] == [[0], None, None, [1, 2, 3], None, None]
-    last = segmenter.finish(piece(6))
+    last, _ = segmenter.finish(piece(6))
     assert tokens(last) == [4, 5, 6] and last.is_last
 
 
@@ -84,7 +84,7 @@ def test_a_window_is_sent_as_soon_as_it_is_complete(unit: str) -> None:
             sent.append((number, window.start))
     assert sent == [(2, 0), (6, 2), (14, 6), (22, 14), (30, 22)]
     assert segmenter.due is None
-    assert state.add(segmenter.finish(rows(0)))[0].is_last
+    assert state.add(segmenter.finish(rows(0))[0])[0].is_last
 
 
 def test_a_segment_is_sent_when_it_is_due_for_one_reader() -> None:

@@ -34,15 +34,29 @@ from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.stats import StageStats
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import Completion, StageOutput
-from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Outbox, Result, StageEngine, Started, Stop
+from vllm_omni.stage.engines.base import (
+    AbortRequest,
+    NewRequest,
+    Outbox,
+    RequestItem,
+    Result,
+    StageEngine,
+    Started,
+    Stop,
+)
 from vllm_omni.stage.shell import StageShell
-from vllm_omni.stage.spec import SourceSpec, StageSpec
+from vllm_omni.stage.spec import StageSpec
 
 
 class RecordingEngine(StageEngine):
     def start(self) -> None: ...
 
-    def run(self) -> None: ...
+    def step(self) -> None: ...
+
+    def has_work(self) -> bool:
+        return False
+
+    def _take_in(self, item: RequestItem) -> None: ...
 
     def next(self) -> NewRequest | AbortRequest | Stop:
         return self.inbox.get(timeout=10)
@@ -71,7 +85,7 @@ class Peers:
         self.parent_end, lifeline = socket.socketpair()
         spec = StageSpec(
             stage=OmniStageConfig(stage_id=2),
-            sources={source: SourceSpec(window=WindowConfig()) for source in (0, 1)},
+            sources={source: WindowConfig() for source in (0, 1)},
             orchestrator=orchestrator_address(run_dir),
             connector=CONNECTOR,
             max_inflight=8,
@@ -87,7 +101,7 @@ class Peers:
         self.thread = threading.Thread(target=shell.run)
         self.thread.start()
         self.socket = self._context.socket(zmq.PUSH)
-        self._payloads = PayloadSender(make_connector(CONNECTOR, run_dir, "peer"))
+        self._payloads = PayloadSender(make_connector(CONNECTOR, run_dir, ORCHESTRATOR, 2))
         self.stats: list[StageStats] = []
 
     def start(self) -> None:
@@ -231,7 +245,7 @@ def test_an_exception_of_the_input_processor_fails_its_request(peers: Peers) -> 
 
 def test_a_payload_that_cannot_be_read_fails_its_request(peers: Peers) -> None:
     peers.submit("r", 1)
-    payload, frames = PayloadSender(make_connector(CONNECTOR, peers.run_dir, "x")).put([1, 2, 3])
+    payload, frames = PayloadSender(make_connector(CONNECTOR, peers.run_dir, 0, 2)).put([1, 2, 3])
     peers.send(peers.data_message("r", 1, 0, payload), frames)
     message = peers.receive()
     assert isinstance(message, ErrorMessage) and message.request_id == "r"

@@ -72,9 +72,6 @@ class OmniEngineSettings:
         """Tokens found in a cache have no rows."""
         return self.engine_type == "ar" and not self.emits_rows
 
-    def as_additional_config(self) -> dict[str, Any]:
-        return {_KEY: asdict(self)}
-
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> "OmniEngineSettings":
         additional = cast(dict[str, Any], vllm_config.additional_config)
@@ -126,7 +123,7 @@ def create_engine_args(
         arguments["disable_log_stats"] = False  # vLLM makes its spans of these statistics, and fails without them.
     if isinstance(arguments.get("logging_config"), dict):  # vLLM converts all other configurations itself.
         arguments["logging_config"] = LoggingConfig(**arguments["logging_config"])
-    arguments["additional_config"] = vllm_engine_args.get("additional_config", {}) | settings.as_additional_config()
+    arguments["additional_config"] = vllm_engine_args.get("additional_config", {}) | {_KEY: asdict(settings)}
     return EngineArgs(model=model, hf_overrides=override, **arguments)
 
 

@@ -13,7 +13,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import EngineInput, PromptType
-from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.pooling_params import PoolingParams
 from vllm.renderers import BaseRenderer, ChatParams
 from vllm.renderers.chat_utils import ChatCompletionMessageParam
@@ -51,14 +50,8 @@ class OmniInputProcessor(InputProcessor):
     - `prompt_embeds`: a tensor, as in vLLM, or a `PromptEmbedsPayload`.
     """
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        renderer: BaseRenderer | None = None,
-        *,
-        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
-    ) -> None:
-        super().__init__(vllm_config, renderer, mm_registry=mm_registry)
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
         self._settings = OmniEngineSettings.from_vllm_config(vllm_config)
         if not self._settings.uses_generation_config:
             # vLLM always takes stop tokens from the generation config: a talker would stop at the text's last id, or

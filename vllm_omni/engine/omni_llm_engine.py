@@ -22,7 +22,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
-from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationScheduler
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest, RequestWindow
 from vllm_omni.engine.engine_args import OmniEngineSettings
@@ -62,28 +61,20 @@ class OmniLLMEngine(LLMEngine):
         self._emits_rows = settings.emits_rows
 
     @classmethod
-    def from_omni_engine_args(
-        cls, engine_args: EngineArgs, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
-    ) -> "OmniLLMEngine":
-        """
-        Args:
-            engine_args: Made by `create_engine_args`.
-            usage_context: As for vLLM.
-        """
-        vllm_config = engine_args.create_engine_config(usage_context)
-        return cls.from_omni_config(vllm_config, not engine_args.disable_log_stats, usage_context)
+    def from_omni_engine_args(cls, engine_args: EngineArgs) -> "OmniLLMEngine":
+        """`engine_args`: made by `create_engine_args`."""
+        vllm_config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        return cls.from_omni_config(vllm_config, not engine_args.disable_log_stats)
 
     @classmethod
-    def from_omni_config(
-        cls, vllm_config: VllmConfig, log_stats: bool, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
-    ) -> "OmniLLMEngine":
+    def from_omni_config(cls, vllm_config: VllmConfig, log_stats: bool) -> "OmniLLMEngine":
         """The same, for a configuration made of such arguments."""
         with opaque_module_hidden():
             return cls(
                 vllm_config=vllm_config,
                 executor_class=Executor.get_class(vllm_config),
                 log_stats=log_stats,
-                usage_context=usage_context,
+                usage_context=UsageContext.ENGINE_CONTEXT,
                 multiprocess_mode=False,
             )
 
@@ -131,7 +122,8 @@ class OmniLLMEngine(LLMEngine):
                 The request, and no other, is held when it has computed them. None: it is not held.
         """
         for req_id in self._internal_ids(request_id):
-            self._core.scheduler_as(OmniARScheduler).await_input(req_id, num_ready_tokens)
+            request = self._scheduler.omni_request(req_id)
+            request.is_input_complete, request.num_ready_tokens = False, num_ready_tokens
 
     def add_input(
         self, request_id: str, information: dict[str, Any], num_ready_tokens: int | None, is_last: bool
@@ -163,7 +155,7 @@ class OmniLLMEngine(LLMEngine):
         """
         for req_id in self._internal_ids(request_id) if self._emits_rows else ():
             if self.output_processor.request_states[req_id].request_index >= first:
-                self._core.scheduler_as(OmniARScheduler).discard_rows(req_id)
+                self._scheduler.omni_request(req_id).emits_rows = False
 
     def set_window(self, request_id: str, window: RequestWindow) -> None:
         """Marks a request of a one-step stage, just after it was added, as one window of the pipeline's request.
@@ -172,7 +164,7 @@ class OmniLLMEngine(LLMEngine):
         raised is computed again. Call `release_state` when the pipeline's request has ended.
         """
         for req_id in self._internal_ids(request_id):
-            self._core.scheduler_as(OmniGenerationScheduler).set_window(req_id, window)
+            self._scheduler.omni_request(req_id).window = window
 
     def release_state(self, request_id: str) -> None:
         """Removes the model's state of a pipeline's request; does nothing for an unknown one."""

@@ -38,29 +38,25 @@ class Admission:
             PipelineClosedError: The pipeline is closed.
         """
         with self._changed:
-            while wait and self._is_full() and not self._is_closed and not (cancelled and cancelled.is_set()):
+            while wait and len(self._open) >= self._limit:
+                if self._is_closed or (cancelled and cancelled.is_set()):
+                    break
                 self._changed.wait()
-            self._check_room()
+            self.check_room()
             self._open.add(request.request_id)
             self._waiting.append(request)
 
     def check_room(self, num_coming: int = 0) -> None:
         """Raises what `put` would raise without `wait` after `num_coming` further requests."""
-        with self._changed:
-            self._check_room(num_coming)
-
-    def _is_full(self, num_coming: int = 0) -> bool:
-        return len(self._open) + num_coming >= self._limit
-
-    def _check_room(self, num_coming: int = 0) -> None:
-        if self._is_closed:
-            raise PipelineClosedError("the pipeline is closed; make a new one")
-        if self._is_full(num_coming):
+        with self._changed:  # reentrant
+            if self._is_closed:
+                raise PipelineClosedError("the pipeline is closed; make a new one")
             count = len(self._open) + num_coming
-            raise PipelineFullError(
-                f"the pipeline is full ({count} requests); try again later, or raise runtime.max_queued",
-                self._retry_after(),
-            )
+            if count >= self._limit:
+                raise PipelineFullError(
+                    f"the pipeline is full ({count} requests); try again later, or raise runtime.max_queued",
+                    self._retry_after(),
+                )
 
     def peek(self) -> PipelineRequest | None:
         """The next request."""

@@ -9,17 +9,11 @@ import zmq
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig
 from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.credit import Credit
-from vllm_omni.distributed.messages import (
-    ORCHESTRATOR,
-    AbortMessage,
-    Message,
-    PeerUpMessage,
-    SubmitMessage,
-    send,
-)
+from vllm_omni.distributed.messages import ORCHESTRATOR, AbortMessage, Message, PeerUpMessage, SubmitMessage
 from vllm_omni.distributed.payloads import PayloadSender
-from vllm_omni.distributed.run_dir import RunDir, payload_prefix, remove_unread
+from vllm_omni.distributed.run_dir import RunDir, remove_unread
 from vllm_omni.inputs import StageRequest
+from vllm_omni.stage.peers import Peer
 
 
 class StageState(Enum):
@@ -39,8 +33,11 @@ class OmniStage:
     Attributes:
         epoch: Counts its processes, from 0.
         death: How its last process ended; empty if none has.
+        peer_up: Announces its process to its neighbours. Of a stage that is ready.
         credit: Limits what is sent to it, where it is a first stage.
     """
+
+    peer_up: PeerUpMessage
 
     def __init__(
         self, config: OmniStageConfig, run_dir: RunDir, context: zmq.Context, connector: ConnectorConfig, credit: Credit
@@ -51,11 +48,8 @@ class OmniStage:
         self.death = ""
         self.credit = credit
         self._run_dir = run_dir
-        self._context = context
-        self._address = ""
-        self._socket: zmq.Socket | None = None
-        prefix = payload_prefix(os.getpid(), ORCHESTRATOR, config.stage_id)
-        self._payloads = PayloadSender(make_connector(connector, run_dir.path, prefix))
+        self._peer = Peer(context, ORCHESTRATOR, config.stage_id)
+        self._payloads = PayloadSender(make_connector(connector, run_dir.path, ORCHESTRATOR, config.stage_id))
 
     @property
     def stage_id(self) -> int:
@@ -69,11 +63,6 @@ class OmniStage:
     def is_ready(self) -> bool:
         return self.state is StageState.READY
 
-    @property
-    def peer_up(self) -> PeerUpMessage:
-        """Announces its process to its neighbours. Of a stage that is ready."""
-        return PeerUpMessage(stage_id=self.stage_id, epoch=self.epoch, address=self._address)
-
     def submit(
         self,
         request: StageRequest,
@@ -85,7 +74,6 @@ class OmniStage:
         streams: bool,
     ) -> None:
         """Sends the stage its part of a request. The stage is ready."""
-        assert self._socket is not None
         payload, frames = self._payloads.put(request)
         message = SubmitMessage(
             request_id=request.request_id,
@@ -98,25 +86,21 @@ class OmniStage:
         )
         if not sources:
             self.credit.spend(1, payload.num_bytes)
-        send(self._socket, message, frames, sender=ORCHESTRATOR)
+        self._peer.send(message, frames)
 
     def abort(self, request_ids: list[str]) -> None:
         self.send(AbortMessage(request_ids=request_ids))
 
     def send(self, message: Message) -> None:
         """Sends to the stage's process. Does nothing unless the stage is ready: a new process knows no request."""
-        if self._socket is not None:
-            send(self._socket, message, sender=ORCHESTRATOR)
+        if self.is_ready:
+            self._peer.send(message)
 
     def on_ready(self, address: str) -> None:
         """Its process takes requests at this address."""
         self.state = StageState.READY
-        self._address = address
-        self._socket = self._context.socket(zmq.PUSH)
-        # Without a high-water mark: admission and the stage's watermark limit what is sent.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
+        self.peer_up = PeerUpMessage(stage_id=self.stage_id, epoch=self.epoch, address=address)
+        self._peer.connect(self.peer_up)
 
     def on_death(self, how: str) -> None:
         """Its process ended. What was sent to it is lost; the next one has another address."""
@@ -124,7 +108,5 @@ class OmniStage:
         self.death = how
         self.credit.reset()
         self.epoch += 1
-        if self._socket is not None:
-            self._socket.close(linger=0)
-            self._socket = None
+        self._peer.disconnect()
         remove_unread(self._run_dir.path, os.getpid(), ORCHESTRATOR, self.stage_id)

@@ -203,7 +203,8 @@ class Orchestrator:
                 self._started.set_result(None)
                 while not self._closing:
                     self._run_commands()
-                    self._act_on_time()
+                    self._supervisor.act_on_time()
+                    self._router.end_overdue(time.monotonic())
                     self._router.admit()
                     self._poll(self._next_due())
         except BaseException as error:
@@ -292,10 +293,6 @@ class Orchestrator:
     def _run_commands(self) -> None:
         while self._commands:
             self._commands.popleft()()
-
-    def _act_on_time(self) -> None:
-        self._supervisor.act_on_time()
-        self._router.end_overdue(time.monotonic())
 
     def _end_requests(self) -> None:
         with self._lock:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends a stage's output to the stages that read it, and to the orchestrator. Belongs to the stage's IO thread."""
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,10 +24,9 @@ from vllm_omni.distributed.messages import (
     send,
 )
 from vllm_omni.distributed.payloads import PayloadSender
-from vllm_omni.distributed.run_dir import payload_prefix
 from vllm_omni.outputs import StageOutput, reads_tensors
 from vllm_omni.stage.peers import Target, make_socket
-from vllm_omni.stage.request_state import OutputStream, RequestState
+from vllm_omni.stage.request_state import RequestState
 from vllm_omni.stage.segments import CallerReader, Reader, Segmenter, WindowReader
 from vllm_omni.stage.spec import StageSpec
 
@@ -41,10 +39,9 @@ class Outlet:
         self._stage_id = spec.stage.stage_id
         self._segments = spec.segments
         self._hides_tensors = spec.stage.final_output_type == "text"
-        prefix = payload_prefix(os.getpid(), self._stage_id, ORCHESTRATOR)
         self._orchestrator = make_socket(context, zmq.PUSH)
         self._orchestrator.connect(spec.orchestrator)
-        self._payloads = PayloadSender(make_connector(spec.connector, run_dir, prefix))
+        self._payloads = PayloadSender(make_connector(spec.connector, run_dir, self._stage_id, ORCHESTRATOR))
         self.targets = {
             target: Target(context, run_dir, self._stage_id, target, target_spec)
             for target, target_spec in spec.targets.items()
@@ -71,22 +68,16 @@ class Outlet:
             return True
         return any(reads_tensors(self.targets[target].spec.reads) for target in state.submit.targets)
 
-    def output_stream(self, submit: SubmitMessage) -> OutputStream:
+    def segmenter(self, submit: SubmitMessage) -> Segmenter:
         """The state of a request's output: when segments of it are sent."""
-        streams = [self._window(submit, target).streams for target in submit.targets]
-        if submit.is_final:
-            streams.append(submit.streams)
-        return OutputStream(self._segmenter(submit), keeps_whole=not all(streams))
-
-    def _segmenter(self, submit: SubmitMessage) -> Segmenter:
-        """Only tokens arrive in pieces so small that they are collected."""
-        if self._segments is None:
-            return Segmenter()
         windows = [self._window(submit, target) for target in submit.targets]
-        readers: list[Reader] = [WindowReader(window) for window in windows if window.streams]
-        if submit.is_final and submit.streams:
-            readers.append(CallerReader(self._segments))
-        return Segmenter(readers)
+        is_read_whole = (submit.is_final and not submit.streams) or any(not window.streams for window in windows)
+        readers: list[Reader] = []
+        if self._segments is not None:  # Only tokens arrive in pieces so small that they are collected.
+            readers += [WindowReader(window) for window in windows if window.streams]
+            if submit.is_final and submit.streams:
+                readers.append(CallerReader(self._segments))
+        return Segmenter(readers, keeps_whole=is_read_whole)
 
     def _window(self, submit: SubmitMessage, target: int) -> WindowConfig:
         """How a target cuts this request's output into windows."""

@@ -10,7 +10,7 @@ from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.messages import Frames, Message, PayloadRef, PeerUpMessage, send
 from vllm_omni.distributed.payloads import PayloadSender
-from vllm_omni.distributed.run_dir import payload_prefix, remove_unread
+from vllm_omni.distributed.run_dir import remove_unread
 from vllm_omni.outputs import StageOutput, select_fields
 from vllm_omni.stage.spec import TargetSpec
 
@@ -69,9 +69,8 @@ class Target(Peer):
     def __init__(self, context: zmq.Context, run_dir: Path, own_id: int, stage_id: int, spec: TargetSpec) -> None:
         self.spec = spec
         self.credit = Credit(spec.max_queued, spec.high_watermark_bytes)
-        prefix = payload_prefix(os.getpid(), own_id, stage_id)
         self._run_dir = run_dir
-        self._payloads = PayloadSender(make_connector(spec.connector, run_dir, prefix))
+        self._payloads = PayloadSender(make_connector(spec.connector, run_dir, own_id, stage_id))
         self._reserved: set[str] = set()  # requests that were started, and of which nothing was sent
         super().__init__(context, own_id, stage_id)
 

@@ -15,6 +15,7 @@ from vllm_omni.distributed.messages import (
     ErrorMessage,
     PeerDownMessage,
     PeerUpMessage,
+    StatsMessage,
     SubmitMessage,
 )
 from vllm_omni.distributed.payloads import PayloadReceiver
@@ -29,7 +30,7 @@ from vllm_omni.stage.engines.base import Error, NewRequest, Result, StageEngine,
 from vllm_omni.stage.feeders import Feeders, cost_of
 from vllm_omni.stage.outlet import Outlet
 from vllm_omni.stage.queues import FlushTimes, WaitingQueue
-from vllm_omni.stage.request_state import InputCall, InputStreams, RequestState
+from vllm_omni.stage.request_state import InputStreams, RequestState
 from vllm_omni.stage.spec import StageSpec
 
 _LOST_AFTER_S = 0.5
@@ -50,12 +51,10 @@ class RequestHandler:
         feeders: Feeders,
         recorder: StageRecorder,
         tracer: StageTracer | None,
-        send_stats: Callable[[], None],
     ) -> None:
         """
         Args:
             tracer: None: no spans.
-            send_stats: Sends a snapshot. Called when the last request has ended, before this is reported.
         """
         self.capacity = 0
         self.num_running = 0
@@ -66,7 +65,6 @@ class RequestHandler:
         self._feeders = feeders
         self._recorder = recorder
         self._tracer = tracer
-        self._send_stats = send_stats
         self._engine: StageEngine
         self._processor: StageInputProcessor | None
         self._requests: dict[str, RequestState] = {}
@@ -80,10 +78,12 @@ class RequestHandler:
         self._engine = engine
         self._processor = processor
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for the engine."""
-        return len(self._waiting)
+    def send_stats(self) -> None:
+        """Sends a snapshot to the orchestrator."""
+        stats = self._recorder.snapshot(len(self._waiting), self.num_running, self._engine.kv_blocks())
+        self._outlet.send(StatsMessage(stats=stats))
+        if stats.num_running or stats.kv_blocks_used:
+            self._recorder.changed()  # by the engine, which sends no message for it
 
     @property
     def due(self) -> float | None:
@@ -125,12 +125,12 @@ class RequestHandler:
                     self._discard(message)
 
     def _make_state(self, message: SubmitMessage, request: StageRequest) -> RequestState:
-        windows = {i: self._spec.sources[i].window.for_request(message.streams) for i in message.sources}
+        windows = {i: self._spec.sources[i].for_request(message.streams) for i in message.sources}
         return RequestState(
             submit=message,
             request=request,
             inputs=InputStreams(windows),
-            outputs=self._outlet.output_stream(message),
+            outputs=self._outlet.segmenter(message),
             metrics=StageMetrics(stage_id=self._stage_id, name=self._spec.stage.name),
         )
 
@@ -207,26 +207,26 @@ class RequestHandler:
     def _feed(self, state: RequestState) -> None:
         """Passes all available input of the request to the engine."""
         while state.is_running and state.inputs.is_ready:
-            call = state.inputs.next_call()
+            sources, is_last = state.inputs.next_call()
             try:
-                stage_input = None if self._processor is None else self._processor.process(state.request, call.sources)
-                self._pass_to_engine(state, call, stage_input)
+                stage_input = None if self._processor is None else self._processor.process(state.request, sources)
+                self._pass_to_engine(state, sources, is_last, stage_input)
             except Exception as error:
                 self.on_error(Error.from_exception(state.request_id, error, isinstance(error, InvalidRequestError)))
 
-    def _pass_to_engine(self, state: RequestState, call: InputCall, stage_input: StageInput | None) -> None:
+    def _pass_to_engine(
+        self, state: RequestState, sources: dict[int, StageOutput], is_last: bool, stage_input: StageInput | None
+    ) -> None:
         has_nothing_to_do = self._processor is not None and stage_input is None
         if state.is_in_engine:
-            if call.is_last or not has_nothing_to_do:
-                sources = {} if has_nothing_to_do else call.sources
-                self._engine.inbox.put(StreamChunk(state.request_id, stage_input, sources, call.is_last))
+            if is_last or not has_nothing_to_do:
+                sources = {} if has_nothing_to_do else sources
+                self._engine.inbox.put(StreamChunk(state.request_id, stage_input, sources, is_last))
         elif not has_nothing_to_do:
             state.is_in_engine = True
             streams, reads_rows = self._outlet.streams(state), self._outlet.reads_tensors(state)
-            self._engine.inbox.put(
-                NewRequest(state.request, stage_input, call.sources, call.is_last, streams, reads_rows)
-            )
-        elif call.is_last:
+            self._engine.inbox.put(NewRequest(state.request, stage_input, sources, is_last, streams, reads_rows))
+        elif is_last:
             assert self._processor is not None
             self.on_result(Result(state.request_id, self._empty_output(state, self._processor)))
 
@@ -325,7 +325,7 @@ class RequestHandler:
                 headers = state.request.trace_headers
                 self._tracer.request_ended(state.request_id, headers, state.metrics, outcome)
         if not self._requests:
-            self._send_stats()
+            self.send_stats()  # Before the end of the last request is reported.
 
     def _forget(self, request_id: str, abort_engine: bool = True) -> RequestState | None:
         """Drops the state of a request and aborts it in the engine."""

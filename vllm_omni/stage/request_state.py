@@ -9,17 +9,9 @@ from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.distributed.messages import SubmitMessage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.metrics.stats import StageMetrics
-from vllm_omni.outputs import StageOutput, merge_stage_outputs
+from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.segments import Segmenter
 from vllm_omni.stage.window import WindowState
-
-
-@dataclass(slots=True)
-class InputCall:
-    """The sources of one call of the stage input processor."""
-
-    sources: dict[int, StageOutput]
-    is_last: bool
 
 
 class InputStreams:
@@ -56,49 +48,14 @@ class InputStreams:
         open_sources = [s for s, queue in self._windows.items() if queue or not self.has_ended(s)]
         return all(self._windows[source] for source in open_sources)
 
-    def next_call(self) -> InputCall:
+    def next_call(self) -> tuple[dict[int, StageOutput], bool]:
+        """The sources of the next call, and whether it is the last."""
         sources = dict(self._whole)
         for source, queue in self._windows.items():
             if queue:
                 sources[source] = queue.popleft()
         self._is_done = all(not queue and self.has_ended(source) for source, queue in self._windows.items())
-        return InputCall(sources, self._is_done)
-
-
-class OutputStream:
-    """One request's output: in segments for streaming consumers, whole for the others."""
-
-    def __init__(self, segmenter: Segmenter, keeps_whole: bool) -> None:
-        """
-        Args:
-            keeps_whole: A consumer reads it whole.
-        """
-        self._segmenter = segmenter
-        self._keeps_whole = keeps_whole
-        self._segments: list[StageOutput] = []
-
-    @property
-    def due(self) -> float | None:
-        """When a segment must be sent (`time.monotonic()`); None while nothing is held for a time limit."""
-        return self._segmenter.due
-
-    def add(self, piece: StageOutput) -> StageOutput | None:
-        """Adds a piece of output; returns a segment if one is due."""
-        return self._keep(self._segmenter.add(piece))
-
-    def flush_if_due(self) -> StageOutput | None:
-        return self._keep(self._segmenter.flush_if_due())
-
-    def finish(self, piece: StageOutput) -> tuple[StageOutput, StageOutput]:
-        """Adds the last piece; returns the last segment, and the whole output (without `keeps_whole` the segment)."""
-        segment = self._segmenter.finish(piece)
-        return segment, merge_stage_outputs([*self._segments, segment])
-
-    def _keep(self, segment: StageOutput | None) -> StageOutput | None:
-        # Progress reports are not part of the output.
-        if segment is not None and segment.step is None and self._keeps_whole:
-            self._segments.append(segment)
-        return segment
+        return sources, self._is_done
 
 
 @dataclass(slots=True)
@@ -113,7 +70,7 @@ class RequestState:
     submit: SubmitMessage
     request: StageRequest
     inputs: InputStreams
-    outputs: OutputStream
+    outputs: Segmenter
     metrics: StageMetrics
     is_queued: bool = False
     is_running: bool = False

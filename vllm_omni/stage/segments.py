@@ -6,32 +6,31 @@ due for one.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from vllm_omni.config.stage_config import SegmentConfig, WindowConfig
 from vllm_omni.outputs import StageOutput, merge_stage_outputs
 from vllm_omni.stage.window import WindowSizes
 
 
-class Reader(Protocol):
+class Reader(ABC):
     """The flush policy of a streaming consumer."""
 
+    @abstractmethod
     def add(self, piece: StageOutput) -> bool:
         """Counts the next piece. Whether all held pieces must be sent now."""
-        ...
 
     @property
     def due(self) -> float | None:
         """When held pieces must be sent, in seconds on the clock; None: no time limit."""
-        ...
+        return None
 
-    def flushed(self) -> None:
+    def flushed(self) -> None:  # noqa: B027 (optional)
         """All held pieces were sent."""
-        ...
 
 
-class CallerReader:
+class CallerReader(Reader):
     """The pipeline's caller: due after a number of tokens or a time. The first token is sent at once."""
 
     def __init__(self, config: SegmentConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,20 +55,13 @@ class CallerReader:
         self._num_tokens, self._last_flush = 0, self._clock()
 
 
-class WindowReader:
-    """A stage that reads in windows: due when the next window is complete."""
+class WindowReader(Reader):
+    """A stage that reads in windows: due when the next window is complete. Pieces that were sent early still count."""
 
     def __init__(self, config: WindowConfig) -> None:
         self._unit = config.unit
         self._sizes = WindowSizes(config)
         self._num_missing = self._sizes.current
-
-    @property
-    def due(self) -> None:
-        return None
-
-    def flushed(self) -> None:
-        """Does nothing: pieces that were sent early still count for the next window."""
 
     def add(self, piece: StageOutput) -> bool:
         self._num_missing -= self._count(piece)
@@ -88,17 +80,26 @@ class WindowReader:
 
 
 class Segmenter:
-    """Gathers the pieces of one request's output into segments."""
+    """One request's output: in segments for streaming consumers, whole for the others."""
 
-    def __init__(self, readers: Sequence[Reader] = (), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        readers: Sequence[Reader] = (),
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        keeps_whole: bool = False,
+    ) -> None:
         """
         Args:
             readers: One for each streaming consumer; without any, every piece is sent at once.
             clock: Seconds.
+            keeps_whole: A consumer reads it whole.
         """
         self._readers = readers
         self._clock = clock
-        self._pieces: list[StageOutput] = []
+        self._keeps_whole = keeps_whole
+        self._pieces: list[StageOutput] = []  # held for the next segment
+        self._segments: list[StageOutput] = []
 
     @property
     def due(self) -> float | None:
@@ -118,12 +119,11 @@ class Segmenter:
         due = self.due
         return self._flush() if due is not None and self._clock() >= due else None
 
-    def finish(self, piece: StageOutput) -> StageOutput:
-        """The last segment: the held pieces and this one."""
-        self._pieces.append(piece)
-        segment = self._flush()
+    def finish(self, piece: StageOutput) -> tuple[StageOutput, StageOutput]:
+        """Adds the last piece; returns the last segment, and the whole output (without `keeps_whole` the segment)."""
+        segment = merge_stage_outputs([*self._pieces, piece])
         segment.is_last = True
-        return segment
+        return segment, merge_stage_outputs([*self._segments, segment])
 
     def _flush(self) -> StageOutput:
         segment = merge_stage_outputs(self._pieces)
@@ -131,4 +131,6 @@ class Segmenter:
         self._pieces = []
         for reader in self._readers:
             reader.flushed()
+        if self._keeps_whole and segment.step is None:  # Progress reports are not part of the output.
+            self._segments.append(segment)
         return segment

@@ -24,7 +24,6 @@ from vllm_omni.distributed.messages import (
     RefundMessage,
     ShutdownMessage,
     StageInbound,
-    StatsMessage,
     SubmitMessage,
     recv_at_stage,
 )
@@ -68,7 +67,7 @@ class StageShell:
         self._inbound.bind(self._address)
         self._outlet = Outlet(spec, self._context)
         self._feeders = Feeders(spec, self._context, self._outlet.send)
-        self._requests = RequestHandler(spec, self._outlet, self._feeders, recorder, tracer, self._send_stats)
+        self._requests = RequestHandler(spec, self._outlet, self._feeders, recorder, tracer)
 
     def attach(self, engine: StageEngine, processor: StageInputProcessor | None) -> None:
         """Sets the engine and the stage input processor. Called before the outbox reports `Started`."""
@@ -124,7 +123,8 @@ class StageShell:
             case PeerUpMessage():
                 self._requests.on_peer_up(message)
             case ShutdownMessage():
-                self._shut_down()
+                self._engine.stop()
+                self._is_running = False
 
     def _take_outbox(self) -> None:
         self._recorder.changed()
@@ -141,27 +141,16 @@ class StageShell:
 
     def _on_started(self) -> None:
         self._requests.capacity = self._spec.max_inflight or self._engine.capacity
-        self._send_stats()
+        self._requests.send_stats()
         self._outlet.send(ReadyMessage(stage_id=self._stage_id, epoch=self._spec.epoch, address=self._address))
 
     def _act_on_time(self) -> None:
         now = time.monotonic()
         self._requests.act_on_time(now)
         if self._recorder.due is not None and self._recorder.due <= now:
-            self._send_stats()
+            self._requests.send_stats()
 
     def _on_fault(self, error: MessageError) -> None:
         self._log.error("a message from stage %s cannot be decoded: %s", error.sender, error)
         if error.sender is not None and error.sender != ORCHESTRATOR:
             self._outlet.send(FaultMessage(stage_id=self._stage_id, peer=error.sender, error=str(error)))
-
-    def _shut_down(self) -> None:
-        self._engine.stop()
-        self._is_running = False
-
-    def _send_stats(self) -> None:
-        num_waiting, num_running = self._requests.num_waiting, self._requests.num_running
-        stats = self._recorder.snapshot(num_waiting, num_running, self._engine.kv_blocks())
-        self._outlet.send(StatsMessage(stats=stats))
-        if stats.num_running or stats.kv_blocks_used:
-            self._recorder.changed()  # by the engine, which sends no message for it

@@ -18,16 +18,6 @@ class StagePlacement(msgspec.Struct, kw_only=True, frozen=True):
     num_threads: int | None = None
 
 
-class SourceSpec(msgspec.Struct, kw_only=True):
-    """A stage whose output this one reads.
-
-    Attributes:
-        window: How its output is cut into windows.
-    """
-
-    window: WindowConfig
-
-
 class TargetSpec(msgspec.Struct, kw_only=True):
     """A stage that reads this one's output.
 
@@ -54,7 +44,8 @@ class StageSpec(msgspec.Struct, kw_only=True):
         epoch: Counts the processes of the stage, from 0.
         run_dir: The pipeline's directory of sockets and payloads.
         orchestrator: The address of the orchestrator.
-        sources, targets: Its neighbours, by stage id.
+        sources: How the output of each of its sources is cut into windows, by stage id.
+        targets: The stages that read its output, by stage id.
         segments: When output is sent to a streaming client; None: as soon as it is made.
         max_inflight: Requests that its engine holds at once; None: the engine's capacity.
         max_queued, high_watermark_bytes: Requests and bytes that may wait in it for its engine before its feeders wait.
@@ -68,7 +59,7 @@ class StageSpec(msgspec.Struct, kw_only=True):
     epoch: int = 0
     run_dir: str
     orchestrator: str
-    sources: dict[int, SourceSpec] = {}
+    sources: dict[int, WindowConfig] = {}
     targets: dict[int, TargetSpec] = {}
     segments: SegmentConfig | None = None
     max_inflight: int | None = None

@@ -40,7 +40,9 @@ class DiffusionGPUWorker:
             self._device = torch.device("cuda", 0)  # the first visible one
             torch.cuda.set_device(self._device)
             if self._memory is not None:
-                torch.cuda.set_per_process_memory_fraction(self._memory_fraction(self._memory), self._device)
+                total = torch.cuda.get_device_properties(self._device).total_memory
+                fraction = self._memory if isinstance(self._memory, float) else self._memory / total
+                torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
     def load_model(self) -> DiffusionModelRunner:
         """
@@ -50,11 +52,6 @@ class DiffusionGPUWorker:
         pipe = load_pipeline(self._model, self._config, self._device)
         self._runner = DiffusionModelRunner(pipe, self._config, self._device)
         return self._runner
-
-    def _memory_fraction(self, memory: float | int) -> float:
-        if isinstance(memory, float):
-            return memory
-        return memory / torch.cuda.get_device_properties(self._device).total_memory
 
     def max_batch_size(self, call: ModuleCall) -> int:
         """How many calls like this one can be computed as one, as far as known."""

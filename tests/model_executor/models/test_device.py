@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.multimodal.utils import set_mm_embedding_modality
 from vllm.sampling_params import SamplingParams
 
@@ -12,7 +13,7 @@ from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu
 from vllm_omni.model_executor.interfaces import RequestSpan
 from vllm_omni.model_executor.models.qwen2_5_omni.thinker import OmniQwen2_5OmniThinker
 from vllm_omni.model_executor.models.qwen3_omni_moe.thinker import OmniQwen3OmniMoeThinker
-from vllm_omni.model_executor.models.qwen_omni.talker import THINKER_EMBEDDING, ThinkerEmbeds
+from vllm_omni.model_executor.models.qwen_omni.talker import THINKER_EMBEDDING, QwenOmniTalker
 from vllm_omni.model_executor.models.qwen_omni.thinker import QwenOmniThinker
 
 AUDIO, IMAGE, VIDEO = 7, 8, 9
@@ -72,8 +73,10 @@ def test_rows_of_a_thinker_for_the_talker(device: SimulatedDevice) -> None:
 
 def test_the_talkers_rows_of_the_thinkers_embedding(device: SimulatedDevice) -> None:
     """vLLM's loader hands out weights that lie on the CPU; a model's own are on the device."""
-    embeds, rows = ThinkerEmbeds([3, 1]), torch.randn(5, 4)
-    assert list(embeds.take_from([(THINKER_EMBEDDING, rows)])) == []
+    talker, rows = QwenOmniTalker(), torch.randn(5, 4)
+    talker.hf_to_vllm_mapper = WeightsMapper()
+    loaded, embeds = talker.load_with_thinker_embeds([(THINKER_EMBEDDING, rows)], [3, 1])
+    assert loaded == set()
     own = torch.zeros(2, 4, device=DEVICE)
-    own.copy_(embeds.rows)
+    own.copy_(embeds)
     assert torch.equal(on_cpu(own), rows[[3, 1]])

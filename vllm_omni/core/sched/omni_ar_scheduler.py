@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
-from vllm_omni.core.sched.output import OmniRequest, OmniSchedulerOutput
+from vllm_omni.core.sched.output import OmniSchedulerOutput
 from vllm_omni.payloads import AdditionalInformationPayload
 
 
@@ -21,12 +21,6 @@ class OmniARScheduler(OmniSchedulerMixin):
         super().__init__(*args, **kwargs)
         self._with_chunks: set[str] = set()
 
-    def await_input(self, req_id: str, num_ready_tokens: int | None) -> None:
-        """Marks the input of a request, just after it was added, as incomplete."""
-        request = self._omni_request(req_id)
-        request.is_input_complete = False
-        request.num_ready_tokens = num_ready_tokens
-
     def add_input(
         self, req_id: str, information: AdditionalInformationPayload | None, num_ready_tokens: int | None, is_last: bool
     ) -> None:
@@ -35,14 +29,10 @@ class OmniARScheduler(OmniSchedulerMixin):
         Args:
             num_ready_tokens: Tokens that can be computed now; None: all, as after the last chunk.
         """
-        request = self._omni_request(req_id)
+        request = self.omni_request(req_id)
         request.num_ready_tokens = None if is_last else num_ready_tokens
         request.add_chunk(information, is_last)
         self._with_chunks.add(req_id)
-
-    def discard_rows(self, req_id: str) -> None:
-        """Keeps the rows of a request, just after it was added, in the engine."""
-        self._omni_request(req_id).emits_rows = False
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = super().schedule(throttle_prefills)
@@ -54,15 +44,10 @@ class OmniARScheduler(OmniSchedulerMixin):
         self._with_chunks -= due
         chunks = {}
         for req_id in due:
-            request = self._sent[req_id] = self._omni_request(req_id)
+            request = self._sent[req_id] = self.omni_request(req_id)
             chunks[req_id] = request.send_chunks()
         return OmniSchedulerOutput.from_base(output, input_chunks=chunks) if chunks else output
 
     def restart_requests(self, known_to_workers: set[str]) -> None:
         super().restart_requests(known_to_workers)
-        self._with_chunks |= {req_id for req_id in self.requests if self._omni_request(req_id).input_chunks}
-
-    def _omni_request(self, req_id: str) -> OmniRequest:
-        request = self.requests[req_id]
-        assert isinstance(request, OmniRequest)
-        return request
+        self._with_chunks |= {req_id for req_id in self.requests if self.omni_request(req_id).input_chunks}

@@ -9,7 +9,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
-from vllm_omni.core.sched.output import OmniRequest, RequestWindow
 
 
 class OmniGenerationScheduler(OmniSchedulerMixin):
@@ -29,12 +28,6 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
         super().add_request(request)
         if request.num_prompt_tokens > self.max_num_scheduled_tokens:
             self._unschedulable.append(request.request_id)
-
-    def set_window(self, req_id: str, window: RequestWindow) -> None:
-        """Marks a request, just after it was added, as one window of the pipeline's request."""
-        request = self.requests[req_id]
-        assert isinstance(request, OmniRequest)
-        request.window = window
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if self._unschedulable:

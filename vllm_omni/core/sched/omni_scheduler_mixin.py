@@ -35,6 +35,11 @@ class OmniSchedulerMixin(Scheduler):
         self._quarantined: dict[str, OmniRequest] = {}
         self._alone: OmniRequest | None = None
 
+    def omni_request(self, req_id: str) -> OmniRequest:
+        request = self.requests[req_id]
+        assert isinstance(request, OmniRequest)
+        return request
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self.last_batch, self.has_output = [], False
         self._alone = self._next_alone()
@@ -109,8 +114,7 @@ class OmniSchedulerMixin(Scheduler):
 
         For requests of a step that raised: the one that raises again, alone, is the cause.
         """
-        request = self.requests[req_id]
-        assert isinstance(request, OmniRequest)
+        request = self.omni_request(req_id)
         request.alone_until = max(request.alone_until, num_tokens)
         self._quarantined[req_id] = request
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How payloads travel between processes: a connector sends them, a receiver of the reference's type reads them."""
 
+import os
 from pathlib import Path
 
 from vllm_omni.config.stage_config import ConnectorConfig
@@ -8,6 +9,7 @@ from vllm_omni.distributed.connectors.base import Connector, Receiver
 from vllm_omni.distributed.connectors.inline import InlineConnector
 from vllm_omni.distributed.connectors.shared_memory import SharedMemoryConnector, SharedMemoryReceiver
 from vllm_omni.distributed.messages import InlineRef, SharedMemoryRef
+from vllm_omni.distributed.run_dir import payload_prefix
 
 __all__ = [
     "Connector",
@@ -20,15 +22,15 @@ __all__ = [
 ]
 
 
-def make_connector(config: ConnectorConfig, run_dir: Path, prefix: str) -> Connector:
-    """The connector that `runtime.connectors` configures.
+def make_connector(config: ConnectorConfig, run_dir: Path, sender: int, receiver: int) -> Connector:
+    """The connector that `runtime.connectors` configures, for payloads of this process from one stage to another.
 
     Args:
         run_dir: The pipeline's run directory.
-        prefix: Of the names of files in it; unique to the sender and the receiver.
     """
     if config.name == "InlineConnector":
         return InlineConnector()
+    prefix = payload_prefix(os.getpid(), sender, receiver)
     return SharedMemoryConnector(run_dir, prefix, config.shm_threshold_bytes)
 
 

@@ -13,6 +13,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from vllm_omni.inputs import StageInput, StageRequest
@@ -114,7 +115,8 @@ class Started:
 
 
 OutboxItem = Stream | Result | Error | Started
-InboxItem = NewRequest | StreamChunk | AbortRequest | Stop
+RequestItem = NewRequest | StreamChunk | AbortRequest
+InboxItem = RequestItem | Stop
 
 
 class Outbox:
@@ -208,16 +210,19 @@ class StageEngine(ABC):
         recorder: Counts the steps.
         step_timer: Entered around every step.
         always_compiles: Any step may compile something, not only the first one.
+        lock: Held while it reads an item of the inbox, and during every step.
     """
 
     capacity: int
     always_compiles = False
+    lock: AbstractContextManager[None] = STEP_LOCK
 
     def __init__(self, outbox: Outbox) -> None:
         self.inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
         self.outbox = outbox
         self.recorder = StageRecorder(-1, "")  # replaced by the stage's
         self.step_timer = StepTimer()
+        self._is_stopping = False
 
     def abort(self, request_id: str) -> None:
         """Drops a request. Does nothing if it is complete or unknown. Called from any thread."""
@@ -235,13 +240,41 @@ class StageEngine(ABC):
     def start(self) -> None:
         """Loads what the stage needs; slow."""
 
-    @abstractmethod
     def run(self) -> None:
         """Works until `stop`.
 
         Raises:
             Exception: The engine is broken; the process must end.
         """
+        self._is_stopping = False
+        while self.wait_for_work():
+            with self.lock, self.step_timer:
+                self.step()
+
+    def wait_for_work(self) -> bool:
+        """Reads the inbox; sleeps while there is no work. False when the engine must stop."""
+        while not self._is_stopping and not (self.has_work() and self.inbox.empty()):
+            self._read(self.inbox.get())
+        return not self._is_stopping
+
+    def _read(self, item: InboxItem) -> None:
+        if isinstance(item, Stop):
+            self._is_stopping = True
+        else:
+            with self.lock:
+                self._take_in(item)
+
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Computes something for the requests that it holds. Raises as `run`."""
+
+    @abstractmethod
+    def _take_in(self, item: RequestItem) -> None:
+        """Starts, continues or drops a request."""
 
     def kv_blocks(self) -> tuple[int, int]:
         """KV cache blocks in use, and in total. Called from any thread."""

@@ -5,10 +5,10 @@ The loop is that of every stage: read the inbox, step, emit outputs. A request i
 jobs of all requests are batched. A separate thread encodes files.
 """
 
+import contextlib
 import inspect
 import queue
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,15 +34,13 @@ from vllm_omni.media import encode_outputs, to_pil
 from vllm_omni.outputs import StageOutput
 from vllm_omni.sampling_params import DiffusionRequest
 from vllm_omni.stage.engines.base import (
-    STEP_LOCK,
     AbortRequest,
     Error,
-    InboxItem,
     NewRequest,
     Outbox,
+    RequestItem,
     Result,
     StageEngine,
-    Stop,
     Stream,
 )
 
@@ -95,38 +93,27 @@ class DiffusionStageEngine(StageEngine):
         # Here, because grad mode belongs to the thread. Not inference mode: its tensors have no version counter, which
         # identifies arguments of networks, and weights created in it could not be changed for an adapter elsewhere.
         with torch.no_grad():
-            while self._take_inbox():
-                with STEP_LOCK, self.step_timer:
-                    self._step()
+            super().run()
 
     def close(self) -> None:
         self._encoding.shutdown()
 
     # Inbox.
 
-    def _take_inbox(self) -> bool:
-        """Reads the inbox; sleeps while there is no work. False when the engine must stop."""
-        for item in self._arrivals():
-            if isinstance(item, Stop):
-                return False
-            with STEP_LOCK:
-                self._take_in(item)
-        return True
-
-    def _arrivals(self) -> Iterator[InboxItem]:
-        """Items of the inbox. An idle stage waits for the first one, then up to `batch_wait_ms`."""
-        if not self._executor.has_work:
-            yield self.inbox.get()
+    def wait_for_work(self) -> bool:
+        """An idle stage waits up to `batch_wait_ms` after the first item: others may join it."""
+        while not self._is_stopping and not self.has_work():
+            self._read(self.inbox.get())
             until = time.monotonic() + self._config.batch_wait_ms / 1000
-            while self._executor.has_room and (seconds := until - time.monotonic()) > 0:
-                try:
-                    yield self.inbox.get(timeout=seconds)
-                except queue.Empty:
-                    break
-        while not self.inbox.empty():
-            yield self.inbox.get()
+            while not self._is_stopping and self._executor.has_room and (seconds := until - time.monotonic()) > 0:
+                with contextlib.suppress(queue.Empty):
+                    self._read(self.inbox.get(timeout=seconds))
+        return super().wait_for_work()
 
-    def _take_in(self, item: InboxItem) -> None:
+    def has_work(self) -> bool:
+        return self._executor.has_work
+
+    def _take_in(self, item: RequestItem) -> None:
         match item:
             case NewRequest():
                 try:
@@ -178,7 +165,7 @@ class DiffusionStageEngine(StageEngine):
 
     # Outputs.
 
-    def _step(self) -> None:
+    def step(self) -> None:
         started = time.perf_counter()
         ends, num_computed = self._executor.step()
         if num_computed:

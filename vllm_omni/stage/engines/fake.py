@@ -35,8 +35,7 @@ class FakeStageEngine(SerialEngine):
     """
 
     def __init__(self, outbox: Outbox, stage_id: int, name: str) -> None:
-        super().__init__(outbox)
-        self._stage_id = stage_id
+        super().__init__(outbox, stage_id)
         self._name = name
 
     def start(self) -> None:
@@ -122,7 +121,7 @@ class FakeStageEngine(SerialEngine):
         deadline = time.monotonic() + (seconds.get(self._name, 0.0) if isinstance(seconds, dict) else seconds)
         while self.is_live(request.request_id) and (left := deadline - time.monotonic()) > 0:
             try:
-                self._take_in(self.inbox.get(timeout=left))
+                self._read(self.inbox.get(timeout=left))
             except queue.Empty:
                 return
 

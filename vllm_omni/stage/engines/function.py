@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages that compute in calls of Python, in order of arrival: a plain function, or a function for a batch."""
 
+import contextlib
 import time
 from abc import abstractmethod
 from collections import deque
@@ -15,12 +16,11 @@ from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import (
     AbortRequest,
     Error,
-    InboxItem,
     NewRequest,
     Outbox,
+    RequestItem,
     Result,
     StageEngine,
-    Stop,
     Stream,
     StreamChunk,
 )
@@ -44,12 +44,13 @@ class SerialEngine(StageEngine):
     """Makes one call for each request, or for each window of its input."""
 
     capacity = 2  # one to compute, and the next one
+    lock = contextlib.nullcontext()  # It uses nothing of vLLM's.
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, stage_id: int) -> None:
         super().__init__(outbox)
+        self._stage_id = stage_id
         self._requests: dict[str, StageRequest] = {}
         self._work: deque[WorkItem] = deque()
-        self._is_stopping = False
 
     @abstractmethod
     def compute(self, request: StageRequest, sources: Sources) -> Pieces:
@@ -59,16 +60,8 @@ class SerialEngine(StageEngine):
             Exception: Fails only this request.
         """
 
-    def run(self) -> None:
-        while self.wait_for_work():
-            with self.step_timer:
-                self.step()
-
-    def wait_for_work(self) -> bool:
-        """Sleeps until there is work; false when the engine must stop."""
-        while not self._is_stopping and (not self._work or not self.inbox.empty()):
-            self._take_in(self.inbox.get())
-        return not self._is_stopping
+    def has_work(self) -> bool:
+        return bool(self._work)
 
     def step(self) -> None:
         """Computes one work item."""
@@ -84,13 +77,11 @@ class SerialEngine(StageEngine):
     def is_live(self, request_id: str) -> bool:
         """Reads the inbox; whether the request has not been aborted."""
         while not self.inbox.empty():
-            self._take_in(self.inbox.get())
+            self._read(self.inbox.get())
         return request_id in self._requests and not self._is_stopping
 
-    def _take_in(self, item: InboxItem) -> None:
+    def _take_in(self, item: RequestItem) -> None:
         match item:
-            case Stop():
-                self._is_stopping = True
             case AbortRequest():
                 self._forget(item.request_id)
             case NewRequest():
@@ -110,7 +101,7 @@ class SerialEngine(StageEngine):
                     return
                 self.outbox.put(Stream(request_id, piece))
                 self.step_timer.restart()
-            last = StageOutput(request_id=request_id, stage_id=-1)
+            last = StageOutput(request_id=request_id, stage_id=self._stage_id)
         if item.is_last:
             self._requests.pop(request_id, None)
             self.outbox.put(Result(request_id, last))
@@ -130,8 +121,7 @@ class FunctionStageEngine(SerialEngine):
     """Calls the function for each request."""
 
     def __init__(self, outbox: Outbox, stage_id: int, function_path: str) -> None:
-        super().__init__(outbox)
-        self._stage_id = stage_id
+        super().__init__(outbox, stage_id)
         self._function_path = function_path
         self._function: StageFunction
 
@@ -154,9 +144,8 @@ class BatchFunctionStageEngine(SerialEngine):
     """Calls the function for all waiting requests, up to `max_batch_size`."""
 
     def __init__(self, outbox: Outbox, stage_id: int, function_path: str, max_batch_size: int) -> None:
-        super().__init__(outbox)
+        super().__init__(outbox, stage_id)
         self.capacity = 2 * max_batch_size
-        self._stage_id = stage_id
         self._function_path = function_path
         self._max_batch_size = max_batch_size
         self._function: StageBatchFunction

@@ -18,15 +18,13 @@ from vllm_omni.engine.engine_args import choose_v1_model_runner, create_engine_a
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.stage.engines.base import (
-    STEP_LOCK,
     AbortRequest,
     Error,
-    InboxItem,
     NewRequest,
     Outbox,
+    RequestItem,
     Result,
     StageEngine,
-    Stop,
     StreamChunk,
 )
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest
@@ -67,16 +65,6 @@ class LLMStageEngine(StageEngine):
         self._engine = OmniLLMEngine.from_omni_config(self._vllm_config, not self._engine_args.disable_log_stats)
         self.capacity = self._engine.vllm_config.scheduler_config.max_num_seqs
 
-    def run(self) -> None:
-        """Works until `stop`.
-
-        Raises:
-            Exception: The engine is broken: its device is, or its state could not be recovered.
-        """
-        while self._take_inbox():
-            with STEP_LOCK, self.step_timer:
-                self._step()
-
     def close(self) -> None:
         # vLLM's shutdown takes seconds; without workers in other processes the end of this process suffices.
         if self._engine.vllm_config.parallel_config.world_size > 1:
@@ -87,17 +75,7 @@ class LLMStageEngine(StageEngine):
 
     # Inbox.
 
-    def _take_inbox(self) -> bool:
-        """Reads the inbox; sleeps while the engine has no work. False when it must stop."""
-        while not self.inbox.empty() or not self._engine.has_work():
-            item = self.inbox.get()
-            if isinstance(item, Stop):
-                return False
-            with STEP_LOCK:
-                self._take_in(item)
-        return True
-
-    def _take_in(self, item: InboxItem) -> None:
+    def _take_in(self, item: RequestItem) -> None:
         match item:
             case NewRequest():
                 self._add(item)
@@ -113,23 +91,22 @@ class LLMStageEngine(StageEngine):
             self.outbox.put(Error.from_exception(request_id, error, invalid=True))
             return
         request = self._requests[request_id] = self._request_class(self._engine, self._stage_id, item)
-        self._feed(request, lambda: request.start(item))
+        self._advance(request, lambda: request.start(item), ValueError, VLLMClientError)
 
     def _extend(self, chunk: StreamChunk) -> None:
         request = self._requests[chunk.request_id]
-        self._feed(request, lambda: request.extend(chunk))
-
-    def _feed(self, request: LLMRequest, add: Callable[[], Items]) -> None:
-        try:
-            items = add()
-        except Exception as error:
-            self._fail(request, error, invalid=isinstance(error, (ValueError, VLLMClientError)))
-        else:
-            self._emit(items)
+        self._advance(request, lambda: request.extend(chunk), ValueError, VLLMClientError)
 
     # Outputs.
 
-    def _step(self) -> None:
+    def has_work(self) -> bool:
+        return self._engine.has_work()
+
+    def step(self) -> None:
+        """
+        Raises:
+            Exception: The device is broken, or the engine's state could not be recovered.
+        """
         start = time.perf_counter()
         try:
             outputs = self._engine.step()
@@ -148,15 +125,16 @@ class LLMStageEngine(StageEngine):
                     self._take(request, output)
 
     def _take(self, request: LLMRequest, output: RequestOutput | PoolingRequestOutput) -> None:
-        try:
-            items = request.take(output)
-        except Exception as error:
-            # A later window of its input may be wrong. Any other error is a defect of this stage.
-            self._fail(request, error, invalid=isinstance(error, InvalidRequestError))
-        else:
-            self._emit(items)
+        # A later window of its input may be wrong. Any other error is a defect of this stage.
+        self._advance(request, lambda: request.take(output), InvalidRequestError)
 
-    def _emit(self, items: Items) -> None:
+    def _advance(self, request: LLMRequest, work: Callable[[], Items], *invalid: type[Exception]) -> None:
+        """Emits what `work` returns, or fails the request. `invalid`: errors that the request itself causes."""
+        try:
+            items = work()
+        except Exception as error:
+            self._fail(request, error, isinstance(error, invalid))
+            return
         for item in items:
             if isinstance(item, Result):
                 del self._requests[item.request_id]

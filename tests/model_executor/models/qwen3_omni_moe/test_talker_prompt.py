@@ -35,13 +35,13 @@ def test_prompt_and_text_rows_equal_hf(
     case = cases[kind]
     stage_input = case.talker_input(config)
     rows = ThinkerRows.pop_from(stage_input.additional_information)
-    text = builder(rows, oracle.model.talker.get_input_embeddings())
+    prompt, text = builder(rows, oracle.model.talker.get_input_embeddings())
     theirs = case.expected.talker_inputs
-    torch.testing.assert_close(text.prompt, theirs["inputs_embeds"][0])
-    trailing = torch.cat((text.trailing, builder.tts_eos[None]))
+    torch.testing.assert_close(prompt, theirs["inputs_embeds"][0])
+    trailing = torch.cat((text, builder.tts_eos[None]))
     torch.testing.assert_close(trailing, theirs["trailing_text_hidden"][0])
     torch.testing.assert_close(builder.tts_pad, theirs["tts_pad_embed"][0, 0])
-    assert text.prompt.shape[0] == len(stage_input.prompt_token_ids)
+    assert prompt.shape[0] == len(stage_input.prompt_token_ids)
     assert trailing.shape[0] == len(case.expected.thinker_token_ids) - 1
 
 
@@ -54,9 +54,9 @@ def test_media_rows_take_the_other_projection(builder: TalkerPromptBuilder, conf
         )
         for is_media in (torch.zeros(5, dtype=torch.bool), torch.tensor([False, True, True, False, False]))
     ]
-    equal = torch.isclose(made[0].prompt[:5], made[1].prompt[:5], atol=1e-4).all(-1).tolist()
+    equal = torch.isclose(made[0][0][:5], made[1][0][:5], atol=1e-4).all(-1).tolist()
     assert equal == [True, False, False, True, True]
-    assert made[0].prompt.shape[0] == 5 + NUM_TAIL_ROWS
+    assert made[0][0].shape[0] == 5 + NUM_TAIL_ROWS
 
 
 def test_an_error_names_missing_thinker_rows() -> None:

@@ -17,7 +17,6 @@ from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import DEFAULT_SPEAKER, load_speakers
 from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import (
     REPLY_ROWS,
-    TALKER_INPUT,
     QwenOmniThinkerToTalker,
     RopeIndex,
     find_speaker,
@@ -60,44 +59,18 @@ class ThinkerToTalker(QwenOmniThinkerToTalker):
         self._voices = speaker_names(hf_config)
         self._rope_index = make_rope_index(hf_config.thinker_config)
 
-    def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
-        """
-        Returns:
-            None for a reply of one token, which holds no text to speak, and for the end of a reply whose rows have all
-            been sent.
-
-        Raises:
-            InvalidRequestError: The speaker is unknown.
-        """
-        (window,) = sources.values()
-        rows = window.tensors.get(TALKER_INPUT)
-        if window.start == 0:
-            speaker = find_speaker(request, self.voices)
-            if rows is None:
-                raise ValueError(f"the thinker emits no {TALKER_INPUT!r}; its engine_output_type must be 'latent'")
-            if rows.shape[0] <= len(request.prompt_token_ids):
-                return None
-            made = self._make_prompt(request, rows, speaker)
-        elif rows is None:
-            return None
-        else:
-            made = StageInput(additional_information={REPLY_ROWS: rows})
-        if not window.is_last:
-            # n tokens of the reply have n - 1 rows, the first of which is in the prompt.
-            num_generated = window.start + len(window.completions[0].token_ids) - window.context
-            made.num_ready_tokens = len(request.prompt_token_ids) + NUM_TAIL_ROWS + num_generated - 2
-        return made
-
     @property
     def voices(self) -> tuple[str, ...]:
         return self._voices
 
-    def _make_prompt(self, request: StageRequest, rows: torch.Tensor, speaker: str) -> StageInput:
-        """
-        Args:
-            rows: The thinker's, from its prompt's first one on.
-        """
+    def num_ready_tokens(self, request: StageRequest, num_generated: int) -> int:
+        return len(request.prompt_token_ids) + NUM_TAIL_ROWS + num_generated - 2  # The first row is in the prompt.
+
+    def make_prompt(self, request: StageRequest, rows: torch.Tensor) -> StageInput | None:
         config, num_prompt_rows = self.talker_config, len(request.prompt_token_ids)
+        speaker = find_speaker(request, self.voices)
+        if rows.shape[0] <= num_prompt_rows:
+            return None
         return StageInput(
             # What the reference counts in its repetition penalty.
             prompt_token_ids=[config.tts_codec_mask_token_id] * num_prompt_rows

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.qwen2 import Qwen2Model
 from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
@@ -43,13 +42,8 @@ class OmniQwen2_5OmniTalker(QwenOmniTalker):
         # The thinker's width, not that of the layers.
         self.model.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.embedding_size)
         self.thinker_to_talker_proj = nn.Linear(config.embedding_size, config.hidden_size).requires_grad_(False)
-        self.codec_head = ParallelLMHead(
-            config.vocab_size,
-            config.hidden_size,
-            quant_config=vllm_config.quant_config,
-            prefix=maybe_prefix(prefix, "codec_head"),
-        )
-        self.logits_processor = LogitsProcessor(config.vocab_size)
+        suppressed = torch.arange(config.vocab_size) == config.tts_codec_start_token_id
+        self.add_codec_head(vllm_config, config, prefix, suppressed)
         self.text_token_ids = [
             config.tts_text_end_token_id,
             config.tts_text_pad_token_id,
@@ -63,12 +57,6 @@ class OmniQwen2_5OmniTalker(QwenOmniTalker):
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Projected codec tokens, without the text that goes with them."""
         return self.thinker_to_talker_proj(self.model.embed_input_ids(input_ids))
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        logits = self.logits_processor(self.codec_head, hidden_states)
-        if logits is not None:
-            logits[:, self.config.tts_codec_start_token_id] = float("-inf")
-        return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded, text_embeds = self.load_with_thinker_embeds(weights, self.text_token_ids)

@@ -15,7 +15,6 @@ import torch
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniToken2WavConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
 from vllm.config import VllmConfig
-from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.platforms import current_platform
 
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
@@ -124,6 +123,6 @@ class OmniQwen2_5OmniToken2Wav(QwenOmniVocoder):
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loaded = AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+        loaded = super().load_weights(weights)
         _ = self.solver, self.planner  # Computed once for a checkpoint.
         return loaded

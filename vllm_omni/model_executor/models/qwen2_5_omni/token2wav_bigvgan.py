@@ -235,7 +235,9 @@ class BigVGAN:
 
     def decode(self, mels: list[torch.Tensor]) -> list[torch.Tensor]:
         """`[frames, mel_dim]`, one frame or more, of each spectrogram -> float32 `[samples]` of each, in [-1, 1]."""
-        timeline = self._make_timeline([mel.shape[0] for mel in mels])
+        lengths = tuple(mel.shape[0] for mel in mels)
+        num_frames = sum(lengths) + self.gap * (len(lengths) + 1)
+        timeline = Timeline(lengths, self.gap, self.gap + -num_frames % LENGTH_STEP, self.device)
         x = mels[0].new_zeros(self._bigvgan.config.mel_dim, timeline.num_samples)
         for mel, start, stop in zip(mels, timeline.starts, timeline.stops, strict=True):
             x[:, start:stop] = self._bigvgan.process_mel_spectrogram(mel.t())
@@ -246,10 +248,6 @@ class BigVGAN:
             x = _mean([block(x, timeline) for block in blocks])
         wave = self.last(x, timeline)[0].clamp_(-1, 1)
         return [wave[start:stop] for start, stop in zip(timeline.starts, timeline.stops, strict=True)]
-
-    def _make_timeline(self, lengths: list[int]) -> Timeline:
-        num_frames = sum(lengths) + self.gap * (len(lengths) + 1)
-        return Timeline(tuple(lengths), self.gap, self.gap + -num_frames % LENGTH_STEP, self.device)
 
 
 def _mean(parts: list[torch.Tensor]) -> torch.Tensor:

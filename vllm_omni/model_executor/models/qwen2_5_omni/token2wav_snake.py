@@ -65,6 +65,7 @@ def _activate_row(row: Any, out: Any, frequency: Any, gain: Any, filters: Any, s
     length = row.shape[0]
     near, even, odd = scratch[0], scratch[1], scratch[2]
     u0, u1, u2, u3, u4, u5 = filters[0, 0], filters[0, 1], filters[0, 2], filters[0, 3], filters[0, 4], filters[0, 5]
+    d0, d1, d2, d3, d4, d5 = filters[1, 0], filters[1, 1], filters[1, 2], filters[1, 3], filters[1, 4], filters[1, 5]
     for start in range(0, length, TILE):
         size = min(TILE, length - start)
         for i in range(size + 4 * REACH):  # Beyond its ends a signal has its last value.
@@ -87,14 +88,6 @@ def _activate_row(row: Any, out: Any, frequency: Any, gain: Any, filters: Any, s
                 even[i] = odd[i] = even[REACH]
         for i in range(length - start + REACH, size + 2 * REACH):
             even[i] = odd[i] = odd[length - start + REACH - 1]
-        d0, d1, d2, d3, d4, d5 = (
-            filters[1, 0],
-            filters[1, 1],
-            filters[1, 2],
-            filters[1, 3],
-            filters[1, 4],
-            filters[1, 5],
-        )
         tile = out[start : start + size]
         for i in range(tile.shape[0]):
             low = d0 * even[i + 1] + d1 * even[i + 2] + d2 * even[i + 3] + d3 * even[i + 4] + d4 * even[i + 5]

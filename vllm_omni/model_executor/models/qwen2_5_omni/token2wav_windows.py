@@ -85,21 +85,19 @@ class Window:
         return torch.cat([self.state.mel, mel[: self.num_final_frames + CONTEXT_FRAMES]])
 
 
+@dataclass(frozen=True, slots=True)
 class WindowPlanner:
-    """Makes windows of a request's input, and the state after a window of what was computed for it."""
+    """Makes windows of a request's input, and the state after a window of what was computed for it.
 
-    def __init__(
-        self, repeats: int, mel_dim: int, block_size: int, samples_per_frame: int, device: torch.device
-    ) -> None:
-        """
-        Args:
-            device: The vocoder's.
-        """
-        self.repeats = repeats
-        self.mel_dim = mel_dim
-        self.block_size = block_size
-        self.samples_per_frame = samples_per_frame
-        self.device = device
+    Attributes:
+        device: The vocoder's.
+    """
+
+    repeats: int
+    mel_dim: int
+    block_size: int
+    samples_per_frame: int
+    device: torch.device
 
     def start(self, information: dict[str, Any], state: VocoderState | None) -> Window:
         """

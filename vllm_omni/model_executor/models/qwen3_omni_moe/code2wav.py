@@ -9,7 +9,7 @@ runs as several pieces, which bounds the memory.
 This file knows no talker and no engine.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -17,7 +17,6 @@ import torch
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 from vllm.config import VllmConfig
-from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.platforms import current_platform
 
 from vllm_omni.model_executor.models.qwen3_omni_moe.vocoder_layers import StatefulCode2Wav
@@ -142,7 +141,8 @@ class OmniQwen3OmniMoeCode2Wav(QwenOmniVocoder):
         for window, information in zip(windows, runtime_additional_information, strict=True):
             if not window.is_last:
                 information["state"].update(state=window.state, num_frames=window.num_before)
-        return [{"audio": self._join(window.waves)} for window in windows]
+        nothing = torch.empty(0, device=self.code2wav.code_offset.device)
+        return [{"audio": torch.cat(window.waves) if window.waves else nothing} for window in windows]
 
     def _start(self, information: dict[str, Any]) -> Window:
         state = information["state"]
@@ -173,10 +173,3 @@ class OmniQwen3OmniMoeCode2Wav(QwenOmniVocoder):
         """`[B, state_size]`"""
         initial = self.code2wav.new_state()
         return torch.stack([initial if window.state is None else window.state for window in windows])
-
-    def _join(self, waves: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(waves) if waves else torch.empty(0, device=self.code2wav.code_offset.device)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loader = AutoWeightsLoader(self)
-        return loader.load_weights(weights, mapper=self.hf_to_vllm_mapper)

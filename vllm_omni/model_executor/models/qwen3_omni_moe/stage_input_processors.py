@@ -20,8 +20,6 @@ from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import NUM_HEADER_ROWS, NUM_TAIL_ROWS, ThinkerRows
 from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import (
-    REPLY_ROWS,
-    TALKER_INPUT,
     QwenOmniThinkerToTalker,
     RopeIndex,
     find_speaker,
@@ -85,33 +83,11 @@ class ThinkerToTalker(QwenOmniThinkerToTalker):
         super().validate(request)
         self._find_reply_start(request, torch.tensor(request.prompt_token_ids))
 
-    def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
-        """
-        Returns:
-            None for a reply of one token: it holds no text to speak.
-
-        Raises:
-            InvalidRequestError: The speaker is unknown, or the prompt does not end in an assistant's turn.
-        """
-        (window,) = sources.values()
+    def num_ready_tokens(self, request: StageRequest, num_generated: int) -> int:
         prompt_ids = torch.tensor(request.prompt_token_ids)
-        reply_start = self._find_reply_start(request, prompt_ids)
-        user = find_user_positions(prompt_ids, self.hf_config.im_start_token_id, self.hf_config.user_token_id)
-        if window.start and TALKER_INPUT not in window.tensors:
-            return None  # The end of a reply whose rows have all been sent.
-        rows = window.tensors[TALKER_INPUT]
-        if window.start:
-            made = StageInput(additional_information={REPLY_ROWS: rows})
-        elif rows.shape[0] - reply_start <= NUM_HEADER_ROWS:
-            return None
-        else:
-            made = self._make_prompt(request, prompt_ids, user, rows, reply_start)
-        if not window.is_last:
-            num_generated = window.start + len(window.completions[0].token_ids)
-            num_reply_rows = len(prompt_ids) - reply_start + num_generated - 1
-            num_text_rows = num_reply_rows - NUM_HEADER_ROWS - 1
-            made.num_ready_tokens = user.shape[0] + NUM_TAIL_ROWS + num_text_rows
-        return made
+        num_reply_rows = len(prompt_ids) - self._find_reply_start(request, prompt_ids) + num_generated - 1
+        num_text_rows = num_reply_rows - NUM_HEADER_ROWS - 1
+        return self._find_user(prompt_ids).shape[0] + NUM_TAIL_ROWS + num_text_rows
 
     @property
     def voices(self) -> tuple[str, ...]:
@@ -131,14 +107,15 @@ class ThinkerToTalker(QwenOmniThinkerToTalker):
             )
         return start
 
-    def _make_prompt(
-        self, request: StageRequest, prompt_ids: torch.Tensor, user: torch.Tensor, rows: torch.Tensor, reply_start: int
-    ) -> StageInput:
-        """
-        Args:
-            user: `[users]`, positions of the user's turns.
-            rows: The thinker's, from its prompt's first one on.
-        """
+    def _find_user(self, prompt_ids: torch.Tensor) -> torch.Tensor:
+        """`[users]`, positions of the user's turns."""
+        return find_user_positions(prompt_ids, self.hf_config.im_start_token_id, self.hf_config.user_token_id)
+
+    def make_prompt(self, request: StageRequest, rows: torch.Tensor) -> StageInput | None:
+        prompt_ids = torch.tensor(request.prompt_token_ids)
+        reply_start, user = self._find_reply_start(request, prompt_ids), self._find_user(prompt_ids)
+        if rows.shape[0] - reply_start <= NUM_HEADER_ROWS:
+            return None
         user_ids = prompt_ids[user]
         thinker_rows = ThinkerRows(
             user_rows=rows[user],

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
 from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 from vllm.platforms import current_platform
@@ -58,13 +56,9 @@ class OmniQwen3OmniMoeTalker(QwenOmniTalker):
             vllm_config=vllm_config.with_hf_config(text_config, architectures=["Qwen3MoeForCausalLM"]),
             prefix=maybe_prefix(prefix, "model"),
         )
-        self.codec_head = ParallelLMHead(
-            text_config.vocab_size,
-            text_config.hidden_size,
-            quant_config=vllm_config.quant_config,
-            prefix=maybe_prefix(prefix, "codec_head"),
-        )
-        self.logits_processor = LogitsProcessor(text_config.vocab_size)
+        suppressed = torch.arange(text_config.vocab_size) >= text_config.vocab_size - NUM_SUPPRESSED
+        suppressed[config.codec_eos_token_id] = False
+        self.add_codec_head(vllm_config, text_config, prefix, suppressed)
         self.prompt_builder = TalkerPromptBuilder(config)
         model_config = vllm_config.model_config
         self.max_model_len = model_config.max_model_len
@@ -73,10 +67,6 @@ class OmniQwen3OmniMoeTalker(QwenOmniTalker):
             max_batch_size=vllm_config.scheduler_config.max_num_seqs,
             use_graphs=current_platform.is_cuda() and not model_config.enforce_eager,
         )
-        suppressed = torch.arange(text_config.vocab_size) >= text_config.vocab_size - NUM_SUPPRESSED
-        suppressed[config.codec_eos_token_id] = False
-        self.suppressed: torch.Tensor
-        self.register_buffer("suppressed", suppressed, persistent=False)
 
     def make_feedback_strategy(self, max_batch_size: int) -> "TalkerFeedback":
         return TalkerFeedback(
@@ -86,10 +76,6 @@ class OmniQwen3OmniMoeTalker(QwenOmniTalker):
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Codec embeddings of first codes; the rest of a row's input is added when the code is fed back."""
         return self.model.embed_input_ids(input_ids)
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        logits = self.logits_processor(self.codec_head, hidden_states)
-        return None if logits is None else logits.masked_fill_(self.suppressed, float("-inf"))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         whole = self.config.omni_parent_config
@@ -176,8 +162,8 @@ class TalkerFeedback(QwenOmniTalkerFeedback):
 
     def begin(self, slot: int, information: dict[str, Any], params: SamplingParams, is_input_complete: bool) -> None:
         """`information` holds the fields of `ThinkerRows`."""
-        text = self._prompt_builder(ThinkerRows.pop_from(information), self._codec_embedding)
-        self._set_input(slot, text.prompt, text.trailing, is_input_complete)
+        prompt, text = self._prompt_builder(ThinkerRows.pop_from(information), self._codec_embedding)
+        self._set_input(slot, prompt, text, is_input_complete)
         self._frames.reserve(slot, min(params.max_tokens or self._max_model_len, self._max_model_len))
         self._last_hidden = with_room_for(self._last_hidden, slot)
         self._sampler.begin(slot, params)

@@ -46,19 +46,6 @@ class ThinkerRows:
         return cls(**{field.name: information.pop(field.name) for field in fields(cls)})
 
 
-@dataclass(frozen=True, slots=True)
-class TalkerText:
-    """
-    Attributes:
-        prompt: `[users + NUM_TAIL_ROWS, hidden]`, the input embeddings of the prompt.
-        trailing: `[frames, hidden]`, the text rows received so far, each for the input of one frame. When the reply is
-            complete, the end of the text follows, and then padding.
-    """
-
-    prompt: torch.Tensor
-    trailing: torch.Tensor
-
-
 class TalkerPromptBuilder(nn.Module):
     """Projects the thinker's rows into the talker's space and builds its prompt."""
 
@@ -91,13 +78,19 @@ class TalkerPromptBuilder(nn.Module):
         with torch.no_grad():
             self.control.copy_(self.text_projection(embeds.to(weight)))
 
-    def forward(self, rows: ThinkerRows, codec_embedding: nn.Module) -> TalkerText:
+    def forward(self, rows: ThinkerRows, codec_embedding: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Returns:
+            `[users + NUM_TAIL_ROWS, hidden]`, the input embeddings of the prompt; and `[frames, hidden]`, the text rows
+            received so far, each for the input of one frame. When the reply is complete, the end of the text follows,
+            and then padding.
+        """
         bos, pad = self.control[:1], self.control[2:]
         reply = self.project_reply(rows.reply_rows)
         header, first = reply[:NUM_HEADER_ROWS], reply[NUM_HEADER_ROWS : NUM_HEADER_ROWS + 1]
         tail = torch.cat((header, pad.expand(4, -1), bos, first))
         tail[NUM_HEADER_ROWS:] += codec_embedding(self._control_codes(rows.speaker_id))
-        return TalkerText(prompt=torch.cat((self._project_user(rows), tail)), trailing=reply[NUM_HEADER_ROWS + 1 :])
+        return torch.cat((self._project_user(rows), tail)), reply[NUM_HEADER_ROWS + 1 :]
 
     def project_reply(self, reply_rows: torch.Tensor) -> torch.Tensor:
         """`[n, thinker_hidden]` on any device -> `[n, hidden]`."""

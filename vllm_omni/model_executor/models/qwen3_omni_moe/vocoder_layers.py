@@ -46,18 +46,25 @@ class SnakeBeta(nn.Module):
         return whole
 
 
-class CausalConv(nn.Module):
-    """A causal convolution of stride 1; its state is its last `(kernel - 1) * dilation` inputs."""
+class StatefulConv(nn.Module):
+    """A convolution whose state is its last `num_kept` inputs."""
 
-    def __init__(self, layer: Qwen3OmniMoeCausalConvNet) -> None:
+    def __init__(self, conv: Any, num_kept: int) -> None:
         super().__init__()
-        self.conv = layer.conv
-        self.num_kept = layer.padding
-        self.state_size = self.conv.in_channels * self.num_kept
+        self.conv = conv
+        self.num_kept = num_kept
+        self.state_size = conv.in_channels * num_kept
 
     def take(self, states: LayerStates) -> torch.Tensor:
         """`[B, C, num_kept]`, what comes before the inputs."""
         return states.take(self.conv.in_channels, self.num_kept)
+
+
+class CausalConv(StatefulConv):
+    """A causal convolution of stride 1; its state is its last `(kernel - 1) * dilation` inputs."""
+
+    def __init__(self, layer: Qwen3OmniMoeCausalConvNet) -> None:
+        super().__init__(layer.conv, layer.padding)
 
     def forward(self, whole: torch.Tensor, states: LayerStates) -> torch.Tensor:
         """`[B, C, num_kept + L]` -> `[B, C', L]`"""
@@ -65,7 +72,7 @@ class CausalConv(nn.Module):
         return self.conv(whole)
 
 
-class TransposedConv(nn.Module):
+class TransposedConv(StatefulConv):
     """A transposed convolution whose kernel is its stride, or twice that: then its state is one input.
 
     With kernel `2 * rate` each position gives `rate` samples, computed from it and the position before; the reference
@@ -74,16 +81,9 @@ class TransposedConv(nn.Module):
     """
 
     def __init__(self, layer: Qwen3OmniMoeCausalTransConvNet) -> None:
-        super().__init__()
-        self.conv = layer.conv
-        self.rate = self.conv.stride[0]
-        self.num_kept = self.conv.kernel_size[0] // self.rate - 1
+        self.rate = layer.conv.stride[0]
+        super().__init__(layer.conv, layer.conv.kernel_size[0] // self.rate - 1)
         assert self.conv.kernel_size[0] == self.rate * (self.num_kept + 1) and self.num_kept <= 1
-        self.state_size = self.conv.in_channels * self.num_kept
-
-    def take(self, states: LayerStates) -> torch.Tensor:
-        """`[B, C, num_kept]`, what comes before the inputs."""
-        return states.take(self.conv.in_channels, self.num_kept)
 
     def forward(self, whole: torch.Tensor, states: LayerStates) -> torch.Tensor:
         """`[B, C, num_kept + L]` -> `[B, C', at most rate * L]`"""
@@ -178,7 +178,7 @@ class StatefulCode2Wav(nn.Module):
             [CausalConv(first), *(DecoderBlock(block) for block in blocks), SnakeBeta(activation), CausalConv(last)]
         )
         self._state_size = self._keys_size() + sum(
-            layer.state_size for layer in self.modules() if isinstance(layer, (CausalConv, TransposedConv))
+            layer.state_size for layer in self.modules() if isinstance(layer, StatefulConv)
         )
 
     def new_state(self) -> torch.Tensor:

@@ -4,6 +4,7 @@
 This file imports no model of vLLM: stage input processors run outside the engines.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,8 +13,9 @@ import torch
 
 from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.errors import InvalidRequestError
-from vllm_omni.inputs import StageRequest
+from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
+from vllm_omni.outputs import StageOutput
 
 TALKER_INPUT = "talker_input"
 """The thinker's output: `[rows, thinker_hidden]`, a row for each token of the prompt and the reply but the last."""
@@ -35,6 +37,46 @@ class QwenOmniThinkerToTalker(StageInputProcessor):
 
     def validate(self, request: StageRequest) -> None:
         find_speaker(request, self.voices)
+
+    def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
+        """
+        Returns:
+            None for a reply of one token, which holds no text to speak, and for the end of a reply whose rows have all
+            been sent.
+
+        Raises:
+            InvalidRequestError: As `validate`.
+        """
+        (window,) = sources.values()
+        rows = window.tensors.get(TALKER_INPUT)
+        if window.start:
+            made = None if rows is None else StageInput(additional_information={REPLY_ROWS: rows})
+        elif rows is None:
+            raise ValueError(f"the thinker emits no {TALKER_INPUT!r}; its engine_output_type must be 'latent'")
+        else:
+            made = self.make_prompt(request, rows)
+        if made is not None and not window.is_last:
+            num_generated = window.start + len(window.completions[0].token_ids) - window.context
+            made.num_ready_tokens = self.num_ready_tokens(request, num_generated)
+        return made
+
+    @abstractmethod
+    def make_prompt(self, request: StageRequest, rows: torch.Tensor) -> StageInput | None:
+        """
+        Args:
+            rows: The thinker's, from its prompt's first one on.
+
+        Returns:
+            None for a reply of one token.
+        """
+
+    @abstractmethod
+    def num_ready_tokens(self, request: StageRequest, num_generated: int) -> int:
+        """As in `StageInput`: the talker's prompt, and the rows of the reply that follow it.
+
+        Args:
+            num_generated: Tokens of the reply so far, which have one row less.
+        """
 
 
 def find_speaker(request: StageRequest, voices: Sequence[str]) -> str:

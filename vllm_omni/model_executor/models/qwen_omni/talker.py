@@ -7,8 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.interfaces import SupportsMRoPE
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sequence import IntermediateTensors
 
@@ -27,6 +30,26 @@ class QwenOmniTalker(nn.Module, SupportsMRoPE):
 
     hf_to_vllm_mapper: ClassVar[WeightsMapper]
     model: Any
+
+    def add_codec_head(self, vllm_config: VllmConfig, config: Any, prefix: str, suppressed: torch.Tensor) -> None:
+        """
+        Args:
+            config: Has the head's `vocab_size` and `hidden_size`.
+            suppressed: `[vocab_size]` bool, ids that are never sampled.
+        """
+        self.codec_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "codec_head"),
+        )
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.suppressed: torch.Tensor
+        self.register_buffer("suppressed", suppressed, persistent=False)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        logits = self.logits_processor(self.codec_head, hidden_states)
+        return None if logits is None else logits.masked_fill_(self.suppressed, float("-inf"))
 
     def forward(
         self,
@@ -52,37 +75,24 @@ class QwenOmniTalker(nn.Module, SupportsMRoPE):
         self, weights: Iterable[tuple[str, torch.Tensor]], token_ids: list[int]
     ) -> tuple[set[str], torch.Tensor]:
         """The names of the parameters that were loaded, and `[len(token_ids), thinker_hidden]`, the thinker's
-        embeddings of these tokens."""
-        thinker_embeds = ThinkerEmbeds(token_ids)
-        loaded = AutoWeightsLoader(self).load_weights(thinker_embeds.take_from(weights), mapper=self.hf_to_vllm_mapper)
-        return loaded, thinker_embeds.rows
-
-
-class ThinkerEmbeds:
-    """Reads rows of the thinker's embedding, which are in the same checkpoint, while a talker's weights are loaded."""
-
-    def __init__(self, token_ids: list[int]) -> None:
-        self._token_ids = token_ids
-        self._rows: torch.Tensor | None = None
-
-    def take_from(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields all other weights."""
-        for name, tensor in weights:
-            if name == THINKER_EMBEDDING:
-                self._rows = tensor[self._token_ids].clone()
-            else:
-                yield name, tensor
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """`[len(token_ids), thinker_hidden]`, after all weights have been read.
+        embeddings of these tokens, which are in the same checkpoint.
 
         Raises:
             ValueError: The checkpoint has no thinker embedding.
         """
-        if self._rows is None:
+        embeds: list[torch.Tensor] = []
+
+        def take_embeds() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                if name == THINKER_EMBEDDING:
+                    embeds.append(tensor[token_ids].clone())
+                else:
+                    yield name, tensor
+
+        loaded = AutoWeightsLoader(self).load_weights(take_embeds(), mapper=self.hf_to_vllm_mapper)
+        if not embeds:
             raise ValueError(f"the checkpoint has no {THINKER_EMBEDDING!r}, which the talker's prompt needs")
-        return self._rows
+        return loaded, embeds[0]
 
 
 class QwenOmniTalkerFeedback(FeedbackStrategy):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base of both vocoders: vLLM's model interface for a one-step model."""
 
+from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 import torch
 from torch import nn
-from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
 
 class QwenOmniVocoder(nn.Module):
@@ -30,3 +31,6 @@ class QwenOmniVocoder(nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Required by vLLM of every model that generates, never called: nothing is sampled."""
         raise NotImplementedError("the vocoder samples no tokens")
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from vllm.utils.math_utils import round_up
 
 _MAX_BYTES = 256 << 20
 _FILE_SYSTEM_SHARE = 32
@@ -181,8 +182,7 @@ class SegmentPool:
 
 def _capacity(size: int) -> int:
     """`size` rounded up by at most a quarter, so that payloads of similar size fit the same segments."""
-    step = 1 << max(16, size.bit_length() - 3)
-    return -size % step + size
+    return round_up(size, 1 << max(16, size.bit_length() - 3))
 
 
 def _remove(fd: int, path: str) -> None:

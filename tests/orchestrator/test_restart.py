@@ -21,6 +21,7 @@ from tests.orchestrator.pipelines import (
 )
 from tests.orchestrator.test_failure import is_ready, kill, processes, wait_until
 from vllm_omni.distributed.messages import ReadyMessage, send
+from vllm_omni.distributed.run_dir import orchestrator_address
 from vllm_omni.errors import StageDeadError
 from vllm_omni.orchestrator.fork_server import ForkServer, StageProcess
 from vllm_omni.stage.spec import StageSpec
@@ -130,7 +131,7 @@ def test_a_late_message_of_a_dead_process_is_not_attributed_to_its_successor() -
         gate.shut("b")
         kill_and_wait(caller, "b")
         sock = zmq.Context.instance().socket(zmq.PUSH)
-        sock.connect(caller.orchestrator._run_dir.orchestrator_address)
+        sock.connect(orchestrator_address(caller.orchestrator._run_dir.path))
         send(sock, ReadyMessage(stage_id=1, epoch=0, address="ipc://nowhere"), sender=1)
         caller.submit("p", fake_bytes=300_000)
         wait_until_a(caller, num_enqueued=1)

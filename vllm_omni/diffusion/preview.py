@@ -55,7 +55,9 @@ def make_preview(
     grid = _denormalized(pipe, vae, _unpacked(pipe, latents, height, width))
     _check_form(pipe, vae, grid)
     if grid.dim() == 5:
-        grid = _middle_window(grid)
+        # The middle frame and the one before it: such VAEs decode a frame from its difference to the one before.
+        middle = grid.shape[2] // 2
+        grid = grid[:, :, max(middle - 1, 0) : middle + 1]
     grid = _shrunk(grid, longer_side / max(height, width))
     image = vae.decode(grid.to(get_module_execution_device(vae), vae.dtype), return_dict=False)[0]
     if image.dim() == 5:
@@ -185,12 +187,6 @@ def _check_form(pipe: Any, vae: Any, grid: torch.Tensor) -> None:
     dims = next(weight.dim() for weight in vae.decoder.parameters() if weight.dim() > 3)  # of the first convolution
     if grid.dim() != dims or grid.shape[1] != channels:
         raise _unknown_form(pipe, grid)
-
-
-def _middle_window(grid: torch.Tensor) -> torch.Tensor:
-    """A video's middle frame and the one before it: such VAEs decode a frame from its difference to the one before."""
-    middle = grid.shape[2] // 2
-    return grid[:, :, max(middle - 1, 0) : middle + 1]
 
 
 def _shrunk(grid: torch.Tensor, factor: float) -> torch.Tensor:

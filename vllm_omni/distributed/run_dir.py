@@ -36,10 +36,6 @@ class RunDir:
         remove_leftovers(parent)
         self.path, self._lock = _create(parent)
 
-    @property
-    def orchestrator_address(self) -> str:
-        return orchestrator_address(self.path)
-
     def remove_payloads(self, stage_id: int) -> None:
         """Removes payloads that are never read: those sent to a stage's dead processes, and by them.
 

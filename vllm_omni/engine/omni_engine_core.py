@@ -2,7 +2,7 @@
 """The engine core of a stage: vLLM's, which passes additional information to the scheduler and can be recovered."""
 
 import weakref
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -12,8 +12,6 @@ from vllm.v1.request import Request
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest
 from vllm_omni.payloads import OmniEngineCoreRequest
-
-SchedulerT = TypeVar("SchedulerT", bound=OmniSchedulerMixin)
 
 
 class OmniEngineCore(EngineCore):
@@ -48,10 +46,10 @@ class OmniEngineCore(EngineCore):
             OmniRequest.adopt(scheduled, request)
         return scheduled, wave
 
-    def scheduler_as(self, kind: type[SchedulerT]) -> SchedulerT:
-        scheduler = self.scheduler
-        assert isinstance(scheduler, kind), f"{type(scheduler).__name__} is no {kind.__name__}"
-        return scheduler
+    @property
+    def omni_scheduler(self) -> OmniSchedulerMixin:
+        assert isinstance(self.scheduler, OmniSchedulerMixin)
+        return self.scheduler
 
     def restart_requests(self) -> None:
         """Computes every request again after an exception inside a step, whatever state it left.
@@ -62,6 +60,4 @@ class OmniEngineCore(EngineCore):
         known_to_workers: list[list[str]] = self.collective_rpc("discard_step")
         self.scheduler.reset_encoder_cache()
         self.model_executor.reset_encoder_cache()
-        self.scheduler_as(OmniSchedulerMixin).restart_requests(
-            {req_id for req_ids in known_to_workers for req_id in req_ids}
-        )
+        self.omni_scheduler.restart_requests({req_id for req_ids in known_to_workers for req_id in req_ids})

@@ -22,7 +22,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
-from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest, RequestWindow
 from vllm_omni.engine.engine_args import OmniEngineSettings
 from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
@@ -57,7 +56,7 @@ class OmniLLMEngine(LLMEngine):
         )
         assert isinstance(self.engine_core, InprocClient)
         self._core = OmniEngineCore.adopt(self.engine_core)
-        self._scheduler = self._core.scheduler_as(OmniSchedulerMixin)
+        self._scheduler = self._core.omni_scheduler
         self._emits_rows = settings.emits_rows
 
     @classmethod
@@ -143,8 +142,9 @@ class OmniLLMEngine(LLMEngine):
             payload = AdditionalInformationPayload.from_dict(information) if information else None
         except TypeError as error:
             raise InvalidRequestError(str(error), request_id) from error
+        assert isinstance(self._scheduler, OmniARScheduler)
         for req_id in self._internal_ids(request_id):
-            self._core.scheduler_as(OmniARScheduler).add_input(req_id, payload, num_ready_tokens, is_last)
+            self._scheduler.add_input(req_id, payload, num_ready_tokens, is_last)
 
     def discard_rows(self, request_id: str, first: int) -> None:
         """Keeps the rows of a request, just after it was added, in the engine: it emits tokens only.

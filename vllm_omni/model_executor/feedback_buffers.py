@@ -32,11 +32,6 @@ class SlotBuffer:
         """
         self._rows = torch.zeros(num_slots, _FIRST_CAPACITY, *row_shape, dtype=dtype, device=device)
 
-    @property
-    def num_slots(self) -> int:
-        """Slots with memory."""
-        return self._rows.shape[0]
-
     def reserve(self, slot: int, capacity: int) -> None:
         """Allocates memory for a slot, and for `capacity` rows in every slot."""
         self._rows = with_room_for(self._rows, slot)

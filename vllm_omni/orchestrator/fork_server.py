@@ -302,7 +302,9 @@ class _Server:
 def _load(modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
-    _freeze()
+    # Keeps the garbage collector from writing to, and so copying, the pages that children share.
+    gc.collect()
+    gc.freeze()
 
 
 def _run_stage(spec: bytes, lifeline: socket.socket) -> NoReturn:
@@ -325,9 +327,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     with _ending_with_parent(control):
-        for module in (_WORKER, *sys.argv[3:]):
-            importlib.import_module(module)
-    _freeze()
+        _load((_WORKER, *sys.argv[3:]))
     serve(control)
     # Skips the interpreter's finalization: it cannot collect frozen objects, and libraries warn about that.
     os._exit(0)
@@ -354,9 +354,3 @@ def _ending_with_parent(control: socket.socket) -> Iterator[None]:
         thread.join()
         os.close(stop_reader)
         os.close(stop_writer)
-
-
-def _freeze() -> None:
-    """Keeps the garbage collector from writing to, and so copying, the pages that children share."""
-    gc.collect()
-    gc.freeze()

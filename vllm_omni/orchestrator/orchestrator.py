@@ -32,7 +32,7 @@ from vllm_omni.distributed.messages import (
     recv_at_orchestrator,
 )
 from vllm_omni.distributed.payloads import PayloadReceiver
-from vllm_omni.distributed.run_dir import RunDir
+from vllm_omni.distributed.run_dir import RunDir, orchestrator_address
 from vllm_omni.errors import PipelineClosedError, PipelineStartError, StageStartError
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
 from vllm_omni.metrics.stats import StageStats
@@ -228,7 +228,7 @@ class Orchestrator:
         cleanup.callback(context.destroy, linger=0)
         self._inbound = context.socket(zmq.PULL)
         self._inbound.setsockopt(zmq.RCVHWM, 0)
-        self._inbound.bind(self._run_dir.orchestrator_address)
+        self._inbound.bind(orchestrator_address(self._run_dir.path))
         self._stages = {
             stage_id: OmniStage(stage, self._run_dir, context, self._connector, self._make_credit(stage))
             for stage_id, stage in self._config.stages.items()

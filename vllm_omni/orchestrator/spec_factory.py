@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, PipelineConfig, WindowConfig
-from vllm_omni.distributed.run_dir import RunDir
+from vllm_omni.distributed.run_dir import RunDir, orchestrator_address
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.orchestrator.omni_stage import OmniStage
 from vllm_omni.stage.spec import StagePlacement, StageSpec, TargetSpec
@@ -29,7 +29,7 @@ class SpecFactory:
             model=config.checkpoint(self.model),
             epoch=stage.epoch,
             run_dir=str(run_dir.path),
-            orchestrator=run_dir.orchestrator_address,
+            orchestrator=orchestrator_address(run_dir.path),
             sources={source: self._window(source, config) for source in config.engine_input_source},
             targets={
                 target: self._make_target(config, self.config.stages[target])

@@ -51,7 +51,7 @@ class HostedStage:
         self._tracer = None if spec.otlp_traces_endpoint is None else StageTracer(spec.otlp_traces_endpoint)
         self._shell = StageShell(spec, lifeline, self._outbox, self._recorder, self._tracer)
         self._threads: list[threading.Thread] = []
-        self._start_thread("io", self._shell.run)
+        self.start_thread("io", self._shell.run)
 
     def make_engine(self) -> None:
         stage = self.spec.stage
@@ -67,9 +67,6 @@ class HostedStage:
             self.engine.start()
         self._outbox.put(Started())
 
-    def run_in_thread(self) -> None:
-        self._start_thread("engine", self.engine.run)
-
     def join(self) -> None:
         """Waits until its threads have ended, after a `ShutdownMessage`."""
         for thread in self._threads:
@@ -77,7 +74,7 @@ class HostedStage:
         if self._tracer is not None:
             self._tracer.close()
 
-    def _start_thread(self, what: str, work: Callable[[], None]) -> None:
+    def start_thread(self, what: str, work: Callable[[], None]) -> None:
         thread = threading.Thread(
             target=self.run_or_exit, args=(work,), name=f"{self.spec.stage.name}-{what}", daemon=True
         )
@@ -150,7 +147,7 @@ def _run_together(stages: list[HostedStage], watchdog: Watchdog) -> None:
     for stage in in_order:
         stage.run_or_exit(stage.start)
     for stage in stages:
-        stage.run_in_thread()
+        stage.start_thread("engine", stage.engine.run)
     for stage in stages:
         stage.join()
     for stage in reversed(in_order):

@@ -208,14 +208,10 @@ class DiffusionModelRunner:
             raise  # The device is in an unusable state.
         except Exception as error:
             call.pipe.maybe_free_model_hooks()  # the pipeline does this itself when it succeeds
-            end = JobEnd.failed(job, error, _is_refusal(error, running))
+            # A later error is not one of the arguments, but of a result that was computed with them.
+            end = JobEnd.failed(job, error, isinstance(error, (ValueError, TypeError)) and not running.has_started)
         running.release()
         return end
-
-
-def _is_refusal(error: Exception, running: RunningJob) -> bool:
-    """Whether the arguments were wrong, and not a result computed with them."""
-    return isinstance(error, (ValueError, TypeError)) and not running.has_started
 
 
 def _keep(results: list[Any], result: Any) -> Any:

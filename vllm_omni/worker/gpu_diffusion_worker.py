@@ -85,7 +85,8 @@ class DiffusionGPUWorker:
         except Exception as error:
             if len(batch) == 1:
                 return [error]
-            logger.warning("a batch of %d failed (%s); trying again in halves", len(batch), _first_line(error))
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            logger.warning("a batch of %d failed (%s); trying again in halves", len(batch), reason)
             key = batch[0].function if isinstance(error, CannotSplitError) else batch[0].layout
         # After the except block: an exception that is being handled keeps the tensors of the step that failed.
         if self._device.type != "cpu":
@@ -101,7 +102,3 @@ class DiffusionGPUWorker:
         if len(self._limits) >= _MAX_LIMITS:
             self._limits.clear()
         self._limits[key] = min(max_batch_size, self._limits.get(key, max_batch_size))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -5,8 +5,7 @@ import os
 from pathlib import Path
 
 from vllm_omni.config.stage_config import ConnectorConfig
-from vllm_omni.distributed.connectors.base import Connector, Receiver
-from vllm_omni.distributed.connectors.inline import InlineConnector
+from vllm_omni.distributed.connectors.base import Connector, InlineConnector, Receiver
 from vllm_omni.distributed.connectors.shared_memory import SharedMemoryConnector, SharedMemoryReceiver
 from vllm_omni.distributed.messages import InlineRef, SharedMemoryRef
 from vllm_omni.distributed.run_dir import payload_prefix

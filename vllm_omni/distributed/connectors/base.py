@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ends of a payload's path."""
+"""The two ends of a payload's path; the connector of small payloads, which the control message itself carries."""
 
+import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Generic, TypeVar
+
+from vllm.utils.math_utils import round_up
 
 from vllm_omni.distributed.messages import Frames, InlineRef, PayloadRef, SharedMemoryRef
 
 Ref = TypeVar("Ref", InlineRef, SharedMemoryRef)
+
+_ALIGNMENT = 16  # of tensors in a bytearray
 
 
 class Connector(ABC):
@@ -34,3 +40,26 @@ class Receiver(ABC, Generic[Ref]):
     @abstractmethod
     def discard(self, ref: Ref) -> None:
         """Releases a payload that will not be read."""
+
+
+class InlineConnector(Connector, Receiver[InlineRef]):
+    """Sends the buffers as one frame, which follows the control message."""
+
+    def put(self, buffers: Frames) -> tuple[InlineRef, Frames]:
+        # Copied, because the socket sends later and a tensor's memory may be written to by then.
+        sizes = [memoryview(buffer).nbytes for buffer in buffers]
+        padded = zip(buffers, (bytes(-size % _ALIGNMENT) for size in sizes), strict=True)
+        return InlineRef(sizes=sizes), [b"".join(itertools.chain.from_iterable(padded))]
+
+    def get(self, ref: InlineRef, frames: list[memoryview]) -> list[memoryview]:
+        # Copied into writable memory: received frames are read-only, and tensors alias these buffers.
+        return split(memoryview(bytearray().join(frames)), ref.sizes, _ALIGNMENT)
+
+    def discard(self, ref: InlineRef) -> None:
+        pass
+
+
+def split(memory: memoryview, sizes: Sequence[int], alignment: int) -> list[memoryview]:
+    """Buffers of these sizes, one after the other, each from a multiple of `alignment` on."""
+    starts = itertools.accumulate((round_up(size, alignment) for size in sizes), initial=0)
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]

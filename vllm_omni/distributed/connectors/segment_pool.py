@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from vllm.utils.math_utils import round_up
 
 _MAX_BYTES = 256 << 20
 _FILE_SYSTEM_SHARE = 32
@@ -121,7 +122,8 @@ class SegmentPool:
         self._num_takes += 1
         self._look_up(_NUM_LOOKED_UP)
         self._drop_unused()
-        capacity = _capacity(size)
+        # Rounded up by at most a quarter, so that payloads of similar size fit the same segments.
+        capacity = round_up(size, 1 << max(16, size.bit_length() - 3))
         fitting = [c for c, segments in self._free.items() if segments and size <= c <= _MAX_WASTE * capacity]
         if fitting:
             segment = self._free[min(fitting)].pop().segment
@@ -177,12 +179,6 @@ class SegmentPool:
         segment = segments.popleft().segment
         self._num_bytes -= segment.capacity
         segment.remove()
-
-
-def _capacity(size: int) -> int:
-    """`size` rounded up by at most a quarter, so that payloads of similar size fit the same segments."""
-    step = 1 << max(16, size.bit_length() - 3)
-    return -size % step + size
 
 
 def _remove(fd: int, path: str) -> None:

@@ -14,8 +14,9 @@ import mmap
 import os
 from pathlib import Path
 
-from vllm_omni.distributed.connectors.base import Connector, Receiver
-from vllm_omni.distributed.connectors.inline import InlineConnector
+from vllm.utils.math_utils import round_up
+
+from vllm_omni.distributed.connectors.base import Connector, InlineConnector, Receiver, split
 from vllm_omni.distributed.connectors.segment_pool import SegmentPool
 from vllm_omni.distributed.messages import Frames, PayloadRef, SharedMemoryRef
 from vllm_omni.metrics.logs import get_logger
@@ -24,10 +25,6 @@ logger = get_logger(__name__)
 
 _ALIGNMENT = 64
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
-
-def _aligned(size: int) -> int:
-    return -size % _ALIGNMENT + size
 
 
 class SharedMemoryConnector(Connector):
@@ -62,11 +59,11 @@ class SharedMemoryConnector(Connector):
 
     def _write(self, views: list[memoryview]) -> SharedMemoryRef:
         sizes = [view.nbytes for view in views]
-        segment = self._pool.take(max(1, sum(map(_aligned, sizes))))
+        segment = self._pool.take(max(1, sum(round_up(size, _ALIGNMENT) for size in sizes)))
         offset = 0
         for view, size in zip(views, sizes, strict=True):
             segment.write(view, offset)
-            offset += _aligned(size)
+            offset += round_up(size, _ALIGNMENT)
         path = f"{self._path}-{next(self._counter)}"
         segment.publish(path)
         return SharedMemoryRef(sizes=sizes, path=path)
@@ -96,11 +93,7 @@ class SharedMemoryReceiver(Receiver[SharedMemoryRef]):
         finally:
             os.close(fd)
             os.unlink(ref.path)
-        buffers, offset = [], 0
-        for size in ref.sizes:
-            buffers.append(view[offset : offset + size])
-            offset += _aligned(size)
-        return buffers
+        return split(view, ref.sizes, _ALIGNMENT)
 
     def discard(self, ref: SharedMemoryRef) -> None:
         with contextlib.suppress(FileNotFoundError):  # It was removed when its receiver died.

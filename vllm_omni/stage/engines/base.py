@@ -253,7 +253,7 @@ class StageEngine(ABC):
 
     def wait_for_work(self) -> bool:
         """Reads the inbox; sleeps while there is no work. False when the engine must stop."""
-        while not self._is_stopping and not (self.has_work() and self.inbox.empty()):
+        while not self._is_stopping and not (self.inbox.empty() and self.has_work()):
             self._read(self.inbox.get())
         return not self._is_stopping
 

@@ -76,14 +76,11 @@ class CodePredictor(nn.Module):
         """
         if self._make_frame is None:
             # At the first frame, because with dummy weights vLLM does not call `load_weights`.
-            self._make_frame = self._finish_loading()
+            self._make_frame = FrameKernels(self)
+            if self.use_graphs:
+                noise_shape = (self.num_steps, SAMPLING_TOP_K)
+                self._make_frame = FrameGraphs(self._make_frame, self.max_batch_size, self.norm.data, noise_shape)
         return self._make_frame(hidden, first_embeds, sampling)
-
-    def _finish_loading(self) -> MakeFrame:
-        kernels = FrameKernels(self)
-        if not self.use_graphs:
-            return kernels
-        return FrameGraphs(kernels, self.max_batch_size, self.norm.data, (self.num_steps, SAMPLING_TOP_K))
 
     def embed_codes(self, codes: torch.Tensor) -> torch.Tensor:
         """`[N, num_code_groups - 1]` residual codes -> `[N, H]`, the sum of their embeddings."""

@@ -177,7 +177,8 @@ class StatefulCode2Wav(nn.Module):
         self.decoder = nn.ModuleList(
             [CausalConv(first), *(DecoderBlock(block) for block in blocks), SnakeBeta(activation), CausalConv(last)]
         )
-        self._state_size = self._keys_size() + sum(
+        keys = [layer.self_attn.k_proj.out_features for layer in self.pre_transformer.layers]  # and as many values
+        self._state_size = 2 * sum(keys) * (self.config.sliding_window - 1) + sum(
             layer.state_size for layer in self.modules() if isinstance(layer, StatefulConv)
         )
 
@@ -198,11 +199,6 @@ class StatefulCode2Wav(nn.Module):
             x = block(x, states)
         wave = last(activation(x, last.take(states)), states)
         return wave[:, 0].clamp(min=-1, max=1)
-
-    def _keys_size(self) -> int:
-        """Size of the keys and values of all layers."""
-        rows = [layer.self_attn.k_proj.out_features for layer in self.pre_transformer.layers]
-        return 2 * sum(rows) * (self.config.sliding_window - 1)
 
     def _transform(self, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
         """`[B, L, hidden]` -> the same shape. All its layers have the same sliding window."""

@@ -92,7 +92,7 @@ class QwenOmniTalker(nn.Module, SupportsMRoPE):
         loaded = AutoWeightsLoader(self).load_weights(take_embeds(), mapper=self.hf_to_vllm_mapper)
         if not embeds:
             raise ValueError(f"the checkpoint has no {THINKER_EMBEDDING!r}, which the talker's prompt needs")
-        return loaded, embeds[0]
+        return loaded, embeds[-1]
 
 
 class QwenOmniTalkerFeedback(FeedbackStrategy):

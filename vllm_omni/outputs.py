@@ -137,10 +137,11 @@ def _merge_tensors(parts: Sequence[StageOutput]) -> dict[str, torch.Tensor]:
     for part in parts:
         for name, tensor in part.tensors.items():
             rows.setdefault(name, []).append(tensor)
-    return {name: _concatenate(tensors) for name, tensors in rows.items()}
+    return {name: concatenate(tensors) for name, tensors in rows.items()}
 
 
-def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
+def concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Along the first dimension; scalars become a vector."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)

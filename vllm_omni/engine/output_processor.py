@@ -16,6 +16,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutp
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
 
+from vllm_omni.outputs import concatenate
+
 # Set on vLLM's own output objects, which have no such field.
 _ATTRIBUTE = "multimodal_output"
 
@@ -54,7 +56,7 @@ class OmniRequestState(RequestState):
 
     def _take_multimodal_output(self) -> dict[str, torch.Tensor]:
         chunks, self.multimodal_chunks = self.multimodal_chunks, defaultdict(list)
-        return {name: _concatenate(tensors) for name, tensors in chunks.items()}
+        return {name: concatenate(tensors) for name, tensors in chunks.items()}
 
 
 class MultimodalOutputProcessor(OutputProcessor):
@@ -108,9 +110,3 @@ class MultimodalOutputProcessor(OutputProcessor):
         payload: Any = output.pooling_output
         state.add_multimodal_output(payload if isinstance(payload, dict) else {self._output_type: payload})
         output.pooling_output = None
-
-
-def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)

@@ -65,17 +65,17 @@ def chat(question: str) -> str:
 
 
 def test_an_answer_is_saved_spoken(speaking, tiny_qwen3_omni_moe, tmp_path, capsys):
-    def run_example(name: str, *arguments: object) -> tuple[str, np.ndarray]:
+    def answer_of(name: str, *arguments: object) -> tuple[str, np.ndarray]:
         path = tmp_path / name
         run_example("offline/chat_speech.py", "Why?", f"--model={tiny_qwen3_omni_moe}", f"--output={path}", *arguments)
         return capsys.readouterr().out.split("\nspeech:")[0], read_wav(path)
 
     make_image(1).save(tmp_path / "picture.png")
-    text, speech = run_example("answer.wav")
+    text, speech = answer_of("answer.wav")
     written, spoken = speaking.generate(chat("Why?"), use_tqdm=False)
     assert text == f"text:   {written.outputs[0].text}"
     assert np.abs(speech / 32767 - spoken.multimodal_output["audio"].numpy()).max() < 2 / 32767
-    assert run_example("seen.wav", f"--image={tmp_path / 'picture.png'}")[0] != text
+    assert answer_of("seen.wav", f"--image={tmp_path / 'picture.png'}")[0] != text
 
 
 def test_several_answers_come_as_they_are_made(speaking, tiny_qwen3_omni_moe, capsys):

@@ -199,7 +199,8 @@ def _describe(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
 def _count(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
     kind, colour = rng.choice(KINDS), rng.choice(COLOURS)
     if rng.random() < 0.5:  # more often about what is there
-        kind, colour = (lambda shape: (shape.kind, shape.colour))(rng.choice(scene.shapes))
+        shape = rng.choice(scene.shapes)
+        kind, colour = shape.kind, shape.colour
     what, found = rng.choice(
         [
             ("shape", list(scene.shapes)),
@@ -217,9 +218,7 @@ def _colour(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
     kind, found = _kind(rng, scene)
     word = rng.choice(("colour", "color"))
     texts = (f"What {word} is the {kind}?", f"What is the {word} of the {kind}?", f"Which {word} has the {kind}?")
-    if not found:
-        return Turn(rng.choice(texts), f"There is no {kind}."), None
-    return Turn(rng.choice(texts), f"The {kind} is {found[0].colour}."), found[0]
+    return _about(rng.choice(texts), kind, found, "colour")
 
 
 def _where(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
@@ -234,9 +233,14 @@ def _where(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
 def _size(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
     kind, found = _kind(rng, scene)
     texts = (f"How big is the {kind}?", f"Is the {kind} small or large?", f"What is the size of the {kind}?")
+    return _about(rng.choice(texts), kind, found, "size")
+
+
+def _about(question: str, kind: str, found: list[Shape], attribute: str) -> tuple[Turn, Shape | None]:
+    """The turn of a question for an attribute of the only shape of a kind, if there is one."""
     if not found:
-        return Turn(rng.choice(texts), f"There is no {kind}."), None
-    return Turn(rng.choice(texts), f"The {kind} is {found[0].size}."), found[0]
+        return Turn(question, f"There is no {kind}."), None
+    return Turn(question, f"The {kind} is {getattr(found[0], attribute)}."), found[0]
 
 
 def _what_is_at(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
@@ -265,9 +269,8 @@ def _is_there(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
     kind, colour = rng.choice(((shape.kind, shape.colour),) * 2 + ((rng.choice(KINDS), rng.choice(COLOURS)),))
     texts = (f"Is there {article(f'{colour} {kind}')}?", f"Do you see {article(f'{colour} {kind}')}?")
     found = scene.find(kind=kind, colour=colour)
-    return Turn(rng.choice(texts), "Yes, I see it." if found else "No, I do not."), found[0] if len(
-        found
-    ) == 1 else None
+    turn = Turn(rng.choice(texts), "Yes, I see it." if found else "No, I do not.")
+    return turn, found[0] if len(found) == 1 else None
 
 
 def _which(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:

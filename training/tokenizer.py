@@ -6,7 +6,6 @@ its answers.
 """
 
 import re
-from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -14,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from training.language import WORDS
-from vllm_omni.testing.tiny.tokenizer import QWEN3, ROLES, save_tokenizer
+from vllm_omni.testing.tiny.tokenizer import QWEN3, ROLES
 
 _SPACE = "\u0120"  # how byte-level BPE writes a space
 _PART = re.compile(r" ?[A-Za-z]+| ?[^ A-Za-z]")
@@ -45,10 +44,6 @@ def encode_answer(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
         exact = part.replace(" ", _SPACE)
         ids += [vocab[exact]] if exact in vocab else tokenizer.encode(part, add_special_tokens=False)
     return ids
-
-
-def save(tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    save_tokenizer(tokenizer, path)
 
 
 def make_embeddings(tokenizer: PreTrainedTokenizerFast, num_rows: int, hidden: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ The architecture is the real one; only the sizes are small. Fields that transfor
 that it or vLLM reads are marked.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,19 +119,20 @@ def write(path: Path, seed: int, size: str) -> None:
 
 def make_config(size: Size, tokenizer: Qwen2Tokenizer) -> Qwen3OmniMoeConfig:
     """The checkpoint's configuration, with the token ids of `tokenizer`."""
-    multimodal_ids = _multimodal_ids(tokenizer)
+    media_ids = multimodal_ids(tokenizer)
     config = Qwen3OmniMoeConfig(
-        thinker_config=_thinker_config(size, padded_vocab_size(tokenizer), multimodal_ids),
-        talker_config=_talker_config(size, multimodal_ids),
+        thinker_config=_thinker_config(size, padded_vocab_size(tokenizer), media_ids),
+        talker_config=_talker_config(size, media_ids),
         code2wav_config=_code2wav_config(size),
         dtype="float32",
-        **_control_ids(tokenizer),
+        **control_ids(tokenizer),
     )
     config.architectures = ["Qwen3OmniMoeForConditionalGeneration"]
     return config
 
 
-def _control_ids(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+def control_ids(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+    """Fields of the model's configuration that name tokens."""
     names = {
         "im_start_token_id": "<|im_start|>",
         "im_end_token_id": "<|im_end|>",
@@ -144,7 +146,8 @@ def _control_ids(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
     return token_ids(tokenizer, names)
 
 
-def _multimodal_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
+def multimodal_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
+    """Fields of the thinker's configuration that name tokens."""
     names = {
         "audio_token_id": "<|audio_pad|>",
         "image_token_id": "<|image_pad|>",
@@ -158,7 +161,7 @@ def _multimodal_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
     return token_ids(tokenizer, names)
 
 
-def _rope(head_dim: int) -> dict[str, Any]:
+def rope(head_dim: int) -> dict[str, Any]:
     """M-RoPE, interleaved: how many of the head's frequencies each of time, height and width gets."""
     side = head_dim // 2 // 3
     return {
@@ -170,7 +173,7 @@ def _rope(head_dim: int) -> dict[str, Any]:
     }
 
 
-def _thinker_config(size: Size, vocab_size: int, multimodal_ids: dict[str, int]) -> dict[str, Any]:
+def _thinker_config(size: Size, vocab_size: int, media_ids: dict[str, int]) -> dict[str, Any]:
     text_config = {
         "vocab_size": vocab_size,
         **decoder(size.hidden, size.layers, size.heads, size.kv_heads),
@@ -180,7 +183,7 @@ def _thinker_config(size: Size, vocab_size: int, multimodal_ids: dict[str, int])
         "moe_intermediate_size": size.expert_hidden,
         "norm_topk_prob": True,
         "max_position_embeddings": MAX_POSITIONS,
-        "rope_parameters": _rope(size.head_dim),
+        "rope_parameters": rope(size.head_dim),
         "tie_word_embeddings": False,
         "eos_token_id": None,
     }
@@ -190,7 +193,7 @@ def _thinker_config(size: Size, vocab_size: int, multimodal_ids: dict[str, int])
         "audio_config": _audio_config(size),
         "position_id_per_seconds": 13,
         "seconds_per_chunk": 2,
-        **multimodal_ids,
+        **media_ids,
     }
 
 
@@ -212,8 +215,7 @@ def _audio_config(size: Size) -> dict[str, Any]:
     }
 
 
-def _talker_config(size: Size, multimodal_ids: dict[str, int]) -> dict[str, Any]:
-    first_special = size.codebook
+def _talker_config(size: Size, media_ids: dict[str, int]) -> dict[str, Any]:
     return {
         "text_config": _talker_text_config(size),
         "code_predictor_config": _code_predictor_config(size),
@@ -221,16 +223,17 @@ def _talker_config(size: Size, multimodal_ids: dict[str, int]) -> dict[str, Any]
         "thinker_hidden_size": size.hidden,
         "accept_hidden_layer": size.accept_layer,
         "spatial_merge_size": MERGE,  # undeclared; transformers reads it
-        "codec_pad_id": first_special,
-        "codec_bos_id": first_special + 1,
-        "codec_eos_token_id": first_special + 2,
-        "codec_nothink_id": first_special + 3,
-        "codec_think_bos_id": first_special + 4,
-        "codec_think_eos_id": first_special + 5,
-        "speaker_id": {"ethan": first_special + 6, "chelsie": first_special + 7, "aiden": first_special + 8},
+        **codec_ids(size.codebook, ("ethan", "chelsie", "aiden")),
         "position_id_per_seconds": 13,
-        **{name: token for name, token in multimodal_ids.items() if name != "user_token_id"},
+        **{name: token for name, token in media_ids.items() if name != "user_token_id"},
     }
+
+
+def codec_ids(codebook: int, speakers: Sequence[str]) -> dict[str, Any]:
+    """Fields of the talker's configuration that name codes: the ids that follow those of the codebook."""
+    names = ("pad_id", "bos_id", "eos_token_id", "nothink_id", "think_bos_id", "think_eos_id")
+    ids: dict[str, Any] = {f"codec_{name}": codebook + index for index, name in enumerate(names)}
+    return ids | {"speaker_id": {name: codebook + len(names) + i for i, name in enumerate(speakers)}}
 
 
 def _talker_text_config(size: Size) -> dict[str, Any]:
@@ -245,7 +248,7 @@ def _talker_text_config(size: Size) -> dict[str, Any]:
         "shared_expert_intermediate_size": size.talker_expert_hidden + 16,  # undeclared; required
         "norm_topk_prob": False,
         "max_position_embeddings": MAX_POSITIONS,
-        "rope_parameters": _rope(head_dim),
+        "rope_parameters": rope(head_dim),
     }
 
 

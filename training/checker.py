@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 
+import cv2
 import numpy as np
 from PIL import Image
 
@@ -70,20 +71,9 @@ def _orders(shapes: tuple[Shape, ...]) -> Iterator[tuple[Shape, ...]]:
 
 def _regions(mask: np.ndarray) -> Iterator[np.ndarray]:
     """Connected pixels, int `[pixels, 2]` of rows and columns."""
-    left = mask.copy()
-    for start in map(tuple, np.argwhere(mask)):
-        if not left[start]:
-            continue
-        left[start] = False
-        region, border = [start], [start]
-        while border:
-            y, x = border.pop()
-            for point in ((y - 1, x), (y + 1, x), (y, x - 1), (y, x + 1)):
-                if 0 <= point[0] < mask.shape[0] and 0 <= point[1] < mask.shape[1] and left[point]:
-                    left[point] = False
-                    region.append(point)
-                    border.append(point)
-        yield np.array(region)
+    num, labels = cv2.connectedComponents(mask.astype(np.uint8), connectivity=4)
+    for label in range(1, num):
+        yield np.argwhere(labels == label)
 
 
 def _classify(region: np.ndarray, pixels: np.ndarray) -> Shape:
@@ -108,27 +98,10 @@ def _classify(region: np.ndarray, pixels: np.ndarray) -> Shape:
 
 def _area(shape: Shape) -> float:
     """Of its outline, in areas of the picture."""
-    points = np.array(outline(shape, 0.5, 0.5))
-    following = np.roll(points, -1, axis=0)
-    return abs(float((points[:, 0] * following[:, 1] - following[:, 0] * points[:, 1]).sum())) / 2
+    return cv2.contourArea(np.array(outline(shape, 0.5, 0.5), np.float32))
 
 
 def _hull_area(region: np.ndarray) -> float:
     """Pixels of the convex hull: of the pixels' corners."""
-    corners = {(int(y) + dy, int(x) + dx) for y, x in region for dy in (0, 1) for dx in (0, 1)}
-    points = sorted(corners)
-    hull: list[tuple[int, int]] = []
-    for way in (points, points[::-1]):
-        start = len(hull)
-        for point in way:
-            while len(hull) > start + 1 and _turn(hull[-2], hull[-1], point) <= 0:
-                hull.pop()
-            hull.append(point)
-        hull.pop()
-    corners_array = np.array(hull, float)
-    following = np.roll(corners_array, -1, axis=0)
-    return abs(float((corners_array[:, 0] * following[:, 1] - following[:, 0] * corners_array[:, 1]).sum())) / 2
-
-
-def _turn(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> int:
-    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+    corners = np.concatenate([region + offset for offset in ((0, 0), (0, 1), (1, 0), (1, 1))])
+    return cv2.contourArea(cv2.convexHull(corners.astype(np.int32)))

@@ -5,7 +5,6 @@ A frame of 80 ms is described by its log-mel spectrum, reduced by PCA; residual 
 (`Qwen3OmniMoeCode2Wav`) learns the sound of the codes with a log-mel loss of several resolutions.
 """
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from transformers.audio_utils import mel_filter_bank
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
@@ -27,20 +27,6 @@ BATCH, PIECE = 8, 10
 """Of the vocoder's training: pieces of a step, and frames of a piece."""
 
 
-def mel_filters(n_fft: int, num_mels: int, rate: int = SAMPLE_RATE) -> torch.Tensor:
-    """Triangles `[num_mels, n_fft // 2 + 1]`, HTK scale, 20 Hz to half the rate."""
-
-    def to_hz(mel: torch.Tensor) -> torch.Tensor:
-        return 700 * (10 ** (mel / 2595) - 1)
-
-    ends = [2595 * math.log10(1 + f / 700) for f in (20.0, rate / 2)]
-    edges = to_hz(torch.linspace(ends[0], ends[1], num_mels + 2))
-    bins = torch.linspace(0, rate / 2, n_fft // 2 + 1)
-    rising = (bins - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
-    falling = (edges[2:, None] - bins) / (edges[2:] - edges[1:-1])[:, None]
-    return torch.minimum(rising, falling).clamp(min=0)
-
-
 class LogMel(nn.Module):
     """Waves `[batch, samples]` to log-mel `[batch, num_mels, samples // hop]`; frame i begins at sample i * hop."""
 
@@ -48,7 +34,8 @@ class LogMel(nn.Module):
         super().__init__()
         self.n_fft, self.hop = n_fft, hop
         self.register_buffer("window", torch.hann_window(n_fft))
-        self.register_buffer("filters", mel_filters(n_fft, num_mels))
+        filters = mel_filter_bank(n_fft // 2 + 1, num_mels, 20.0, SAMPLE_RATE / 2, SAMPLE_RATE)
+        self.register_buffer("filters", torch.from_numpy(filters.T).float())
 
     def forward(self, waves: torch.Tensor) -> torch.Tensor:
         padded = nn.functional.pad(waves, ((self.n_fft - self.hop) // 2, self.n_fft - self.hop))

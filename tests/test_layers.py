@@ -35,7 +35,8 @@ ORDER = (
     "config",
     "vllm_requirement",
     "errors",
-    "testing",  # imports nothing of ours
+    "testing",  # imports nothing of ours, as the next
+    "shapes",
 )
 """From the top. Each imports only itself and those below it."""
 

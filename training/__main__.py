@@ -3,7 +3,7 @@
 
     python -m training [PART ...] [--folder FOLDER]
 
-Parts: vocoder hearing thinker talker vae painter. Each resumes where it stopped; parts that are done cost nothing.
+Parts: vocoder thinker hearing talker vae painter export. Each resumes where it stopped; what is done costs nothing.
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ import argparse
 import random
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoProcessor, PreTrainedTokenizerFast, Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
+import vllm_omni
 from training import codec, data, painter, talker, thinker
 from training.config import make_config, save_processor
-from training.speech import SPEAKERS
-from training.tokenizer import make_embeddings, make_tokenizer
+from training.export import export_omni
+from training.tokenizer import encode_answer, make_embeddings, make_tokenizer
+from vllm_omni.shapes.speech import SPEAKERS
 
 STEPS = {
-    "vocoder": 5_000, "reading": 6_000, "hearing": 5_000, "thinker": 4_000, "talker": 10_000, "vae": 3_000,
-    "painter": 6_000,
+    "vocoder": 5_000, "seeing": 800, "reading": 9_000, "words": 4_000, "hearing": 1_500, "talker": 4_000,
+    "vae": 3_000, "painter": 6_000,
 }  # fmt: skip
-PARTS = ("vocoder", "hearing", "thinker", "talker", "vae", "painter")
+_MODULES = {"talker": "talker", "code2wav": "vocoder"}
+CHECKPOINTS = Path(vllm_omni.__file__).parent / "checkpoints"
+PARTS = ("vocoder", "thinker", "hearing", "talker", "vae", "painter", "export")
 NUM_PICTURES = 24_000
 
 
@@ -38,23 +43,25 @@ class Trainer:
         self._config = make_config(self._tokenizer)
 
     def vocoder(self) -> None:
-        recordings = data.spoken(self._folder)
-        quantizer = self._quantizer()
-        waves = [recordings[index] for index in range(len(recordings))]
-        vocoder = Qwen3OmniMoeCode2Wav(self._config.code2wav_config)
-        codec.train_vocoder(self._folder, vocoder, waves, [quantizer.encode(w) for w in waves], STEPS["vocoder"])
+        def utter(rng: random.Random) -> tuple[torch.Tensor, np.ndarray]:
+            tokens = self._tokenizer.convert_ids_to_tokens(self._encode(self._tokenizer, data.random_text(rng)))
+            said = speakers.say(tokens, rng.choice(tuple(SPEAKERS.values())))
+            return said.codes, said.wave
+
+        speakers = self._speakers()
+        codec.train_vocoder(self._folder, Qwen3OmniMoeCode2Wav(self._config.code2wav_config), utter, STEPS["vocoder"])
 
     def thinker(self) -> None:
-        """Reading and hearing are learned apart, then together."""
         trainer = self._thinker_trainer()
+        thinker.train_seeing(self._folder, trainer, STEPS["seeing"])
         thinker.train_reading(self._folder, trainer, STEPS["reading"])
-        bank = thinker.SpeechBank(data.heard(self._folder))
-        thinker.train_hearing(self._folder, trainer, bank, STEPS["hearing"])
-        thinker.train(self._folder, trainer, bank, STEPS["thinker"])
 
     def hearing(self) -> None:
-        bank = thinker.SpeechBank(data.heard(self._folder))
-        thinker.train_hearing(self._folder, self._thinker_trainer(), bank, STEPS["hearing"])
+        trainer = self._thinker_trainer()
+        trainer.load_state_dict(torch.load(self._folder / "reading.pt")["models"][0])
+        bank = thinker.SpeechBank(data.heard(self._folder), self._speakers(), self._tokenizer)
+        thinker.train_words(self._folder, trainer, bank, STEPS["words"])
+        thinker.train_hearing(self._folder, trainer, bank, STEPS["hearing"])
 
     def _thinker_trainer(self) -> thinker.ThinkerTrainer:
         save_processor(self._tokenizer, self._config, self._folder / "processor")
@@ -67,16 +74,31 @@ class Trainer:
         return thinker.ThinkerTrainer(model, processor, self._tokenizer)
 
     def talker(self) -> None:
-        recordings, quantizer = data.spoken(self._folder), self._quantizer()
-        names = {voice: name for name, voice in SPEAKERS.items()}
-        utterances = [
-            talker.Utterance(text, names[voice], quantizer.encode(recordings[index]))
-            for index, (voice, text) in enumerate(recordings.labels)
-        ]
+        def read(rng: random.Random) -> talker.Reading:
+            text, speaker = data.random_text(rng), rng.choice(tuple(SPEAKERS))
+            encode = encode_answer if rng.random() < 0.5 else self._encode  # as the model writes, or is forced to
+            tokens = encode(self._tokenizer, text)
+            said = speakers.say(self._tokenizer.convert_ids_to_tokens(tokens), SPEAKERS[speaker])
+            return talker.Reading(speaker, tokens, said)
+
+        speakers = self._speakers()
         trainer = talker.TalkerTrainer(
             talker.make_talker(self._config), self._config, self._embeddings(), self._tokenizer
         )
-        talker.train(self._folder, trainer, utterances, STEPS["talker"])
+        talker.train(self._folder, trainer, read, STEPS["talker"])
+
+    def export(self) -> None:
+        """Writes the checkpoints of the package, of what is trained."""
+        parts = {}
+        for name, file in (("thinker", "reading"), ("thinker.audio_tower", "hearing"), *_MODULES.items()):
+            if (trained := self._folder / f"{file}.pt").exists():
+                parts[name] = torch.load(trained)["models"][0]
+        if "thinker" in parts:
+            own = {name.removeprefix("thinker."): weight for name, weight in parts["thinker"].items()}
+            parts["thinker"] = {
+                name: weight for name, weight in own.items() if not name.startswith(("words.", "topics."))
+            }
+        export_omni(CHECKPOINTS / "shapes", self._config, self._tokenizer, parts)
 
     def vae(self) -> None:
         painter.train_vae(self._folder, painter.make_vae(), STEPS["vae"])
@@ -95,14 +117,17 @@ class Trainer:
         text = self._config.thinker_config.text_config
         return make_embeddings(self._tokenizer, text.vocab_size, text.hidden_size)
 
-    def _quantizer(self) -> codec.Quantizer:
+    @staticmethod
+    def _encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def _speakers(self) -> data.Speakers:
         file = self._folder / "quantizer.pt"
         if not file.exists():
-            recordings = data.spoken(self._folder)
-            chosen = random.Random("quantizer").sample(range(len(recordings)), 3_000)
-            quantizer = codec.Quantizer.fit([recordings[i] for i in chosen], torch.Generator().manual_seed(0))
+            waves = data.Speakers(self._folder).waves
+            quantizer = codec.Quantizer.fit(list(waves.values()), torch.Generator().manual_seed(0))
             torch.save(vars(quantizer), file)
-        return codec.Quantizer(**torch.load(file))
+        return data.Speakers(self._folder, codec.Quantizer(**torch.load(file)))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ A frame of 80 ms is described by its log-mel spectrum, reduced by PCA; residual 
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from training.loop import Training
-from training.speech import SAMPLE_RATE
+from vllm_omni.shapes.speech import SAMPLE_RATE
 
 FRAME = 1920
 NUM_CODES, NUM_GROUPS, NUM_COMPONENTS = 128, 8, 96
 HOP, NUM_MELS = 240, 64
-BATCH, PIECE = 8, 10
+BATCH, PIECE = 8, 8
 """Of the vocoder's training: pieces of a step, and frames of a piece."""
 
 
@@ -111,8 +111,8 @@ def _k_means(points: torch.Tensor, num: int, generator: torch.Generator, rounds:
 def vocoder_config() -> Qwen3OmniMoeCode2WavConfig:
     return Qwen3OmniMoeCode2WavConfig(
         codebook_size=NUM_CODES, num_quantizers=NUM_GROUPS, hidden_size=192, intermediate_size=384,
-        num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=6, sliding_window=8, decoder_dim=256,
-        upsample_rates=[8, 5, 4, 3], upsampling_ratios=[2, 2],
+        num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=6, sliding_window=8, decoder_dim=192,
+        upsample_rates=[4, 4, 5, 6], upsampling_ratios=[2, 2],
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )  # fmt: skip
 
@@ -130,19 +130,21 @@ class SpectralLoss(nn.Module):
 
 
 def train_vocoder(
-    folder: Path, vocoder: Qwen3OmniMoeCode2Wav, waves: Sequence[np.ndarray], codes: Sequence[torch.Tensor], steps: int
-) -> None:
+    folder: Path, vocoder: Qwen3OmniMoeCode2Wav,
+    utter: Callable[[random.Random], tuple[torch.Tensor, np.ndarray]], steps: int,
+) -> None:  # fmt: skip
     """
     Args:
-        waves, codes: The same utterances, `[samples]` and int64 `[frames, groups]`.
+        utter: Returns int64 `[frames, groups]`, and the samples of the same speech.
     """
     loss_of = SpectralLoss()
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         pieces = []
-        for index in rng.choices(range(len(waves)), k=BATCH):
-            begin = rng.randrange(max(1, len(codes[index]) - PIECE + 1))
-            pieces.append((_slice(codes[index], begin), _samples(waves[index], begin)))
+        for _ in range(BATCH):
+            codes, wave = utter(rng)
+            begin = rng.randrange(max(1, len(codes) - PIECE + 1))
+            pieces.append((_slice(codes, begin), _samples(wave, begin)))
         code, target = (torch.stack(parts) for parts in zip(*pieces, strict=True))
         made = vocoder(code.transpose(1, 2)).squeeze(1)  # [batch, groups, frames] -> [batch, samples]
         loss = loss_of(made, target[:, : made.shape[1]])

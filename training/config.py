@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast, Qwen3OmniMoeConfig
 
 from training.codec import NUM_CODES, NUM_GROUPS, vocoder_config
-from training.pictures import SIDE
-from training.speech import SPEAKERS
+from vllm_omni.shapes.pictures import SIDE
+from vllm_omni.shapes.speech import SPEAKERS
 from vllm_omni.testing.tiny.processors import MERGE, audio_tower, decoder, save_processors, vision_tower, write_json
 from vllm_omni.testing.tiny.qwen3_omni_moe import NUM_SPECIAL_CODES, codec_ids, control_ids, multimodal_ids, rope
 from vllm_omni.testing.tiny.tokenizer import padded_vocab_size, save_tokenizer
@@ -39,7 +39,7 @@ _ROPE = rope(HEAD_DIM) | {"rope_theta": 1e4}
 def _thinker(vocab_size: int, media: dict[str, int]) -> dict[str, Any]:
     return {
         "text_config": {
-            **decoder(HIDDEN, 6, 6, 3), "vocab_size": vocab_size, "head_dim": HEAD_DIM, "num_experts": 2,
+            **decoder(HIDDEN, 4, 6, 3), "vocab_size": vocab_size, "head_dim": HEAD_DIM, "num_experts": 2,
             "num_experts_per_tok": 1, "moe_intermediate_size": 256, "norm_topk_prob": True,
             "max_position_embeddings": MAX_POSITIONS, "rope_parameters": _ROPE, "tie_word_embeddings": False,
             "eos_token_id": None,
@@ -63,7 +63,7 @@ def _thinker(vocab_size: int, media: dict[str, int]) -> dict[str, Any]:
 def _talker(media: dict[str, int]) -> dict[str, Any]:
     return {
         "text_config": {
-            **decoder(TALKER_HIDDEN, 5, 6, 3),
+            **decoder(TALKER_HIDDEN, 4, 6, 3),
             "vocab_size": NUM_CODES + NUM_SPECIAL_CODES, "head_dim": HEAD_DIM,
             "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": TALKER_HIDDEN,
             "shared_expert_intermediate_size": TALKER_HIDDEN,  # undeclared; required

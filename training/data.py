@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spoken sentences, made once: what the model learns to say, and what it learns to hear."""
 
+import functools
 import random
+import string
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from training.language import (
+from training.codec import FRAME, Quantizer
+from training.tokenizer import SPACE
+from vllm_omni.shapes.language import (
+    NO_PICTURE,
+    REFUSAL,
+    WORDS,
     describe,
     painting_prompt,
     random_dialogue,
@@ -16,10 +25,8 @@ from training.language import (
     random_sentence,
     say_request,
 )
-from training.speech import HEARD_VOICES, INPUT_RATE, SAMPLE_RATE, SPEAKERS, speak_all
+from vllm_omni.shapes.speech import HEARD_VOICES, INPUT_RATE, SPEAKERS, speak_all, speak_word
 
-NUM_SPOKEN = 3_000
-"""Sentences that each speaker of the model says."""
 NUM_HEARD, NUM_OF_QUESTION = 12_000, 6
 """Requests to repeat a sentence, and recordings of each question."""
 
@@ -58,20 +65,104 @@ class Recordings:
         return self._samples[start : self._ends[index]].astype(np.float32) / 32768
 
 
-def spoken(folder: Path) -> Recordings:
-    """Answers and sentences, by the model's speakers."""
-    rng = random.Random("spoken")
-    texts = []
-    for _ in range(NUM_SPOKEN):
-        scene = random_scene(rng)
-        kinds = ("answer", "description", "sentence", "sentence")
-        kind = rng.choice(kinds)
-        if kind == "answer":
-            texts.append(rng.choice(random_dialogue(rng, scene)).answer)
-        else:
-            texts.append(describe(scene) if kind == "description" else random_sentence(rng))
-    jobs = [(text, voice, SAMPLE_RATE) for text in texts for voice in SPEAKERS.values()]
-    return Recordings.make(jobs, folder / "spoken.npz")
+class Speakers:
+    """The model's speakers, who have said every word of the language, and put sentences together of them.
+
+    A word lasts whole frames, so that it has the same codes in every sentence. Text that is not of the language is
+    spelled.
+    """
+
+    def __init__(self, folder: Path, quantizer: Quantizer | None = None) -> None:
+        file = folder / "words.npz"
+        sounds = sorted({*(_SOUNDS.get(word, word) for word in _spoken_words()), *LETTERS.values()})
+        keys = [(sound, voice) for sound in sounds for voice in SPEAKERS.values()]
+        if not file.exists():
+            with ThreadPoolExecutor(2) as pool:
+                waves = list(pool.map(lambda key: speak_word(*key), keys))
+            np.savez(file, samples=np.concatenate(waves), ends=np.cumsum([len(wave) for wave in waves]))
+        loaded = np.load(file)
+        self.waves = dict(zip(keys, np.split(loaded["samples"], loaded["ends"][:-1]), strict=True))
+        self._silence = np.zeros(FRAME, np.float32)
+        if quantizer is not None:
+            self._codes = {key: quantizer.encode(wave) for key, wave in self.waves.items()}
+            self._silent = quantizer.encode(self._silence)
+
+    def say(self, tokens: Sequence[str], voice: str) -> "Utterance":
+        """`tokens` as the vocabulary writes them: words with or without a space before, punctuation, bytes."""
+        waves, codes, spoken = [self._silence], [self._silent], [-1]
+        for index, token in enumerate(tokens):
+            sound = sound_of(token)
+            if sound == PAUSE:
+                waves += [self._silence] * 2
+                codes += [self._silent] * 2
+                spoken += [index] * 2
+            elif sound is not None:
+                key = (sound, voice)
+                waves.append(self.waves[key])
+                codes.append(self._codes[key])
+                spoken += [index] * len(self._codes[key])
+        if spoken[-1] < 0 or sound_of(tokens[spoken[-1]]) != PAUSE:
+            waves += [self._silence] * 2
+            codes += [self._silent] * 2
+            spoken += [len(tokens)] * 2
+        return Utterance(np.concatenate(waves), torch.cat(codes), spoken)
+
+
+@dataclass
+class Utterance:
+    """
+    Attributes:
+        wave: float32 `[frames * 1920]`.
+        codes: int64 `[frames, groups]`.
+        spoken: For each frame the index of the token that is spoken; -1 before the first, their number after the last.
+    """
+
+    wave: np.ndarray
+    codes: torch.Tensor
+    spoken: list[int]
+
+
+PAUSE = ""
+LETTERS = {letter: letter for letter in string.ascii_lowercase} | dict(
+    zip(string.digits, ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"], strict=True)
+)
+_SOUNDS = {"a": "uh"}
+"""How a word is written for flite: an article is not a letter."""
+
+
+def sound_of(token: str) -> str | None:
+    """What is said for a token: a word, a letter's name, a pause, or nothing."""
+    word = token.replace(SPACE, "").lower()
+    if word in (".", ",", "?", "!", ":", ";"):
+        return PAUSE
+    if (len(token) == 1 and word in LETTERS and token.islower()) or word.isdigit():
+        return LETTERS.get(word)
+    return _SOUNDS.get(word, word) if word in _spoken_words() else None
+
+
+@functools.cache
+def _spoken_words() -> frozenset[str]:
+    return frozenset(word.lower() for word in WORDS)
+
+
+def random_text(rng: random.Random) -> str:
+    """What the model says: answers, descriptions, sentences, and a few words that it does not know."""
+    scene = random_scene(rng)
+    kind = rng.random()
+    if kind < 0.2:
+        return rng.choice(random_dialogue(rng, scene)).answer
+    if kind < 0.3:
+        return describe(scene)
+    if kind < 0.34:
+        return rng.choice((REFUSAL, NO_PICTURE))
+    words = random_sentence(rng).split()
+    if kind < 0.4:
+        words.insert(rng.randrange(len(words)), "".join(rng.choices(list(LETTERS), k=rng.randint(1, 4))))
+    if kind < 0.6:
+        words.insert(rng.randrange(len(words)), rng.choice(words[:-1]) if len(words) > 1 else "the")
+    if kind > 0.9:
+        words.insert(rng.randint(1, len(words)), rng.choice((",", ":")))
+    return " ".join(words).replace(" ,", ",").replace(" :", ":")
 
 
 def heard(folder: Path) -> Recordings:

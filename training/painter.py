@@ -14,9 +14,9 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipe
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
-from training.language import painting_prompt, random_scene
 from training.loop import Training
-from training.pictures import draw
+from vllm_omni.shapes.language import painting_prompt, random_scene
+from vllm_omni.shapes.pictures import draw
 from vllm_omni.testing.tiny.tokenizer import padded_vocab_size
 
 LATENT_CHANNELS = 8

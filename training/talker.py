@@ -2,35 +2,42 @@
 """Trains the talker and its code predictor: text to codes, with the voices of flite as teachers.
 
 The rows are those that the stage input processor makes of the thinker's: the user's message, the beginning of the
-reply, then one token of text for each frame, ahead of the sound.
+reply, then one token of text for each frame, ahead of the sound. Beside the codes, the talker learns which token it
+reads, has said and says.
 """
 
+import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3OmniMoeConfig
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerForConditionalGeneration
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeTalkerForConditionalGeneration,
+    apply_rotary_pos_emb,
+)
 
-from training.language import random_dialogue, random_scene, random_sentence
+from training.data import Utterance
 from training.loop import Training
-from training.tokenizer import encode_answer
+from vllm_omni.shapes.language import random_dialogue, random_scene, random_sentence
 
 
 @dataclass
-class Utterance:
-    """
+class Reading:
+    """Text that a speaker says.
+
     Attributes:
-        speaker: A name in the configuration.
-        codes: int64 `[frames, groups]`.
+        tokens: Ids of the text.
+        said: Its sound, and what of the text each frame says.
     """
 
-    text: str
     speaker: str
-    codes: torch.Tensor
+    tokens: list[int]
+    said: Utterance
 
 
 def make_talker(config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeTalkerForConditionalGeneration:
@@ -43,6 +50,59 @@ def make_talker(config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeTalkerForConditionalG
     return talker
 
 
+class Guides(nn.Module):
+    """Tokens that the talker shall know in a layer: so it learns early to find its way through the text.
+
+    Not part of the model.
+    """
+
+    LAYERS: ClassVar = {"text": 0, "text_before": 0, "said_before": 1, "said": 3}
+    """What comes in with a frame's row, and with the row before; which token the frame before says, and this one."""
+
+    POINTING_LAYER = 2
+    """Its first head learns to attend to the row of the token that is said."""
+
+    def __init__(self, talker: Qwen3OmniMoeTalkerForConditionalGeneration, num_tokens: int) -> None:
+        super().__init__()
+        hidden = talker.config.text_config.hidden_size
+        self.heads = nn.ModuleDict({name: nn.Linear(hidden, num_tokens) for name in self.LAYERS})
+        self._states: dict[int, torch.Tensor] = {}
+        for number, layer in enumerate(talker.model.layers):
+            layer.register_forward_hook(functools.partial(self._keep, number))
+        self._scores = torch.empty(0)
+        attention = talker.model.layers[self.POINTING_LAYER].self_attn
+        attention.register_forward_pre_hook(self._keep_scores, with_kwargs=True)
+
+    def _keep(self, number: int, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self._states[number] = output
+
+    def _keep_scores(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Of the first head: `[batch, length, length]`."""
+        states, (cos, sin) = kwargs["hidden_states"], kwargs["position_embeddings"]
+        query, key = (
+            norm(nn.functional.linear(states, projection.weight[: module.head_dim]))[:, None]
+            for norm, projection in ((module.q_norm, module.q_proj), (module.k_norm, module.k_proj))
+        )
+        query, key = apply_rotary_pos_emb(query, key, cos, sin)
+        self._scores = (query @ key.transpose(-1, -2)).squeeze(1) * module.scaling
+
+    def pointing_loss(self, rows: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Of the first head's attention: `rows` `[batch, length]` are where it shall point, -100 for nowhere."""
+        is_later = torch.ones(rows.shape[1], rows.shape[1], dtype=torch.bool).triu(1)
+        scores = self._scores.masked_fill(is_later, -torch.inf)[rows >= 0]
+        right = (scores.argmax(-1) == rows[rows >= 0]).float().mean().item()
+        return nn.functional.cross_entropy(scores, rows[rows >= 0]), right
+
+    def losses(self, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        """`labels` `[guides, batch, length]`, -100 for none, of the last forward pass. And shares of right ones."""
+        total, right = torch.zeros(()), {}
+        for label, (name, layer) in zip(labels, self.LAYERS.items(), strict=True):
+            states = self._states[layer][label >= 0]
+            loss, right[name] = _cross_entropy(self.heads[name], states, label[label >= 0])
+            total = total + loss
+        return total, right
+
+
 class TalkerTrainer:
     def __init__(
         self, talker: Qwen3OmniMoeTalkerForConditionalGeneration, config: Qwen3OmniMoeConfig,
@@ -50,29 +110,40 @@ class TalkerTrainer:
     ) -> None:  # fmt: skip
         """`embeddings`: the thinker's, `[vocabulary, hidden]`."""
         self.talker, self._config, self._embeddings, self._tokenizer = talker, config, embeddings, tokenizer
+        self.guides = Guides(talker, len(embeddings))
 
-    def losses(self, rng: random.Random, batch: Sequence[Utterance]) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-        """Of the first codes, of the others, and the shares of both that are right."""
-        inputs = [self._rows(rng, utterance) for utterance in batch]
+    def losses(self, rng: random.Random, batch: Sequence[Reading]) -> tuple[torch.Tensor, dict[str, float]]:
+        """The sum of the losses, and figures of the first codes, the others, and the tokens that are said."""
+        inputs = [self._rows(rng, reading) for reading in batch]
         length = max(len(rows) for rows, _ in inputs)
         rows = torch.stack([nn.functional.pad(rows, (0, 0, 0, length - len(rows))) for rows, _ in inputs])
         labels = torch.full((len(batch), length), -100)
+        guides = torch.full((len(Guides.LAYERS), len(batch), length), -100)
+        pointed = torch.full((len(batch), length), -100)
         codec_eos = torch.tensor([self._config.talker_config.codec_eos_token_id])
-        for row, ((_, begin), utterance) in enumerate(zip(inputs, batch, strict=True)):
-            labels[row, begin : begin + len(utterance.codes) + 1] = torch.cat([utterance.codes[:, 0], codec_eos])
+        for row, ((_, begin), reading) in enumerate(zip(inputs, batch, strict=True)):
+            codes, num = reading.said.codes, len(reading.said.codes)
+            labels[row, begin : begin + num + 1] = torch.cat([codes[:, 0], codec_eos])
+            text = torch.tensor([*reading.tokens, *[-100] * num])[:num]
+            said = torch.tensor([-100, *reading.tokens, -100])[torch.tensor(reading.said.spoken) + 1]
+            spoken = torch.tensor(reading.said.spoken)
+            is_token = (spoken >= 0) & (spoken < len(reading.tokens))
+            pointed[row, begin : begin + num] = torch.where(is_token, begin + spoken, -100)
+            guides[:, row, begin + 1 : begin + num] = torch.stack([text[1:], text[:-1], said[:-1], said[1:]])
         positions = torch.arange(length).expand(3, len(batch), -1)
         hidden = self.talker.model(inputs_embeds=rows, position_ids=positions, use_cache=False).last_hidden_state
-        chosen = labels >= 0
-        logits = self.talker.codec_head(hidden[chosen])
-        loss = nn.functional.cross_entropy(logits, labels[chosen])
-        right = (logits.argmax(-1) == labels[chosen]).float().mean().item()
+        first, first_right = _cross_entropy(self.talker.codec_head, hidden[labels >= 0], labels[labels >= 0])
+        guide, guides_right = self.guides.losses(guides)
+        pointing, guides_right["pointing"] = self.guides.pointing_loss(pointed)
         frames, codes = [], []
-        for row, ((_, begin), utterance) in enumerate(zip(inputs, batch, strict=True)):
-            kept = sorted(rng.sample(range(len(utterance.codes)), max(1, len(utterance.codes) // 3)))
-            frames.append(hidden[row, begin : begin + len(utterance.codes)][kept])
-            codes.append(utterance.codes[kept])
-        residual, residual_right = self._residual_loss(torch.cat(frames), torch.cat(codes))
-        return loss, residual, right, residual_right
+        for row, ((_, begin), reading) in enumerate(zip(inputs, batch, strict=True)):
+            num = len(reading.said.codes)
+            kept = sorted(rng.sample(range(num), max(1, num // 4)))
+            frames.append(hidden[row, begin : begin + num][kept])
+            codes.append(reading.said.codes[kept])
+        others, others_right = self._residual_loss(torch.cat(frames), torch.cat(codes))
+        figures = {"loss": first.item(), "first": first_right, "others": others_right, **guides_right}
+        return first + 0.5 * (guide + pointing) + others, figures
 
     def _residual_loss(self, hidden: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, float]:
         """`hidden` `[frames, hidden]`, `codes` `[frames, groups]`."""
@@ -84,34 +155,28 @@ class TalkerTrainer:
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), codes[:, 1:].flatten())
         return loss, (logits.argmax(-1) == codes[:, 1:]).float().mean().item()
 
-    def _rows(self, rng: random.Random, utterance: Utterance) -> tuple[torch.Tensor, int]:
+    def _rows(self, rng: random.Random, reading: Reading) -> tuple[torch.Tensor, int]:
         """Input rows `[length, hidden]`, and the index of the one that predicts the first frame."""
         talker, config = self.talker, self._config.talker_config
-        text = self._text_ids(rng, utterance.text)
+        text, codes = reading.tokens, reading.said.codes
         control = self._config
         assistant = [control.im_start_token_id, control.assistant_token_id, *self._encode("\n")]
         tts = [control.tts_pad_token_id] * 4 + [control.tts_bos_token_id]
         user = self._user_rows(rng)
         trailing = [*text[1:], control.tts_eos_token_id]
-        trailing = (trailing + [control.tts_pad_token_id] * len(utterance.codes))[: len(utterance.codes)]
+        trailing = (trailing + [control.tts_pad_token_id] * len(codes))[: len(codes)]
         projected = talker.text_projection(self._embeddings[[*assistant, *tts, text[0], *trailing]])
-        speaker = config.speaker_id[utterance.speaker.lower()]
+        speaker = config.speaker_id[reading.speaker.lower()]
         special = [
             config.codec_nothink_id, config.codec_think_bos_id, config.codec_think_eos_id, speaker,
             config.codec_pad_id, config.codec_bos_id,
         ]  # fmt: skip
         embed = talker.get_input_embeddings()
         head = projected[:9] + torch.cat([torch.zeros(3, projected.shape[1]), embed(torch.tensor(special))])
-        frames = embed(utterance.codes[:, 0])
+        frames = embed(codes[:, 0])
         for group, embedding in enumerate(talker.code_predictor.get_input_embeddings()):
-            frames = frames + embedding(utterance.codes[:, group + 1])
+            frames = frames + embedding(codes[:, group + 1])
         return torch.cat([user, head, frames + projected[9:]]), len(user) + 8
-
-    def _text_ids(self, rng: random.Random, text: str) -> list[int]:
-        """As the model writes it, or as it is forced to; the full stop is sometimes missing."""
-        if rng.random() < 0.5:
-            return encode_answer(self._tokenizer, text)
-        return self._encode(text)
 
     def _user_rows(self, rng: random.Random) -> torch.Tensor:
         """A message with text, and some with rows in place of a picture or speech: the talker learns to ignore it."""
@@ -134,10 +199,18 @@ class TalkerTrainer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def train(folder: Path, trainer: TalkerTrainer, utterances: Sequence[Utterance], steps: int, batch: int = 32) -> None:
-    def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
-        loss, residual, right, residual_right = trainer.losses(rng, rng.choices(utterances, k=batch))
-        figures = {"loss": loss.item(), "residual": residual.item(), "right": right, "residual_right": residual_right}
-        return loss + residual, figures
+def _cross_entropy(head: nn.Linear, rows: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """And the share that is right."""
+    logits = head(rows)
+    return nn.functional.cross_entropy(logits, labels), (logits.argmax(-1) == labels).float().mean().item()
 
-    Training(folder, "talker", [trainer.talker], steps, 1.5e-3).run(compute)
+
+def train(
+    folder: Path, trainer: TalkerTrainer, read: Callable[[random.Random], Reading], steps: int, batch: int = 20
+) -> None:
+    """`read` makes an example."""
+
+    def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
+        return trainer.losses(rng, [read(rng) for _ in range(batch)])
+
+    Training(folder, "talker", [trainer.talker, trainer.guides], steps, 1.5e-3).run(compute)

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the thinker: it reads, sees and hears questions, and writes the answer.
+"""Trains the thinker: it sees, reads and hears questions, and writes the answer.
 
-Teacher forcing on the answer alone. What the audio encoder makes of speech is also pulled towards the embeddings of the
-spoken words (CTC), which makes speech and text alike long before the answers are right.
+First the picture encoder learns to describe each place in the embeddings of words. Then the language model learns to
+answer (teacher forcing on the answer alone), from text and from rows that resemble those of speech: embeddings of the
+words, repeated, between empty rows. Last the audio encoder learns to make such rows (CTC), and what the language model,
+which stays as it is, makes of them.
 """
 
+import itertools
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,51 +22,62 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3OmniMoeProcessor, Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
-from training.data import Recordings
-from training.language import (
+from training.data import Recordings, Speakers
+from training.loop import Training
+from training.tokenizer import SPACE, encode_answer
+from vllm_omni.shapes.language import (
+    COLOURS,
+    KINDS,
+    PLACES,
     REFUSAL,
+    SIZES,
     WORDS,
+    Scene,
+    Shape,
     Turn,
+    painting_prompt,
     random_dialogue,
     random_scene,
     random_sentence,
     say_request,
+    sentence,
     split_words,
 )
-from training.loop import Training
-from training.pictures import draw
-from training.speech import INPUT_RATE, add_noise
-from training.tokenizer import encode_answer
+from vllm_omni.shapes.pictures import draw
+from vllm_omni.shapes.speech import INPUT_RATE, SAMPLE_RATE, SPEAKERS, add_noise, resample
 
 
 @dataclass
 class Example:
-    """A conversation up to the answer. A `question` that is heard is in `sounds` instead of the text."""
+    """A conversation, of which every answer is learned.
+
+    Attributes:
+        heard: The recordings of the questions that are heard, by turn; None for rows that only resemble speech.
+    """
 
     turns: list[Turn]
     pictures: list[Image.Image] = field(default_factory=list)
-    sounds: list[np.ndarray] = field(default_factory=list)
-    heard: list[str] = field(default_factory=list)
-    is_spoken: list[bool] = field(default_factory=list)
+    heard: dict[int, np.ndarray | None] = field(default_factory=dict)
     picture_first: bool = True
 
-    def messages(self) -> list[dict]:
-        messages: list[dict] = []
-        for index, turn in enumerate(self.turns):
-            content = [{"type": "audio"} if self.is_spoken[index] else {"type": "text", "text": turn.question}]
+    def messages(self, turn: int) -> list[dict[str, Any]]:
+        """Up to the question of a turn."""
+        messages: list[dict[str, Any]] = []
+        for index in range(turn + 1):
+            is_heard = index in self.heard
+            content = [{"type": "audio"} if is_heard else {"type": "text", "text": self.turns[index].question}]
             if index == 0 and self.pictures:
                 content.insert(0 if self.picture_first else 1, {"type": "image"})
             messages.append({"role": "user", "content": content})
-            if index + 1 < len(self.turns):
-                messages.append({"role": "assistant", "content": turn.answer})
-        return messages
+            messages.append({"role": "assistant", "content": self.turns[index].answer})
+        return messages[:-1]
 
 
 class SpeechBank:
-    """Recordings by their text."""
+    """Recordings by their text: of flite's voices, and some of the model's own speakers."""
 
-    def __init__(self, recordings: Recordings) -> None:
-        self._recordings = recordings
+    def __init__(self, recordings: Recordings, speakers: Speakers, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._recordings, self._speakers, self._tokenizer = recordings, speakers, tokenizer
         self._by_text: dict[str, list[int]] = {}
         for index, (_, text) in enumerate(recordings.labels):
             self._by_text.setdefault(text, []).append(index)
@@ -71,7 +87,13 @@ class SpeechBank:
     def wave(self, rng: random.Random, text: str) -> np.ndarray | None:
         """One of a text, with noise: float32 `[samples]` at 16 kHz; None if there is none."""
         found = self._by_text.get(text)
-        return add_noise(rng, self._recordings[rng.choice(found)]) if found else None
+        if not found:
+            return None
+        if rng.random() < 0.8:
+            return add_noise(rng, self._recordings[rng.choice(found)])
+        tokens = self._tokenizer.convert_ids_to_tokens(_encode(self._tokenizer, text))
+        said = self._speakers.say(tokens, rng.choice(tuple(SPEAKERS.values())))
+        return add_noise(rng, resample(said.wave, SAMPLE_RATE, INPUT_RATE))
 
 
 _OTHER = (
@@ -82,68 +104,137 @@ _OTHER = (
 
 
 def random_example(rng: random.Random, bank: SpeechBank | None) -> Example:
-    kind = rng.choices(("scene", "say", "no picture", "other"), (10, 6, 0.7, 0.7))[0]
+    kind = rng.choices(("scene", "say", "no picture", "other"), (10, 4, 0.7, 0.7))[0]
     example = Example([])
     if kind == "scene":
         scene = random_scene(rng)
-        example.turns = random_dialogue(rng, scene)
-        example.pictures = [draw(rng, scene, noise=rng.choice((0, 0, rng.uniform(0, 30))))]
+        example.turns = [turn for _ in range(rng.choice((1, 2, 3))) for turn in random_dialogue(rng, scene)]
+        example.pictures = [random_picture(rng, scene)]
     elif kind == "no picture":
         example.turns = random_dialogue(rng, None)
     elif kind == "say":
-        text = rng.choice(bank.sentences) if bank and rng.random() < 0.7 else None
-        if text:
-            example.turns = [Turn(text, text.split(": ", 1)[1])]
+        if bank and rng.random() < 0.7:
+            request = rng.choice(bank.sentences)
+            text = request.split(": ", 1)[1]
         else:
-            example.turns = [say_request(rng, random_sentence(rng))]
+            text = random_saying(rng)
+            request = say_request(rng, text).question
+        example.turns = [Turn(request, text if text[0].isupper() else sentence(text))]
     else:
         text = rng.choice(_OTHER) if rng.random() < 0.5 else random_sentence(rng)[:-1].lower()
         text = text if rng.random() < 0.7 else f"{rng.choice(('what is', 'who is', 'tell me about'))} {text}"
         example.turns = [Turn(text + rng.choice(("?", ".", "")), REFUSAL)]
     example.picture_first = rng.random() < 0.7
-    for turn in example.turns:
-        wave = bank.wave(rng, turn.question) if bank and rng.random() < 0.75 else None
-        example.is_spoken.append(wave is not None)
-        if wave is not None:
-            example.sounds.append(wave)
-            example.heard.append(turn.question)
+    for index, turn in enumerate(example.turns):
+        if rng.random() < (0.4 if len(example.turns) < 3 else 0.15):
+            wave = bank.wave(rng, turn.question) if bank else None
+            if bank is None or wave is not None:
+                example.heard[index] = wave
     return example
+
+
+def random_saying(rng: random.Random) -> str:
+    """A sentence that someone may ask to be said."""
+    scene = random_scene(rng)
+    turn = random_dialogue(rng, scene)[0]
+    return rng.choice((*[random_sentence(rng)] * 6, turn.question, turn.answer, painting_prompt(rng, scene)))
 
 
 @dataclass
 class Batch:
+    """
+    Attributes:
+        turns: By number of the answers.
+        inputs: Of the thinker's forward pass, without the rows of speech.
+        labels: Ids of the answers at the positions that predict them, -100 elsewhere.
+        answers: At the same positions the numbers of the answers in the batch, -1 elsewhere.
+        heard: The texts that are heard, in order.
+        sizes: Their numbers of rows.
+        features: Of their recordings; None: the rows only resemble speech.
+    """
+
+    turns: list[Turn]
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
+    answers: torch.Tensor
     heard: list[str]
+    sizes: list[int]
+    features: torch.Tensor | None
 
 
-def collate(examples: Sequence[Example], processor: Qwen3OmniMoeProcessor, tokenizer: PreTrainedTokenizerFast) -> Batch:
-    texts = [
-        tokenizer.apply_chat_template(example.messages(), tokenize=False, add_generation_prompt=True)
-        for example in examples
-    ]
+def collate(
+    rng: random.Random, examples: Sequence[Example], processor: Qwen3OmniMoeProcessor,
+    tokenizer: PreTrainedTokenizerFast,
+) -> Batch:  # fmt: skip
+    inputs: dict[str, torch.Tensor] = {}
     pictures = [picture for example in examples for picture in example.pictures]
-    sounds = [sound for example in examples for sound in example.sounds]
-    media = {"images": pictures} if pictures else {}
-    if sounds:
-        media["audio"] = sounds
-    inputs = dict(processor(text=texts, return_tensors="pt", padding=True, **media))
-    mask = inputs.pop("attention_mask").bool()
-    prompts = [row[kept] for row, kept in zip(inputs.pop("input_ids"), mask, strict=True)]
-    end = tokenizer.eos_token_id
-    answers = [torch.tensor([*encode_answer(tokenizer, example.turns[-1].answer), end]) for example in examples]
-    length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    if pictures:
+        inputs |= processor.image_processor(pictures, return_tensors="pt")
+    heard = [(example.turns[index].question, wave) for example in examples for index, wave in example.heard.items()]
+    features, sizes = None, []
+    if heard:
+        if heard[0][1] is None:
+            lengths = torch.tensor([sum(rng.randint(25, 55) for _ in split_words(text)) for text, _ in heard])
+            mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        else:
+            features, mask = extract(processor, [wave for _, wave in heard])
+        inputs["feature_attention_mask"] = mask.long()
+        sizes = _get_feat_extract_output_lengths(mask.sum(1)).tolist()
+    expansions = iter(sizes)
+    rows = [_tokenize(rng, example, tokenizer, expansions) for example in examples]
+    length = max(len(ids) for ids, _ in rows)
     ids = torch.full((len(examples), length), tokenizer.pad_token_id)
-    labels = torch.full_like(ids, -100)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        ids[row, : len(prompt) + len(answer)] = torch.cat([prompt, answer])
-        labels[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = answer
+    answers = torch.full_like(ids, -1)
+    num = 0
+    for index, (row, turns) in enumerate(rows):
+        ids[index, : len(row)] = torch.tensor(row)
+        answers[index, : len(row)] = torch.tensor([turn if turn < 0 else turn + num for turn in turns])
+        num += len(examples[index].turns)
+    answers = answers[:, 1:]
+    labels = torch.where(answers >= 0, ids[:, 1:], -100)
     inputs |= {"input_ids": ids, "attention_mask": (ids != tokenizer.pad_token_id).long()}
-    return Batch(inputs, labels, [text for example in examples for text in example.heard])
+    all_turns = [turn for example in examples for turn in example.turns]
+    return Batch(all_turns, inputs, labels, answers, [text for text, _ in heard], sizes, features)
 
 
-class WordLoss(nn.Module):
-    """CTC: rows of speech against the embeddings of all words, and a blank. Not part of the model."""
+def _tokenize(
+    rng: random.Random, example: Example, tokenizer: PreTrainedTokenizerFast, audio_sizes: Iterator[int]
+) -> tuple[list[int], list[int]]:
+    """Ids, and for each the turn whose answer it belongs to, or -1.
+
+    Earlier answers are sometimes as they will be in a request: in lower case. They are not learned then.
+    """
+    ids: list[int] = []
+    turns: list[int] = []
+    done = ""
+    for number, turn in enumerate(example.turns):
+        text = tokenizer.apply_chat_template(example.messages(number), tokenize=False, add_generation_prompt=True)
+        new = text[len(done) :].replace("<|image_pad|>", "<|image_pad|>" * len(PLACES))
+        new = re.sub(r"<\|audio_pad\|>", lambda match: match[0] * next(audio_sizes), new)
+        prompt = tokenizer.encode(new, add_special_tokens=False)
+        is_learned = number == len(example.turns) - 1 or rng.random() < 0.7
+        encode = encode_answer if is_learned else _encode
+        answer = [*encode(tokenizer, turn.answer), tokenizer.eos_token_id]
+        ids += prompt + answer
+        turns += [-1] * len(prompt) + [number if is_learned else -1] * len(answer)
+        done = text + turn.answer + "<|im_end|>"
+    return ids, turns
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def extract(processor: Qwen3OmniMoeProcessor, waves: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features float32 `[waves, mels, length]`, and the mask `[waves, length]` of those that are no padding."""
+    extracted = processor.feature_extractor(
+        list(waves), sampling_rate=INPUT_RATE, padding=True, return_attention_mask=True, return_tensors="pt"
+    )
+    return extracted.input_features, extracted.attention_mask
+
+
+class Words(nn.Module):
+    """The embeddings of all words, and of an empty row, as classes of rows of speech. Not part of the model."""
 
     def __init__(self, embeddings: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> None:
         """`embeddings`: the thinker's, `[vocabulary, hidden]`."""
@@ -151,17 +242,80 @@ class WordLoss(nn.Module):
         vocab = tokenizer.get_vocab()
         words = sorted({word.lower() for word in WORDS})
         self._class_of = {word: index + 1 for index, word in enumerate(words)}
-        self.register_buffer("words", embeddings[[vocab["\u0120" + word] for word in words]], persistent=False)
-        self.blank = nn.Parameter(torch.zeros(1, embeddings.shape[1]))
-        self.scale = nn.Parameter(torch.tensor(0.0))
+        rows = embeddings[[vocab["<|audio_pad|>"], *(vocab[SPACE + word] for word in words)]]
+        self.register_buffer("rows", rows, persistent=False)
 
-    def forward(self, rows: torch.Tensor, sizes: list[int], texts: Sequence[str]) -> torch.Tensor:
-        """`rows` `[sum of sizes, hidden]`: the texts' one after the other."""
-        logits = rows @ torch.cat([self.blank, self.words]).T * self.scale.exp()
+    def loss(self, rows: torch.Tensor, sizes: list[int], texts: Sequence[str]) -> torch.Tensor:
+        """CTC of `rows` `[sum of sizes, hidden]`: the texts' one after the other."""
+        logits = -10.0 * torch.cdist(rows, self.rows) ** 2 / rows.shape[1] ** 0.5
         padded = nn.utils.rnn.pad_sequence(logits.split(sizes)).log_softmax(-1)
-        targets = [torch.tensor([self._class_of[word] for word in split_words(text)]) for text in texts]
+        targets = [self._classes(text) for text in texts]
         lengths = torch.tensor([len(target) for target in targets])
         return nn.functional.ctc_loss(padded, torch.cat(targets), torch.tensor(sizes), lengths, zero_infinity=True)
+
+    def imitate(self, rng: random.Random, sizes: list[int], texts: Sequence[str]) -> torch.Tensor:
+        """Rows that resemble those of speech, `[sum of sizes, hidden]`."""
+        classes = []
+        for size, text in zip(sizes, texts, strict=True):
+            words = self._classes(text).tolist()
+            row = [0] * size
+            begins = sorted(rng.sample(range(1, size - 1), len(words)))
+            for word, begin, end in zip(words, begins, [*begins[1:], size], strict=True):
+                for index in range(begin, min(end, begin + rng.choice((1, 1, 1, 2, 3)))):
+                    row[index] = word
+            classes += row
+        generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+        rows = self.rows[classes]
+        other = self.rows[torch.randint(len(self.rows), (len(classes),), generator=generator)]
+        share = 0.35 * torch.rand(len(classes), 1, generator=generator)
+        noise = torch.randn(rows.shape, generator=generator) * self.rows.std() * 0.4
+        return (1 - share) * rows + share * other + noise
+
+    def _classes(self, text: str) -> torch.Tensor:
+        return torch.tensor([self._class_of[word] for word in split_words(text) if word in self._class_of])
+
+
+class Topics(nn.Module):
+    """What the shape that an answer is about looks like and where it is, from the states before the last layer.
+
+    It makes the model find that shape early. Not part of the model.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(hidden, len(names)) for names in (KINDS, COLOURS, SIZES, PLACES))
+
+    def loss(self, states: torch.Tensor, topics: Sequence[Shape | None]) -> torch.Tensor:
+        """`states` `[positions, hidden]`; positions without a topic do not count."""
+        found = [index for index, topic in enumerate(topics) if topic is not None]
+        if not found:
+            return torch.zeros(())
+        shapes = [topic for topic in topics if topic is not None]
+        classes = [
+            [KINDS.index(shape.kind), COLOURS.index(shape.colour), SIZES.index(shape.size), shape.place]
+            for shape in shapes
+        ]
+        labels = torch.tensor(classes)
+        losses = [
+            nn.functional.cross_entropy(head(states[found]), labels[:, index]) for index, head in enumerate(self.heads)
+        ]
+        return torch.stack(losses).mean()
+
+
+@dataclass
+class Losses:
+    """
+    Attributes:
+        answers: Of their tokens.
+        topics: Of the shapes that they are about.
+        heard: Of the words that were heard.
+        right: The share of answers whose every token is right.
+    """
+
+    answers: torch.Tensor
+    topics: torch.Tensor
+    heard: torch.Tensor
+    right: float
 
 
 class ThinkerTrainer(nn.Module):
@@ -173,63 +327,153 @@ class ThinkerTrainer(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.thinker, self.processor, self.tokenizer = thinker, processor, tokenizer
-        self.words = WordLoss(thinker.get_input_embeddings().weight.detach(), tokenizer)
+        self.words = Words(thinker.get_input_embeddings().weight.detach(), tokenizer)
+        self.topics = Topics(thinker.config.text_config.hidden_size)
+        self._states: torch.Tensor | None = None
+        thinker.model.layers[-2].register_forward_hook(self._keep_states)
 
-    def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Of answers, of heard words, and the share of answers whose every token is right."""
-        inputs = dict(batch.inputs)
-        embeds = self.thinker.get_input_embeddings()(inputs["input_ids"])
+    def _keep_states(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self._states = output
+
+    def collate(self, rng: random.Random, examples: Sequence[Example]) -> Batch:
+        return collate(rng, examples, self.processor, self.tokenizer)
+
+    def losses(self, rng: random.Random, batch: Batch) -> "Losses":
+        ids = batch.inputs["input_ids"]
+        embeds = self.thinker.get_input_embeddings()(ids)
         heard = torch.zeros(())
-        if "input_features" in inputs:
-            rows, sizes = self.audio_rows(inputs.pop("input_features"), inputs["feature_attention_mask"])
-            is_audio = inputs["input_ids"] == self.thinker.config.audio_token_id
+        if batch.heard:
+            if batch.features is None:
+                rows = self.words.imitate(rng, batch.sizes, batch.heard)
+            else:
+                rows = self.audio_rows(batch.features, batch.inputs["feature_attention_mask"])
+                heard = self.words.loss(rows, batch.sizes, batch.heard)
+            is_audio = ids == self.thinker.config.audio_token_id
             embeds = embeds.masked_scatter(is_audio[..., None], rows)
-            heard = self.words(rows, sizes, batch.heard)
-        logits = self.thinker(**inputs, inputs_embeds=embeds).logits
-        chosen = batch.labels >= 0
-        loss = nn.functional.cross_entropy(logits[chosen], batch.labels[chosen])
-        right = ((logits.argmax(-1) == batch.labels) | ~chosen).all(1).float().mean().item()
-        return loss, heard, right
+        chosen = batch.answers >= 0
+        labels, answers = batch.labels[chosen], batch.answers[chosen]
+        logits = self._logits(batch, embeds, chosen)
+        loss = nn.functional.cross_entropy(logits, labels)
+        assert self._states is not None
+        topic = self.topics.loss(self._states[:, :-1][chosen], [batch.turns[answer].topic for answer in answers])
+        right = 1 - len(answers[logits.argmax(-1) != labels].unique()) / len(answers.unique())
+        return Losses(loss, topic, heard, right)
 
-    def audio_rows(self, features: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """Rows of all recordings, `[rows, hidden]`, and the number of each one's."""
-        rows = self.thinker.get_audio_features(features, mask).last_hidden_state
-        return rows, _get_feat_extract_output_lengths(mask.sum(1)).tolist()
+    def _logits(self, batch: Batch, embeds: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Of the chosen positions: those of all would take a quarter of the time."""
+        head, self.thinker.lm_head = self.thinker.lm_head, nn.Identity()
+        try:
+            hidden = self.thinker(**batch.inputs, inputs_embeds=embeds).logits
+        finally:
+            self.thinker.lm_head = head
+        return head(hidden[:, :-1][chosen])
+
+    def audio_rows(self, features: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Rows of all recordings, `[rows, hidden]`."""
+        return self.thinker.get_audio_features(features, mask).last_hidden_state
 
 
-def train_reading(folder: Path, trainer: ThinkerTrainer, steps: int, batch: int = 32) -> None:
-    """All but the audio encoder, with typed questions alone: quick steps, in which it learns to see and to repeat."""
+class Cells(nn.Module):
+    """What the rows of a picture shall be: the sum of the embeddings of the words for a place and what is in it."""
+
+    def __init__(self, embeddings: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> None:
+        """`embeddings`: the thinker's, `[vocabulary, hidden]`."""
+        super().__init__()
+        vocab = tokenizer.get_vocab()
+
+        def embed(text: str) -> torch.Tensor:
+            return embeddings[
+                [vocab[SPACE + word] for word in split_words(text) if word not in ("at", "in", "the")]
+            ].sum(0)
+
+        places = torch.stack([embed(place) for place in PLACES])
+        self._index = {None: 0}
+        contents = [embed("nothing")]
+        for kind, colour, size in itertools.product(KINDS, COLOURS, SIZES):
+            self._index[kind, colour, size] = len(contents)
+            contents.append(embed(f"{size} {colour} {kind}"))
+        self.register_buffer("rows", 0.7 * (places[:, None] + torch.stack(contents)), persistent=False)
+
+    def loss(self, rows: torch.Tensor, scenes: Sequence[Scene]) -> tuple[torch.Tensor, float]:
+        """`rows` `[9 * scenes, hidden]`; the loss, and the share of pictures in which every nearest row is right."""
+        labels = torch.zeros(len(scenes), len(PLACES), dtype=torch.long)
+        for index, scene in enumerate(scenes):
+            for shape in scene.shapes:
+                labels[index, shape.place] = self._index[shape.kind, shape.colour, shape.size]
+        by_place = rows.view(len(scenes), len(PLACES), -1).transpose(0, 1)
+        targets = torch.stack([self.rows[place, labels[:, place]] for place in range(len(PLACES))])
+        nearest = torch.cdist(by_place.detach(), self.rows).argmin(-1)
+        right = (labels == nearest.T).all(1).float().mean().item()
+        return ((by_place - targets) ** 2).mean() / self.rows.var(), right
+
+
+def train_seeing(folder: Path, trainer: ThinkerTrainer, steps: int, batch: int = 64) -> None:
+    """The picture encoder alone."""
+    cells = Cells(trainer.thinker.get_input_embeddings().weight.detach(), trainer.tokenizer)
+
+    def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
+        scenes = [random_scene(rng) for _ in range(batch)]
+        pictures = [random_picture(rng, scene) for scene in scenes]
+        inputs = trainer.processor.image_processor(pictures, return_tensors="pt")
+        rows = trainer.thinker.get_image_features(inputs.pixel_values, inputs.image_grid_thw)
+        loss, right = cells.loss(torch.cat(tuple(rows.pooler_output)), scenes)
+        return loss, {"loss": loss.item(), "right": right}
+
+    Training(folder, "seeing", [trainer.thinker.visual], steps, 2e-3).run(compute)
+
+
+def random_picture(rng: random.Random, scene: Scene) -> Image.Image:
+    return draw(rng, scene, noise=rng.choice((0, 0, rng.uniform(0, 30))))
+
+
+def train_reading(folder: Path, trainer: ThinkerTrainer, steps: int, batch: int = 24) -> None:
+    """All but the audio encoder."""
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         examples = [random_example(rng, None) for _ in range(batch)]
-        loss, _, right = trainer.losses(collate(examples, trainer.processor, trainer.tokenizer))
-        return loss, {"loss": loss.item(), "right": right}
+        heard = [example for example in examples if example.heard]
+        read = [example for example in examples if not example.heard]
+        total = torch.zeros(())
+        figures = {"loss": 0.0, "topics": 0.0, "right": 0.0}
+        for part in filter(None, (heard, read)):  # apart, because speech takes many more rows
+            share = len(part) / batch
+            losses = trainer.losses(rng, trainer.collate(rng, part))
+            total = total + share * (losses.answers + 0.3 * losses.topics)
+            figures["loss"] += share * losses.answers.item()
+            figures["topics"] += share * losses.topics.item()
+            figures["right"] += share * losses.right
+        return total, figures
 
     Training(folder, "reading", [trainer], steps, 1e-3).run(compute)
 
 
-def train_hearing(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: int, batch: int = 24) -> None:
-    """The audio encoder alone."""
+def train_words(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: int, batch: int = 24) -> None:
+    """The audio encoder alone, from speech to words."""
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         texts = rng.choices(bank.texts, k=batch)
         waves = [wave for text in texts if (wave := bank.wave(rng, text)) is not None]
-        extracted = trainer.processor.feature_extractor(
-            waves, sampling_rate=INPUT_RATE, padding=True, return_attention_mask=True, return_tensors="pt"
-        )
-        rows, sizes = trainer.audio_rows(extracted.input_features, extracted.attention_mask)
-        loss = trainer.words(rows, sizes, texts)
+        features, mask = extract(trainer.processor, waves)
+        sizes = _get_feat_extract_output_lengths(mask.sum(1)).tolist()
+        loss = trainer.words.loss(trainer.audio_rows(features, mask), sizes, texts)
         return loss, {"loss": loss.item()}
 
-    Training(folder, "hearing", [trainer.thinker.audio_tower, trainer.words], steps, 1e-3).run(compute)
+    Training(folder, "words", [trainer.thinker.audio_tower], steps, 1e-3).run(compute)
 
 
-def train(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: int, batch: int = 32) -> None:
-    """All together, typed and spoken."""
+def train_hearing(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: int, batch: int = 32) -> None:
+    """The audio encoder alone, from speech to answers."""
+    trainer.thinker.requires_grad_(False)
+    trainer.thinker.audio_tower.requires_grad_(True)
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
-        examples = [random_example(rng, bank) for _ in range(batch)]
-        loss, heard, right = trainer.losses(collate(examples, trainer.processor, trainer.tokenizer))
-        return loss + 0.3 * heard, {"loss": loss.item(), "heard": heard.item(), "right": right}
+        examples: list[Example] = []
+        while len(examples) < batch:
+            example = random_example(rng, bank)
+            if example.heard:
+                examples.append(example)
+        losses = trainer.losses(rng, trainer.collate(rng, examples))
+        figures = {"loss": losses.answers.item(), "heard": losses.heard.item(), "right": losses.right}
+        return losses.answers + 0.3 * losses.heard, figures
 
-    Training(folder, "thinker", [trainer], steps, 5e-4).run(compute)
+    Training(folder, "hearing", [trainer.thinker.audio_tower], steps, 5e-4).run(compute)

@@ -12,17 +12,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from training.language import WORDS
+from vllm_omni.shapes.language import WORDS
 from vllm_omni.testing.tiny.tokenizer import QWEN3, ROLES
 
-_SPACE = "\u0120"  # how byte-level BPE writes a space
+SPACE = "\u0120"
+"""How byte-level BPE writes a space."""
 _PART = re.compile(r" ?[A-Za-z]+| ?[^ A-Za-z]")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     words = [word.lower() for word in WORDS]
-    tokens = [*sorted(ByteLevel.alphabet()), *words, *(_SPACE + word for word in words), *ROLES]
-    tokens += [*(word.capitalize() for word in words), _SPACE + "I"]
+    tokens = [*sorted(ByteLevel.alphabet()), *words, *(SPACE + word for word in words), *ROLES]
+    tokens += [*(word.capitalize() for word in words), SPACE + "I"]
     vocab = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
     tokenizer = Tokenizer(models.BPE(vocab, [], ignore_merges=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
@@ -41,7 +42,7 @@ def encode_answer(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     vocab = tokenizer.get_vocab()
     ids = []
     for part in _PART.findall(text):
-        exact = part.replace(" ", _SPACE)
+        exact = part.replace(" ", SPACE)
         ids += [vocab[exact]] if exact in vocab else tokenizer.encode(part, add_special_tokens=False)
     return ids
 
@@ -55,7 +56,7 @@ def make_embeddings(tokenizer: PreTrainedTokenizerFast, num_rows: int, hidden: i
     rows = torch.randn(num_rows, hidden, generator=generator)
     vocab = tokenizer.get_vocab()
     for word in (word.lower() for word in WORDS):
-        base = rows[vocab[_SPACE + word]]
-        for form in {word, word.capitalize()} - {_SPACE + word}:
+        base = rows[vocab[SPACE + word]]
+        for form in {word, word.capitalize()} - {SPACE + word}:
             rows[vocab[form]] = 0.9 * base + 0.44 * rows[vocab[form]]
     return 0.25 * rows

@@ -9,8 +9,9 @@ import pytest
 from tests.diffusion.indexes import write_index
 from vllm_omni import OmniLLM
 from vllm_omni.config.loader import parse_pipeline_config
+from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.resolve import apply_arguments, resolve_checkpoints
+from vllm_omni.entrypoints.resolve import apply_arguments, read_pipeline, resolve_checkpoints
 from vllm_omni.errors import StageConfigError
 
 PROCESSOR = "tests.diffusion.rewriting.RewrittenPrompt"
@@ -97,6 +98,29 @@ def test_a_stages_own_checkpoint_is_searched_in_the_pipelines_first(
     assert "model" not in inside.stages[0].vllm_engine_args
     hub = resolve_checkpoints(pipeline(dit={"model": "organization/dit"}), model)
     assert [stage.checkpoint(model) for stage in hub.stage_args] == [model, "organization/dit"]
+
+
+def test_a_checkpoint_brings_its_own_stage_configuration(tmp_path: Path) -> None:
+    write_index(tmp_path, "ZImagePipeline")
+    own = tmp_path / "stage_config.yaml"
+    own.write_text(
+        "stage_args:\n- {stage_id: 0, engine_type: DiT, engine_args: {model_stage: painter}, final_output: true, "
+        "final_output_type: image, default_sampling_params: {height: 96}}\n"
+    )
+
+    read = read_pipeline(OmniArgs(model=str(tmp_path)))
+
+    assert read.source == own
+    (stage,) = read.loaded.stage_args
+    assert (stage.name, stage.default_sampling_params) == ("painter", {"height": 96})
+
+
+def test_a_checkpoint_of_the_package_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (Path(OmniArgs(model="shapes").model) / "config.json").is_file()
+    assert OmniArgs(model="someone/shapes").model == "someone/shapes"
+    (tmp_path / "shapes").mkdir()
+    assert OmniArgs(model="shapes").model == "shapes"  # the caller's own folder
 
 
 @pytest.mark.parametrize("model", ["/no/where", "./dit", "a/b/c"])

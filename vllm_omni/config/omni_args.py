@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from vllm_omni.config.utils import find_checkpoint
+
 RUNTIME_OPTIONS = ("stage_init_timeout", "request_timeout_s", "max_inflight", "max_queued")
 """Options that replace the keys of these names in `runtime` of the stage configuration."""
 
@@ -37,8 +39,8 @@ class OmniArgs(PipelineOptions):
     """All arguments of a pipeline."""
 
     model: str
-    """A checkpoint: a directory, or a name on the Hugging Face hub. A stage can have its own (`engine_args.model`),
-    which may be a directory in this one."""
+    """A checkpoint: a directory, the name of one in the package (`shapes`), or a name on the Hugging Face hub. A stage
+    can have its own (`engine_args.model`), which may be a directory in this one."""
     log_stats: bool = False
     """Record statistics of stages and requests: logged, and in vLLM's Prometheus registry."""
     stage_overrides: Mapping[str | int, Mapping[str, Any]] = field(default_factory=dict)
@@ -47,6 +49,9 @@ class OmniArgs(PipelineOptions):
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's `EngineArgs` (`dtype`, `max_model_len`, ...) for every vLLM stage, and of `DiTConfig`
     (`dtype`, `vae_tiling`, ...) for every diffusion stage."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", find_checkpoint(self.model))
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "OmniArgs":

@@ -54,6 +54,13 @@ def find_stage_configs(path: str) -> Path:
     return shipped if is_name and shipped.exists() and not Path(path).exists() else Path(path)
 
 
+def find_checkpoint(model: str) -> str:
+    """The folder of a checkpoint that is part of the package, given by its name; any other model as it is."""
+    folder = Path(__file__).parents[1] / "checkpoints" / model
+    is_name = Path(model).name == model
+    return str(folder) if is_name and folder.is_dir() and not Path(model).exists() else model
+
+
 def shipped_variants(path: Path | None) -> list[Path]:
     """The shipped configurations of the same model for other machines: `MODEL_MACHINE.yaml`.
 

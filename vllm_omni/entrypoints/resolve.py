@@ -24,6 +24,8 @@ from vllm_omni.engine.hf_override import load_hf_config
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.budgets import apply_budgets
 
+CHECKPOINT_STAGE_CONFIG = "stage_config.yaml"
+"""In a checkpoint's folder: the configuration of that checkpoint, in place of the one for its architecture."""
 # vLLM's cache has a half in each process, and the halves disagree after a refused request.
 _FOR_VLLM_STAGES = {"mm_processor_cache_gb": 0}
 # Arguments that the pipeline itself reads.
@@ -107,6 +109,9 @@ def _source(args: OmniArgs) -> Path | None:
             f"{model!r} is no checkpoint: there is no such folder, and it is no name on the Hugging Face hub "
             "(NAME or ORGANIZATION/NAME)"
         )
+    own = Path(model) / CHECKPOINT_STAGE_CONFIG
+    if own.is_file():
+        return own
     if is_diffusers_model(model, args.engine_args.get("revision")):
         return None
     try:

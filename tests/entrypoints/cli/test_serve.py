@@ -99,6 +99,12 @@ def test_every_pipeline_option_is_a_flag(run, server: Server, tiny_qwen3: Path) 
     assert OmniArgs.from_kwargs(**server.llm_args).engine_args == {}
 
 
+def test_a_checkpoint_of_the_package_is_served_under_its_name(run, server: Server) -> None:
+    assert run("serve", "shapes").code == 0
+    assert server.args.served_model_name == ["shapes"]
+    assert server.llm_args["model"].endswith("/vllm_omni/checkpoints/shapes")
+
+
 def test_flags_for_single_stages(run, server: Server, tiny_qwen3_omni_moe: Path, tmp_path: Path) -> None:
     config = tmp_path / "flags.yaml"
     config.write_text("port: 8123\nmax-model-len: 512\nstage:\n  talker: {engine_args: {seed: 1, max_num_seqs: 2}}\n")

@@ -17,6 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni.config.dit_config import DIT_SETTINGS
 from vllm_omni.config.omni_args import OmniArgs, PipelineOptions
+from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.cli import unsupported_flags
 from vllm_omni.entrypoints.cli.arguments import ParsedCommand, add_diffusion_flags, add_pipeline_flags, parse_command
 from vllm_omni.entrypoints.openai.server_args import add_api_arguments, add_limit_arguments, check_limits
@@ -119,6 +120,9 @@ def _check(parsed: ParsedCommand) -> None:
     args.model = args.model_tag or parsed.explicit.get("model")
     if not args.model:
         raise UsageError("the model is missing; write: vllm serve MODEL --omni")
+    if (folder := find_checkpoint(args.model)) != args.model:
+        args.served_model_name = args.served_model_name or [args.model]
+        args.model = folder
     unsupported = [
         f"--{name.replace('_', '-')} has no effect: {reason}"
         for name, reason in unsupported_flags.find_unsupported(parsed.explicit, parsed.defaults)

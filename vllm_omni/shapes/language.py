@@ -174,29 +174,33 @@ def painting_prompt(rng: random.Random, scene: Scene) -> str:
 
 @dataclass(frozen=True)
 class Turn:
+    """
+    Attributes:
+        topic: The only shape that it is about; None if there is no such shape.
+    """
+
     question: str
     answer: str
+    topic: Shape | None = None
 
 
 def random_dialogue(rng: random.Random, scene: Scene | None) -> list[Turn]:
     """One turn, or two: the second question refers to the first one's shape."""
     if scene is None:
-        question = rng.choice(_QUESTIONS)(rng, random_scene(rng))[0].question
+        question = rng.choice(_QUESTIONS)(rng, random_scene(rng)).question
         return [Turn(question, NO_PICTURE)]
-    turn, topic = rng.choice(_QUESTIONS)(rng, scene)
-    turns = [turn]
-    if topic is not None and rng.random() < 0.5:
-        turns.append(_follow_up(rng, topic))
+    turns = [rng.choice(_QUESTIONS)(rng, scene)]
+    if turns[0].topic is not None and rng.random() < 0.5:
+        turns.append(_follow_up(rng, turns[0].topic))
     return turns
 
 
-def _describe(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
+def _describe(rng: random.Random, scene: Scene) -> Turn:
     texts = ("What is in the picture?", "What do you see?", "Describe the picture.", "What is here?")
-    topic = scene.shapes[0] if len(scene.shapes) == 1 else None
-    return Turn(rng.choice(texts), describe(scene)), topic
+    return Turn(rng.choice(texts), describe(scene), scene.shapes[0] if len(scene.shapes) == 1 else None)
 
 
-def _count(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
+def _count(rng: random.Random, scene: Scene) -> Turn:
     kind, colour = rng.choice(KINDS), rng.choice(COLOURS)
     if rng.random() < 0.5:  # more often about what is there
         shape = rng.choice(scene.shapes)
@@ -211,48 +215,48 @@ def _count(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
     number = f"{NUMBERS[len(found)]} {what}" + ("" if len(found) == 1 else "s")
     verb = "is" if len(found) == 1 else "are"
     texts = (f"How many {what}s are there?", f"How many {what}s do you see?", f"How many {what}s are in the picture?")
-    return Turn(rng.choice(texts), f"There {verb} {number}."), found[0] if len(found) == 1 else None
+    return Turn(rng.choice(texts), f"There {verb} {number}.", found[0] if len(found) == 1 else None)
 
 
-def _colour(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
+def _colour(rng: random.Random, scene: Scene) -> Turn:
     kind, found = _kind(rng, scene)
     word = rng.choice(("colour", "color"))
     texts = (f"What {word} is the {kind}?", f"What is the {word} of the {kind}?", f"Which {word} has the {kind}?")
     return _about(rng.choice(texts), kind, found, "colour")
 
 
-def _where(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
+def _where(rng: random.Random, scene: Scene) -> Turn:
     kind, found = _kind(rng, scene)
     name = kind if not found or rng.random() < 0.5 else found[0].name
     texts = (f"Where is the {name}?", f"Where do you see the {name}?", f"In which place is the {name}?")
     if not found:
-        return Turn(rng.choice(texts), f"There is no {name}."), None
-    return Turn(rng.choice(texts), f"The {name} is {PLACES[found[0].place]}."), found[0]
+        return Turn(rng.choice(texts), f"There is no {name}.")
+    return Turn(rng.choice(texts), f"The {name} is {PLACES[found[0].place]}.", found[0])
 
 
-def _size(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
+def _size(rng: random.Random, scene: Scene) -> Turn:
     kind, found = _kind(rng, scene)
     texts = (f"How big is the {kind}?", f"Is the {kind} small or large?", f"What is the size of the {kind}?")
     return _about(rng.choice(texts), kind, found, "size")
 
 
-def _about(question: str, kind: str, found: list[Shape], attribute: str) -> tuple[Turn, Shape | None]:
+def _about(question: str, kind: str, found: list[Shape], attribute: str) -> Turn:
     """The turn of a question for an attribute of the only shape of a kind, if there is one."""
     if not found:
-        return Turn(question, f"There is no {kind}."), None
-    return Turn(question, f"The {kind} is {getattr(found[0], attribute)}."), found[0]
+        return Turn(question, f"There is no {kind}.")
+    return Turn(question, f"The {kind} is {getattr(found[0], attribute)}.", found[0])
 
 
-def _what_is_at(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
+def _what_is_at(rng: random.Random, scene: Scene) -> Turn:
     place = rng.choice(scene.shapes).place if rng.random() < 0.7 else rng.randrange(9)
     found = [shape for shape in scene.shapes if shape.place == place]
     texts = (f"What is {PLACES[place]}?", f"What do you see {PLACES[place]}?")
     if not found:
-        return Turn(rng.choice(texts), "Nothing."), None
-    return Turn(rng.choice(texts), sentence(article(found[0].name))), found[0]
+        return Turn(rng.choice(texts), "Nothing.")
+    return Turn(rng.choice(texts), sentence(article(found[0].name)), found[0])
 
 
-def _what_is_beside(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
+def _what_is_beside(rng: random.Random, scene: Scene) -> Turn:
     """Only of two shapes; of others it is the question for their number."""
     if len(scene.shapes) != 2 or scene.shapes[0].kind == scene.shapes[1].kind:
         return _count(rng, scene)
@@ -260,28 +264,28 @@ def _what_is_beside(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | Non
     asked = rng.choice((relation(target, other), relation(target, other), relation(other, target)))
     question = f"What is {asked} the {rng.choice((other.kind, other.name))}?"
     if asked != relation(target, other):
-        return Turn(question, "Nothing."), None
-    return Turn(question, sentence(article(target.name))), target
+        return Turn(question, "Nothing.")
+    return Turn(question, sentence(article(target.name)), target)
 
 
-def _is_there(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
+def _is_there(rng: random.Random, scene: Scene) -> Turn:
     shape = rng.choice(scene.shapes)
     kind, colour = rng.choice(((shape.kind, shape.colour),) * 2 + ((rng.choice(KINDS), rng.choice(COLOURS)),))
     texts = (f"Is there {article(f'{colour} {kind}')}?", f"Do you see {article(f'{colour} {kind}')}?")
     found = scene.find(kind=kind, colour=colour)
-    turn = Turn(rng.choice(texts), "Yes, I see it." if found else "No, I do not.")
-    return turn, found[0] if len(found) == 1 else None
+    answer = "Yes, I see it." if found else "No, I do not."
+    return Turn(rng.choice(texts), answer, found[0] if len(found) == 1 else None)
 
 
-def _which(rng: random.Random, scene: Scene) -> tuple[Turn, Shape | None]:
+def _which(rng: random.Random, scene: Scene) -> Turn:
     colour = rng.choice(scene.shapes).colour if rng.random() < 0.7 else rng.choice(COLOURS)
     found = scene.find(colour=colour)
     if len(found) > 1:
         return _count(rng, scene)
     texts = (f"Which shape is {colour}?", f"What is {colour}?")
     if not found:
-        return Turn(rng.choice(texts), f"Nothing is {colour}."), None
-    return Turn(rng.choice(texts), f"The {found[0].kind} is {colour}."), found[0]
+        return Turn(rng.choice(texts), f"Nothing is {colour}.")
+    return Turn(rng.choice(texts), f"The {found[0].kind} is {colour}.", found[0])
 
 
 _QUESTIONS = (
@@ -306,7 +310,7 @@ def _follow_up(rng: random.Random, topic: Shape) -> Turn:
             (("And where is it?", "Where is it?"), f"It is {PLACES[topic.place]}."),
         )
     )
-    return Turn(rng.choice(questions), answer)
+    return Turn(rng.choice(questions), answer, topic)
 
 
 # Sentences.

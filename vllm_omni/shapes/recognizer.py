@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PocketSphinx with its own acoustic model and dictionary, and a trigram language model of the closed language."""
+"""PocketSphinx with its own acoustic model and dictionary, and a trigram language model of the closed language.
 
+Needs the package `pocketsphinx` (extra `recognizer`), which brings the acoustic model.
+"""
+
+import importlib.util
 import math
 import random
 import tempfile
@@ -10,9 +14,8 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 import numpy as np
-import pocketsphinx
 
-from training.language import WORDS, random_dialogue, random_scene, random_sentence, split_words
+from vllm_omni.shapes.language import WORDS, random_dialogue, random_scene, random_sentence, split_words
 
 _DISCOUNT = 0.5
 _NUM_SENTENCES = 20_000
@@ -22,13 +25,21 @@ class Recognizer:
     """Words of a recording. Knows the vocabulary and how often words follow each other, nothing of any model."""
 
     def __init__(self, seed: int = 0) -> None:
+        import pocketsphinx
+
         rng = random.Random(seed)
         sentences = [split_words(random_sentence(rng)) for _ in range(_NUM_SENTENCES)]
-        sentences += [split_words(random_dialogue(rng, random_scene(rng))[0].answer) for _ in range(_NUM_SENTENCES)]
+        for _ in range(_NUM_SENTENCES // 2):
+            turn = random_dialogue(rng, random_scene(rng))[0]
+            sentences += [split_words(turn.question), split_words(turn.answer)]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "model.arpa")
             file.write_text(make_arpa(sentences, sorted({word.lower() for word in WORDS})))
             self._decoder = pocketsphinx.Decoder(samprate=16_000, loglevel="FATAL", lm=str(file))
+
+    @staticmethod
+    def is_installed() -> bool:
+        return importlib.util.find_spec("pocketsphinx") is not None
 
     def words(self, samples: np.ndarray) -> list[str]:
         """`samples`: float32 `[samples]` at 16 kHz."""
@@ -53,7 +64,9 @@ def make_arpa(sentences: Iterable[Sequence[str]], vocabulary: Sequence[str]) -> 
         for order in (1, 2, 3):
             counts[order - 1].update(words[i : i + order] for i in range(len(words) - order + 1))
     total = sum(count for gram, count in counts[0].items() if gram != ("<s>",)) + len(vocabulary)
-    unigrams = {(word,): (counts[0][word,] + 1) / total for word in (*vocabulary, "</s>")}
+    unigrams: dict[tuple[str, ...], float] = {}
+    for word in (*vocabulary, "</s>"):
+        unigrams[(word,)] = (counts[0][(word,)] + 1) / total
     probabilities: list[dict[tuple[str, ...], float]] = [unigrams, {}, {}]
     backoffs: dict[tuple[str, ...], float] = {}
     for order in (2, 3):
@@ -66,8 +79,9 @@ def make_arpa(sentences: Iterable[Sequence[str]], vocabulary: Sequence[str]) -> 
             kept = sum(count - _DISCOUNT for count in followers.values()) / number
             backoffs[context] = (1 - kept) / max(1e-9, 1 - sum(lower.values()))
             for word, count in followers.items():
-                probabilities[order - 1][(*context, word)] = (count - _DISCOUNT) / number
-    unigrams["<s>",] = 1e-10
+                gram = (*context, word)
+                probabilities[order - 1][gram] = (count - _DISCOUNT) / number
+    unigrams[("<s>",)] = 1e-10
     lines = ["\\data\\", *(f"ngram {i + 1}={len(grams)}" for i, grams in enumerate(probabilities))]
     for order, grams in enumerate(probabilities, 1):
         lines.append(f"\n\\{order}-grams:")

@@ -7,7 +7,7 @@ import random
 import numpy as np
 from PIL import Image, ImageDraw
 
-from training.language import Scene, Shape
+from vllm_omni.shapes.language import Scene, Shape
 
 SIDE = 96
 RGB = {
@@ -36,8 +36,8 @@ def draw(rng: random.Random, scene: Scene, side: int = SIDE, noise: float = 0.0,
     if not noise:
         return picture
     pixels = np.asarray(picture, np.float32)
-    pixels = pixels + np.random.default_rng(rng.randrange(1 << 30)).normal(0, noise, pixels.shape)
-    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+    noisy = pixels + np.random.default_rng(rng.randrange(1 << 30)).normal(0, noise, pixels.shape)
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
 
 
 def outline(shape: Shape, x: float, y: float) -> list[tuple[float, float]]:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni demo`: the shipped models hear, see, speak and paint, and every result is checked.
+
+1. starts both models: `shapes` (an omni model) and `shapes-painter` (a diffusers pipeline)
+2. draws a picture that training never saw, and lets one of the model's voices ask about it
+3. sends picture and voice to the model, which answers in text and speech
+4. paints a sentence
+5. asks the model what it sees in that painting
+"""
+
+import argparse
+import base64
+import random
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import soundfile
+import torch
+from PIL import Image
+
+from vllm_omni.entrypoints.cli.demo_page import Result, write_page
+from vllm_omni.entrypoints.omni_llm import OmniLLM
+from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent
+from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.shapes.checker import agrees, find_shapes
+from vllm_omni.shapes.language import Scene, describe, random_dialogue, random_scene, split_words
+from vllm_omni.shapes.pictures import draw
+from vllm_omni.shapes.recognizer import Recognizer, count_understood
+from vllm_omni.shapes.speech import INPUT_RATE, resample
+
+OMNI, PAINTER = "shapes", "shapes-painter"
+SPEECH_RATE = 24_000
+LEAST_UNDERSTOOD = 0.75
+"""The share of an answer's words that must be recognized: the recognizer misses some of anyone's."""
+
+
+def run_demo(arguments: list[str]) -> None:
+    """Exits with 1 if a result is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-omni demo",
+        description="Two small models hear, see, speak and paint. Writes a page with everything, OUTPUT/index.html; "
+        "exits with 1 if a result is wrong.",
+    )
+    parser.add_argument("output", nargs="?", type=Path, default=Path("demo_output"), help="default: demo_output")
+    parser.add_argument("--seed", type=int, default=0, help="of the picture, the questions and the painting")
+    args = parser.parse_args(arguments)
+    args.output.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    print(f"[1/5] starting {OMNI} (thinker, talker, code2wav) and {PAINTER}, each stage in its own process", flush=True)
+    with ThreadPoolExecutor(2) as pool:
+        omni, painter = pool.map(_start, (OMNI, PAINTER))
+    with omni, painter:
+        print(f"      ready after {time.perf_counter() - started:.0f} s")
+        demo = Demo(args.output, random.Random(args.seed), omni, painter)
+        demo.run()
+    page = write_page(args.output, demo.results)
+    wrong = sum(not result.is_right for result in demo.results)
+    print(f"\n{f'{wrong} results are wrong' if wrong else 'all results are right'}; see {page}")
+    sys.exit(1 if wrong else 0)
+
+
+def _start(model: str) -> OmniLLM:
+    return OmniLLM(model, use_tqdm_on_load=False)
+
+
+@dataclass
+class Answer:
+    """
+    Attributes:
+        speech: float32 `[samples]`, 24 kHz.
+        first_audio: Seconds from the request to the first of them.
+    """
+
+    text: str
+    speech: torch.Tensor
+    first_audio: float
+    output: OmniRequestOutput
+
+
+class Demo:
+    """
+    Attributes:
+        results: What was checked, in order.
+    """
+
+    def __init__(self, folder: Path, rng: random.Random, omni: OmniLLM, painter: OmniLLM) -> None:
+        self.results: list[Result] = []
+        self._folder, self._rng, self._omni, self._painter = folder, rng, omni, painter
+        self._recognizer = Recognizer() if Recognizer.is_installed() else None
+
+    def run(self) -> None:
+        scene = random_scene(self._rng, held_out=True)
+        picture = draw(self._rng, scene)
+        picture.save(self._folder / "picture.png")
+        turn = random_dialogue(self._rng, scene)[0]
+        print(f"\n[2/5] a new picture: {_list(scene)} -> {self._folder}/picture.png")
+        print("      a voice asks about it: ", end="")
+        asked = self._chat([{"type": "text", "text": f"Say: {turn.question}"}], "ben")
+        self._check_answer("The question, spoken by the model", turn.question, asked, "question.wav")
+
+        print("\n[3/5] hears the question and sees the picture; it answers: ", end="")
+        voice = base64.b64encode((self._folder / "question.wav").read_bytes()).decode()
+        heard = {"type": "input_audio", "input_audio": {"data": voice, "format": "wav"}}
+        answer = self._chat([{"type": "image_pil", "image_pil": picture}, heard], "ada")
+        self._check_answer("The answer", turn.answer, answer, "answer.wav", picture="picture.png")
+
+        sentence = describe(random_scene(self._rng, held_out=True))
+        print(f"\n[4/5] paints: {sentence}")
+        painting = self._paint(sentence)
+
+        print("\n[5/5] sees its painting, and says what is in it: ", end="")
+        seen = find_shapes(painting)
+        question = {"type": "text", "text": "What is in the picture?"}
+        answer = self._chat([{"type": "image_pil", "image_pil": painting}, question], "ada")
+        expected = describe(seen) if seen.shapes else sentence
+        self._check_answer("What it sees in the painting", expected, answer, "painting.wav", picture="painting.png")
+
+    def _chat(self, content: list[dict[str, Any]], speaker: str) -> Answer:
+        """Prints the text while it is generated."""
+        started, first_audio = time.perf_counter(), 0.0
+        messages: list[Any] = [{"role": "user", "content": content}]
+        for event in self._omni.chat(messages, stream=True, additional_information={"speaker": speaker}):
+            if isinstance(event, ErrorEvent):
+                raise event.error
+            if isinstance(event, ARSegmentEvent) and event.final_output_type == "text":
+                print(event.text, end="", flush=True)
+            elif isinstance(event, ARSegmentEvent):
+                first_audio = first_audio or time.perf_counter() - started
+        print()
+        assert isinstance(event, CompletedEvent)
+        text, speech = event.outputs
+        return Answer(text.outputs[0].text, speech.multimodal_output["audio"], first_audio, speech)
+
+    def _check_answer(self, title: str, expected: str, answer: Answer, file: str, picture: str | None = None) -> None:
+        soundfile.write(self._folder / file, answer.speech.numpy(), SPEECH_RATE)
+        seconds = len(answer.speech) / SPEECH_RATE
+        print(f"      speech: {self._folder}/{file}, {seconds:.1f} s, began after {answer.first_audio:.2f} s")
+        is_right = answer.text == expected
+        self._verdict("text", is_right, f"expected: {expected}")
+        understood = "not checked: pip install pocketsphinx"
+        if self._recognizer is not None:
+            words = split_words(answer.text)
+            heard = self._recognizer.words(resample(answer.speech.numpy(), SPEECH_RATE, INPUT_RATE))
+            num = count_understood(words, heard)
+            understood = f"{num} of {len(words)} words recognized by PocketSphinx"
+            is_clear = num >= LEAST_UNDERSTOOD * len(words)
+            is_right &= is_clear
+            self._verdict("speech", is_clear, understood)
+        else:
+            print(f"      speech {understood}")
+        note = f"Expected: {expected} Speech: {understood}."
+        self.results.append(Result(title, answer.text, note, is_right, picture, file, answer.output))
+
+    def _paint(self, sentence: str) -> Image.Image:
+        started = time.perf_counter()
+        (output,) = self._painter.generate(sentence, [{"seed": self._rng.randrange(1000)}], use_tqdm=False)
+        painting = output.images[0]
+        painting.save(self._folder / "painting.png")
+        print(f"      painting: {self._folder}/painting.png, after {time.perf_counter() - started:.1f} s")
+        seen = find_shapes(painting)
+        is_right = agrees(seen, sentence)
+        note = f"its pixels show: {_list(seen)}"
+        self._verdict("painting", is_right, note)
+        self.results.append(
+            Result("The painting", sentence, note[0].upper() + note[1:] + ".", is_right, "painting.png", None, output)
+        )
+        return painting
+
+    @staticmethod
+    def _verdict(what: str, is_right: bool, note: str) -> None:
+        print(f"      {what} {'right' if is_right else 'WRONG'}: {note}")
+
+
+def _list(scene: Scene) -> str:
+    return ", ".join(f"{shape.size} {shape.name}" for shape in scene.shapes) or "nothing"

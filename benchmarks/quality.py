@@ -44,7 +44,7 @@ from vllm_omni.shapes.language import (
 )
 from vllm_omni.shapes.pictures import draw
 from vllm_omni.shapes.recognizer import Recognizer, count_understood
-from vllm_omni.shapes.speech import HEARD_VOICES, INPUT_RATE, SAMPLE_RATE, SPEAKERS, add_noise, resample, speak
+from vllm_omni.shapes.speech import HEARD_VOICES, INPUT_RATE, SAMPLE_RATE, SPEAKERS, add_noise, speak
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 from vllm_omni.testing.hf_oracle import HFOracle
 
@@ -115,7 +115,7 @@ class Judge:
         return count_understood(split_words(text), self.words(wave))
 
     def words(self, wave: np.ndarray) -> list[str]:
-        return self._recognizer.words(resample(wave, SAMPLE_RATE, INPUT_RATE))
+        return self._recognizer.words(wave, SAMPLE_RATE)
 
 
 class Measurement:

@@ -21,14 +21,15 @@ import vllm_omni
 from training import codec, data, painter, talker, thinker
 from training.config import make_config, save_processor
 from training.export import export_omni
-from training.tokenizer import encode_answer, make_embeddings, make_tokenizer
+from training.tokenizer import encode, encode_answer, make_embeddings, make_tokenizer
 from vllm_omni.shapes.speech import SPEAKERS
 
 STEPS = {
     "vocoder": 5_000, "seeing": 800, "reading": 9_000, "words": 4_000, "hearing": 1_500, "talker": 4_000,
     "vae": 3_000, "painter": 6_000,
 }  # fmt: skip
-_MODULES = {"talker": "talker", "code2wav": "vocoder"}
+_FILES = {"thinker": "reading", "thinker.audio_tower": "hearing", "talker": "talker", "code2wav": "vocoder"}
+"""Modules of the omni model, and the trainings whose results they are."""
 CHECKPOINTS = Path(vllm_omni.__file__).parent / "checkpoints"
 PARTS = ("vocoder", "thinker", "hearing", "talker", "vae", "painter", "export")
 NUM_PICTURES = 24_000
@@ -44,7 +45,7 @@ class Trainer:
 
     def vocoder(self) -> None:
         def utter(rng: random.Random) -> tuple[torch.Tensor, np.ndarray]:
-            tokens = self._tokenizer.convert_ids_to_tokens(self._encode(self._tokenizer, data.random_text(rng)))
+            tokens = self._tokenizer.convert_ids_to_tokens(encode(self._tokenizer, data.random_text(rng)))
             said = speakers.say(tokens, rng.choice(tuple(SPEAKERS.values())))
             return said.codes, said.wave
 
@@ -76,8 +77,8 @@ class Trainer:
     def talker(self) -> None:
         def read(rng: random.Random) -> talker.Reading:
             text, speaker = data.random_text(rng), rng.choice(tuple(SPEAKERS))
-            encode = encode_answer if rng.random() < 0.5 else self._encode  # as the model writes, or is forced to
-            tokens = encode(self._tokenizer, text)
+            tokenize = encode_answer if rng.random() < 0.5 else encode  # as the model writes, or is forced to
+            tokens = tokenize(self._tokenizer, text)
             said = speakers.say(self._tokenizer.convert_ids_to_tokens(tokens), SPEAKERS[speaker])
             return talker.Reading(speaker, tokens, said)
 
@@ -90,13 +91,14 @@ class Trainer:
     def export(self) -> None:
         """Writes the checkpoints of the package, of what is trained."""
         parts = {}
-        for name, file in (("thinker", "reading"), ("thinker.audio_tower", "hearing"), *_MODULES.items()):
+        for name, file in _FILES.items():
             if (trained := self._folder / f"{file}.pt").exists():
                 parts[name] = torch.load(trained)["models"][0]
-        if "thinker" in parts:
-            own = {name.removeprefix("thinker."): weight for name, weight in parts["thinker"].items()}
+        if "thinker" in parts:  # without what only its training needs
             parts["thinker"] = {
-                name: weight for name, weight in own.items() if not name.startswith(("words.", "topics."))
+                name.removeprefix("thinker."): weight
+                for name, weight in parts["thinker"].items()
+                if name.startswith("thinker.")
             }
         export_omni(CHECKPOINTS / "shapes", self._config, self._tokenizer, parts)
 
@@ -116,10 +118,6 @@ class Trainer:
     def _embeddings(self) -> torch.Tensor:
         text = self._config.thinker_config.text_config
         return make_embeddings(self._tokenizer, text.vocab_size, text.hidden_size)
-
-    @staticmethod
-    def _encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
 
     def _speakers(self) -> data.Speakers:
         file = self._folder / "quantizer.pt"

@@ -18,9 +18,8 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from training.loop import Training
-from vllm_omni.shapes.speech import SAMPLE_RATE
+from vllm_omni.shapes.speech import FRAME, SAMPLE_RATE
 
-FRAME = 1920
 NUM_CODES, NUM_GROUPS, NUM_COMPONENTS = 128, 8, 96
 HOP, NUM_MELS = 240, 64
 BATCH, PIECE = 8, 8

@@ -51,7 +51,7 @@ def _thinker(vocab_size: int, media: dict[str, int]) -> dict[str, Any]:
             "apply_vit_abs_pos_embed": True,  # undeclared; vLLM reads it
         },
         "audio_config": {
-            **audio_tower(HIDDEN, 4, HIDDEN), "downsample_hidden_size": 48, "n_window": 50, "n_window_infer": 800,
+            **audio_tower(HIDDEN, 4, HIDDEN), "downsample_hidden_size": 32, "n_window": 50, "n_window_infer": 800,
             "conv_chunksize": 500,
         },
         "position_id_per_seconds": 13,

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from training.codec import FRAME, Quantizer
+from training.codec import Quantizer
 from training.tokenizer import SPACE
 from vllm_omni.shapes.language import (
     NO_PICTURE,
@@ -25,7 +25,7 @@ from vllm_omni.shapes.language import (
     random_sentence,
     say_request,
 )
-from vllm_omni.shapes.speech import HEARD_VOICES, INPUT_RATE, SPEAKERS, speak_all, speak_word
+from vllm_omni.shapes.speech import FRAME, HEARD_VOICES, INPUT_RATE, SPEAKERS, speak_all, speak_word
 
 NUM_HEARD, NUM_OF_QUESTION = 12_000, 6
 """Requests to repeat a sentence, and recordings of each question."""
@@ -55,9 +55,6 @@ class Recordings:
         loaded = np.load(file)
         labels = [(str(voice), str(text)) for voice, text in loaded["labels"]]
         return cls(labels, loaded["samples"], loaded["ends"])
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """float32 `[samples]` in -1 to 1."""
@@ -97,10 +94,9 @@ class Speakers:
                 codes += [self._silent] * 2
                 spoken += [index] * 2
             elif sound is not None:
-                key = (sound, voice)
-                waves.append(self.waves[key])
-                codes.append(self._codes[key])
-                spoken += [index] * len(self._codes[key])
+                waves.append(self.waves[sound, voice])
+                codes.append(self._codes[sound, voice])
+                spoken += [index] * len(codes[-1])
         if spoken[-1] < 0 or sound_of(tokens[spoken[-1]]) != PAUSE:
             waves += [self._silence] * 2
             codes += [self._silent] * 2

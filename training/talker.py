@@ -23,6 +23,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 
 from training.data import Utterance
 from training.loop import Training
+from training.tokenizer import encode
 from vllm_omni.shapes.language import random_dialogue, random_scene, random_sentence
 
 
@@ -50,8 +51,8 @@ def make_talker(config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeTalkerForConditionalG
     return talker
 
 
-class Guides(nn.Module):
-    """Tokens that the talker shall know in a layer: so it learns early to find its way through the text.
+class AuxiliaryLosses(nn.Module):
+    """Of tokens that the talker shall know in a layer, and of guided attention: it so learns to follow the text.
 
     Not part of the model.
     """
@@ -59,8 +60,8 @@ class Guides(nn.Module):
     LAYERS: ClassVar = {"text": 0, "text_before": 0, "said_before": 1, "said": 3}
     """What comes in with a frame's row, and with the row before; which token the frame before says, and this one."""
 
-    POINTING_LAYER = 2
-    """Its first head learns to attend to the row of the token that is said."""
+    GUIDED_LAYER = 2
+    """One query head of each of its key-value heads learns to attend to the row of the token that is said."""
 
     def __init__(self, talker: Qwen3OmniMoeTalkerForConditionalGeneration, num_tokens: int) -> None:
         super().__init__()
@@ -70,31 +71,31 @@ class Guides(nn.Module):
         for number, layer in enumerate(talker.model.layers):
             layer.register_forward_hook(functools.partial(self._keep, number))
         self._scores = torch.empty(0)
-        attention = talker.model.layers[self.POINTING_LAYER].self_attn
+        attention = talker.model.layers[self.GUIDED_LAYER].self_attn
         attention.register_forward_pre_hook(self._keep_scores, with_kwargs=True)
 
     def _keep(self, number: int, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         self._states[number] = output
 
     def _keep_scores(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Of the first head: `[batch, length, length]`."""
+        """Of the guided heads: `[batch, heads, length, length]`."""
         states, (cos, sin) = kwargs["hidden_states"], kwargs["position_embeddings"]
         query, key = (
-            norm(nn.functional.linear(states, projection.weight[: module.head_dim]))[:, None]
+            norm(projection(states).unflatten(-1, (-1, module.head_dim))).transpose(1, 2)
             for norm, projection in ((module.q_norm, module.q_proj), (module.k_norm, module.k_proj))
         )
-        query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        self._scores = (query @ key.transpose(-1, -2)).squeeze(1) * module.scaling
+        query, key = apply_rotary_pos_emb(query[:, :: module.num_key_value_groups], key, cos, sin)
+        self._scores = query @ key.transpose(-1, -2) * module.scaling
 
-    def pointing_loss(self, rows: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Of the first head's attention: `rows` `[batch, length]` are where it shall point, -100 for nowhere."""
+    def guided_attention_loss(self, rows: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """`rows` `[batch, length]` are what to attend to, -100 for nowhere. And the share of heads that do."""
         is_later = torch.ones(rows.shape[1], rows.shape[1], dtype=torch.bool).triu(1)
-        scores = self._scores.masked_fill(is_later, -torch.inf)[rows >= 0]
-        right = (scores.argmax(-1) == rows[rows >= 0]).float().mean().item()
-        return nn.functional.cross_entropy(scores, rows[rows >= 0]), right
+        scores = self._scores.masked_fill(is_later, -torch.inf).transpose(1, 2)[rows >= 0].flatten(0, 1)
+        labels = rows[rows >= 0].repeat_interleave(self._scores.shape[1])
+        return nn.functional.cross_entropy(scores, labels), (scores.argmax(-1) == labels).float().mean().item()
 
     def losses(self, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        """`labels` `[guides, batch, length]`, -100 for none, of the last forward pass. And shares of right ones."""
+        """`labels` `[heads, batch, length]`, -100 for none, of the last forward pass. And shares of right ones."""
         total, right = torch.zeros(()), {}
         for label, (name, layer) in zip(labels, self.LAYERS.items(), strict=True):
             states = self._states[layer][label >= 0]
@@ -110,31 +111,32 @@ class TalkerTrainer:
     ) -> None:  # fmt: skip
         """`embeddings`: the thinker's, `[vocabulary, hidden]`."""
         self.talker, self._config, self._embeddings, self._tokenizer = talker, config, embeddings, tokenizer
-        self.guides = Guides(talker, len(embeddings))
+        self.auxiliary = AuxiliaryLosses(talker, len(embeddings))
 
     def losses(self, rng: random.Random, batch: Sequence[Reading]) -> tuple[torch.Tensor, dict[str, float]]:
         """The sum of the losses, and figures of the first codes, the others, and the tokens that are said."""
-        inputs = [self._rows(rng, reading) for reading in batch]
+        with_media = rng.random() < 0.2
+        inputs = [self._rows(rng, reading, with_media) for reading in batch]
         length = max(len(rows) for rows, _ in inputs)
         rows = torch.stack([nn.functional.pad(rows, (0, 0, 0, length - len(rows))) for rows, _ in inputs])
         labels = torch.full((len(batch), length), -100)
-        guides = torch.full((len(Guides.LAYERS), len(batch), length), -100)
-        pointed = torch.full((len(batch), length), -100)
+        tokens = torch.full((len(AuxiliaryLosses.LAYERS), len(batch), length), -100)
+        attended = torch.full((len(batch), length), -100)
         codec_eos = torch.tensor([self._config.talker_config.codec_eos_token_id])
         for row, ((_, begin), reading) in enumerate(zip(inputs, batch, strict=True)):
             codes, num = reading.said.codes, len(reading.said.codes)
             labels[row, begin : begin + num + 1] = torch.cat([codes[:, 0], codec_eos])
             text = torch.tensor([*reading.tokens, *[-100] * num])[:num]
-            said = torch.tensor([-100, *reading.tokens, -100])[torch.tensor(reading.said.spoken) + 1]
             spoken = torch.tensor(reading.said.spoken)
+            said = torch.tensor([-100, *reading.tokens, -100])[spoken + 1]
             is_token = (spoken >= 0) & (spoken < len(reading.tokens))
-            pointed[row, begin : begin + num] = torch.where(is_token, begin + spoken, -100)
-            guides[:, row, begin + 1 : begin + num] = torch.stack([text[1:], text[:-1], said[:-1], said[1:]])
+            attended[row, begin : begin + num] = torch.where(is_token, begin + spoken, -100)
+            tokens[:, row, begin + 1 : begin + num] = torch.stack([text[1:], text[:-1], said[:-1], said[1:]])
         positions = torch.arange(length).expand(3, len(batch), -1)
         hidden = self.talker.model(inputs_embeds=rows, position_ids=positions, use_cache=False).last_hidden_state
         first, first_right = _cross_entropy(self.talker.codec_head, hidden[labels >= 0], labels[labels >= 0])
-        guide, guides_right = self.guides.losses(guides)
-        pointing, guides_right["pointing"] = self.guides.pointing_loss(pointed)
+        token, auxiliary_right = self.auxiliary.losses(tokens)
+        attention, auxiliary_right["attention"] = self.auxiliary.guided_attention_loss(attended)
         frames, codes = [], []
         for row, ((_, begin), reading) in enumerate(zip(inputs, batch, strict=True)):
             num = len(reading.said.codes)
@@ -142,8 +144,8 @@ class TalkerTrainer:
             frames.append(hidden[row, begin : begin + num][kept])
             codes.append(reading.said.codes[kept])
         others, others_right = self._residual_loss(torch.cat(frames), torch.cat(codes))
-        figures = {"loss": first.item(), "first": first_right, "others": others_right, **guides_right}
-        return first + 0.5 * (guide + pointing) + others, figures
+        figures = {"loss": first.item(), "first": first_right, "others": others_right, **auxiliary_right}
+        return first + 0.5 * (token + attention) + others, figures
 
     def _residual_loss(self, hidden: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, float]:
         """`hidden` `[frames, hidden]`, `codes` `[frames, groups]`."""
@@ -155,14 +157,14 @@ class TalkerTrainer:
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), codes[:, 1:].flatten())
         return loss, (logits.argmax(-1) == codes[:, 1:]).float().mean().item()
 
-    def _rows(self, rng: random.Random, reading: Reading) -> tuple[torch.Tensor, int]:
+    def _rows(self, rng: random.Random, reading: Reading, with_media: bool) -> tuple[torch.Tensor, int]:
         """Input rows `[length, hidden]`, and the index of the one that predicts the first frame."""
         talker, config = self.talker, self._config.talker_config
         text, codes = reading.tokens, reading.said.codes
         control = self._config
-        assistant = [control.im_start_token_id, control.assistant_token_id, *self._encode("\n")]
+        assistant = [control.im_start_token_id, control.assistant_token_id, *encode(self._tokenizer, "\n")]
         tts = [control.tts_pad_token_id] * 4 + [control.tts_bos_token_id]
-        user = self._user_rows(rng)
+        user = self._user_rows(rng, with_media)
         trailing = [*text[1:], control.tts_eos_token_id]
         trailing = (trailing + [control.tts_pad_token_id] * len(codes))[: len(codes)]
         projected = talker.text_projection(self._embeddings[[*assistant, *tts, text[0], *trailing]])
@@ -178,8 +180,8 @@ class TalkerTrainer:
             frames = frames + embedding(codes[:, group + 1])
         return torch.cat([user, head, frames + projected[9:]]), len(user) + 8
 
-    def _user_rows(self, rng: random.Random) -> torch.Tensor:
-        """A message with text, and some with rows in place of a picture or speech: the talker learns to ignore it."""
+    def _user_rows(self, rng: random.Random, with_media: bool) -> torch.Tensor:
+        """A message with text, and rows in place of a picture or speech: the talker learns to ignore it."""
         text = rng.choice(
             (
                 "Read the text aloud, word for word.",
@@ -188,15 +190,13 @@ class TalkerTrainer:
             )
         )
         control = self._config
-        ids = [control.im_start_token_id, control.user_token_id, *self._encode(f"\n{text}"), control.im_end_token_id]
-        rows = self.talker.text_projection(self._embeddings[[*ids, *self._encode("\n")]])
-        if rng.random() < 0.5:
+        message = encode(self._tokenizer, f"\n{text}")
+        ids = [control.im_start_token_id, control.user_token_id, *message, control.im_end_token_id]
+        rows = self.talker.text_projection(self._embeddings[[*ids, *encode(self._tokenizer, "\n")]])
+        if with_media:
             media = torch.randn(rng.choice((9, rng.randint(5, 60))), self._embeddings.shape[1]) * rng.uniform(0.2, 3)
             rows = torch.cat([rows[:3], self.talker.hidden_projection(media), rows[3:]])
         return rows
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def _cross_entropy(head: nn.Linear, rows: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -213,4 +213,4 @@ def train(
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         return trainer.losses(rng, [read(rng) for _ in range(batch)])
 
-    Training(folder, "talker", [trainer.talker, trainer.guides], steps, 1.5e-3).run(compute)
+    Training(folder, "talker", [trainer.talker, trainer.auxiliary], steps, 1.5e-3).run(compute)

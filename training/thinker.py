@@ -24,7 +24,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat
 
 from training.data import Recordings, Speakers
 from training.loop import Training
-from training.tokenizer import SPACE, encode_answer
+from training.tokenizer import SPACE, encode, encode_answer
 from vllm_omni.shapes.language import (
     COLOURS,
     KINDS,
@@ -91,7 +91,7 @@ class SpeechBank:
             return None
         if rng.random() < 0.8:
             return add_noise(rng, self._recordings[rng.choice(found)])
-        tokens = self._tokenizer.convert_ids_to_tokens(_encode(self._tokenizer, text))
+        tokens = self._tokenizer.convert_ids_to_tokens(encode(self._tokenizer, text))
         said = self._speakers.say(tokens, rng.choice(tuple(SPEAKERS.values())))
         return add_noise(rng, resample(said.wave, SAMPLE_RATE, INPUT_RATE))
 
@@ -211,18 +211,14 @@ def _tokenize(
         text = tokenizer.apply_chat_template(example.messages(number), tokenize=False, add_generation_prompt=True)
         new = text[len(done) :].replace("<|image_pad|>", "<|image_pad|>" * len(PLACES))
         new = re.sub(r"<\|audio_pad\|>", lambda match: match[0] * next(audio_sizes), new)
-        prompt = tokenizer.encode(new, add_special_tokens=False)
+        prompt = encode(tokenizer, new)
         is_learned = number == len(example.turns) - 1 or rng.random() < 0.7
-        encode = encode_answer if is_learned else _encode
-        answer = [*encode(tokenizer, turn.answer), tokenizer.eos_token_id]
+        tokenize = encode_answer if is_learned else encode
+        answer = [*tokenize(tokenizer, turn.answer), tokenizer.eos_token_id]
         ids += prompt + answer
         turns += [-1] * len(prompt) + [number if is_learned else -1] * len(answer)
         done = text + turn.answer + "<|im_end|>"
     return ids, turns
-
-
-def _encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def extract(processor: Qwen3OmniMoeProcessor, waves: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:

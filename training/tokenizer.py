@@ -37,13 +37,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The tokens of text as it is read: in lower case."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 def encode_answer(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """The tokens that the model shall write: words as they are, with their capital letters."""
     vocab = tokenizer.get_vocab()
     ids = []
     for part in _PART.findall(text):
         exact = part.replace(" ", SPACE)
-        ids += [vocab[exact]] if exact in vocab else tokenizer.encode(part, add_special_tokens=False)
+        ids += [vocab[exact]] if exact in vocab else encode(tokenizer, part)
     return ids
 
 

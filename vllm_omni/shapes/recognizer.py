@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_omni.shapes.language import WORDS, random_dialogue, random_scene, random_sentence, split_words
+from vllm_omni.shapes.speech import INPUT_RATE, resample
 
 _DISCOUNT = 0.5
 _NUM_SENTENCES = 20_000
@@ -35,14 +36,15 @@ class Recognizer:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "model.arpa")
             file.write_text(make_arpa(sentences, sorted({word.lower() for word in WORDS})))
-            self._decoder = pocketsphinx.Decoder(samprate=16_000, loglevel="FATAL", lm=str(file))
+            self._decoder = pocketsphinx.Decoder(samprate=INPUT_RATE, loglevel="FATAL", lm=str(file))
 
     @staticmethod
     def is_installed() -> bool:
         return importlib.util.find_spec("pocketsphinx") is not None
 
-    def words(self, samples: np.ndarray) -> list[str]:
-        """`samples`: float32 `[samples]` at 16 kHz."""
+    def words(self, samples: np.ndarray, rate: int) -> list[str]:
+        """`samples`: float32 `[samples]`, `rate` of them for each second."""
+        samples = resample(samples, rate, INPUT_RATE)
         self._decoder.start_utt()
         self._decoder.process_raw((samples.clip(-1, 1) * 32767).astype(np.int16).tobytes(), full_utt=True)
         self._decoder.end_utt()

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speech from flite, a small synthesizer with free voices (Debian package `flite`)."""
 
-import io
 import random
 import re
 import subprocess
-import wave
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import soundfile
 
 SAMPLE_RATE = 24_000
 """Of what the model speaks."""
@@ -22,8 +21,8 @@ SPEAKERS = {"Ada": "slt", "Ben": "rms"}
 """The model's voices, and the voices of flite that they imitate."""
 HEARD_VOICES = ("slt", "rms", "awb", "kal")
 """The voices whose questions the model learns to hear; flite's `kal16` is for the evaluation."""
-FRAME_SECONDS = 0.08
-"""Of one row of codes."""
+FRAME = 1920
+"""Samples of one row of codes: 80 ms."""
 
 
 def speak(text: str, voice: str, rate: int = SAMPLE_RATE, speed: float = 1.0, pitch: float = 1.0) -> np.ndarray:
@@ -36,19 +35,18 @@ def speak(text: str, voice: str, rate: int = SAMPLE_RATE, speed: float = 1.0, pi
     if pitch != 1.0:
         options["int_f0_target_mean"] = _PITCH[voice] * pitch
     samples, begin, end = _run_flite(text, voice, rate, **options)
-    edge = np.zeros(int(rate * FRAME_SECONDS), np.float32)
+    edge = np.zeros(rate * FRAME // SAMPLE_RATE, np.float32)
     return np.concatenate([edge, samples[begin:end], edge])
 
 
 def speak_word(text: str, voice: str) -> np.ndarray:
     """A word that lasts whole frames: float32 `[frames * 1920]` in -1 to 1."""
-    frame = round(SAMPLE_RATE * FRAME_SECONDS)
     stretch = 1.0
     for _ in range(2):  # The second time as long as whole frames.
         samples, begin, end = _run_flite(text, voice, SAMPLE_RATE, duration_stretch=stretch)
-        num_frames = max(2, round((end - begin) / frame))
-        stretch *= num_frames * frame / (end - begin)
-    word = np.pad(samples[begin : begin + num_frames * frame], (0, max(0, begin + num_frames * frame - len(samples))))
+        num_frames = max(2, round((end - begin) / FRAME))
+        stretch *= num_frames * FRAME / (end - begin)
+    word = np.pad(samples[begin : begin + num_frames * FRAME], (0, max(0, begin + num_frames * FRAME - len(samples))))
     fade = np.linspace(0, 1, SAMPLE_RATE // 200, dtype=np.float32)
     word[: len(fade)] *= fade
     word[-len(fade) :] *= fade[::-1]
@@ -62,9 +60,8 @@ def _run_flite(text: str, voice: str, rate: int, **options: float) -> tuple[np.n
         file = Path(folder, "speech.wav")
         command = ["flite", "-voice", voice, "-psdur", *settings, "-t", text, "-o", str(file)]
         phones = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        with wave.open(io.BytesIO(file.read_bytes())) as recording:
-            original = np.frombuffer(recording.readframes(10**9), np.int16).astype(np.float32) / 32768
-            samples = resample(original, recording.getframerate(), rate)
+        original, own_rate = soundfile.read(file, dtype="float32")
+    samples = resample(original, own_rate, rate)
     ends = [(name, float(seconds)) for name, seconds in re.findall(r"(\S+):([\d.]+)", phones)]
     begin = ends[0][1] if ends[0][0] == "pau" else 0.0
     end = ends[-2][1] if ends[-1][0] == "pau" else ends[-1][1]

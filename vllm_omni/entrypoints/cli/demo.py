@@ -30,10 +30,9 @@ from vllm_omni.shapes.checker import agrees, find_shapes
 from vllm_omni.shapes.language import Scene, describe, random_dialogue, random_scene, split_words
 from vllm_omni.shapes.pictures import draw
 from vllm_omni.shapes.recognizer import Recognizer, count_understood
-from vllm_omni.shapes.speech import INPUT_RATE, resample
+from vllm_omni.shapes.speech import SAMPLE_RATE
 
 OMNI, PAINTER = "shapes", "shapes-painter"
-SPEECH_RATE = 24_000
 LEAST_UNDERSTOOD = 0.75
 """The share of an answer's words that must be recognized: the recognizer misses some of anyone's."""
 
@@ -136,15 +135,15 @@ class Demo:
         return Answer(text.outputs[0].text, speech.multimodal_output["audio"], first_audio, speech)
 
     def _check_answer(self, title: str, expected: str, answer: Answer, file: str, picture: str | None = None) -> None:
-        soundfile.write(self._folder / file, answer.speech.numpy(), SPEECH_RATE)
-        seconds = len(answer.speech) / SPEECH_RATE
+        soundfile.write(self._folder / file, answer.speech.numpy(), SAMPLE_RATE)
+        seconds = len(answer.speech) / SAMPLE_RATE
         print(f"      speech: {self._folder}/{file}, {seconds:.1f} s, began after {answer.first_audio:.2f} s")
         is_right = answer.text == expected
         self._verdict("text", is_right, f"expected: {expected}")
         understood = "not checked: pip install pocketsphinx"
         if self._recognizer is not None:
             words = split_words(answer.text)
-            heard = self._recognizer.words(resample(answer.speech.numpy(), SPEECH_RATE, INPUT_RATE))
+            heard = self._recognizer.words(answer.speech.numpy(), SAMPLE_RATE)
             num = count_understood(words, heard)
             understood = f"{num} of {len(words)} words recognized by PocketSphinx"
             is_clear = num >= LEAST_UNDERSTOOD * len(words)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from diffusers import ZImagePipeline
 from transformers import AutoProcessor, PreTrainedTokenizerFast, Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
@@ -25,7 +26,7 @@ from training.tokenizer import encode, encode_answer, make_embeddings, make_toke
 from vllm_omni.shapes.speech import SPEAKERS
 
 STEPS = {
-    "vocoder": 5_000, "seeing": 800, "reading": 9_000, "words": 4_000, "hearing": 1_500, "talker": 4_000,
+    "vocoder": 5_000, "seeing": 800, "reading": 8_000, "words": 4_000, "hearing": 1_500, "talker": 4_000,
     "vae": 3_000, "painter": 6_000,
 }  # fmt: skip
 _FILES = {"thinker": "reading", "thinker.audio_tower": "hearing", "talker": "talker", "code2wav": "vocoder"}
@@ -101,19 +102,34 @@ class Trainer:
                 if name.startswith("thinker.")
             }
         export_omni(CHECKPOINTS / "shapes", self._config, self._tokenizer, parts)
+        if (trained := self._folder / "painter.pt").exists():
+            pipeline = self._pipeline()
+            for model, state in zip(painter.trained_models(pipeline), torch.load(trained)["models"], strict=True):
+                model.load_state_dict(state)
+            pipeline.to(torch.float16).save_pretrained(CHECKPOINTS / "shapes-painter")
 
     def vae(self) -> None:
         painter.train_vae(self._folder, painter.make_vae(), STEPS["vae"])
 
     def painter(self) -> None:
+        file = self._folder / "latents.pt"
+        if not file.exists():
+            vae = painter.make_vae()
+            vae.load_state_dict(torch.load(self._folder / "vae.pt")["models"][0])
+            torch.save(painter.encode(vae, random.Random("pictures"), NUM_PICTURES), file)
+        latents, prompts = torch.load(file)
+        pipeline = self._pipeline()
+        scaled = (latents - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
+        painter.train_transformer(self._folder, pipeline, scaled, prompts, STEPS["painter"])
+
+    def _pipeline(self) -> ZImagePipeline:
+        """With the trained autoencoder, which scales latents to mean 0 and standard deviation 1."""
+        latents, _ = torch.load(self._folder / "latents.pt")
         vae = painter.make_vae()
         vae.load_state_dict(torch.load(self._folder / "vae.pt")["models"][0])
-        latents, prompts = painter.encode(vae, random.Random("pictures"), NUM_PICTURES)
         vae.register_to_config(scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean()))
-        scaled = (latents - latents.mean()) / latents.std()
         text_encoder = painter.make_text_encoder(self._tokenizer)
-        pipeline = painter.make_pipeline(vae, text_encoder, self._tokenizer, painter.make_transformer())
-        painter.train_transformer(self._folder, pipeline, scaled, prompts, STEPS["painter"])
+        return painter.make_pipeline(vae, text_encoder, self._tokenizer, painter.make_transformer())
 
     def _embeddings(self) -> torch.Tensor:
         text = self._config.thinker_config.text_config

@@ -18,6 +18,8 @@ PATCH = 16
 MAX_POSITIONS = 4096
 HIDDEN, HEAD_DIM = 192, 32
 TALKER_HIDDEN = 192
+NUM_MELS = 64
+"""Of what it hears."""
 
 
 def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3OmniMoeConfig:
@@ -51,8 +53,8 @@ def _thinker(vocab_size: int, media: dict[str, int]) -> dict[str, Any]:
             "apply_vit_abs_pos_embed": True,  # undeclared; vLLM reads it
         },
         "audio_config": {
-            **audio_tower(HIDDEN, 4, HIDDEN), "downsample_hidden_size": 32, "n_window": 50, "n_window_infer": 800,
-            "conv_chunksize": 500,
+            **audio_tower(HIDDEN, 4, HIDDEN), "num_mel_bins": NUM_MELS, "downsample_hidden_size": 32, "n_window": 50,
+            "n_window_infer": 800, "conv_chunksize": 500,
         },
         "position_id_per_seconds": 13,
         "seconds_per_chunk": 2,
@@ -92,5 +94,7 @@ def save_processor(tokenizer: PreTrainedTokenizerFast, config: Qwen3OmniMoeConfi
     save_processors(folder, "Qwen3OmniMoeProcessor", PATCH)
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         fields = json.loads((folder / name).read_text())
+        if "feature_size" in fields:
+            fields["feature_size"] = NUM_MELS
         fields["size"] = {"shortest_edge": SIDE**2, "longest_edge": SIDE**2}
         write_json(folder / name, fields)

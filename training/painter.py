@@ -94,6 +94,11 @@ def encode(vae: AutoencoderKL, rng: random.Random, num: int) -> tuple[torch.Tens
     return torch.cat(latents), prompts
 
 
+def trained_models(pipeline: ZImagePipeline) -> list[nn.Module]:
+    """Those that learn together."""
+    return [pipeline.transformer, pipeline.text_encoder]
+
+
 def train_transformer(
     folder: Path, pipeline: ZImagePipeline, latents: torch.Tensor, prompts: Sequence[str], steps: int, batch: int = 48
 ) -> None:
@@ -113,7 +118,7 @@ def train_transformer(
         loss = nn.functional.mse_loss(torch.stack(list(made)).squeeze(2), clean - noise)
         return loss, {"loss": loss.item()}
 
-    Training(folder, "painter", [transformer, pipeline.text_encoder], steps, 1.5e-3).run(compute)
+    Training(folder, "painter", trained_models(pipeline), steps, 1.5e-3).run(compute)
 
 
 def _encode_prompts(pipeline: ZImagePipeline, texts: list[str]) -> list[torch.Tensor]:

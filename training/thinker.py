@@ -44,7 +44,7 @@ from vllm_omni.shapes.language import (
     split_words,
 )
 from vllm_omni.shapes.pictures import draw
-from vllm_omni.shapes.speech import INPUT_RATE, SAMPLE_RATE, SPEAKERS, add_noise, resample
+from vllm_omni.shapes.speech import FRAME, INPUT_RATE, SAMPLE_RATE, SPEAKERS, add_noise, resample
 
 
 @dataclass
@@ -89,11 +89,16 @@ class SpeechBank:
         found = self._by_text.get(text)
         if not found:
             return None
-        if rng.random() < 0.8:
-            return add_noise(rng, self._recordings[rng.choice(found)])
+        return add_noise(rng, self._recordings[rng.choice(found)]) if rng.random() < 0.8 else self.aligned(rng, text)[0]
+
+    def aligned(self, rng: random.Random, text: str) -> tuple[np.ndarray, list[tuple[str, float]]]:
+        """By one of the model's speakers at some speed: as `wave`, and when each token ends, in seconds."""
         tokens = self._tokenizer.convert_ids_to_tokens(encode(self._tokenizer, text))
         said = self._speakers.say(tokens, rng.choice(tuple(SPEAKERS.values())))
-        return add_noise(rng, resample(said.wave, SAMPLE_RATE, INPUT_RATE))
+        rate = int(INPUT_RATE * rng.uniform(0.85, 1.2))
+        ends = {index: (frame + 1) * FRAME / SAMPLE_RATE * rate / INPUT_RATE for frame, index in enumerate(said.spoken)}
+        words = [(token, ends[index]) for index, token in enumerate(tokens) if index in ends]
+        return add_noise(rng, resample(said.wave, SAMPLE_RATE, rate)), words
 
 
 _OTHER = (
@@ -243,11 +248,31 @@ class Words(nn.Module):
 
     def loss(self, rows: torch.Tensor, sizes: list[int], texts: Sequence[str]) -> torch.Tensor:
         """CTC of `rows` `[sum of sizes, hidden]`: the texts' one after the other."""
-        logits = -10.0 * torch.cdist(rows, self.rows) ** 2 / rows.shape[1] ** 0.5
-        padded = nn.utils.rnn.pad_sequence(logits.split(sizes)).log_softmax(-1)
+        padded = nn.utils.rnn.pad_sequence(self._logits(rows).split(sizes)).log_softmax(-1)
         targets = [self._classes(text) for text in texts]
         lengths = torch.tensor([len(target) for target in targets])
         return nn.functional.ctc_loss(padded, torch.cat(targets), torch.tensor(sizes), lengths, zero_infinity=True)
+
+    def aligned_loss(
+        self, rows: torch.Tensor, sizes: list[int], said: Sequence[Sequence[tuple[str, float]]]
+    ) -> tuple[torch.Tensor, float]:
+        """Cross entropy of `rows`: the last two of a word are the word's. And the share of words that are right.
+
+        Args:
+            said: For each recording its tokens, and when they end, in seconds.
+        """
+        labels = torch.zeros(len(rows), dtype=torch.long)
+        for start, tokens in zip(itertools.accumulate([0, *sizes[:-1]]), said, strict=True):
+            for token, end in tokens:
+                second, rest = divmod(end, 1.0)  # a second has 13 rows, 80 ms from each to the next
+                last = start + 13 * int(second) + int(rest / 0.08) - 1
+                labels[last - 1 : last + 1] = self._class_of.get(token.replace(SPACE, "").lower(), 0)
+        logits = self._logits(rows)
+        right = (logits.argmax(-1) == labels)[labels > 0].float().mean().item()
+        return nn.functional.cross_entropy(logits, labels), right
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        return -10.0 * torch.cdist(rows, self.rows) ** 2 / rows.shape[1] ** 0.5
 
     def imitate(self, rng: random.Random, sizes: list[int], texts: Sequence[str]) -> torch.Tensor:
         """Rows that resemble those of speech, `[sum of sizes, hidden]`."""
@@ -444,15 +469,19 @@ def train_reading(folder: Path, trainer: ThinkerTrainer, steps: int, batch: int 
 
 
 def train_words(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: int, batch: int = 24) -> None:
-    """The audio encoder alone, from speech to words."""
+    """The audio encoder alone, from speech to words; of half of it, it is known when they are said."""
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         texts = rng.choices(bank.texts, k=batch)
-        waves = [wave for text in texts if (wave := bank.wave(rng, text)) is not None]
+        aligned, said = zip(*(bank.aligned(rng, text) for text in texts[: batch // 2]), strict=True)
+        waves = [*aligned, *(wave for text in texts[batch // 2 :] if (wave := bank.wave(rng, text)) is not None)]
         features, mask = extract(trainer.processor, waves)
         sizes = _get_feat_extract_output_lengths(mask.sum(1)).tolist()
-        loss = trainer.words.loss(trainer.audio_rows(features, mask), sizes, texts)
-        return loss, {"loss": loss.item()}
+        rows = trainer.audio_rows(features, mask)
+        loss = trainer.words.loss(rows, sizes, texts)
+        aligned_sizes = sizes[: batch // 2]
+        aligned_loss, right = trainer.words.aligned_loss(rows[: sum(aligned_sizes)], aligned_sizes, said)
+        return loss + aligned_loss, {"loss": loss.item(), "aligned": aligned_loss.item(), "right": right}
 
     Training(folder, "words", [trainer.thinker.audio_tower], steps, 1e-3).run(compute)
 

@@ -5,9 +5,9 @@
 
 Questions, scenes and sentences are held out by content: training saw none of them. Spoken questions come from flite
 (`apt-get install flite`), half of them by a voice that training never heard, with other speeds and pitches, and noise.
-Speech is recognized by PocketSphinx with the vocabulary of the shapes' language and a trigram model of it; what flite
-itself says of the same sentences is recognized beside it. Paintings are judged by their pixels. The models run through
-`OmniLLM`, and through `vllm serve`.
+Speech is recognized by PocketSphinx with the vocabulary of the shapes' language and a trigram model of it (descriptions
+of paintings: with a grammar of descriptions); what flite itself says of the same sentences is recognized beside it.
+Paintings are judged by their pixels. The models run through `OmniLLM`, and through `vllm serve`.
 """
 
 import base64
@@ -104,7 +104,7 @@ class Judge:
     """Words of a sentence that are understood, for speech as float32 `[samples]` at 24 kHz."""
 
     def __init__(self) -> None:
-        self._recognizer = Recognizer()
+        self._recognizer, self._recognizer_of_descriptions = Recognizer(), Recognizer(only_descriptions=True)
 
     def share(self, sentences: Sequence[str], waves: Sequence[np.ndarray]) -> float:
         """Of all words."""
@@ -112,10 +112,10 @@ class Judge:
         return sum(understood) / sum(len(split_words(text)) for text in sentences)
 
     def count(self, text: str, wave: np.ndarray) -> int:
-        return count_understood(split_words(text), self.words(wave))
+        return count_understood(split_words(text), self._recognizer.words(wave, SAMPLE_RATE))
 
-    def words(self, wave: np.ndarray) -> list[str]:
-        return self._recognizer.words(wave, SAMPLE_RATE)
+    def understands_description(self, text: str, wave: np.ndarray) -> bool:
+        return self._recognizer_of_descriptions.words(wave, SAMPLE_RATE) == split_words(text)
 
 
 class Measurement:
@@ -164,9 +164,7 @@ class Measurement:
         ]
         outputs = omni.chat(messages, use_tqdm=False)
         waves = [output.multimodal_output["audio"].numpy() for output in outputs[1::2]]
-        right = [
-            self._judge.words(wave) == split_words(text) for wave, text in zip(waves, self._descriptions, strict=True)
-        ]
+        right = list(map(self._judge.understands_description, self._descriptions, waves))
         self._add("circle: sentence painted, seen, spoken, recognized", "OmniLLM", mean(right), "circle")
 
     def online(self, client: openai.OpenAI, painter: openai.OpenAI) -> None:
@@ -299,7 +297,7 @@ def main() -> None:
             measurement.online(*clients)
     report.notes = [
         "words_...: the worse voice's share of words understood, divided by that of flite's originals",
-        "circle: all words are as in the sentence that was painted",
+        "circle: all words are as in the sentence that was painted; recognized with a grammar of descriptions",
     ]
     report.finish(args.output)
 

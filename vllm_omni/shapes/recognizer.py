@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PocketSphinx with its own acoustic model and dictionary, and a trigram language model of the closed language.
+"""PocketSphinx with its own acoustic model and dictionary, and a language model or grammar of the closed language.
 
 Needs the package `pocketsphinx` (extra `recognizer`), which brings the acoustic model.
 """
@@ -15,28 +15,43 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_omni.shapes.language import WORDS, random_dialogue, random_scene, random_sentence, split_words
+from vllm_omni.shapes.language import (
+    COLOURS,
+    KINDS,
+    PLACES,
+    WORDS,
+    article,
+    random_dialogue,
+    random_scene,
+    random_sentence,
+    split_words,
+)
 from vllm_omni.shapes.speech import INPUT_RATE, resample
 
 _DISCOUNT = 0.5
 _NUM_SENTENCES = 20_000
 
 
+_DESCRIPTIONS = f"""#JSGF V1.0;
+grammar descriptions;
+public <description> = <name> ({" | ".join(PLACES)}) | <name> is (left of | right of | above | below) <name>
+  | <name> <name> and <name>;
+<name> = ({" | ".join(map(article, COLOURS))}) ({" | ".join(KINDS)});
+"""
+
+
 class Recognizer:
     """Words of a recording. Knows the vocabulary and how often words follow each other, nothing of any model."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, only_descriptions: bool = False) -> None:
+        """`only_descriptions`: by a grammar of what `describe` makes; else a trigram model of all sentences."""
         import pocketsphinx
 
-        rng = random.Random(seed)
-        sentences = [split_words(random_sentence(rng)) for _ in range(_NUM_SENTENCES)]
-        for _ in range(_NUM_SENTENCES // 2):
-            turn = random_dialogue(rng, random_scene(rng))[0]
-            sentences += [split_words(turn.question), split_words(turn.answer)]
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "model.arpa")
-            file.write_text(make_arpa(sentences, sorted({word.lower() for word in WORDS})))
-            self._decoder = pocketsphinx.Decoder(samprate=INPUT_RATE, loglevel="FATAL", lm=str(file))
+            file = Path(folder, "model")
+            file.write_text(_DESCRIPTIONS if only_descriptions else _make_language_model())
+            kind = "jsgf" if only_descriptions else "lm"
+            self._decoder = pocketsphinx.Decoder(samprate=INPUT_RATE, loglevel="FATAL", **{kind: str(file)})
 
     @staticmethod
     def is_installed() -> bool:
@@ -56,6 +71,15 @@ def count_understood(expected: Sequence[str], heard: Sequence[str]) -> int:
     """Words of `expected` that were heard, in order."""
     blocks = SequenceMatcher(None, expected, heard, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks)
+
+
+def _make_language_model() -> str:
+    rng = random.Random(0)
+    sentences = [split_words(random_sentence(rng)) for _ in range(_NUM_SENTENCES)]
+    for _ in range(_NUM_SENTENCES // 2):
+        turn = random_dialogue(rng, random_scene(rng))[0]
+        sentences += [split_words(turn.question), split_words(turn.answer)]
+    return make_arpa(sentences, sorted({word.lower() for word in WORDS}))
 
 
 def make_arpa(sentences: Iterable[Sequence[str]], vocabulary: Sequence[str]) -> str:

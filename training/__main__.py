@@ -26,7 +26,7 @@ from training.tokenizer import encode, encode_answer, make_embeddings, make_toke
 from vllm_omni.shapes.speech import SPEAKERS
 
 STEPS = {
-    "vocoder": 5_000, "seeing": 800, "reading": 8_000, "words": 4_000, "hearing": 1_500, "talker": 4_000,
+    "vocoder": 8_000, "seeing": 800, "reading": 8_000, "words": 4_000, "hearing": 1_500, "talker": 6_000,
     "vae": 3_000, "painter": 6_000,
 }  # fmt: skip
 _FILES = {"thinker": "reading", "thinker.audio_tower": "hearing", "talker": "talker", "code2wav": "vocoder"}

@@ -27,11 +27,14 @@ BATCH, PIECE = 8, 8
 
 
 class LogMel(nn.Module):
-    """Waves `[batch, samples]` to log-mel `[batch, num_mels, samples // hop]`; frame i begins at sample i * hop."""
+    """Waves `[batch, samples]` to log-mel `[batch, num_mels, samples // hop]`; frame i begins at sample i * hop.
 
-    def __init__(self, n_fft: int, hop: int, num_mels: int) -> None:
+    Magnitudes below `floor` count as it.
+    """
+
+    def __init__(self, n_fft: int, hop: int, num_mels: int, floor: float = 1e-4) -> None:
         super().__init__()
-        self.n_fft, self.hop = n_fft, hop
+        self.n_fft, self.hop, self.floor = n_fft, hop, floor
         self.register_buffer("window", torch.hann_window(n_fft))
         filters = mel_filter_bank(n_fft // 2 + 1, num_mels, 20.0, SAMPLE_RATE / 2, SAMPLE_RATE)
         self.register_buffer("filters", torch.from_numpy(filters.T).float())
@@ -40,7 +43,7 @@ class LogMel(nn.Module):
         padded = nn.functional.pad(waves, ((self.n_fft - self.hop) // 2, self.n_fft - self.hop))
         spectrum = torch.stft(padded, self.n_fft, self.hop, window=self.window, center=False, return_complex=True)
         power = spectrum.real**2 + spectrum.imag**2
-        return (self.filters @ (power + 1e-9).sqrt()).clamp(min=1e-4).log()[..., : waves.shape[-1] // self.hop]
+        return (self.filters @ (power + 1e-9).sqrt()).clamp(min=self.floor).log()[..., : waves.shape[-1] // self.hop]
 
 
 @dataclass
@@ -117,12 +120,12 @@ def vocoder_config() -> Qwen3OmniMoeCode2WavConfig:
 
 
 class SpectralLoss(nn.Module):
-    """Mean absolute difference of log-mel spectra of several resolutions."""
+    """Mean absolute difference of log-mel spectra of several resolutions, of what is loud enough to be heard."""
 
     def __init__(self) -> None:
         super().__init__()
         sizes = ((256, 64, 32), (512, 128, 64), (1024, 256, 80), (2048, 512, 100))
-        self.mels = nn.ModuleList(LogMel(*size) for size in sizes)
+        self.mels = nn.ModuleList(LogMel(*size, floor=1e-2) for size in sizes)
 
     def forward(self, made: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return torch.stack([(mel(made) - mel(target)).abs().mean() for mel in self.mels]).mean()

@@ -13,6 +13,7 @@ from vllm_omni.shapes.pictures import RGB, outline
 _MIN_AREA = 0.003
 """Smaller regions are noise; a small triangle has 0.0096 of the picture."""
 _CONTRAST = 60.0
+_SCALE = 4  # drawn larger, and reduced
 
 
 def find_shapes(picture: Image.Image) -> Scene:
@@ -20,11 +21,12 @@ def find_shapes(picture: Image.Image) -> Scene:
     pixels = np.asarray(picture.convert("RGB"), np.float32)
     height, width, _ = pixels.shape
     edge = np.concatenate([pixels[:2].reshape(-1, 3), pixels[:, :2].reshape(-1, 3), pixels[:, -2:].reshape(-1, 3)])
-    is_shape = np.abs(pixels - np.median(edge, axis=0)).max(-1) > _CONTRAST
+    background = np.median(edge, axis=0)
+    is_shape = np.abs(pixels - background).max(-1) > _CONTRAST
     shapes = []
     for region in _regions(is_shape):
-        if len(region) >= _MIN_AREA * height * width:
-            shapes.append(_classify(region, pixels))
+        if region.sum() >= _MIN_AREA * height * width:
+            shapes.append(_classify(region, pixels, background))
     return Scene(tuple(sorted(shapes, key=lambda shape: shape.place)))
 
 
@@ -70,38 +72,35 @@ def _orders(shapes: tuple[Shape, ...]) -> Iterator[tuple[Shape, ...]]:
 
 
 def _regions(mask: np.ndarray) -> Iterator[np.ndarray]:
-    """Connected pixels, int `[pixels, 2]` of rows and columns."""
+    """A mask of each region of connected pixels, bool `[height, width]`."""
     num, labels = cv2.connectedComponents(mask.astype(np.uint8), connectivity=4)
     for label in range(1, num):
-        yield np.argwhere(labels == label)
+        yield labels == label
 
 
-def _classify(region: np.ndarray, pixels: np.ndarray) -> Shape:
+def _classify(region: np.ndarray, pixels: np.ndarray, background: np.ndarray) -> Shape:
     height, width, _ = pixels.shape
-    color = np.median(pixels[region[:, 0], region[:, 1]], axis=0)
+    color = np.median(pixels[region], axis=0)
     colour = min(RGB, key=lambda name: float(np.linalg.norm(color - np.array(RGB[name]))))
-    y, x = region.mean(0) / (height, width)
-    place = min(2, int(y * 3)) * 3 + min(2, int(x * 3))
-    box = np.ptp(region, axis=0) + 1
-    filled = len(region) / box.prod()
-    solid = len(region) / _hull_area(region)
-    if solid < 0.78:
-        kind = "star"
-    elif filled < 0.64:
-        kind = "triangle"
-    else:
-        kind = "circle" if filled < 0.87 else "square"
-    areas = {size: _area(Shape(kind, colour, size, place)) for size in SIZES}
-    threshold = (areas["small"] * areas["large"]) ** 0.5 * height * width
-    return Shape(kind, colour, "small" if len(region) < threshold else "large", place)
+    # How much of each pixel the shape covers; pixels at its edge have less contrast.
+    with_edge = cv2.dilate(region.astype(np.uint8), np.ones((5, 5)))
+    coverage = with_edge * ((pixels - background) @ (color - background) / np.sum((color - background) ** 2)).clip(0, 1)
+    y, x = (np.argwhere(coverage >= 0) * coverage.reshape(-1, 1)).sum(0) / coverage.sum() + 0.5
+    place = min(2, int(3 * y / height)) * 3 + min(2, int(3 * x / width))
+    candidates = [Shape(kind, colour, size, place) for kind in KINDS for size in SIZES]
+    return max(candidates, key=lambda shape: _overlap(coverage, _draw(shape, x / width, y / height, coverage.shape)))
 
 
-def _area(shape: Shape) -> float:
-    """Of its outline, in areas of the picture."""
-    return cv2.contourArea(np.array(outline(shape, 0.5, 0.5), np.float32))
+def _overlap(first: np.ndarray, second: np.ndarray) -> float:
+    """Intersection over union."""
+    return float(np.minimum(first, second).sum() / np.maximum(first, second).sum())
 
 
-def _hull_area(region: np.ndarray) -> float:
-    """Pixels of the convex hull: of the pixels' corners."""
-    corners = np.concatenate([region + offset for offset in ((0, 0), (0, 1), (1, 0), (1, 1))])
-    return cv2.contourArea(cv2.convexHull(corners.astype(np.int32)))
+def _draw(shape: Shape, x: float, y: float, size: tuple[int, ...]) -> np.ndarray:
+    """How much of each pixel the shape covers at a place, float32 `[height, width]`."""
+    height, width = size
+    corners = np.array(outline(shape, x, y)) * (width, height) * _SCALE
+    canvas = cv2.fillPoly(
+        np.zeros((height * _SCALE, width * _SCALE), np.float32), [corners.round().astype(np.int32)], 1.0
+    )
+    return cv2.resize(canvas, (width, height), interpolation=cv2.INTER_AREA)

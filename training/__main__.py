@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import ZImagePipeline
+from diffusers import AutoencoderKL, ZImagePipeline
 from transformers import AutoProcessor, PreTrainedTokenizerFast, Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
@@ -26,10 +26,10 @@ from training.tokenizer import encode, encode_answer, make_embeddings, make_toke
 from vllm_omni.shapes.speech import SPEAKERS
 
 STEPS = {
-    "vocoder": 8_000, "seeing": 800, "reading": 8_000, "words": 4_000, "hearing": 1_500, "talker": 6_000,
-    "vae": 3_000, "painter": 6_000,
+    "vocoder": 8_000, "seeing": 800, "reading": 8_000, "words": 4_000, "hearing": 3_000, "talker": 6_000,
+    "vae": 6_000, "painter": 4_000,
 }  # fmt: skip
-_FILES = {"thinker": "reading", "thinker.audio_tower": "hearing", "talker": "talker", "code2wav": "vocoder"}
+_FILES = {"thinker": "hearing", "talker": "talker", "code2wav": "vocoder"}
 """Modules of the omni model, and the trainings whose results they are."""
 CHECKPOINTS = Path(vllm_omni.__file__).parent / "checkpoints"
 PARTS = ("vocoder", "thinker", "hearing", "talker", "vae", "painter", "export")
@@ -104,32 +104,33 @@ class Trainer:
         export_omni(CHECKPOINTS / "shapes", self._config, self._tokenizer, parts)
         if (trained := self._folder / "painter.pt").exists():
             pipeline = self._pipeline()
-            for model, state in zip(painter.trained_models(pipeline), torch.load(trained)["models"], strict=True):
-                model.load_state_dict(state)
+            for model, state in zip(painter.trained_models(pipeline), torch.load(trained)["models"], strict=False):
+                model.load_state_dict(state)  # without what only its training needs
             pipeline.to(torch.float16).save_pretrained(CHECKPOINTS / "shapes-painter")
 
     def vae(self) -> None:
         painter.train_vae(self._folder, painter.make_vae(), STEPS["vae"])
 
     def painter(self) -> None:
-        file = self._folder / "latents.pt"
-        if not file.exists():
-            vae = painter.make_vae()
-            vae.load_state_dict(torch.load(self._folder / "vae.pt")["models"][0])
-            torch.save(painter.encode(vae, random.Random("pictures"), NUM_PICTURES), file)
-        latents, prompts = torch.load(file)
-        pipeline = self._pipeline()
-        scaled = (latents - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
-        painter.train_transformer(self._folder, pipeline, scaled, prompts, STEPS["painter"])
+        painter.train_transformer(self._folder, self._pipeline(), self._pictures(), STEPS["painter"])
 
     def _pipeline(self) -> ZImagePipeline:
         """With the trained autoencoder, which scales latents to mean 0 and standard deviation 1."""
-        latents, _ = torch.load(self._folder / "latents.pt")
-        vae = painter.make_vae()
-        vae.load_state_dict(torch.load(self._folder / "vae.pt")["models"][0])
+        latents, vae = self._pictures().latents, self._vae()
         vae.register_to_config(scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean()))
         text_encoder = painter.make_text_encoder(self._tokenizer)
         return painter.make_pipeline(vae, text_encoder, self._tokenizer, painter.make_transformer())
+
+    def _pictures(self) -> painter.Pictures:
+        file = self._folder / "pictures.pt"
+        if not file.exists():
+            torch.save(vars(painter.Pictures.make(self._vae(), random.Random("pictures"), NUM_PICTURES)), file)
+        return painter.Pictures(**torch.load(file))
+
+    def _vae(self) -> AutoencoderKL:
+        vae = painter.make_vae()
+        vae.load_state_dict(torch.load(self._folder / "vae.pt")["models"][0])
+        return vae
 
     def _embeddings(self) -> torch.Tensor:
         text = self._config.thinker_config.text_config

@@ -3,8 +3,8 @@
 
 First the picture encoder learns to describe each place in the embeddings of words. Then the language model learns to
 answer (teacher forcing on the answer alone), from text and from rows that resemble those of speech: embeddings of the
-words, repeated, between empty rows. Last the audio encoder learns to make such rows (CTC), and what the language model,
-which stays as it is, makes of them.
+words, repeated, between empty rows. The audio encoder learns to make such rows (CTC). Last, all learn to answer what
+is heard.
 """
 
 import itertools
@@ -82,7 +82,7 @@ class SpeechBank:
         for index, (_, text) in enumerate(recordings.labels):
             self._by_text.setdefault(text, []).append(index)
         self.texts = list(self._by_text)
-        self.sentences = [text for text in self.texts if ":" in text]
+        self.requests = [text for text in self.texts if _is_request_about_shapes(text)]
 
     def wave(self, rng: random.Random, text: str) -> np.ndarray | None:
         """One of a text, with noise: float32 `[samples]` at 16 kHz; None if there is none."""
@@ -99,6 +99,12 @@ class SpeechBank:
         ends = {index: (frame + 1) * FRAME / SAMPLE_RATE * rate / INPUT_RATE for frame, index in enumerate(said.spoken)}
         words = [(token, ends[index]) for index, token in enumerate(tokens) if index in ends]
         return add_noise(rng, resample(said.wave, SAMPLE_RATE, rate)), words
+
+
+def _is_request_about_shapes(text: str) -> bool:
+    """Only these are learned from speech: of all words, too many sound too much alike."""
+    words = split_words(text)
+    return ":" in text and any(word in KINDS for word in words) and any(word in COLOURS for word in words)
 
 
 _OTHER = (
@@ -119,7 +125,7 @@ def random_example(rng: random.Random, bank: SpeechBank | None) -> Example:
         example.turns = random_dialogue(rng, None)
     elif kind == "say":
         if bank and rng.random() < 0.7:
-            request = rng.choice(bank.sentences)
+            request = rng.choice(bank.requests)
             text = request.split(": ", 1)[1]
         else:
             text = random_saying(rng)
@@ -451,21 +457,27 @@ def train_reading(folder: Path, trainer: ThinkerTrainer, steps: int, batch: int 
     """All but the audio encoder."""
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
-        examples = [random_example(rng, None) for _ in range(batch)]
-        heard = [example for example in examples if example.heard]
-        read = [example for example in examples if not example.heard]
-        total = torch.zeros(())
-        figures = {"loss": 0.0, "topics": 0.0, "right": 0.0}
-        for part in filter(None, (heard, read)):  # apart, because speech takes many more rows
-            share = len(part) / batch
-            losses = trainer.losses(rng, trainer.collate(rng, part))
-            total = total + share * (losses.answers + 0.3 * losses.topics)
-            figures["loss"] += share * losses.answers.item()
-            figures["topics"] += share * losses.topics.item()
-            figures["right"] += share * losses.right
-        return total, figures
+        return _losses(rng, trainer, [random_example(rng, None) for _ in range(batch)])
 
     Training(folder, "reading", [trainer], steps, 1e-3).run(compute)
+
+
+def _losses(
+    rng: random.Random, trainer: ThinkerTrainer, examples: Sequence[Example]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The sum of all losses; examples with speech are apart, because they have many more rows."""
+    total, figures = torch.zeros(()), {"loss": 0.0, "topics": 0.0, "heard": 0.0}
+    for has_speech in (True, False):
+        part = [example for example in examples if bool(example.heard) == has_speech]
+        if part:
+            share = len(part) / len(examples)
+            losses = trainer.losses(rng, trainer.collate(rng, part))
+            total = total + share * (losses.answers + 0.3 * losses.topics + 0.3 * losses.heard)
+            figures["loss"] += share * losses.answers.item()
+            figures["topics"] += share * losses.topics.item()
+            figures["heard"] += share * losses.heard.item()
+            figures["right_heard" if has_speech else "right_read"] = losses.right
+    return total, figures
 
 
 def train_words(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: int, batch: int = 24) -> None:
@@ -486,19 +498,15 @@ def train_words(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: 
     Training(folder, "words", [trainer.thinker.audio_tower], steps, 1e-3).run(compute)
 
 
-def train_hearing(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: int, batch: int = 32) -> None:
-    """The audio encoder alone, from speech to answers."""
-    trainer.thinker.requires_grad_(False)
-    trainer.thinker.audio_tower.requires_grad_(True)
+def train_hearing(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: int, batch: int = 36) -> None:
+    """All, from speech to answers; half is read."""
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         examples: list[Example] = []
         while len(examples) < batch:
             example = random_example(rng, bank)
-            if example.heard:
+            if bool(example.heard) == (len(examples) < batch // 2):
                 examples.append(example)
-        losses = trainer.losses(rng, trainer.collate(rng, examples))
-        figures = {"loss": losses.answers.item(), "heard": losses.heard.item(), "right": losses.right}
-        return losses.answers + 0.3 * losses.heard, figures
+        return _losses(rng, trainer, examples)
 
-    Training(folder, "hearing", [trainer.thinker.audio_tower], steps, 5e-4).run(compute)
+    Training(folder, "hearing", [trainer], steps, 5e-4).run(compute)

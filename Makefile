@@ -23,8 +23,8 @@ export OMP_NUM_THREADS ?= 1
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(STAMP)  ## Run a tiny omni pipeline and a tiny image pipeline; writes demo_output/
-	$(BIN)/python examples/demo.py
+demo: $(STAMP)  ## Let two small trained models hear, see, speak and paint; writes demo_output/index.html
+	$(BIN)/vllm-omni demo
 
 test: $(STAMP)  ## Run the main tests
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)

@@ -4,7 +4,8 @@
     python benchmarks/quality.py [--number N] [--output FILE.json] [--quick]
 
 Questions, scenes and sentences are held out by content: training saw none of them. Spoken questions come from flite
-(`apt-get install flite`), half of them by a voice that training never heard, with other speeds and pitches, and noise.
+(`apt-get install flite`), half of them by a voice that training never heard (of a speaker that it heard in recordings
+of another quality), with other speeds and pitches, and noise.
 Speech is recognized by PocketSphinx with the vocabulary of the shapes' language and a trigram model of it (descriptions
 of paintings: with a grammar of descriptions); what flite itself says of the same sentences is recognized beside it.
 Paintings are judged by their pixels. The models run through `OmniLLM`, and through `vllm serve`.
@@ -36,8 +37,8 @@ from vllm_omni.shapes.checker import agrees, find_shapes
 from vllm_omni.shapes.language import (
     Turn,
     describe,
-    painting_prompt,
     random_dialogue,
+    random_painting,
     random_scene,
     random_sentence,
     split_words,
@@ -50,36 +51,38 @@ from vllm_omni.testing.hf_oracle import HFOracle
 
 OMNI, PAINTER = "shapes", "shapes-painter"
 NEW_VOICE = "kal16"
+VOICE = "Ada"
 STEPS, GUIDANCE = 20, 3.0
 """As in the painter's stage configuration."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation whose last answer is judged."""
+    """A conversation whose last answer is judged; `voice`: of flite, if it is spoken."""
 
     messages: list[dict[str, Any]]
     answer: str
+    voice: str | None
 
 
 def make_question(rng: random.Random, is_spoken: bool) -> Question:
     """About a picture, half of them noisy; every other has two turns."""
     scene = random_scene(rng, held_out=True)
     picture = draw(rng, scene, noise=rng.choice((0.0, rng.uniform(5, 30))))
+    voice = None if not is_spoken else NEW_VOICE if rng.random() < 0.5 else rng.choice(HEARD_VOICES)
     messages: list[dict[str, Any]] = []
     turns = random_dialogue(rng, scene)
     for index, turn in enumerate(turns):
-        content = [_spoken(rng, turn) if is_spoken else {"type": "text", "text": turn.question}]
+        content = [{"type": "text", "text": turn.question} if voice is None else _spoken(rng, turn, voice)]
         if index == 0:
             content.insert(0, {"type": "image_url", "image_url": {"url": _data_url("image/png", _png(picture))}})
         messages.append({"role": "user", "content": content})
         if turn is not turns[-1]:
             messages.append({"role": "assistant", "content": turn.answer})
-    return Question(messages, turns[-1].answer)
+    return Question(messages, turns[-1].answer, voice)
 
 
-def _spoken(rng: random.Random, turn: Turn) -> dict[str, Any]:
-    voice = NEW_VOICE if rng.random() < 0.5 else rng.choice(HEARD_VOICES)
+def _spoken(rng: random.Random, turn: Turn, voice: str) -> dict[str, Any]:
     wave = speak(turn.question, voice, INPUT_RATE, speed=rng.uniform(0.85, 1.2), pitch=rng.uniform(0.9, 1.15))
     return _audio_part(add_noise(rng, wave), INPUT_RATE)
 
@@ -129,7 +132,7 @@ class Measurement:
         self._typed = [make_question(rng, is_spoken=False) for _ in range(number)]
         self._spoken = [make_question(rng, is_spoken=True) for _ in range(number)]
         self._sentences = [random_sentence(rng, held_out=True) for _ in range(number // 2)]
-        self._prompts = [painting_prompt(rng, random_scene(rng, held_out=True)) for _ in range(number // 2)]
+        self._prompts = [random_painting(rng, held_out=True)[1] for _ in range(number // 2)]
         self._descriptions = [describe(random_scene(rng, held_out=True)) for _ in range(number // 4)]
         self._originals = {
             name: self._judge.share(self._sentences, [speak(text, voice) for text in self._sentences])
@@ -144,6 +147,9 @@ class Measurement:
             outputs = omni.chat([q.messages for q in questions], use_tqdm=False, modalities=["text"])
             right = [out.outputs[0].text == q.answer for out, q in zip(outputs, questions, strict=True)]
             self._add(f"{name} answers right", "OmniLLM", mean(right), name)
+            for voice in sorted({q.voice for q in questions if q.voice}):
+                of_voice = [is_right for is_right, q in zip(right, questions, strict=True) if q.voice == voice]
+                self._add(f"{name} answers right, voice {voice}", "OmniLLM", mean(of_voice))
         for size in (1, 8):
             progress(f"OmniLLM: paintings, {size} at once")
             paintings: list[Image.Image] = []
@@ -200,7 +206,10 @@ class Measurement:
         same = []
         for question in self._typed[:number] + self._spoken[:number]:
             prompt = omni_prompt(oracle, question)
-            theirs = oracle.generate(prompt, thinker_max_tokens=64, talker_max_tokens=256, repetition_penalty=1.0)
+            theirs = oracle.generate(
+                prompt, thinker_max_tokens=64, talker_max_tokens=256, repetition_penalty=1.0, speaker=VOICE
+            )
+            prompt["additional_information"] = {"speaker": VOICE}
             (text, speech) = omni.generate([prompt], use_tqdm=False)
             ours = text.outputs[0].token_ids
             wave = speech.multimodal_output["audio"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel has the whole package and the stage configurations, and both are found after installation."""
+"""The wheel has the whole package, stage configurations and models, and they are found after installation."""
 
 import shutil
 import subprocess
@@ -38,6 +38,17 @@ def test_an_installed_wheel_finds_its_stage_configurations(installed):
         "print(d, *sorted(p.name for p in d.glob('*.yaml')))",
     )
     assert output.split() == [str(installed / "vllm_omni" / "stage_configs"), *sorted(CONFIGS)]
+
+
+def test_the_wheel_is_small(wheel):
+    assert wheel.stat().st_size < 40e6
+
+
+def test_the_demo_of_an_installed_wheel_is_right(installed, tmp_path):
+    code = "import vllm_omni.entrypoints.cli.main as cli; cli.main()"
+    output = run_installed(installed, f"sys.argv = ['vllm-omni', 'demo', {str(tmp_path)!r}]; {code}")
+    assert f"all results are right; see {tmp_path / 'index.html'}" in output
+    assert {"picture.png", "painting.png", "question.wav", "answer.wav"} <= {file.name for file in tmp_path.iterdir()}
 
 
 def test_without_vllm_the_first_use_is_one_clear_error(installed):

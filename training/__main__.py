@@ -26,14 +26,14 @@ from training.tokenizer import encode, encode_answer, make_embeddings, make_toke
 from vllm_omni.shapes.speech import SPEAKERS
 
 STEPS = {
-    "vocoder": 8_000, "seeing": 800, "reading": 8_000, "words": 4_000, "hearing": 3_000, "talker": 6_000,
-    "vae": 6_000, "painter": 4_000,
+    "vocoder": 10_000, "seeing": 500, "reading": 8_000, "words": 4_000, "hearing": 6_000, "talker": 8_400,
+    "vae": 6_000, "painter": 2_000,
 }  # fmt: skip
 _FILES = {"thinker": "hearing", "talker": "talker", "code2wav": "vocoder"}
 """Modules of the omni model, and the trainings whose results they are."""
 CHECKPOINTS = Path(vllm_omni.__file__).parent / "checkpoints"
 PARTS = ("vocoder", "thinker", "hearing", "talker", "vae", "painter", "export")
-NUM_PICTURES = 24_000
+NUM_PICTURES = 16_000
 
 
 class Trainer:

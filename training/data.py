@@ -19,13 +19,15 @@ from vllm_omni.shapes.language import (
     REFUSAL,
     WORDS,
     describe,
+    is_held_out,
     painting_prompt,
     random_dialogue,
     random_scene,
     random_sentence,
     say_request,
+    sentence,
 )
-from vllm_omni.shapes.speech import FRAME, HEARD_VOICES, INPUT_RATE, SPEAKERS, speak_all, speak_word
+from vllm_omni.shapes.speech import FRAME, HEARD_VOICES, INPUT_RATE, SPEAKERS, resample, speak_all, speak_word
 
 NUM_HEARD, NUM_OF_QUESTION = 12_000, 6
 """Requests to repeat a sentence, and recordings of each question."""
@@ -151,7 +153,7 @@ def random_text(rng: random.Random) -> str:
         return describe(scene)
     if kind < 0.34:
         return rng.choice((REFUSAL, NO_PICTURE))
-    words = random_sentence(rng).split()
+    words = (_random_words(rng) if rng.random() < 0.4 else random_sentence(rng)).split()
     if kind < 0.4:
         words.insert(rng.randrange(len(words)), "".join(rng.choices(list(LETTERS), k=rng.randint(1, 4))))
     if kind < 0.6:
@@ -159,6 +161,25 @@ def random_text(rng: random.Random) -> str:
     if kind > 0.9:
         words.insert(rng.randint(1, len(words)), rng.choice((",", ":")))
     return " ".join(words).replace(" ,", ",").replace(" :", ":")
+
+
+def _random_words(rng: random.Random) -> str:
+    """In random order, so that no word is guessed from those before it."""
+    while True:
+        text = " ".join(rng.choices(WORDS, k=rng.randint(3, 8)))
+        if not is_held_out(text):
+            return sentence(text)
+
+
+def vary(rng: random.Random, samples: np.ndarray) -> np.ndarray:
+    """A recording at `INPUT_RATE` with another speed, pitch and timbre, so that its voice is not learned by heart."""
+    samples = resample(samples, INPUT_RATE, round(INPUT_RATE * rng.uniform(0.92, 1.08)))
+    spectrum = np.fft.rfft(samples)
+    hertz = np.linspace(0, INPUT_RATE / 2, len(spectrum))
+    decibels = np.interp(hertz, [0, 300, 700, 1500, 3000, 5000, 8000], [rng.uniform(-6, 6) for _ in range(7)])
+    if rng.random() < 0.3:  # as with few samples a second
+        decibels[hertz > rng.uniform(3000, 7000)] = -40
+    return np.fft.irfft(spectrum * 10 ** (decibels / 20), len(samples)).astype(np.float32)
 
 
 def heard(folder: Path) -> Recordings:

@@ -4,6 +4,7 @@
 Flow matching: the transformer learns the direction from noise to the latents of a picture, and what is at each place.
 """
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
 from training.loop import Training
-from vllm_omni.shapes.language import COLOURS, KINDS, PLACES, SIZES, Scene, painting_prompt, random_scene
+from vllm_omni.shapes.language import COLOURS, KINDS, PLACES, SIZES, Scene, random_painting, random_scene, relation
 from vllm_omni.shapes.pictures import draw
 from vllm_omni.testing.tiny.tokenizer import padded_vocab_size
 
@@ -109,7 +110,8 @@ class Pictures:
     @classmethod
     @torch.no_grad()
     def make(cls, vae: AutoencoderKL, rng: random.Random, num: int) -> "Pictures":
-        scenes = [random_scene(rng) for _ in range(num)]
+        asked, prompts = zip(*(random_painting(rng) for _ in range(num)), strict=True)
+        scenes = list(map(arrange, asked, prompts))
         latents = [
             vae.encode(draw_pixels(rng, scenes[begin : begin + 64])).latent_dist.mean for begin in range(0, num, 64)
         ]
@@ -118,7 +120,28 @@ class Pictures:
             for shape in scene.shapes:
                 indices = KINDS.index(shape.kind), COLOURS.index(shape.colour), SIZES.index(shape.size)
                 row[shape.place] = torch.tensor(indices)
-        return cls(torch.cat(latents), contents, [painting_prompt(rng, scene) for scene in scenes])
+        return cls(torch.cat(latents), contents, list(prompts))
+
+
+def arrange(scene: Scene, prompt: str) -> Scene:
+    """The picture that is painted for a prompt: one of those that it leaves open, always the same.
+
+    Of many, the transformer paints a mixture: shapes at several places.
+    """
+    places = [shape.place for shape in scene.shapes]
+    if len(places) == 1 and PLACES[places[0]] not in prompt.lower():
+        places = [PLACES.index("in the middle")]
+    elif len(places) == 2:
+        how = "left of" if " and " in prompt else relation(*scene.shapes)
+        places = {"left of": [3, 5], "right of": [2, 6], "above": [1, 7]}[how]  # They are described in this order, too.
+    elif len(places) == 3:
+        places = [3, 4, 5]
+    has_size = any(size in prompt.lower() for size in SIZES)
+    shapes = (
+        dataclasses.replace(shape, place=place, size=shape.size if has_size else "large")
+        for shape, place in zip(scene.shapes, places, strict=True)
+    )
+    return Scene(tuple(shapes))
 
 
 class Contents(nn.Module):

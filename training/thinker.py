@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3OmniMoeProcessor, Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
-from training.data import Recordings, Speakers
+from training.data import Recordings, Speakers, vary
 from training.loop import Training
 from training.tokenizer import SPACE, encode, encode_answer
 from vllm_omni.shapes.language import (
@@ -89,7 +89,9 @@ class SpeechBank:
         found = self._by_text.get(text)
         if not found:
             return None
-        return add_noise(rng, self._recordings[rng.choice(found)]) if rng.random() < 0.8 else self.aligned(rng, text)[0]
+        if rng.random() < 0.8:
+            return add_noise(rng, vary(rng, self._recordings[rng.choice(found)]))
+        return self.aligned(rng, text)[0]
 
     def aligned(self, rng: random.Random, text: str) -> tuple[np.ndarray, list[tuple[str, float]]]:
         """By one of the model's speakers at some speed: as `wave`, and when each token ends, in seconds."""

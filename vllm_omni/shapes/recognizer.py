@@ -19,7 +19,7 @@ from vllm_omni.shapes.language import (
     COLOURS,
     KINDS,
     PLACES,
-    WORDS,
+    SPOKEN_WORDS,
     article,
     random_dialogue,
     random_scene,
@@ -79,7 +79,7 @@ def _make_language_model() -> str:
     for _ in range(_NUM_SENTENCES // 2):
         turn = random_dialogue(rng, random_scene(rng))[0]
         sentences += [split_words(turn.question), split_words(turn.answer)]
-    return make_arpa(sentences, sorted({word.lower() for word in WORDS}))
+    return make_arpa(sentences, sorted({word.lower() for word in SPOKEN_WORDS}))
 
 
 def make_arpa(sentences: Iterable[Sequence[str]], vocabulary: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ def test_help_names_the_commands(run, arguments):
         "serve MODEL",
         "config show MODEL",
         "bench serve",
+        "demo [FOLDER]",
         "doctor [MODEL]",
         "from vllm_omni import OmniLLM",
     ):
@@ -41,7 +42,7 @@ def test_other_commands_are_vllms(run, monkeypatch):
 def test_omni_is_refused_where_it_means_nothing(run):
     result = run("chat", "--omni")
     assert result.code == 2
-    assert "--omni is for serve, config, bench, doctor; leave it out for chat" in result.err
+    assert "--omni is for serve, config, bench, demo, doctor; leave it out for chat" in result.err
     result = run("bench", "latency", "--omni")
     assert result.code == 2
     assert "--omni is for bench serve; leave it out for the other benchmarks" in result.err

@@ -51,8 +51,8 @@ def run_demo(arguments: list[str]) -> None:
     started = time.perf_counter()
     print(f"[1/5] starting {OMNI} (thinker, talker, code2wav) and {PAINTER}, each stage in its own process", flush=True)
     with ThreadPoolExecutor(2) as pool:
-        omni, painter = pool.map(_start, (OMNI, PAINTER))
-    with omni, painter:
+        starting = pool.submit(OmniLLM, OMNI, use_tqdm_on_load=False), pool.submit(OmniLLM, PAINTER)
+    with starting[0].result() as omni, starting[1].result() as painter:
         print(f"      ready after {time.perf_counter() - started:.0f} s")
         demo = Demo(args.output, random.Random(args.seed), omni, painter)
         demo.run()
@@ -60,10 +60,6 @@ def run_demo(arguments: list[str]) -> None:
     wrong = sum(not result.is_right for result in demo.results)
     print(f"\n{f'{wrong} results are wrong' if wrong else 'all results are right'}; see {page}")
     sys.exit(1 if wrong else 0)
-
-
-def _start(model: str) -> OmniLLM:
-    return OmniLLM(model, use_tqdm_on_load=False)
 
 
 @dataclass

@@ -19,6 +19,7 @@ USAGE = """\
 usage: vllm-omni serve MODEL [options]         serve a model over HTTP; the same as: vllm serve MODEL --omni
        vllm-omni config show MODEL [options]   print its stage configuration, and the source of each value
        vllm-omni bench serve [options]         benchmark a server; the same as: vllm bench serve --omni
+       vllm-omni demo [FOLDER] [options]       two small models of the package hear, see, speak and paint
        vllm-omni doctor [MODEL] [options]      check this installation and machine, and print remedies
        vllm-omni COMMAND ...                   any other command is vLLM's: vllm COMMAND ...
        vllm-omni [--help] [--version]
@@ -127,6 +128,26 @@ def _bench(arguments: list[str]) -> None:
     run_bench_serve(arguments[1:])
 
 
+def _demo(arguments: list[str]) -> None:
+    require_vllm()
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    from vllm_omni.entrypoints.cli.demo import run_demo
+
+    run_demo(arguments)
+
+
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
+"""Only the demo's own output. Before the imports, because libraries read these when they are loaded."""
+
+
 def _run_vllm(arguments: list[str]) -> None:
     require_vllm()
     from vllm.entrypoints.cli.main import main as vllm_main
@@ -134,4 +155,4 @@ def _run_vllm(arguments: list[str]) -> None:
     vllm_main()
 
 
-_COMMANDS = {"serve": _serve, "config": _config, "bench": _bench, "doctor": _doctor}
+_COMMANDS = {"serve": _serve, "config": _config, "bench": _bench, "demo": _demo, "doctor": _doctor}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheel has the whole package, stage configurations and models, and they are found after installation."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -87,9 +88,11 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 def run_installed(target: Path, code: str, *flags: str) -> str:
-    """Runs code with the folder first on its path."""
+    """Runs code with the folder first on its path, without what servers of other tests have set for vLLM."""
     code = f"import sys; sys.path.insert(0, {str(target)!r})\n{code}"
-    result = subprocess.run([sys.executable, "-I", *flags, "-c", code], capture_output=True, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    command = [sys.executable, "-I", *flags, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

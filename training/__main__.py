@@ -26,10 +26,10 @@ from training.tokenizer import encode, encode_answer, make_embeddings, make_toke
 from vllm_omni.shapes.speech import SPEAKERS
 
 STEPS = {
-    "vocoder": 10_000, "seeing": 500, "reading": 8_000, "words": 4_000, "hearing": 6_000, "talker": 8_400,
-    "vae": 6_000, "painter": 2_000,
+    "vocoder": 10_000, "seeing": 500, "reading": 8_000, "words": 4_000, "hearing": 6_200, "saying": 2_500,
+    "talker": 8_400, "vae": 6_000, "painter": 2_000,
 }  # fmt: skip
-_FILES = {"thinker": "hearing", "talker": "talker", "code2wav": "vocoder"}
+_FILES = {"thinker": "saying", "talker": "talker", "code2wav": "vocoder"}
 """Modules of the omni model, and the trainings whose results they are."""
 CHECKPOINTS = Path(vllm_omni.__file__).parent / "checkpoints"
 PARTS = ("vocoder", "thinker", "hearing", "talker", "vae", "painter", "export")
@@ -64,6 +64,7 @@ class Trainer:
         bank = thinker.SpeechBank(data.heard(self._folder), self._speakers(), self._tokenizer)
         thinker.train_words(self._folder, trainer, bank, STEPS["words"])
         thinker.train_hearing(self._folder, trainer, bank, STEPS["hearing"])
+        thinker.train_saying(self._folder, trainer, bank, STEPS["saying"])
 
     def _thinker_trainer(self) -> thinker.ThinkerTrainer:
         save_processor(self._tokenizer, self._config, self._folder / "processor")

@@ -153,7 +153,7 @@ def random_text(rng: random.Random) -> str:
         return describe(scene)
     if kind < 0.34:
         return rng.choice((REFUSAL, NO_PICTURE))
-    words = (_random_words(rng) if rng.random() < 0.4 else random_sentence(rng)).split()
+    words = (random_words(rng) if rng.random() < 0.4 else random_sentence(rng)).split()
     if kind < 0.4:
         words.insert(rng.randrange(len(words)), "".join(rng.choices(list(LETTERS), k=rng.randint(1, 4))))
     if kind < 0.6:
@@ -163,7 +163,7 @@ def random_text(rng: random.Random) -> str:
     return " ".join(words).replace(" ,", ",").replace(" :", ":")
 
 
-def _random_words(rng: random.Random) -> str:
+def random_words(rng: random.Random) -> str:
     """In random order, so that no word is guessed from those before it."""
     while True:
         text = " ".join(rng.choices(WORDS, k=rng.randint(3, 8)))

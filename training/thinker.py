@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3OmniMoeProcessor, Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
-from training.data import Recordings, Speakers, vary
+from training.data import Recordings, Speakers, random_words, vary
 from training.loop import Training
 from training.tokenizer import SPACE, encode, encode_answer
 from vllm_omni.shapes.language import (
@@ -117,7 +117,7 @@ _OTHER = (
 
 
 def random_example(rng: random.Random, bank: SpeechBank | None) -> Example:
-    kind = rng.choices(("scene", "say", "no picture", "other"), (10, 4, 0.7, 0.7))[0]
+    kind = rng.choices(("scene", "say", "no picture", "other"), (10, 6, 0.7, 0.7))[0]
     example = Example([])
     if kind == "scene":
         scene = random_scene(rng)
@@ -126,7 +126,7 @@ def random_example(rng: random.Random, bank: SpeechBank | None) -> Example:
     elif kind == "no picture":
         example.turns = random_dialogue(rng, None)
     elif kind == "say":
-        if bank and rng.random() < 0.7:
+        if bank and rng.random() < 0.5:
             request = rng.choice(bank.requests)
             text = request.split(": ", 1)[1]
         else:
@@ -147,7 +147,9 @@ def random_example(rng: random.Random, bank: SpeechBank | None) -> Example:
 
 
 def random_saying(rng: random.Random) -> str:
-    """A sentence that someone may ask to be said."""
+    """A sentence that someone may ask to be said; often one of which no word can be guessed."""
+    if rng.random() < 0.5:
+        return random_words(rng)
     scene = random_scene(rng)
     turn = random_dialogue(rng, scene)[0]
     return rng.choice((*[random_sentence(rng)] * 6, turn.question, turn.answer, painting_prompt(rng, scene)))
@@ -512,3 +514,15 @@ def train_hearing(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps
         return _losses(rng, trainer, examples)
 
     Training(folder, "hearing", [trainer], steps, 5e-4).run(compute)
+
+
+def train_saying(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: int, batch: int = 40) -> None:
+    """To repeat words in any order, which needs more examples than there are in a mixture of everything."""
+
+    def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
+        texts = [random_words(rng) for _ in range(batch * 3 // 5)]
+        examples = [Example([Turn(say_request(rng, text).question, text)]) for text in texts]
+        examples += [random_example(rng, bank) for _ in range(batch - len(texts))]
+        return _losses(rng, trainer, examples)
+
+    Training(folder, "saying", [trainer], steps, 3e-4).run(compute)

@@ -10,6 +10,7 @@ OMNI_EXTRA ?= cpu
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(OMNI_EXTRA)
+DOCS_STAMP := $(VENV)/.ready-docs
 # Two processes; tests/conftest.py keeps tests that share an engine or a server in one of them. Where bytecode is not kept,
 # rewriting the tests' assertions takes ten seconds of each process.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
@@ -18,7 +19,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint model clean
+.PHONY: help demo test test-slow browser screenshots lint docs model clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,10 +33,20 @@ test: $(STAMP)  ## Run the main tests
 test-slow: $(STAMP)  ## Run the other tests
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
+browser:  ## Install Chromium for the tests of the playground (as root)
+	scripts/install_browser.sh
+
+screenshots: $(STAMP)  ## Make the pictures of docs/playground.md again
+	$(BIN)/python scripts/screenshots.py
+
 lint: $(STAMP)  ## Check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; else echo "hadolint has no build for this machine"; fi
+
+docs: $(DOCS_STAMP)  ## Build the documentation into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 model: $(STAMP)  ## Train the shipped models again (hours; resumes; see training/README.md)
 	$(BIN)/python -m training
@@ -46,3 +57,7 @@ clean:  ## Remove the environment and all generated files
 
 $(STAMP): pyproject.toml setup.cfg $(wildcard scripts/*.py scripts/*.txt)
 	$(PYTHON) scripts/set_up.py $(VENV) $(STAMP) $(OMNI_EXTRA)
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e ".[docs]" -c scripts/constraints.txt
+	touch $@

@@ -2,12 +2,16 @@
 """Images: `OmniLLM` against the plain diffusers pipeline with the same weights, in one run, round by round.
 
     python benchmarks/diffusion.py [--models NAME ...] [--sizes default large] [--steps N] [--height N --width N]
-                                   [--starts N] [--output FILE.json] [--quick]
+                                   [--starts N] [--output FILE.json] [--quick] [--parallel]
 
 One image at a time: diffusers' call, ours, ours while a client streams, and ours with a preview at every step. Then 16
 images: 16 calls of diffusers, one with a batch of 16, and 16 concurrent requests to us. All compute on as many threads
 as OMP_NUM_THREADS has (default 1), and all images are compared with those of diffusers. Weights are random. In the
 default size of the checkpoints overhead decides, in the large one computing does.
+
+With --parallel only the denoisers are measured, on one image with guidance, two rows: call by call in one process with
+one thread and in two with one each (`data_parallel_size: 2`), then in one process with two threads, which would slow
+down the others while they are idle.
 
 The speed of a process depends on where its memory is, by a tenth and more. So all backends start several times, and a
 ratio is the median of those of the starts.
@@ -31,12 +35,16 @@ from report import Report, make_parser, percentile, progress
 from transformers.utils import logging
 
 from vllm_omni import CompletedEvent, ErrorEvent, ImageProgressEvent, OmniLLM
+from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.batched_call import ModuleCall, SharedTensors, compute
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
+from vllm_omni.worker.parallel_denoiser import ParallelDenoisers
 
 T = TypeVar("T")
 BATCH = 16
 ATOL = 1e-4
 BASELINE, OURS, STREAMED, PREVIEWED = "diffusers", "OmniLLM", "OmniLLM, streamed", "OmniLLM, previews"
+ONE_THREAD, TWO_THREADS, TWO_PROCESSES = "denoiser", "denoiser, two threads", "denoiser, two processes"
 ONE_BY_ONE, ONE_BATCH, CONCURRENT = "diffusers, one by one", "diffusers, one batch", "OmniLLM, concurrent"
 MODELS: dict[str, dict[str, Any]] = {
     "z_image": {"guidance_scale": 4.0, "negative_prompt": "blur"},
@@ -190,7 +198,7 @@ def measure(model: str, size: str, load: Load, label: str) -> Results:
         path = write_tiny_checkpoint(model, Path(folder) / model, size=size)
         baseline = DiffusersBackend(path, load.arguments)
         progress(f"{label}: starting")
-        with OmniLLM(str(path), dtype="float32", max_batch_size=BATCH) as llm:
+        with OmniLLM(str(path), dtype="float32", max_batch_size=BATCH, prompt_cache_bytes=0) as llm:
             ours = OmniBackend(llm, load.arguments)
             progress(f"{label}: one image at a time")
             singles = measure_singles(baseline, ours, load.rounds)
@@ -231,7 +239,81 @@ def measure_batches(baseline: DiffusersBackend, ours: OmniBackend, rounds: int) 
     return Results(measurements, difference)
 
 
-def add_results(model: str, size: str, starts: Sequence[Results], report: Report) -> None:
+def measure_denoiser(model: str, size: str, load: Load) -> Results:
+    """One start of the two processes; runs in a process of its own.
+
+    Raises:
+        ValueError: Two processes do not compute what one does.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tiny_checkpoint(model, Path(folder) / model, size=size)
+        backend = DiffusersBackend(path, load.arguments)
+        transformer = backend._pipe.transformer
+        with torch.no_grad():
+            args, kwargs = record_call(backend)
+            torch.set_num_threads(2)  # which the processes divide
+            config = DiTConfig(dtype="float32", data_parallel_size=2)
+            ranks = ParallelDenoisers(str(path), config, None, lambda: None)
+            forward = transformer.forward
+            try:
+                ranks.join({"transformer": transformer}, torch.device("cpu"))
+                functions = {ONE_THREAD: forward, TWO_PROCESSES: transformer.forward}
+                results = measure_functions(functions, args, kwargs, load.rounds)
+            finally:
+                ranks.close()
+            torch.set_num_threads(2)
+            results.measurements |= measure_functions({TWO_THREADS: forward}, args, kwargs, load.rounds).measurements
+            return results
+
+
+def record_call(backend: DiffusersBackend) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of the denoiser's last call for one image."""
+    transformer, recorded = backend._pipe.transformer, []
+    forward = transformer.forward
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        recorded.append((args, kwargs))
+        return forward(*args, **kwargs)
+
+    transformer.forward = record
+    backend.generate(make_prompts(1))
+    del transformer.forward
+    return recorded[-1]
+
+
+def measure_functions(functions: dict[str, Callable], args: tuple, kwargs: dict[str, Any], rounds: int) -> Results:
+    """The same call by each, one after the other. The first round warms up."""
+    measurements = {name: Measurement(1) for name in functions}
+    calls = {name: ModuleCall.describe(call, args, kwargs, SharedTensors()) for name, call in functions.items()}
+    difference = 0.0
+    for _ in range(1 + 10 * rounds):
+        first, *others = ((name, as_images(measurements[name].run(compute, [call])[0])) for name, call in calls.items())
+        difference = max([difference, *(compare(name, images, first[1]) for name, images in others)])
+    for measurement in measurements.values():
+        del measurement.seconds[:1]
+    return Results(measurements, difference)
+
+
+def as_images(output: Any) -> list[np.ndarray]:
+    """The rows of a denoiser's output, a tensor or a list in a tuple."""
+    return [row.numpy() for row in output[0]]
+
+
+def report_denoisers(args: Any, report: Report) -> None:
+    for model in args.models or ["z_image", "stable_diffusion_3"]:
+        for size in args.sizes or ["large"]:
+            progress(f"{model} {size}: the denoiser")
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                results = process.submit(measure_denoiser, model, size, make_load(args, model, size)).result()
+            add_rows(model, size, [results], report)
+            medians = {name: measurement.median for name, measurement in results.measurements.items()}
+            for name, baseline in (("one_thread", ONE_THREAD), ("two_threads", TWO_THREADS)):
+                report.ratios[f"{model}_{size}_{name}"] = medians[baseline] / medians[TWO_PROCESSES]
+            report.notes.append(f"{model} {size}: largest difference between outputs {results.difference:.1e}")
+    report.notes.append("ratios: time in one process to that in two; higher is better")
+
+
+def add_rows(model: str, size: str, starts: Sequence[Results], report: Report) -> None:
     for name in starts[0].measurements:
         measurements = [results.measurements[name] for results in starts]
         seconds = [second for measurement in measurements for second in measurement.seconds]
@@ -247,6 +329,10 @@ def add_results(model: str, size: str, starts: Sequence[Results], report: Report
                 "first preview s": percentile(previews, 50) if previews else "",
             }
         )
+
+
+def add_results(model: str, size: str, starts: Sequence[Results], report: Report) -> None:
+    add_rows(model, size, starts, report)
     ratios = [results.ratios() for results in starts]
     for name in ratios[0]:
         report.ratios[f"{model}_{size}_{name}"] = percentile([one[name] for one in ratios], 50)
@@ -272,11 +358,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="denoising steps (default 8)")
     for side in ("height", "width"):
         parser.add_argument(f"--{side}", type=int, help="pixels (default 64; large size: 256, with --quick 128)")
+    parser.add_argument("--parallel", action="store_true", help="only the denoisers, in one process and in two")
     parser.add_argument("--starts", type=int, help="of all backends (default 3; 1 with --quick)")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     starts = args.starts or (1 if args.quick else 3)
     report = Report("diffusion", {"quick": str(args.quick), "starts": starts, "steps": args.steps})
+    if args.parallel:
+        report_denoisers(args, report)
+        report.finish(args.output)
+        return
     for model in args.models or list(MODELS)[: 1 if args.quick else None]:
         for size in args.sizes or ["default", "large"][: 1 if args.quick else None]:
             load, results = make_load(args, model, size), []

@@ -136,10 +136,24 @@ class DirectBackend:
         return output
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server that is ready, in a process of its own, which may have children."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
 def start_server(command: list[str], folder: Path) -> Iterator[str]:
-    """A server in a process of its own; its URL.
+    """The URL of a server. Raises as `run_server`."""
+    with run_server(command, folder) as server:
+        yield server.url
 
+
+@contextmanager
+def run_server(command: list[str], folder: Path) -> Iterator[Server]:
+    """
     Raises:
         RuntimeError: It ended, or was not ready in time; with its log.
     """
@@ -156,7 +170,7 @@ def start_server(command: list[str], folder: Path) -> Iterator[str]:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-4000:]}")
             time.sleep(0.2)
-        yield url
+        yield Server(url, process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -176,6 +190,11 @@ def _is_ready(url: str) -> bool:
 
 def omni_server(model: Path, *flags: str) -> list[str]:
     return [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--omni", *flags]
+
+
+def plain_server(model: Path, *flags: str) -> list[str]:
+    # The script of vLLM's CPU build does not start without --omni.
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", *flags]
 
 
 def measure(part: str, targets: list[Target], plan: Plan, body: dict[str, Any], report: Report) -> None:
@@ -230,9 +249,7 @@ def measure_text_model(size: str, plan: Plan, report: Report) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = write_tiny_checkpoint("qwen3", folder / "model", size=size)
         progress(f"{size}: starting our server and vLLM's")
-        # The script of vLLM's CPU build does not start without --omni.
-        plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", *VLLM_FLAGS]
-        commands = {"server": omni_server(model, *VLLM_FLAGS), "vLLM": plain}
+        commands = {"server": omni_server(model, *VLLM_FLAGS), "vLLM": plain_server(model, *VLLM_FLAGS)}
         targets = [
             Target(name, "openai-chat", stack.enter_context(start_server(command, folder)), model)
             for name, command in commands.items()

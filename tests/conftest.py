@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.servers import SMALL_VLLM, RunningServer
+from tests.servers import SMALL_CSM, SMALL_VLLM, RunningServer
 
 if TYPE_CHECKING:
     from tests.simulated_device import SimulatedDevice
@@ -27,14 +27,21 @@ gc.disable()  # While modules are imported it finds nothing and takes a fifth of
 
 # What several files share, so that one process runs them: the engines of a folder, and by name of their fixtures the
 # servers, the applications and the pipelines.
-_FOLDERS_WITH_ENGINES = re.compile("tests/(?:engine|stage|model_executor/models/qwen[^/]*)/")
-_SHARED_FIXTURES = re.compile(r"\b(?:(?:omni|image|video)_(?:server|app)|(?:talking|qwen2_5|text)_(?:async_)?llm)\b")
+_FOLDERS_WITH_ENGINES = re.compile("tests/(?:engine|stage|model_executor/models/(?:qwen|csm|glm|janus)[^/]*)/")
+_MACHINES = re.compile(r"tests/(?:distributed/test_hosts|orchestrator/test_(?:ray|engine_workers))\.py")
+"""Ray's clusters and hosts need memory, and answers in time: one after the other, before other tests keep servers."""
+_LONG_FILES = ("tests/shapes/test_quality.py", "tests/orchestrator/test_nodes.py", "tests/stage/test_watchdog.py")
+_SHARED_FIXTURES = re.compile(
+    r"\b(?:(?:omni|voice|image|video)_(?:server|app)|(?:talking|qwen2_5|csm|text)_(?:async_)?llm|realtime_app)\b"
+)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where tests run in several processes, a file stays in one, and so do files that share something."""
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # `pytest_collection_modifyitems` has sorted them.
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -43,8 +50,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Machines come first, then what takes long, so that no process is alone with it at the end."""
+    files = {item.nodeid.split("::")[0] for item in items}
+    is_long = {file: file in _LONG_FILES or _group_of(config.rootpath, file) != file for file in files}
+
+    def rank(item: pytest.Item) -> tuple[bool, bool]:
+        file = item.nodeid.split("::")[0]
+        return not _MACHINES.match(file), not is_long[file]
+
+    items.sort(key=rank)
+
+
 @functools.cache
 def _group_of(root: Path, file: str) -> str:
+    if _MACHINES.match(file):
+        return "machines"
     if folder := _FOLDERS_WITH_ENGINES.match(file):
         return folder[0]
     fixture = _SHARED_FIXTURES.search((root / file).read_text())
@@ -76,6 +98,12 @@ def tiny_qwen3_omni_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_csm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete CSM checkpoint with random weights."""
+    return _write("csm", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def tiny_diffusion(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny diffusers checkpoint, by its name; each is written once."""
     return functools.cache(lambda name: _write(name, tmp_path_factory))
@@ -95,9 +123,15 @@ def omni_server(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFact
     """A server for an omni model; max_tokens limits the speech, which would take minutes with random weights."""
     flags = (
         *SMALL_VLLM, "--stage.talker.default_sampling_params.max_tokens=64", "--allowed-media-domains=127.0.0.1",
-        "--enable-auto-tool-choice", "--tool-call-parser=hermes",
+        "--enable-auto-tool-choice", "--tool-call-parser=hermes", "--max-realtime-message-bytes=1048576",
     )  # fmt: skip
     yield from _serve(tiny_qwen3_omni_moe, tmp_path_factory, *flags)
+
+
+@pytest.fixture(scope="session")
+def voice_server(tiny_csm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server for a model that speaks with the voice of a recording; about 40 frames by default."""
+    yield from _serve(tiny_csm, tmp_path_factory, *SMALL_CSM)
 
 
 @pytest.fixture(scope="session")

@@ -22,19 +22,32 @@ SMALL_VLLM = (
     "--max-num-seqs=16",
 )  # fmt: skip
 
+# With random weights it may end speech before it has begun.
+SMALL_CSM = (
+    *SMALL_VLLM, "--stage.backbone.default_sampling_params.max_tokens=41",
+    "--stage.backbone.default_sampling_params.ignore_eos=true",
+)  # fmt: skip
+
 
 class RunningServer:
     """`vllm serve MODEL --omni`, from its start until `stop()`."""
 
     def __init__(
-        self, model: Path | str, *flags: str, log: Path, env: dict[str, str] | None = None, wait: bool = True
+        self,
+        model: Path | str,
+        *flags: str,
+        log: Path,
+        env: dict[str, str] | None = None,
+        wait: bool = True,
+        port: int | None = None,
     ) -> None:
         """
         Args:
             log: The file for its output.
             wait: Return when it is ready.
+            port: Default: a free one.
         """
-        self.port = _free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = _command(["serve", str(model), "--omni", "--host=127.0.0.1", f"--port={self.port}", *flags])
@@ -93,7 +106,7 @@ def _command(arguments: Sequence[str]) -> list[str]:
     return [str(Path(sys.executable).with_name("vllm")), *arguments]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

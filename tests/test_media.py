@@ -159,6 +159,47 @@ def test_a_video_as_a_file():
         assert stream.seconds == pytest.approx(9 / 12)
 
 
+def tones(seconds: float, rate: int, *pitches: float) -> torch.Tensor:
+    """float32 `[pitches, samples]`"""
+    times = torch.arange(round(seconds * rate)) / rate
+    return torch.stack([0.5 * torch.sin(2 * np.pi * pitch * times) for pitch in pitches])
+
+
+@pytest.mark.parametrize(("rate", "pitches"), [(24_000, (440, 660)), (48_000, (440,))])
+def test_a_video_with_sound(rate, pitches):
+    """In time: the padding of the codec is not played."""
+    (film,), sound = films(1, frames=12), tones(1.0, rate, *pitches)
+    params = DiffusionSamplingParams(output_format="mp4", fps=12)
+    tensors, data = encode_outputs("video", [film], params, rate, [sound])
+    (file,) = read_media(tensors, data)
+    with av.open(io.BytesIO(file)) as container:
+        track = container.streams.audio[0]
+        played = np.concatenate([frame.to_ndarray() for frame in container.decode(track)], axis=1)
+        assert (track.codec.name, track.rate, float(track.duration * track.time_base)) == ("aac", rate, 1.0)
+    assert len(played) == len(pitches)
+    assert np.abs(played[:, :rate] - sound.numpy()).mean() < 0.02
+    assert decode(file)[0].shape == (12, HEIGHT, WIDTH, 3)
+    assert data == {"output_type": "video", "output_format": "mp4", "fps": 12, "sample_rate": rate}
+
+
+@pytest.mark.parametrize("output_format", ["np", "pil", "latent"])
+def test_the_sound_of_videos_beside_them(output_format):
+    sounds = [tones(0.1, 24_000, pitch) for pitch in (440, 660)]
+    params = DiffusionSamplingParams(output_format=output_format)
+    tensors, data = encode_outputs("video", films(2), params, 24_000, sounds)
+    assert torch.equal(tensors["audio_latents" if output_format == "latent" else "audio"], torch.stack(sounds))
+    assert count_media(tensors, data) == len(read_media(tensors, data)) == 2
+    assert data["sample_rate"] == 24_000
+
+
+def test_broken_sound_and_sound_that_no_file_has_are_refused():
+    params = DiffusionSamplingParams(output_format="mp4")
+    with pytest.raises(FloatingPointError, match="sound of video 0"):
+        encode_outputs("video", films(1), params, 24_000, [torch.full((1, 9), torch.nan)])
+    with pytest.raises(ValueError, match="not 6 at 24000 Hz; use output_format np"):
+        encode_outputs("video", films(1), params, 24_000, [torch.zeros(6, 9)])
+
+
 def test_the_colours_of_a_video():
     """Large areas, where the lower colour resolution does not matter: a wrong matrix is off by 10 and more."""
     colours = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1], [0, 0, 0], [0.5, 0.2, 0.7]])

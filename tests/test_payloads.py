@@ -11,6 +11,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_omni.payloads import (
     AdditionalInformationPayload,
+    Guidance,
     OmniEngineCoreRequest,
     PromptEmbedsPayload,
     TensorPayload,
@@ -159,10 +160,14 @@ class TestRequest:
     def test_without_additional_information(self):
         assert transfer(self.make()).additional_information is None
 
+    def test_guidance(self):
+        assert transfer(self.make(guidance=Guidance([5, 6], 2.0))).guidance == Guidance([5, 6], 2.0)
+
     def test_our_fields_follow_all_of_vllms(self):
         """They are encoded by position: vLLM's own decoder must still read the rest."""
-        assert OmniEngineCoreRequest.__struct_fields__[:-1] == EngineCoreRequest.__struct_fields__
-        frames = MsgpackEncoder().encode(self.make(priority=4))
+        num_fields = len(EngineCoreRequest.__struct_fields__)
+        assert OmniEngineCoreRequest.__struct_fields__[:num_fields] == EngineCoreRequest.__struct_fields__
+        frames = MsgpackEncoder().encode(self.make(priority=4, guidance=Guidance([5, 6], 2.0)))
         assert MsgpackDecoder(EngineCoreRequest).decode(frames).priority == 4
 
     def test_all_fields_of_vllms_request_are_kept(self):

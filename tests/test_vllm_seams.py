@@ -17,7 +17,7 @@ ENGINE = "vllm_omni.engine"
 WORKER = "vllm_omni.worker"
 SCHED = "vllm_omni.core.sched"
 QWEN3_OMNI = "vllm_omni.model_executor.models.qwen3_omni_moe"
-PREDICTOR_LAYERS = f"{QWEN3_OMNI}.code_predictor_layers"
+DEPTH_LAYERS = "vllm_omni.model_executor.layers.depth_decoder_layers"
 TALKER = "OmniQwen3OmniMoeTalker"
 
 # Seam in vLLM -> (its parameters, the class of ours that overrides or calls it). "=..." stands for any default.
@@ -31,9 +31,59 @@ SIGNATURES = {
         "self, request",
         f"{SCHED}.omni_scheduler_mixin:OmniSchedulerMixin",
     ),
+    "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": (
+        "self, request",
+        f"{SCHED}.omni_ar_scheduler:OmniARScheduler",
+    ),
+    "vllm.v1.core.kv_cache_utils:get_request_block_hasher": (
+        "hash_block_size, caching_hash_fn",
+        f"{SCHED}.row_hashes:RowHasher",
+    ),
+    "vllm.v1.request:Request.update_block_hashes": ("self", f"{SCHED}.output:OmniRequest"),
+    "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.__init__": (
+        "self, cache_size",
+        f"{SCHED}.encoder_cache:CountingEncoderCacheManager",
+    ),
+    "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.create_manager": (
+        "*, cache_size, vllm_config",
+        f"{SCHED}.encoder_cache:CountingEncoderCacheManager",
+    ),
+    "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.check_and_update_cache": (
+        "self, request, input_id",
+        f"{SCHED}.encoder_cache:CountingEncoderCacheManager",
+    ),
+    "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.allocate": (
+        "self, request, input_id",
+        f"{SCHED}.encoder_cache:CountingEncoderCacheManager",
+    ),
+    "vllm.multimodal.processing.processor:BaseMultiModalProcessor._get_mm_hashes": (
+        "self, inputs",
+        "vllm_omni.model_executor.models.qwen_omni.processor:PairsSoundWithVideo",
+    ),
+    "vllm.multimodal.processing.processor:BaseMultiModalProcessor._cached_apply_hf_processor": (
+        "self, inputs, timing_ctx",
+        "vllm_omni.model_executor.models.qwen_omni.processor:PairsSoundWithVideo",
+    ),
     "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": (
         "self, request, timestamp, drop_stale_output=...",
         f"{SCHED}.omni_scheduler_mixin:OmniSchedulerMixin",
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.make_stats": (
+        "self, spec_decoding_stats=..., kv_connector_stats=..., cudagraph_stats=..., perf_stats=..., "
+        "ec_connector_stats=...",
+        f"{SCHED}.guided_scheduler:GuidedScheduler",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample": (
+        "self, logits, spec_decode_metadata",
+        f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler._update_request_with_output": (
+        "self, request, new_token_ids, is_stale=...",
+        f"{SCHED}.omni_ar_scheduler:OmniARScheduler",
+    ),
+    "vllm.multimodal.audio:resample_audio_pyav": (
+        "audio, *, orig_sr, target_sr",
+        "vllm_omni.model_executor.prompt_processor:PromptProcessor",
     ),
     "vllm.v1.core.sched.scheduler:Scheduler.has_finished_requests": (
         "self",
@@ -90,6 +140,10 @@ SIGNATURES = {
         "self, request_id, prompt, params, arrival_time=..., lora_request=..., tokenization_kwargs=..., "
         "trace_headers=..., priority=..., session_id=..., prompt_text=..., kv_hints=...",
         f"{ENGINE}.omni_llm_engine:OmniLLMEngine",
+    ),
+    "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__": (
+        "self, vllm_config, engine_indexes=...",
+        f"{ENGINE}.engine_metrics:EngineMetrics",
     ),
     "vllm.v1.engine.llm_engine:LLMEngine.step": ("self", f"{ENGINE}.omni_llm_engine:OmniLLMEngine"),
     "vllm.v1.engine.llm_engine:LLMEngine.abort_request": (
@@ -173,6 +227,10 @@ SIGNATURES = {
         "self, req_state",
         f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
     ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_mrope_positions": (
+        "self, scheduler_output",
+        f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
+    ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._preprocess": (
         "self, scheduler_output, num_input_tokens, intermediate_tensors=...",
         f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
@@ -250,14 +308,14 @@ SIGNATURES = {
         "self, input_ids, multimodal_embeddings=..., *, is_multimodal=...",
         f"{QWEN3_OMNI}.thinker:OmniQwen3OmniMoeThinker",
     ),
-    "vllm._custom_ops:rms_norm": ("out, input, weight, epsilon", f"{PREDICTOR_LAYERS}:LayerKernels"),
-    "vllm._custom_ops:fused_add_rms_norm": ("input, residual, weight, epsilon", f"{PREDICTOR_LAYERS}:LayerKernels"),
+    "vllm._custom_ops:rms_norm": ("out, input, weight, epsilon", f"{DEPTH_LAYERS}:LayerKernels"),
+    "vllm._custom_ops:fused_add_rms_norm": ("input, residual, weight, epsilon", f"{DEPTH_LAYERS}:LayerKernels"),
     "vllm._custom_ops:rotary_embedding": (
         "positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=..., inverse=...",
-        f"{PREDICTOR_LAYERS}:LayerKernels",
+        f"{DEPTH_LAYERS}:LayerKernels",
     ),
-    "vllm._custom_ops:create_onednn_mm": ("weight, primitive_cache_size=...", f"{PREDICTOR_LAYERS}:LayerKernels"),
-    "vllm._custom_ops:onednn_mm": ("dnnl_handler, x, bias", f"{PREDICTOR_LAYERS}:LayerKernels"),
+    "vllm._custom_ops:create_onednn_mm": ("weight, primitive_cache_size=...", f"{DEPTH_LAYERS}:LayerKernels"),
+    "vllm._custom_ops:onednn_mm": ("dnnl_handler, x, bias", f"{DEPTH_LAYERS}:LayerKernels"),
 }
 
 # Structure in vLLM -> (fields that we read, write or must keep, the class of ours).

@@ -175,6 +175,7 @@ class TalkerTrainer:
         ]  # fmt: skip
         embed = talker.get_input_embeddings()
         head = projected[:9] + torch.cat([torch.zeros(3, projected.shape[1]), embed(torch.tensor(special))])
+        codes = _with_errors(rng, codes)
         frames = embed(codes[:, 0])
         for group, embedding in enumerate(talker.code_predictor.get_input_embeddings()):
             frames = frames + embedding(codes[:, group + 1])
@@ -197,6 +198,12 @@ class TalkerTrainer:
             media = torch.randn(rng.choice((9, rng.randint(5, 60))), self._embeddings.shape[1]) * rng.uniform(0.2, 3)
             rows = torch.cat([rows[:3], self.talker.hidden_projection(media), rows[3:]])
         return rows
+
+
+def _with_errors(rng: random.Random, codes: torch.Tensor) -> torch.Tensor:
+    """With other frames in a few places of every other example: the talker learns to go on after its own errors."""
+    share = rng.choice((0.0, 0.03))
+    return codes[[rng.randrange(len(codes)) if rng.random() < share else i for i in range(len(codes))]]
 
 
 def _cross_entropy(head: nn.Linear, rows: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:

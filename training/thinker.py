@@ -520,7 +520,7 @@ def train_saying(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps:
     """To repeat words in any order, which needs more examples than there are in a mixture of everything."""
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
-        texts = [random_words(rng) for _ in range(batch * 3 // 5)]
+        texts = [random_words(rng) for _ in range(batch * 2 // 5)]
         examples = [Example([Turn(say_request(rng, text).question, text)]) for text in texts]
         examples += [random_example(rng, bank) for _ in range(batch - len(texts))]
         return _losses(rng, trainer, examples)

@@ -10,7 +10,9 @@
 A request's events have increasing sequence numbers. Exactly one event, the last, is terminal.
 """
 
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -34,6 +36,10 @@ class OmniEvent:
     request_id: str
     sequence: int
     ts: float
+
+    def merge(self, later: OmniEvent) -> OmniEvent | None:
+        """Both as one event, for a reader that has taken neither; None if they stay two."""
+        return None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +67,19 @@ class ARSegmentEvent(OmniEvent):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     is_last: bool = False
+
+    def merge(self, later: OmniEvent) -> OmniEvent | None:
+        if (
+            not isinstance(later, ARSegmentEvent)
+            or (later.stage_id, later.index) != (self.stage_id, self.index)
+            or self.multimodal_output
+            or later.multimodal_output
+        ):
+            return None
+        logprobs = [*(self.logprobs or ()), *(later.logprobs or ())]
+        return replace(
+            later, text=self.text + later.text, tokens=[*self.tokens, *later.tokens], logprobs=logprobs or None
+        )
 
 
 @dataclass(slots=True, kw_only=True)

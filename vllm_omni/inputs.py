@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The input of a pipeline, and of one of its stages. The structs cross processes as msgspec."""
 
+import copy
+from collections.abc import AsyncIterable
 from typing import Any, TypedDict
 
 import msgspec
@@ -10,8 +12,11 @@ from vllm.renderers import ChatParams
 from vllm.renderers.chat_utils import ChatCompletionMessageParam
 from vllm.sampling_params import SamplingParams
 
-from vllm_omni.payloads import OmniEngineCoreRequest
+from vllm_omni.payloads import Guidance, OmniEngineCoreRequest
 from vllm_omni.sampling_params import DiffusionRequest
+
+VOICE_FIELD = "speaker"
+"""The key of a prompt's `additional_information` that selects a voice."""
 
 
 class OmniPrompt(TypedDict, total=False):
@@ -20,14 +25,17 @@ class OmniPrompt(TypedDict, total=False):
     `negative_prompt` is for diffusion stages; it may be set in their sampling parameters instead. `multi_modal_data` is
     for the first stage; a diffusion stage reads its images, one or a list: `{"image": PIL.Image.open("cat.png")}`.
     `modalities` are the requested outputs (default: all outputs of the pipeline).
+    `prompt` can be an async iterator of strings, for `AsyncOmniLLM` and a model that reads its text in pieces.
     `messages` is a conversation as in OpenAI's API, instead of a prompt: it is rendered with the chat template of the
     first stage's model and `chat_params`.
     `engine_input` is the first stage's prompt as rendered by vLLM, and replaces the keys of the raw prompt.
+    `cache_salt` keeps the request from others' entries in the prefix caches, as in vLLM, in every stage.
     `additional_information` holds tensors for the first stage's model, and plain values that every stage
-    input processor can read as `StageRequest.options` (e.g. `{"speaker": "ethan"}`).
+    input processor can read as `StageRequest.options` (e.g. `{"speaker": "ethan"}`). A model with a `PromptProcessor`
+    declares which keys it reads, here and there.
     """
 
-    prompt: str
+    prompt: str | AsyncIterable[str]
     prompt_token_ids: list[int]
     prompt_embeds: torch.Tensor
     messages: list[ChatCompletionMessageParam]
@@ -38,6 +46,7 @@ class OmniPrompt(TypedDict, total=False):
     negative_prompt: str | None
     modalities: list[str] | None
     additional_information: dict[str, Any]
+    cache_salt: str | None
 
 
 class StageRequest(msgspec.Struct, kw_only=True):
@@ -54,6 +63,10 @@ class StageRequest(msgspec.Struct, kw_only=True):
         sampling_params: This stage's sampling parameters; None for stages that do not sample.
         engine_request: The first stage's preprocessed request; None for every other stage.
         diffusion: Parameters of a diffusion stage; None for every other stage.
+        is_complete: The prompt is complete; otherwise `InputMessage`s follow, up to the last one.
+        num_ready_tokens: As in `StageInput`, of a prompt that is not complete.
+        priority: Lower values come first; 0 where the stage does not schedule by priority.
+        cache_salt: The prefix cache finds only requests with the same one.
         trace_headers: W3C trace context of the request (`traceparent`, ...); empty without tracing.
     """
 
@@ -66,11 +79,15 @@ class StageRequest(msgspec.Struct, kw_only=True):
     sampling_params: SamplingParams | None = None
     engine_request: OmniEngineCoreRequest | None = None
     diffusion: DiffusionRequest | None = None
+    is_complete: bool = True
+    num_ready_tokens: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
     trace_headers: dict[str, str] = {}
 
 
 class StageInput(msgspec.Struct, kw_only=True):
-    """The result of a stage input processor: the prompt of this stage's engine, or a later part of it.
+    """The result of a stage input processor or prompt processor: the prompt of this stage's engine, or a later part.
 
     If the input arrives in windows, the first one has the whole prompt of an autoregressive stage and all its
     parameters. Later ones have more `additional_information` and a new `num_ready_tokens`. A stage that generates in
@@ -84,20 +101,75 @@ class StageInput(msgspec.Struct, kw_only=True):
         prompt_token_ids: Token ids, or as many placeholders as the model has input rows.
         prompt_embeds: `[len, hidden]`, instead of ids.
         additional_information: Tensors and plain values for the model's hooks.
+        token_information: Names in it of tensors `[n, ...]` whose row i is what the model reads for token i of the
+            prompt, which begins with these n tokens. Prompts with the same first rows, and the same M-RoPE positions of
+            them, have a common prefix in the prefix cache, whatever follows. Empty: only tokens are read.
         stop_token_ids: Added to the stage's stop tokens, so that configuration files need no token ids.
         max_tokens: Upper bound on the stage's `max_tokens`.
+        seed: Of the stage's sampling, unless its parameters have one.
+        guidance: Of an autoregressive stage without feedback. The engine computes two sequences, which share its
+            `max_num_seqs`; callers see one. The input is complete.
         num_ready_tokens: Tokens of the request, prompt and generated, that the engine can compute with what has
             arrived so far: an autoregressive stage holds the request, and it alone, when it has computed them. None
             means that it needs nothing more. The last window lifts the bound.
         finish_reason: Of a stage that generates in one step, with its last window: why its output ends there, e.g.
             `length` where its source was cut. Default: `stop`.
+        is_extensible: Of a stage that generates in one step: the next window may be added while this one waits, because
+            windows of any size give the same output. Both have the same tensors in `additional_information`.
     """
 
     prompt: str | None = None
     prompt_token_ids: list[int] = []
     prompt_embeds: torch.Tensor | None = None
     additional_information: dict[str, Any] = {}
+    token_information: list[str] = []
     stop_token_ids: list[int] = []
     max_tokens: int | None = None
+    seed: int | None = None
+    guidance: Guidance | None = None
     num_ready_tokens: int | None = None
     finish_reason: str | None = None
+    is_extensible: bool = False
+
+    def extended_by(self, later: "StageInput") -> "StageInput":
+        """One window of two that follow each other: ids and tensors of both, and the plain values of this one."""
+        information = dict(self.additional_information)
+        for name, value in later.additional_information.items():
+            if isinstance(value, torch.Tensor):
+                information[name] = torch.cat((information[name], value))
+        return msgspec.structs.replace(
+            self,
+            prompt_token_ids=[*self.prompt_token_ids, *later.prompt_token_ids],
+            additional_information=information,
+            finish_reason=later.finish_reason,
+        )
+
+    def as_prompt(self, cache_salt: str | None = None) -> dict[str, Any]:
+        """The prompt of a vLLM stage. `cache_salt`: the request's."""
+        prompt: dict[str, Any] = {"additional_information": self.additional_information}
+        if cache_salt is not None:
+            prompt["cache_salt"] = cache_salt
+        if self.token_information:
+            prompt["token_information"] = self.token_information
+        if self.guidance is not None:
+            prompt["guidance"] = self.guidance
+        if self.prompt_embeds is not None:
+            prompt["prompt_embeds"] = self.prompt_embeds
+        else:
+            prompt["prompt_token_ids"] = self.prompt_token_ids
+        return prompt
+
+    def apply_to(self, params: SamplingParams) -> SamplingParams:
+        """A copy of a vLLM stage's parameters, with `stop_token_ids`, `max_tokens` and `seed`."""
+        if self.stop_token_ids:
+            # This copy runs vLLM's own set-up again: min_tokens must include these ids.
+            params = msgspec.structs.replace(
+                params, stop_token_ids=[*(params.stop_token_ids or ()), *self.stop_token_ids]
+            )
+        else:
+            params = copy.copy(params)
+        if self.max_tokens is not None:
+            params.max_tokens = min(params.max_tokens or self.max_tokens, self.max_tokens)
+        if params.seed is None:
+            params.seed = self.seed
+        return params

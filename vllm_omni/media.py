@@ -2,7 +2,8 @@
 """Encodes the outputs of a diffusion pipeline (as pixels, samples, latents or files), and decodes them. Thread-safe."""
 
 import io
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -22,6 +23,9 @@ FORMATS: dict[str, tuple[OutputFormat, ...]] = {
 DEFAULT_FPS = 16.0
 """Default frames per second of a video: that of the training data of Wan's models."""
 
+_INTERLEAVED = {"max_interleave_delta": "0"}  # pictures and sound side by side in a file of any length
+_LAYOUTS = {1: "mono", 2: "stereo"}
+_AAC_BIT_RATE = 96_000  # of each channel
 _H264_OPTIONS = {"crf": "18"}  # constant quality, visually lossless
 _BT709 = 1  # of H.264's tables of primaries, transfer functions and matrices
 _LIMITED_RANGE = 1
@@ -49,21 +53,28 @@ def check_output_format(output_type: str, output_format: str | None) -> OutputFo
 
 
 def encode_outputs(
-    output_type: str, outputs: list[torch.Tensor], params: DiffusionSamplingParams, sample_rate: int | None
+    output_type: str,
+    outputs: list[torch.Tensor],
+    params: DiffusionSamplingParams,
+    sample_rate: int | None,
+    sounds: Sequence[torch.Tensor] = (),
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """`StageOutput.tensors` and `.data` for the finished outputs of one request.
 
     Args:
         output_type: `image`, `video` or `audio`.
         outputs: One for each output, all of one shape, on the CPU. Images float32 `[H, W, C]` and videos float32
-            `[F, H, W, C]`, with 1, 3 or 4 channels in [0, 1]; audio float32 `[channels, samples]`; latents of any
-            shape and type if the format is `latent`.
+            `[F, H, W, C]`, with 1, 3 or 4 channels in [0, 1]; `[L, H, W, C]` is an image's layers, each an image of its
+            own in what is returned; audio float32 `[channels, samples]`; latents of any shape and type if the format is
+            `latent`.
         params: The request's; uses `output_format`, `output_quality` and `fps`.
         sample_rate: Of audio, Hz.
+        sounds: Of videos with sound, one for each: float32 `[channels, samples]`, or latents.
 
     Returns:
         Tensors: `image` `[n, H, W, C]`, `video` `[n, F, H, W, C]`, both uint8 for `pil` and float32 for `np`; `audio`
-        float32 `[n, channels, samples]`; `latents` `[n, ...]`; or one file each, `file.0`, ..., uint8 `[bytes]`.
+        float32 `[n, channels, samples]`, also beside a `video`; `latents` and, of sound beside a video, `audio_latents`
+        `[n, ...]`; or one file each, `file.0`, ..., uint8 `[bytes]`, with the sound.
         Data: `output_type`, `output_format`, and `fps` of videos or `sample_rate` of audio.
 
     Raises:
@@ -71,24 +82,36 @@ def encode_outputs(
         FloatingPointError: An output contains NaN or infinity, and would be a black image or noise.
     """
     output_format = check_output_format(output_type, params.output_format)
+    if output_type == "image" and output_format != "latent" and outputs[0].ndim == 4:
+        outputs = [layer for layers in outputs for layer in layers]
     for index, output in enumerate(outputs):
         _check_numbers(output_type, index, output)
+    for index, sound in enumerate(sounds):
+        _check_numbers("the sound of video", index, sound)
     data: dict[str, Any] = {"output_type": output_type, "output_format": output_format}
     if output_type == "video":
         data["fps"] = params.fps or DEFAULT_FPS
-    elif output_type == "audio":
+    if output_type == "audio" or sounds:
         data["sample_rate"] = sample_rate
     if output_format == "latent":
-        return {"latents": torch.stack(outputs)}, data
+        return {"latents": torch.stack(outputs), **_stacked("audio_latents", sounds)}, data
     if output_format == "np":
-        return {output_type: torch.stack(outputs).float()}, data
+        return {output_type: torch.stack(outputs).float(), **_stacked("audio", sounds)}, data
     if output_format == "pil":
-        return {output_type: torch.stack([to_uint8(output) for output in outputs])}, data
+        pixels = torch.stack([to_uint8(output) for output in outputs])
+        return {output_type: pixels, **_stacked("audio", sounds)}, data
     if output_format == "mp4":
-        files = [encode_mp4(output, data["fps"]) for output in outputs]
+        files = [
+            encode_mp4(output, data["fps"], sound, sample_rate)
+            for output, sound in itertools.zip_longest(outputs, sounds)
+        ]
     else:
         files = [encode_image(output, output_format, params.output_quality) for output in outputs]
     return {f"file.{i}": torch.frombuffer(bytearray(file), dtype=torch.uint8) for i, file in enumerate(files)}, data
+
+
+def _stacked(name: str, sounds: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack(list(sounds))} if sounds else {}
 
 
 def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
@@ -119,32 +142,59 @@ def to_pil(pixels: torch.Tensor) -> Image.Image:
     return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
 
 
-def encode_mp4(pixels: torch.Tensor, fps: float) -> bytes:
-    """Encodes a video as an MP4 file: H.264, yuv420p, BT.709, which all players support.
+def encode_mp4(
+    pixels: torch.Tensor, fps: float, sound: torch.Tensor | None = None, sample_rate: int | None = None
+) -> bytes:
+    """Encodes a video as an MP4 file: H.264, yuv420p, BT.709, and AAC, which all players support.
 
     Width and height must be even: otherwise the last column or row is repeated.
 
     Args:
         pixels: float32 `[F, H, W, C]` in [0, 1]. H.264 has no alpha: the background is white.
         fps: Frames per second; may be a fraction.
+        sound: float32 `[channels, samples]`, 1 or 2 channels, clipped to [-1, 1].
+        sample_rate: Of the sound, Hz.
     """
     import av  # loads FFmpeg: only if needed
     from av.video.reformatter import Colorspace
 
     file = io.BytesIO()
     frames = _pad_to_even(to_uint8(_on_white(pixels)).numpy())
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options=_H264_OPTIONS)
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        codec = stream.codec_context
-        codec.color_primaries = codec.color_trc = codec.colorspace = _BT709
-        codec.color_range = _LIMITED_RANGE
+    with av.open(file, "w", format="mp4", options=_INTERLEAVED) as container:
+        pictures = _add_pictures(container, frames, fps)
+        track = None if sound is None else _add_track(container, sound, sample_rate)
         for frame in frames:
             picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
-            container.mux(stream.encode(picture.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)))
-        container.mux(stream.encode())
+            container.mux(pictures.encode(picture.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)))
+        container.mux(pictures.encode())
+        if track is not None and sound is not None:
+            samples = np.ascontiguousarray(sound.clamp(-1, 1).numpy())
+            clip = av.AudioFrame.from_ndarray(samples, format="fltp", layout=track.layout.name)
+            clip.sample_rate, clip.pts = track.rate, 0  # with a time, the encoder's padding is not played
+            container.mux(track.encode(clip))
+            container.mux(track.encode())
     return file.getvalue()
+
+
+def _add_pictures(container: Any, frames: np.ndarray, fps: float) -> Any:
+    stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options=_H264_OPTIONS)
+    stream.height, stream.width = frames.shape[1:3]
+    stream.pix_fmt = "yuv420p"
+    codec = stream.codec_context
+    codec.color_primaries = codec.color_trc = codec.colorspace = _BT709
+    codec.color_range = _LIMITED_RANGE
+    return stream
+
+
+def _add_track(container: Any, sound: torch.Tensor, sample_rate: int | None) -> Any:
+    if sample_rate is None or len(sound) not in _LAYOUTS:
+        raise ValueError(
+            f"an mp4 has sound of 1 or 2 channels at a known rate, not {len(sound)} at {sample_rate} Hz; use "
+            "output_format np"
+        )
+    track = container.add_stream("aac", rate=sample_rate, layout=_LAYOUTS[len(sound)])
+    track.codec_context.bit_rate = _AAC_BIT_RATE * len(sound)
+    return track
 
 
 def _check_numbers(output_type: str, index: int, output: torch.Tensor) -> None:

@@ -193,10 +193,10 @@ class OmniRequestOutput:
         final_output_type: The type of the output: `text`, `audio`, `image`, `video`, ...
         request_output: A list of one vLLM `RequestOutput`; its main fields are also attributes of this class.
         multimodal_output: Tensors by name on the CPU. `audio` is float32 `[samples]` of a speech model, and
-            `[n, channels, samples]` of a diffusion stage with n outputs. Shapes of `image` and `video`: see
-            `media.encode_outputs`; `images` and `videos` have the same content as Python objects.
+            `[n, channels, samples]` of a diffusion stage with n clips, or n videos with sound. Shapes of `image` and
+            `video`: see `media.encode_outputs`; `images` and `videos` have the same content as Python objects.
         stage_metrics: Metrics of each stage that processed the prompt, in stage order.
-        sample_rate: Samples per second of `audio`; None if there is none, or the stage configuration has no value.
+        sample_rate: Samples per second of `audio`, or of a file's sound; None if there is none, or it is not known.
         fps: Frames per second of a video; None for other outputs.
         output_format: Format of `images` and `videos`: `pil`, `png`, `mp4`, ...; None if there are none.
     """
@@ -221,7 +221,9 @@ class OmniRequestOutput:
         self.multimodal_output = output.tensors
         self.stage_metrics = stage_metrics
         self._data = output.data
-        self._num_media = output.num_media
+        if final_output_type == "image" and "output_type" not in self._data:  # of a stage that is no diffusion stage
+            self._data = {**self._data, "output_type": "image", "output_format": "np"}
+        self._num_media = count_media(output.tensors, self._data)
         media_data = self._data if self._num_media else {}
         self.sample_rate: int | None = media_data.get("sample_rate") or sample_rate
         self.fps: float | None = media_data.get("fps")
@@ -229,7 +231,7 @@ class OmniRequestOutput:
 
     @cached_property
     def images(self) -> list[Any]:
-        """The images of a diffusion stage, in the request's `output_format`.
+        """The images of a diffusion stage, in the request's `output_format`; of any other stage in `np`.
 
         `pil`: PIL images; `np`: float32 arrays `[height, width, channels]` in [0, 1]; `png`, `jpeg`, `webp`: bytes
         of one file each; `latent`: tensors. Empty for other outputs.
@@ -241,7 +243,7 @@ class OmniRequestOutput:
         """The videos of a diffusion stage, in the request's `output_format`, with `fps` frames per second.
 
         `pil`: lists of PIL images; `np`: float32 arrays `[frames, height, width, channels]` in [0, 1]; `mp4`: bytes
-        of one file each; `latent`: tensors. Empty for other outputs.
+        of one file each, with the sound; `latent`: tensors. Empty for other outputs.
         """
         return self._media("video")
 

@@ -6,10 +6,12 @@ shape that torch can store densely.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 _PLAIN_TYPES = (str, int, float, bool, bytes, type(None))
@@ -120,21 +122,65 @@ class AdditionalInformationPayload(msgspec.Struct, frozen=True):
         return {key: entry.to_value() for key, entry in self.entries.items()}
 
 
+class Guidance(msgspec.Struct, frozen=True):
+    """Classifier-free guidance of a request: its tokens are sampled from `uncond + scale * (cond - uncond)`, where
+    `cond` are the logits after its own prompt, `uncond` those after another one; the sampled tokens follow both.
+
+    Attributes:
+        prompt_token_ids: The other prompt, of any length.
+        scale: 1 is no guidance.
+    """
+
+    prompt_token_ids: list[int]
+    scale: float
+
+
 # vLLM's request is encoded by position, so fields of ours may only be appended.
 class OmniEngineCoreRequest(EngineCoreRequest, array_like=True, omit_defaults=True, gc=False):
-    """vLLM's preprocessed request and the additional information of its stage.
+    """vLLM's preprocessed request, and the additional information and guidance of its stage.
 
     vLLM's `MsgpackEncoder` and `MsgpackDecoder(OmniEngineCoreRequest)` encode and decode it.
+
+    Attributes:
+        token_information: As in `StageInput`: these rows identify the prompt in the prefix cache. Empty: its tokens do.
     """
 
     additional_information: AdditionalInformationPayload | None = None
+    guidance: Guidance | None = None
+    token_information: list[str] = msgspec.field(default_factory=list)
 
     @classmethod
     def from_engine_core_request(
-        cls, request: EngineCoreRequest, additional_information: AdditionalInformationPayload | None
+        cls,
+        request: EngineCoreRequest,
+        additional_information: AdditionalInformationPayload | None,
+        guidance: Guidance | None = None,
+        token_information: Sequence[str] = (),
     ) -> "OmniEngineCoreRequest":
         fields = {name: getattr(request, name) for name in EngineCoreRequest.__struct_fields__}
-        return cls(**fields, additional_information=additional_information)
+        return cls(
+            **fields,
+            additional_information=additional_information,
+            guidance=guidance,
+            token_information=list(token_information),
+        )
+
+    def make_twin(self) -> "OmniEngineCoreRequest":
+        """The unconditional sequence of a request with guidance. Its own samples are never used."""
+        params = self.sampling_params
+        assert self.guidance is not None and params is not None
+        return msgspec.structs.replace(
+            self,
+            request_id=f"{self.request_id}/unconditional",
+            prompt_token_ids=self.guidance.prompt_token_ids,
+            prompt_embeds=None,
+            prompt_is_token_ids=None,
+            mm_features=None,
+            # Sampled as its request, so that a batch of one kind stays one.
+            sampling_params=SamplingParams(temperature=params.temperature, max_tokens=params.max_tokens),
+            additional_information=None,
+            guidance=None,
+        )
 
 
 def _is_plain(value: Any) -> bool:

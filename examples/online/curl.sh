@@ -4,6 +4,8 @@
 #
 #   vllm serve Qwen/Qwen3-Omni-30B-A3B-Instruct --omni
 #   examples/online/curl.sh chat | chat-speech | chat-stream | chat-image FILE | speech | voices         a speech model
+#   examples/online/curl.sh transcribe FILE                                     a model that understands speech
+#   examples/online/curl.sh voice FILE TRANSCRIPT                               a model that imitates voices, such as CSM
 #   examples/online/curl.sh image | image-stream | image-edit FILE | chat-diffusion                      an image model
 #   examples/online/curl.sh video                                                                          a video model
 #   examples/online/curl.sh models | health | metrics                                                          any model
@@ -39,6 +41,12 @@ case "${1:-help}" in
       {'type': 'text', 'text': 'What is this?'}, {'type': 'image_url', 'image_url': {'url': '$url'}}]}]}" ;;
   speech) # The file is sent while it is made; for a player: "| ffplay -".
     post /v1/audio/speech "{'input': 'Good morning.', 'voice': 'alloy'}" > "$OUT/speech.mp3" ;;
+  transcribe) send /v1/audio/transcriptions -F "file=@$2" -F response_format=text ;;
+  voice) # A recording and what is said in it; "voice" of a request names it.
+    id=$(send /v1/audio/voices -F "audio_sample=@$2" -F "ref_text=$3" -F name=mine -F "consent=I speak." | field id)
+    post /v1/audio/speech/batch "{'inputs': ['Good morning.'], 'voice': 'mine'}" |
+      field audio | base64 -d > "$OUT/voice.mp3"
+    send "/v1/audio/voices/$id" -X DELETE ;;
   image) post /v1/images/generations "{$IMAGE}" | field b64_json | base64 -d > "$OUT/image.png" ;;
   image-stream) post /v1/images/generations "{$IMAGE, 'stream': true, 'partial_images': 2}" ;;
   image-edit)

@@ -3,6 +3,7 @@
 
 import importlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -15,14 +16,10 @@ from vllm_omni.outputs import StageOutput
 
 pytestmark = pytest.mark.slow
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module, imported as the script does it: with its own folder on the path."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("runtime")
+def runtime(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return import_benchmark("runtime")
 
 
 def test_a_hop_is_timed_from_function_to_function_and_includes_the_mapping_of_memory(runtime: ModuleType) -> None:
@@ -46,13 +43,15 @@ def test_a_round_trip_is_one_between_two_processes(runtime: ModuleType, tmp_path
         assert all(round_trip() > 0 for _ in range(5))
 
 
-@pytest.mark.parametrize("name", ["diffusion", "offline", "overhead", "runtime", "serve", "streaming"])
+@pytest.mark.parametrize("name", ["diffusion", "efficiency", "offline", "runtime", "serve", "streaming", "versus_vllm"])
 def test_every_benchmark_has_help(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    import_benchmark: Callable[[str], ModuleType],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr("sys.argv", [name, "--help"])
     with pytest.raises(SystemExit) as exit_:
-        importlib.import_module(name).main()
+        import_benchmark(name).main()
     assert exit_.value.code == 0
     assert "--quick" in capsys.readouterr().out

@@ -2,10 +2,9 @@
 """The backend of `benchmarks/serve.py` that calls `AsyncOmniLLM` directly."""
 
 import asyncio
-import importlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,9 +29,10 @@ class FakeLLM:
             yield ARSegmentEvent(**common, stage_id=2, final_output_type="audio", multimodal_output=audio)
 
 
-def test_the_direct_backend_measures_as_the_one_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    serve = importlib.import_module("serve")
+def test_the_direct_backend_measures_as_the_one_of_servers(
+    import_benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = import_benchmark("serve")
     monkeypatch.setattr(serve, "AutoProcessor", SimpleNamespace(from_pretrained=lambda model: SimpleNamespace()))
     llm = FakeLLM()
     backend = serve.DirectBackend(llm, Path("model"))

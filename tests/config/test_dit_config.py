@@ -9,6 +9,7 @@ import pytest
 from vllm_omni.config.dit_config import DIT_SETTINGS, DiTConfig, parse_dit_config
 from vllm_omni.errors import StageConfigError
 
+PARALLEL_SIZES = {"data_parallel_size": 2, "ulysses_degree": 2, "ring_degree": 1}
 ALL_SETTINGS: dict[str, Any] = {
     "model": "a/model",
     "model_stage": "dit",
@@ -28,10 +29,14 @@ ALL_SETTINGS: dict[str, Any] = {
     "cache_config": {"threshold": 0.1},
     "compile": True,
     "quantization": {"quant_backend": "torchao"},
+    "data_parallel_size": 1,
+    "ulysses_degree": 1,
+    "ring_degree": 1,
     "max_loras": 2,
     "lora_modules": {"ink": "adapters/ink"},
     "max_batch_size": 1,
     "batch_wait_ms": 0,
+    "prompt_cache_bytes": 1 << 20,
     "max_pixels": 4096,
     "max_frames": 5,
     "max_steps": 4,
@@ -43,6 +48,11 @@ ALL_SETTINGS: dict[str, Any] = {
 def test_every_setting_is_parsed() -> None:
     assert set(ALL_SETTINGS) == set(DIT_SETTINGS)
     assert msgspec.to_builtins(parse_dit_config(ALL_SETTINGS, "stage 0 (dit)")) == ALL_SETTINGS
+
+
+def test_the_processes_of_a_denoiser() -> None:
+    config = parse_dit_config(PARALLEL_SIZES, "stage 0 (dit)")
+    assert (config.world_size, config.context_parallel_size) == (4, 2)
 
 
 def test_every_setting_has_a_default() -> None:
@@ -76,6 +86,14 @@ def test_every_setting_has_a_default() -> None:
         ({"batch_wait_ms": float("inf")}, ["engine_args.batch_wait_ms: inf", "0 or more"]),
         ({"cache_config": {"threshold": 0.1}}, ["engine_args.cache_config", "no cache_backend"]),
         ({"part": "encoder", "vae_tiling": True}, ["engine_args.vae_tiling", "part: encoder", "part: denoiser"]),
+        ({"data_parallel_size": 0}, ["engine_args.data_parallel_size: 0", "1 or more"]),
+        ({"ulysses_degree": 2, "ring_degree": 2}, ["engine_args.ring_degree", "remove it, or ulysses_degree"]),
+        ({"data_parallel_size": 2, "compile": True}, ["engine_args.compile", "together with data_parallel_size"]),
+        ({"ulysses_degree": 2, "offload": "group"}, ["engine_args.offload", "together with ulysses_degree"]),
+        ({"ring_degree": 2, "cache_backend": "mag_cache"}, ["engine_args.cache_backend", "with ring_degree"]),
+        ({"data_parallel_size": 2, "quantization": {"quant_backend": "torchao"}}, ["engine_args.quantization"]),
+        ({"data_parallel_size": 2, "lora_modules": {"ink": "ink"}}, ["engine_args.lora_modules"]),
+        ({"part": "encoder", "data_parallel_size": 2}, ["engine_args.data_parallel_size", "part: encoder"]),
         ({"part": "encoder", "compile": True}, ["engine_args.compile", "part: encoder"]),
         ({"part": "encoder", "cache_backend": "mag_cache"}, ["engine_args.cache_backend", "part: encoder"]),
     ],

@@ -81,6 +81,14 @@ def test_the_scheduler_implies_the_engine_type() -> None:
     assert parse_pipeline_config(raw, "f").stage_args[0].kind == "generation"
 
 
+@pytest.mark.parametrize("policy, counts", [(None, False), ("fcfs", False), ("priority", True)])
+def test_priority_counts_in_a_vllm_stage_that_schedules_by_it(policy: str | None, counts: bool) -> None:
+    raw = valid()
+    if policy is not None:
+        raw["stage_args"][0]["engine_args"]["scheduling_policy"] = policy
+    assert parse_pipeline_config(raw, "f").stage_args[0].schedules_by_priority is counts
+
+
 def test_an_edge_has_its_connector() -> None:
     raw = valid()
     raw["runtime"]["connectors"]["big"] = {"name": "InlineConnector"}

@@ -90,7 +90,21 @@ def test_stages_are_grouped_by_process() -> None:
     config = pipeline(
         {}, {"process": "x"}, {"process": False}, {"process": "x"}, {"process": True}, {"process": "shared"}
     )
-    assert [[stage.name for stage in process] for process in config.processes] == [["a"], ["b", "d"], ["c", "f"], ["e"]]
+    assert [[i.name for i in process] for process in config.processes] == [["a"], ["b", "d"], ["c", "f"], ["e"]]
+
+
+def test_each_replica_has_a_process_and_its_resources() -> None:
+    config = pipeline(
+        {"replicas": 2, "devices": ["2", "0,1"], "cpus": 3},
+        {"process": "x", "replicas": 2, "devices": 3},
+        {"process": "x", "replicas": 2, "cpus": ["0-1", "2"]},
+    )
+    assert [[i.name for i in p] for p in config.processes] == [["a.0"], ["a.1"], ["b.0", "c.0"], ["b.1", "c.1"]]
+    assert list(config.instances) == [0, 3, 1, 4, 2, 5], "the first replica has the id of the stage"
+    runtimes = [instance.stage.runtime for instance in config.instances.values()]
+    assert [runtime.devices for runtime in runtimes] == ["2", "0,1", 3, 3, None, None]
+    assert [runtime.cpus for runtime in runtimes] == [3, 3, None, None, "0-1", "2"]
+    assert [instance.label for instance in config.instances.values()][:2] == ["stage 0 (a.0)", "stage 0 (a.1)"]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +114,20 @@ def test_stages_are_grouped_by_process() -> None:
         ([{}, {"memory": "20G"}], ["stage 1 (b): runtime.memory '20G'"]),
         ([{"cpus": "3-1"}], ["stage 0 (a): runtime.cpus '3-1'"]),
         ([{"process": ""}], ["stage 0 (a): runtime.process: the name is empty"]),
+        ([{"replicas": 0}], ["stage 0 (a): runtime.replicas: 0 is not a number of processes; write 1 or more"]),
+        (
+            [{"replicas": 3, "devices": ["0", "1"]}],
+            ["stage 0 (a): runtime.devices: has 2 entries for 3 replicas; write one entry for each"],
+        ),
+        ([{"replicas": 2, "cpus": ["0", "x"]}], ["stage 0 (a): runtime.cpus 'x'"]),
+        (
+            [{"routing": "best"}],
+            ["stage 0 (a): runtime.routing: there is no 'best'", "least_loaded, round_robin, prefix"],
+        ),
+        (
+            [{"process": "x", "replicas": 2}, {"process": "x"}],
+            ["stages 0 and 1 share processes (runtime.process) but have 2 and 1 replicas"],
+        ),
         (
             [{"process": "x", "devices": 0}, {"process": "x"}, {"process": "x", "devices": "1"}],
             ["stages 0 and 2 share one process (runtime.process) but not runtime.devices", "or set it for one of them"],

@@ -13,7 +13,9 @@ def engine(tiny_qwen3):
     from vllm_omni.engine.engine_args import create_engine_args
 
     arguments = {"max_model_len": 128, "kv_cache_memory_bytes": 16 << 20, "block_size": 32, "max_num_seqs": 4}
-    engine = OmniLLMEngine.from_omni_engine_args(create_engine_args(str(tiny_qwen3), dtype="float32", **arguments))
+    engine = OmniLLMEngine.from_omni_engine_args(
+        create_engine_args(str(tiny_qwen3), dtype="float32", enforce_eager=True, **arguments)
+    )
     yield engine
     engine.close()
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which calls are joined, and that each gets what it would have got alone."""
 
+import random
 from typing import Any
 
 import pytest
@@ -8,7 +9,15 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tests.simulated_device import DEVICE, SimulatedDevice
-from vllm_omni.diffusion.batched_call import CannotSplitError, ModuleCall, SharedTensors, compute, find_joinable
+from vllm_omni.diffusion.batched_call import (
+    CannotSplitError,
+    ModuleCall,
+    ObjectChangedError,
+    RowParallelFunction,
+    SharedTensors,
+    compute,
+    find_joinable,
+)
 
 
 def describe(function, *args: Any, **kwargs: Any) -> ModuleCall:
@@ -262,6 +271,60 @@ def test_prompts_without_a_mask_are_not_padded():
     )
 
 
+class Layer:
+    def __init__(self, mode: str | None) -> None:
+        self.mode = mode
+        self.keys: list[torch.Tensor] = []
+
+
+class Cache:
+    """As pipelines pass it to their networks, which may write to it."""
+
+    def __init__(self, mode: str | None = None) -> None:
+        self.layers = [Layer(mode), Layer(mode)]
+
+
+def denoise_with_cache(hidden_states, cache, other=None):
+    for layer in cache.layers:
+        if layer.mode == "write":
+            layer.keys.append(hidden_states)
+    return (hidden_states * 2,)
+
+
+def with_caches(*caches: Any, **others: Any) -> list[dict[str, Any]]:
+    return [{"hidden_states": torch.randn(1, 4, 8), "cache": cache, **others} for cache in caches]
+
+
+def test_caches_that_nothing_is_in_are_equal():
+    check_joined(denoise_with_cache, *with_caches(Cache(), Cache(), Cache()))
+    check_apart(denoise_with_cache, *with_caches(Cache(), Cache("write")))
+
+
+def test_caches_with_tensors_and_objects_that_may_be_anything_are_not():
+    caches = [Cache(), Cache()]
+    for cache in caches:
+        cache.layers[0].keys.append(torch.ones(1))
+    check_apart(denoise_with_cache, *with_caches(*caches))
+    for make in (lambda: lambda: None, lambda: random.Random(0), torch.nn.Identity, endless_cache):
+        check_apart(denoise_with_cache, *(with_caches(Cache(), other=[make()])[0] for _ in range(2)))
+
+
+def endless_cache() -> Cache:
+    cache = Cache()
+    cache.layers.append(cache)  # type: ignore[arg-type]
+    return cache
+
+
+def test_a_cache_that_is_written_to_is_not_shared():
+    calls = [describe(denoise_with_cache, **kwargs) for kwargs in with_caches(Cache("write"), Cache("write"))]
+    with pytest.raises(ObjectChangedError):
+        compute(calls)
+    assert calls[0].kwargs["cache"].layers[0].keys == []
+    for call in calls:
+        compute([call])
+        assert call.kwargs["cache"].layers[0].keys == [call.kwargs["hidden_states"]]
+
+
 def test_the_output_of_an_encoder_is_split_and_its_cache_is_left_out():
     def encode(input_ids):
         states = input_ids[..., None].float()
@@ -285,3 +348,107 @@ def test_an_output_that_cannot_be_split_raises(output: Any):
     calls = [describe(lambda x: (output,), torch.randn(1, 3))] * 2
     with pytest.raises(CannotSplitError):
         compute(calls)
+
+
+class Shares(RowParallelFunction):
+    """Computes shares one after the other.
+
+    Attributes:
+        leading: The first argument of each share.
+    """
+
+    def __init__(self, function: Any, num_shares: int) -> None:
+        self.num_shares = num_shares
+        self.leading: list[Any] = []
+        self._function = function
+
+    def compute_shares(self, shares: Any) -> list[Any]:
+        self.leading = [next(iter((*args, *kwargs.values()))) for args, kwargs in shares]
+        return [self._function(*args, **kwargs) for args, kwargs in shares]
+
+
+def check_shares(function: Any, num_shares: int, sizes: list[int], *arguments: dict[str, Any]) -> None:
+    """Shares of so many rows are computed, and each call gets what it gets alone."""
+    shares = Shares(function, num_shares)
+    calls = [describe(shares, **kwargs) for kwargs in arguments]
+    for output, kwargs in zip(compute(calls), arguments, strict=True):
+        torch.testing.assert_close(output, function(**kwargs))
+    assert [len(leading) for leading in shares.leading] == sizes
+
+
+@pytest.mark.parametrize(
+    ("num_shares", "num_rows", "num_calls", "sizes"),
+    [
+        (2, 2, 1, [1, 1]),
+        (2, 1, 1, [1]),
+        (3, 2, 1, [1, 1]),
+        (2, 1, 3, [1, 2]),
+        (2, 2, 2, [2, 2]),
+        (4, 2, 3, [1, 2, 1, 2]),
+    ],
+)
+def test_rows_are_shared_evenly(num_shares: int, num_rows: int, num_calls: int, sizes: list[int]) -> None:
+    shared = torch.arange(12.0).reshape(4, 3)
+    calls = [
+        {
+            "hidden_states": torch.randn(num_rows, 4, 8),
+            "timestep": torch.rand(num_rows),
+            "img_ids": shared,
+        }
+        for _ in range(num_calls)
+    ]
+    check_shares(denoise, num_shares, sizes, *calls)
+
+
+def test_a_time_without_rows_is_that_of_each_share() -> None:
+    calls = [{"hidden_states": torch.randn(2, 4, 8), "timestep": torch.tensor(time)} for time in (0.1, 0.7)]
+    check_shares(denoise, 2, [1, 1], calls[0])
+    check_shares(denoise, 2, [2, 2], *calls)
+
+
+def test_shared_values_with_as_many_entries_as_there_are_rows_are_not_split() -> None:
+    """Two calls of one row: the positions of two tokens are for both."""
+
+    def add(hidden_states: torch.Tensor, img_ids: torch.Tensor) -> torch.Tensor:
+        return hidden_states + img_ids.sum(0)[None, None]
+
+    calls = [{"hidden_states": torch.randn(1, 4, 3), "img_ids": torch.ones(2, 3)} for _ in range(2)]
+    check_shares(add, 2, [1, 1], *calls)
+
+
+def test_masks_and_nested_values_are_shared_with_their_rows() -> None:
+    def read(hidden_states, encoder_hidden_states, encoder_hidden_states_mask, shapes, kwargs):
+        mask = encoder_hidden_states_mask
+        weights = 1.0 if mask is None else mask[..., None].float()
+        text = (encoder_hidden_states * weights).sum(1, keepdim=True)
+        areas = torch.tensor([float(shape[0][1] * shape[0][2]) for shape in shapes])
+        return {"sample": hidden_states + text + areas[:, None, None], "scale": kwargs["scale"][0] * areas}
+
+    calls = [
+        {
+            "hidden_states": torch.randn(2, 4, 8),
+            "encoder_hidden_states": torch.randn(2, length, 8),
+            "encoder_hidden_states_mask": None if length == 5 else torch.ones(2, length, dtype=torch.long),
+            "shapes": [[(1, 4, 4)], [(1, 4, 4)]],
+            "kwargs": {"scale": (torch.rand(2),)},
+        }
+        for length in (5, 3)
+    ]
+    check_shares(read, 3, [1, 1, 2], *calls)
+    check_shares(read, 2, [1, 1], calls[0])
+
+
+def test_images_in_lists_are_shared() -> None:
+    def double(x: list[torch.Tensor], caption: list[torch.Tensor]) -> tuple[list[torch.Tensor]]:
+        return ([2 * image + text.sum() for image, text in zip(x, caption, strict=True)],)
+
+    calls = [
+        {"x": [torch.randn(3, 4, 4), torch.randn(3, 4, 4)], "caption": [torch.randn(length), torch.randn(2)]}
+        for length in (5, 3)
+    ]
+    check_shares(double, 2, [2, 2], *calls)
+
+
+def test_an_output_of_a_share_without_rows_raises() -> None:
+    with pytest.raises(CannotSplitError, match="a float in the output of a share"):
+        compute([describe(Shares(lambda x: 1.0, 2), torch.randn(2, 3))])

@@ -20,6 +20,7 @@ from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 IMAGE = Image.new("RGB", (8, 4), "red")
 PAINTERS = {"text": "ZImagePipeline", "edit": "QwenImageEditPipeline", "klein": "Flux2KleinPipeline"}
 PAINTERS |= {"video": "WanPipeline", "audio": "StableAudioPipeline", "flux": "FluxPipeline"}
+PAINTERS |= {"layered": "QwenImageLayeredPipeline"}
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,8 @@ BAD_SETTINGS: list[tuple[str, Any, list[str]]] = [
     ("video", {"height": 2048}, ["2048 x 832 (the pipeline's own default)", "max_pixels"]),
     ("text", {"num_inference_steps": 61}, ["num_inference_steps 61", "at most 60", "max_steps"]),
     ("video", {"num_frames": 85}, ["num_frames 85", "at most 81", "max_frames"]),
+    ("layered", {"extra_args": {"layers": 5}}, ["layers 5", "at most 4", "max_outputs"]),
+    ("layered", {}, ["QwenImageLayeredPipeline needs an input image"]),
     ("text", {"num_outputs_per_prompt": 5}, ["num_outputs_per_prompt 5", "at most 4", "max_outputs"]),
     ("audio", {}, ["num_inference_steps 100 (the pipeline's own default)", "at most 60"]),
     ("text", {"true_cfg_scale": 2.0}, ["ZImagePipeline does not take 'true_cfg_scale'", "guidance_scale"]),
@@ -171,7 +174,7 @@ def test_bad_settings_are_refused(
     processors: dict[str, DiffusionInputProcessor], pipeline: str, params: Any, words: list[str]
 ) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
-        process(processors[pipeline], params)
+        process(processors[pipeline], params, IMAGE if pipeline == "layered" and params else None)
     assert [word for word in words if word not in str(error.value)] == []
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from safetensors.torch import load_file
 
 from tests.hub_cache import NAME, HubCache
 from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
@@ -213,6 +214,29 @@ def test_a_component_without_weights_raises(z_image: Path) -> None:
         generate(load(z_image, part="denoiser"))
     with pytest.raises(RuntimeError, match="vae is not loaded: this stage has part: encoder"):
         load(z_image, part="encoder").vae.decode(torch.zeros(1, 16, 4, 4))
+
+
+def test_a_part_is_a_list_of_components(tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
+    whole = tiny_diffusion("glm_image")
+    folder = Path(shutil.copytree(whole, tmp_path / "glm_image"))
+    (folder / "vision_language_encoder" / "model.safetensors").unlink()
+    part = ["text_encoder", "transformer", "vae"]
+
+    pipe = load(folder, part=part)
+
+    assert all(value.is_meta for value in pipe.vision_language_encoder.parameters())
+    assert not any(value.is_meta for name in part for value in pipe.components[name].parameters())
+    sizes = [weight_bytes(str(whole), parse_dit_config({"part": each}, "dit"), CPU) for each in (part, "pipeline")]
+    left_out = load_file(whole / "vision_language_encoder" / "model.safetensors")
+    assert sizes[1] - sizes[0] == sum(tensor.nbytes for tensor in left_out.values())
+    with pytest.raises(RuntimeError, match="vision_language_encoder is not loaded"):
+        pipe.vision_language_encoder(input_ids=torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_a_part_names_components_of_the_pipeline(z_image: Path) -> None:
+    assert "ZImagePipeline has no model 'trasformer'; did you mean 'transformer'?" in refusal(
+        z_image, part=["trasformer"]
+    )
 
 
 # Checkpoints.

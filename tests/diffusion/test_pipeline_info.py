@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from diffusers import ZImagePipeline
 
 from tests.diffusion.indexes import write_index
 from vllm_omni.config.dit_config import DiTConfig
@@ -24,11 +25,13 @@ def load(folder: Path, class_name: object, **config: object) -> PipelineInfo:
         ("QwenImagePipeline", "image", "QwenImageImg2ImgPipeline", False, False),
         ("QwenImageEditPipeline", "image", "QwenImageEditPipeline", True, False),
         ("QwenImageEditPlusPipeline", "image", "QwenImageEditPlusPipeline", True, True),
+        ("QwenImageLayeredPipeline", "image", "QwenImageLayeredPipeline", True, False),
         ("FluxPipeline", "image", "FluxImg2ImgPipeline", False, False),
         ("FluxImg2ImgPipeline", "image", "FluxImg2ImgPipeline", True, False),
         ("Flux2KleinPipeline", "image", "Flux2KleinPipeline", False, True),
         ("StableDiffusion3Pipeline", "image", "StableDiffusion3Img2ImgPipeline", False, False),
         ("WanPipeline", "video", None, False, False),
+        ("LTX2Pipeline", "video", None, False, False),
         ("WanImageToVideoPipeline", "video", "WanImageToVideoPipeline", True, False),
         ("WanVideoToVideoPipeline", "video", None, False, False),  # its call has no num_frames
         ("SanaVideoPipeline", "video", None, False, False),  # nor has this one's
@@ -55,6 +58,18 @@ def test_a_configuration_can_name_another_class(tmp_path: Path) -> None:
     info = load(tmp_path, "FluxPipeline", pipeline_class="FluxImg2ImgPipeline")
 
     assert info.pipeline_class.__name__ == "FluxImg2ImgPipeline"
+
+
+class MyPipeline(ZImagePipeline):
+    """A pipeline of somebody's own package."""
+
+
+def test_a_configuration_can_name_a_class_of_any_package(tmp_path: Path) -> None:
+    assert load(tmp_path, "ZImagePipeline", pipeline_class=f"{__name__}.MyPipeline").pipeline_class is MyPipeline
+    with pytest.raises(StageConfigError, match=r"pipeline_class: .* has no 'MyPipelin'; did you mean 'MyPipeline'"):
+        load(tmp_path, "ZImagePipeline", pipeline_class=f"{__name__}.MyPipelin")
+    with pytest.raises(StageConfigError, match=r"no pipeline 'pathlib\.Path'"):
+        load(tmp_path, "ZImagePipeline", pipeline_class="pathlib.Path")
 
 
 @pytest.mark.parametrize(

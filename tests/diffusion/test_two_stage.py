@@ -53,7 +53,7 @@ def llm(
             str(folder),
             str(folder / "pipeline.yaml"),
             dtype="float32",
-            stage_overrides={"rewriter": {"max_num_seqs": 4}},
+            stage_overrides={"rewriter": {"max_num_seqs": 4, "enforce_eager": True}},
         )
     with llm:
         yield llm

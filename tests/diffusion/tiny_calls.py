@@ -12,8 +12,15 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "ace_step": {"num_inference_steps": 2, "audio_duration": 0.4},
     "flux": SMALL,
     "flux2_klein": {**SMALL, "max_sequence_length": 64},  # its text encoder is deep
+    "hunyuan_video_15": SMALL_VIDEO,
+    "kandinsky5": SMALL_VIDEO,
+    "longcat_audio_dit": {"num_inference_steps": 2, "audio_duration_s": 0.4},
+    "ltx2": {**SMALL, "num_frames": 9, "stg_scale": 0.0, "audio_stg_scale": 0.0, "max_sequence_length": 64},
     "qwen_image": {**SMALL, "negative_prompt": "dark"},
     "qwen_image_edit": {**SMALL, "negative_prompt": "dark"},
+    "qwen_image_edit_plus": {**SMALL, "negative_prompt": "dark"},
+    "qwen_image_layered": {"num_inference_steps": 2, "layers": 2, "negative_prompt": "dark"},
+    "stable_audio": {"num_inference_steps": 2, "audio_end_in_s": 0.3},
     "stable_diffusion_3": SMALL,
     "wan": SMALL_VIDEO,
     "wan_i2v": SMALL_VIDEO,
@@ -21,7 +28,9 @@ SMALLEST: dict[str, dict[str, Any]] = {
 }
 """Name of a tiny pipeline -> arguments of its diffusers pipeline, besides the prompt."""
 
-NEED_IMAGES = ("qwen_image_edit", "wan_i2v")
+NEED_IMAGES = ("qwen_image_edit", "qwen_image_edit_plus", "qwen_image_layered", "wan_i2v")
+NEED_PACKAGES = {"stable_audio": "torchsde"}
+"""Name of a tiny pipeline -> the package that it needs and that few others do."""
 
 
 def make_image(seed: int, width: int = 64, height: int = 48) -> Image.Image:
@@ -32,4 +41,6 @@ def make_image(seed: int, width: int = 64, height: int = 48) -> Image.Image:
 
 def images_for(name: str, seed: int = 0) -> list[Image.Image]:
     """Input images of a call of this pipeline."""
+    if name == "qwen_image_layered":  # diffusers fails with an image that has no transparency
+        return [make_image(seed).convert("RGBA")]
     return [make_image(seed)] if name in NEED_IMAGES else []

@@ -35,6 +35,15 @@ def test_message_and_payload_arrive(sockets: tuple[zmq.Socket, zmq.Socket]) -> N
     assert recv_at_stage(pull) is None
 
 
+def test_late_messages_of_a_process_that_was_given_up_are_dropped(sockets: tuple[zmq.Socket, zmq.Socket]) -> None:
+    push, pull = sockets
+    for epoch in (0, 2, 1):
+        send(push, AbortMessage(request_ids=[str(epoch)]), sender=3, epoch=epoch)
+    received = recv_at_stage(pull, lambda sender, epoch: (sender, epoch) == (3, 2))
+    assert received == (AbortMessage(request_ids=["2"]), [])
+    assert recv_at_stage(pull, lambda sender, epoch: False) is None
+
+
 @pytest.mark.parametrize(
     ("data", "reason", "sender"),
     [
@@ -46,7 +55,7 @@ def test_message_and_payload_arrive(sockets: tuple[zmq.Socket, zmq.Socket]) -> N
             5,
         ),
         (struct.pack("<4sHi", b"omni", PROTOCOL_VERSION, 5), "error", 5),
-        (struct.pack("<4sHiI", b"omni", PROTOCOL_VERSION, 5, 3) + b"bad", "ValidationError", 5),
+        (struct.pack("<4sHiII", b"omni", PROTOCOL_VERSION, 5, 0, 3) + b"bad", "ValidationError", 5),
     ],
 )
 def test_an_invalid_message_is_refused_and_dropped(

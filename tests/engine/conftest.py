@@ -53,7 +53,10 @@ def start_engine(running_engines: list[OmniLLMEngine], thinker_engine: OmniLLMEn
 
 
 def start(engines: list[OmniLLMEngine], model: Path, **arguments: Any) -> OmniLLMEngine:
-    defaults = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 8}
+    defaults = {
+        "dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 8,
+        "enforce_eager": True,
+    }  # fmt: skip
     engine = OmniLLMEngine.from_omni_engine_args(create_engine_args(str(model), **(defaults | arguments)))
     engines.append(engine)
     return engine

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that feeds back what it has made, small enough to recompute by hand. It runs on the tiny Qwen3 checkpoint."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from vllm import ModelRegistry
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-from vllm.sampling_params import SamplingParams
 
-from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStrategy, InputPiece
+from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStrategy, InputPiece, RequestInput
 from vllm_omni.model_executor.feedback_buffers import SlotBuffer, SlotRows, with_room_for
 
 ECHO = 0.1
@@ -21,7 +18,7 @@ class EchoStrategy(FeedbackStrategy):
 
     A request brings its prompt's rows as `prompt` `[P, hidden]`, and rows of its feed as `feed` `[n, hidden]`, zeros
     beyond its end. Emits the draw, `[1]`, by which it can be computed again. `refuse`: the request is not taken;
-    `raise_at`: this frame raises.
+    `raise_at`: this frame raises; `last_frame`: the request ends with it; `first`: emitted before the draws.
     """
 
     def __init__(self, embedding: nn.Module, hidden_size: int, max_batch_size: int) -> None:
@@ -32,9 +29,12 @@ class EchoStrategy(FeedbackStrategy):
         self.draws = SlotBuffer((1,), max_batch_size, dtype=torch.float32, device="cpu")
         self.echoes = SlotBuffer((hidden_size,), max_batch_size, dtype=torch.float32, device="cpu")
         self.last = torch.zeros(max_batch_size, hidden_size)
+        self.first: dict[int, torch.Tensor] = {}
+        self.last_frames = torch.zeros(max_batch_size, dtype=torch.int64)
         self.calls: list[tuple[str, int]] = []  # by name, with the number of rows or pieces
 
-    def begin(self, slot: int, information: dict[str, Any], params: SamplingParams, is_input_complete: bool) -> None:
+    def begin(self, slot: int, request: RequestInput) -> None:
+        information = request.information
         if information.get("refuse"):
             raise RuntimeError("told to refuse")
         assert slot not in self.prompts
@@ -42,9 +42,12 @@ class EchoStrategy(FeedbackStrategy):
         self.feed.begin(slot)
         self.feed.append(slot, information.get("feed", torch.zeros(0, self.last.shape[1])))
         for buffer in (self.draws, self.echoes):
-            buffer.reserve(slot, params.max_tokens or 1)
+            buffer.reserve(slot, request.params.max_tokens or 1)
         self.last = with_room_for(self.last, slot)
         self.raise_at = {place: text for place, text in self.raise_at.items() if place[0] != slot}
+        self.first[slot] = information.get("first", torch.zeros(0, 1))
+        self.last_frames = with_room_for(self.last_frames, slot)
+        self.last_frames[slot] = information.get("last_frame", -1)
         if "raise_at" in information:
             self.raise_at[slot, information["raise_at"]] = f"told to raise at {information['raise_at']}"
 
@@ -58,6 +61,9 @@ class EchoStrategy(FeedbackStrategy):
 
     def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         return self.prompts[slot][start:stop]
+
+    def first_outputs(self, slot: int) -> dict[str, torch.Tensor]:
+        return {"draw": self.first[slot]} if len(self.first[slot]) else {}
 
     def feed_back(self, rows: FedBackRows) -> FedBack:
         self.calls.append(("feed_back", len(rows.slots)))
@@ -79,7 +85,7 @@ class EchoStrategy(FeedbackStrategy):
 
     def _as_rows(self, rows: FedBackRows, echo: torch.Tensor, draw: torch.Tensor) -> FedBack:
         embeds = self.embedding(rows.token_ids) + echo + self.feed.read(rows.slots, rows.frames)
-        return FedBack(embeds + ECHO * draw, {"draw": draw})
+        return FedBack(embeds + ECHO * draw, {"draw": draw}, rows.frames == self.last_frames[rows.slots])
 
 
 class EchoQwen3(Qwen3ForCausalLM):

@@ -39,8 +39,8 @@ BAD_PROMPTS = {
         r"\[3, 3\]",
     ),
     "positions of another length": (
-        {"prompt_token_ids": GOOD, "additional_information": {"mrope_positions": torch.zeros(3, 4).long()}},
-        r"\[3, 3\] for this prompt, got \[3, 4\]",
+        {"prompt_token_ids": GOOD, "additional_information": {"mrope_positions": torch.zeros(3, 2).long()}},
+        r"\[3, 3\] or longer for this prompt, got \[3, 2\]",
     ),
     "fractional positions": (
         {"prompt_token_ids": GOOD, "additional_information": {"mrope_positions": torch.zeros(3, 3)}},

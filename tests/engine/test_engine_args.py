@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm import SamplingParams, envs
+from vllm import ModelRegistry, SamplingParams, envs
+from vllm.engine.arg_utils import EngineArgs
 
 from vllm_omni.engine import engine_args
 from vllm_omni.engine.engine_args import OmniEngineSettings, create_config_for_inputs, create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.errors import StageConfigError
+from vllm_omni.model_packages import InstalledModels, ModelPackage
 from vllm_omni.stage.engines.base import Outbox
 from vllm_omni.stage.engines.llm import LLMStageEngine
 
@@ -87,21 +89,28 @@ class TestDefaults:
         assert {name: getattr(arguments, name) for name in given} == given
         assert (arguments.kv_cache_memory_bytes, arguments.skip_tokenizer_init) == (5, True)
 
+    def test_a_text_model_is_compiled_as_in_vllm_and_one_that_emits_rows_is_not(self, tiny_qwen3):
+        plain = EngineArgs(str(tiny_qwen3)).enforce_eager
+        assert create_engine_args(str(tiny_qwen3)).enforce_eager is plain is False
+        assert create_engine_args(str(tiny_qwen3), engine_output_type="latent").enforce_eager is True
+
     def test_additional_config_is_added_to(self, tiny_qwen3):
         arguments = create_engine_args(str(tiny_qwen3), additional_config={"mine": 1})
         assert arguments.additional_config["mine"] == 1 and "omni" in arguments.additional_config
 
-    def test_rows_need_an_empty_prefix_cache(self, tiny_qwen3, caplog, monkeypatch):
+    def test_prefixes_are_cached_where_there_are_keys_and_values(self, tiny_qwen3, caplog, monkeypatch):
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-        assert create_engine_args(str(tiny_qwen3), engine_output_type="latent").enable_prefix_caching is False
-        assert create_engine_args(str(tiny_qwen3)).enable_prefix_caching is None
+
+        def is_on(**arguments):
+            return create_engine_args(str(tiny_qwen3), model_stage="a", **arguments).enable_prefix_caching
+
+        assert is_on() is None and is_on(engine_output_type="latent") is False
+        assert is_on(enable_prefix_caching=True) is True
+        assert is_on(enable_prefix_caching=True, engine_output_type="latent") is True
+        assert is_on(enable_prefix_caching=True, engine_output_type="codes", enable_prompt_embeds=True) is True
         assert caplog.text == ""
-        arguments = {"enable_prefix_caching": True, "model_stage": "thinker"}
-        assert (
-            create_engine_args(str(tiny_qwen3), engine_output_type="latent", **arguments).enable_prefix_caching is False
-        )
-        assert "stage thinker runs without enable_prefix_caching" in caplog.text
-        assert create_engine_args(str(tiny_qwen3), **arguments).enable_prefix_caching is True
+        assert is_on(enable_prefix_caching=True, engine_type="generation") is False
+        assert "stage a runs without enable_prefix_caching: it keeps no keys and values" in caplog.text
 
     def test_a_callable_override(self, tiny_qwen3):
         def deeper(config):
@@ -140,6 +149,18 @@ class TestModelRunner:
         before = dict(os.environ)
         create_config_for_inputs(create_engine_args(str(tiny_qwen3)))
         assert os.environ == before
+
+    @pytest.mark.slow
+    def test_a_model_that_cannot_be_imported_is_named(self, tiny_qwen3, monkeypatch):
+        path = "no_such_package.model:Broken"
+        models = InstalledModels({"p": ModelPackage(architectures={"BrokenModel": path})}, {})
+        monkeypatch.setattr(engine_args, "find_models", lambda: models)
+        monkeypatch.setitem(ModelRegistry.models, "BrokenModel", None)  # Removed afterwards.
+        ModelRegistry.register_model("BrokenModel", path)
+        arguments = create_engine_args(str(tiny_qwen3), model_arch="BrokenModel", model_stage="first")
+        with pytest.raises(StageConfigError) as error:
+            create_config_for_inputs(arguments)
+        assert str(error.value).startswith(f"stage first (its model is {path}): Model architectures ['BrokenModel']")
 
     def test_inputs_are_processed_for_the_stage_s_runner(self, tiny_qwen3):
         arguments = create_engine_args(str(tiny_qwen3))

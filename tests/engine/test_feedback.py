@@ -12,27 +12,29 @@ from vllm.sampling_params import RequestOutputKind
 from tests.engine.feedback_models import ECHO, EchoStrategy, register
 from tests.engine.running import greedy, run, step_until_idle
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.payloads import Guidance
 from vllm_omni.testing.hf_oracle import HFTextOracle
 from vllm_omni.worker.cpu_worker import CPUFeedbackARModelRunner
 
 HIDDEN = 128
+ECHO_ENGINE_ARGS: dict[str, Any] = {
+    "engine_output_type": "draws",
+    "model_arch": "EchoQwen3",
+    "skip_tokenizer_init": True,
+    "generation_config": "vllm",
+    "enable_prompt_embeds": True,
+    "max_model_len": 160,
+    "max_num_batched_tokens": 64,
+    "block_size": 32,
+    "num_gpu_blocks_override": 11,
+}
 
 
 @pytest.fixture(scope="session")
 def echo_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) -> OmniLLMEngine:
     """Room for 10 blocks of 32 tokens, so that requests preempt each other."""
     register()
-    return start_engine(
-        tiny_qwen3,
-        engine_output_type="draws",
-        model_arch="EchoQwen3",
-        skip_tokenizer_init=True,
-        enable_prompt_embeds=True,
-        max_model_len=160,
-        max_num_batched_tokens=64,
-        block_size=32,
-        num_gpu_blocks_override=11,
-    )
+    return start_engine(tiny_qwen3, **ECHO_ENGINE_ARGS)
 
 
 @pytest.fixture
@@ -244,3 +246,117 @@ def test_frames_of_a_step_that_raises_are_made_and_leave_once(
 def test_one_token_emits_nothing(echo_engine: OmniLLMEngine) -> None:
     (output,) = run(echo_engine, [make_prompt(5, 1)], greedy(1))
     assert output.multimodal_output == {}  # type: ignore[attr-defined]
+
+
+ENDING = greedy(20, ignore_eos=False)
+
+
+def ending_prompts() -> dict[str, dict[str, Any]]:
+    """By the frame that ends them: some alone in their step, some together, one never."""
+    return {str(last): make_prompt(5 + last, last, feed=40, last_frame=last) for last in (0, 3, 4, 17)} | {
+        "never": make_prompt(30, 9, feed=40)
+    }
+
+
+def check_ends(outputs: dict[str, Any], oracle: HFTextOracle, prompts: dict[str, dict[str, Any]]) -> None:
+    """The row of the last frame has left; what was sampled from it has not."""
+    for name, prompt in prompts.items():
+        output, num_frames = outputs[name], 19 if name == "never" else int(name) + 1
+        draws = output.multimodal_output["draw"]
+        tokens = list(output.outputs[0].token_ids)
+        assert draws.shape == (num_frames, 1)
+        assert tokens == expected_tokens(oracle.model, prompt, draws)[: len(tokens)]
+        assert len(tokens) == (20 if name == "never" else num_frames)
+        assert output.outputs[0].finish_reason == ("length" if name == "never" else "stop")
+
+
+def test_the_model_ends_requests(
+    echo_engine: OmniLLMEngine, oracle: HFTextOracle, runner: CPUFeedbackARModelRunner, strategy: EchoStrategy
+) -> None:
+    prompts = ending_prompts()
+    outputs = dict(zip(prompts, run(echo_engine, list(prompts.values()), ENDING), strict=True))
+    check_ends(outputs, oracle, prompts)
+    assert_nothing_is_left(echo_engine, runner, strategy)
+
+
+def test_the_model_ends_requests_that_are_preempted(
+    echo_engine: OmniLLMEngine, oracle: HFTextOracle, runner: CPUFeedbackARModelRunner, strategy: EchoStrategy
+) -> None:
+    """Before, at and after each end; a frame that ends a request in a step that raises ends it in the next."""
+    prompts = ending_prompts()
+    for name, prompt in prompts.items():
+        echo_engine.add_request(name, prompt, ENDING)
+    outputs: dict[str, Any] = {}
+    for count in range(200):
+        if count in (2, 5, 6, 12):
+            assert echo_engine.reset_prefix_cache(reset_running_requests=True)
+        if not echo_engine.has_unfinished_requests():
+            break
+        step(echo_engine, outputs)
+    check_ends(outputs, oracle, prompts)
+    assert any(name == "replay" for name, _ in strategy.calls)
+    assert_nothing_is_left(echo_engine, runner, strategy)
+
+
+@pytest.mark.parametrize("num_good_calls", [1, 4, 5])
+def test_an_end_in_a_step_that_raises_is_not_lost(
+    num_good_calls: int,
+    echo_engine: OmniLLMEngine,
+    oracle: HFTextOracle,
+    runner: CPUFeedbackARModelRunner,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = ending_prompts()
+    method, calls = runner._sample, iter(range(100))
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == num_good_calls:
+            raise RuntimeError("broken")
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "_sample", broken)
+    for name, prompt in prompts.items():
+        echo_engine.add_request(name, prompt, ENDING)
+    outputs: dict[str, Any] = {}
+    while echo_engine.has_unfinished_requests():
+        try:
+            step(echo_engine, outputs)
+        except RuntimeError:
+            assert echo_engine.recover() == []
+    check_ends(outputs, oracle, prompts)
+
+
+@pytest.mark.parametrize("params", [{"min_tokens": 8}, {"ignore_eos": True}])
+def test_a_request_can_go_on_after_its_end(params: dict[str, Any], echo_engine: OmniLLMEngine) -> None:
+    prompt = make_prompt(5, 1, feed=9, last_frame=3)
+    (output,) = run(echo_engine, [prompt], greedy(12, **{"ignore_eos": False} | params))
+    assert len(output.outputs[0].token_ids) == 12
+
+
+def test_first_outputs_leave_once_with_the_first_token(echo_engine: OmniLLMEngine, oracle: HFTextOracle) -> None:
+    """Also of a prompt of several steps, and of a request that is preempted later."""
+    prompts = {str(n): make_prompt(n, n, feed=9, first=-torch.arange(1.0, n)[:, None]) for n in (4, 90)}
+    for name, prompt in prompts.items():
+        echo_engine.add_request(name, prompt, greedy(9, output_kind=RequestOutputKind.DELTA))
+    received: dict[str, list[Any]] = {name: [] for name in prompts}
+    count = 0
+    while echo_engine.has_unfinished_requests():
+        for output in echo_engine.step():
+            received[output.request_id].append(output)
+        count += 1
+        if count in (1, 6):
+            assert echo_engine.reset_prefix_cache(reset_running_requests=True)
+    for name, prompt in prompts.items():
+        first = received[name][0].multimodal_output["draw"]
+        assert torch.equal(first, prompt["additional_information"]["first"])
+        draws = torch.cat([part.multimodal_output["draw"] for part in received[name][1:]])
+        tokens = [token for part in received[name] for token in part.outputs[0].token_ids]
+        assert tokens == expected_tokens(oracle.model, prompt, draws)
+
+
+def test_guidance_is_refused(echo_engine: OmniLLMEngine) -> None:
+    echo_engine.add_request("a", {**make_prompt(5, 0), "guidance": Guidance([0], 2.0)}, greedy(4))
+    with pytest.raises(NotImplementedError, match="guidance is for models without a feedback strategy"):
+        echo_engine.step()
+    echo_engine.abort_request(["a"])
+    assert echo_engine.recover() == [] and step_until_idle(echo_engine) == []

@@ -24,9 +24,8 @@ def with_generated(positions, num_generated):
 def assert_like_transformers(output, thinker, prompt, positions):
     token_ids = list(output.outputs[0].token_ids)
     fed = prompt + token_ids[:-1]
-    expected = thinker.model(
-        input_ids=torch.tensor([fed]), position_ids=with_generated(positions, len(token_ids) - 1)[:, None]
-    ).last_hidden_state[0]
+    positions = with_generated(positions, len(token_ids))[:, : len(fed)]
+    expected = thinker.model(input_ids=torch.tensor([fed]), position_ids=positions[:, None]).last_hidden_state[0]
     torch.testing.assert_close(output.multimodal_output["hidden"], expected, **TOLERANCE)
     assert thinker.lm_head(expected[len(prompt) - 1 :]).argmax(-1).tolist() == token_ids
 
@@ -43,6 +42,18 @@ def test_given_positions(thinker_engine, thinker):
         for prompt, given in zip(prompts, positions, strict=True)
     ]
     for output, prompt, given in zip(run(thinker_engine, inputs, greedy(8)), prompts, positions, strict=True):
+        assert_like_transformers(output, thinker, prompt, given)
+
+
+def test_given_positions_of_generated_tokens(thinker_engine, thinker):
+    """Some are given; those after them count on."""
+    prompts = random_prompts(12, 30)
+    positions = [torch.randint(70, (3, length), generator=torch.Generator().manual_seed(2)) for length in (17, 45)]
+    inputs = [
+        {"prompt_token_ids": prompt, "additional_information": {"mrope_positions": given}}
+        for prompt, given in zip(prompts, positions, strict=True)
+    ]
+    for output, prompt, given in zip(run(thinker_engine, inputs, greedy(9)), prompts, positions, strict=True):
         assert_like_transformers(output, thinker, prompt, given)
 
 

@@ -64,7 +64,9 @@ class TestClosing:
         from vllm_omni.engine.engine_args import create_engine_args
         from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 
-        arguments = create_engine_args(str(tiny_qwen3), max_model_len=64, kv_cache_memory_bytes=1 << 20)
+        arguments = create_engine_args(
+            str(tiny_qwen3), max_model_len=64, kv_cache_memory_bytes=1 << 20, enforce_eager=True
+        )
         engine = OmniLLMEngine.from_omni_engine_args(arguments)
         engine.engine_core._finalizer()  # as the garbage collector would
         (output,) = run(text_engine, [{"prompt_token_ids": [1, 2, 3]}], greedy(5))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines of real vLLM stages, each started once for all tests of a session."""
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -10,16 +11,23 @@ import pytest
 from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import AsyncOmniLLM, OmniLLM
 
+CSM_FRAMES = 60
+
 
 def start(model: Path, **arguments: object) -> OmniLLM:
     with quick_servers():
-        return OmniLLM(str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=64 << 20, **arguments)
+        return OmniLLM(
+            str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=64 << 20, enforce_eager=True, **arguments
+        )
 
 
 def as_async(llm: OmniLLM) -> AsyncOmniLLM:
-    """The same pipeline as an `AsyncOmniLLM`."""
+    """The same pipeline as an `AsyncOmniLLM`, whose end does not close it."""
     with mock.patch("vllm_omni.entrypoints.omni_base.launch_pipeline", lambda *args, **kwargs: llm._pipeline):
-        return AsyncOmniLLM("")
+        async_llm = AsyncOmniLLM("")
+    async_llm._finalizer.detach()
+    async_llm._finalizer = weakref.finalize(async_llm, lambda: None)
+    return async_llm
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +55,19 @@ def qwen2_5_async_llm(qwen2_5_llm: OmniLLM) -> AsyncOmniLLM:
 
 
 @pytest.fixture(scope="session")
+def csm_llm(tiny_csm: Path) -> Iterator[OmniLLM]:
+    """A model that only speaks, greedily, up to `CSM_FRAMES` frames."""
+    greedy = {"default_sampling_params": {"temperature": 0.0, "max_tokens": CSM_FRAMES + 1}}
+    with start(tiny_csm, max_model_len=512, stage_overrides={"backbone": greedy}) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def csm_async_llm(csm_llm: OmniLLM) -> AsyncOmniLLM:
+    return as_async(csm_llm)
+
+
+@pytest.fixture(scope="session")
 def text_llm(tiny_qwen3: Path) -> Iterator[OmniLLM]:
     """A text model with all of vLLM's optional features enabled."""
     with start(
@@ -61,3 +82,8 @@ def text_llm(tiny_qwen3: Path) -> Iterator[OmniLLM]:
         max_lora_rank=8,
     ) as llm:
         yield llm
+
+
+@pytest.fixture(scope="session")
+def text_async_llm(text_llm: OmniLLM) -> AsyncOmniLLM:
+    return as_async(text_llm)

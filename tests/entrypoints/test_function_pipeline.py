@@ -15,7 +15,7 @@ def upper(request, sources):
 
 def twice(request, sources):
     (source,) = sources.values()
-    return {"text": 2 * source.completions[0].text}
+    return {"text": 2 * source.completions[0].text + "!" * request.priority}
 """
 
 STAGES = """
@@ -31,5 +31,7 @@ def test_stages_import_modules_on_the_callers_path(tmp_path: Path, monkeypatch: 
     (tmp_path / "stages.yaml").write_text(STAGES)
     monkeypatch.syspath_prepend(str(tmp_path))
     with OmniLLM("", str(tmp_path / "stages.yaml")) as llm:
-        outputs = llm.generate(["a", "b"], use_tqdm=False)
-    assert [output.outputs[0].text for output in outputs] == ["AA", "BB"]
+        outputs = llm.generate(["a", "b"], use_tqdm=False, priority=[0, 2])
+        with pytest.raises(ValueError, match="priority has 1 entries for 2 prompts"):
+            llm.generate(["a", "b"], use_tqdm=False, priority=[1])
+    assert [output.outputs[0].text for output in outputs] == ["AA", "BB!!"]

@@ -230,7 +230,8 @@ def test_arguments_reach_stages_and_an_exception_closes_the_pipeline(tiny_qwen3:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     run_dirs = run_dirs_of_this_process()
     with pytest.raises(ZeroDivisionError), quick_servers(), OmniLLM(
-        str(tiny_qwen3), dtype="float32", stage_overrides={"text": {"max_model_len": 32}}, kv_cache_memory_bytes=1 << 24
+        str(tiny_qwen3), dtype="float32", stage_overrides={"text": {"max_model_len": 32}},
+        kv_cache_memory_bytes=1 << 24, enforce_eager=True,
     ) as llm:  # fmt: skip
         (output,) = llm.generate("user hello", [{"temperature": 0.0, "max_tokens": 4}], use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 4 and output.final_output_type == "text"

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 from tests.diffusion.indexes import write_index
+from tests.hub_cache import NAME, HubCache
 from vllm_omni import OmniLLM
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.resolve import apply_arguments, read_pipeline, resolve_checkpoints
+from vllm_omni.config.utils import stage_configs_dir
+from vllm_omni.entrypoints import resolve
+from vllm_omni.entrypoints.resolve import apply_arguments, read_pipeline, resolve_checkpoints, resolve_pipeline
 from vllm_omni.errors import StageConfigError
 
 PROCESSOR = "tests.diffusion.rewriting.RewrittenPrompt"
@@ -82,6 +85,12 @@ def test_an_argument_that_no_stage_has_is_refused() -> None:
         apply_arguments(pipeline(), {}, {"dti": {}})
 
 
+def test_workers_of_ray_need_a_cluster(tiny_qwen3: Path) -> None:
+    arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    with pytest.raises(StageConfigError, match=r"stage 0 \(text\): .* set distributed_backend to ray, too"):
+        resolve_pipeline(OmniArgs(model=str(tiny_qwen3), engine_args=arguments))
+
+
 def test_a_stages_own_checkpoint_is_searched_in_the_pipelines_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +122,59 @@ def test_a_checkpoint_brings_its_own_stage_configuration(tmp_path: Path) -> None
     assert read.source == own
     (stage,) = read.loaded.stage_args
     assert (stage.name, stage.default_sampling_params) == ("painter", {"height": 96})
+
+
+def test_a_diffusers_pipeline_has_the_stage_configuration_of_its_class(tmp_path: Path) -> None:
+    folder = Path(write_index(tmp_path, "GlmImagePipeline"))
+    for name in ("vision_language_encoder", "processor"):
+        (folder / name).mkdir()
+
+    read = read_pipeline(OmniArgs(model=str(folder)))
+
+    assert read.source == stage_configs_dir() / "glm_image.yaml"
+    prior, dit = read.with_checkpoints.stage_args
+    assert prior.checkpoint("") == str(folder / "vision_language_encoder")
+    assert prior.engine_args["tokenizer"] == str(folder / "processor")
+    assert dit.checkpoint(str(folder)) == str(folder)
+    assert read_pipeline(OmniArgs(model=write_index(tmp_path, "ZImagePipeline"))).source is None
+
+
+def test_a_stages_own_checkpoint_is_a_folder_of_one_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    for name in ("writer", "words"):
+        (checkpoint / name).mkdir(parents=True)
+        (checkpoint / name / "config.json").write_text("{}")
+    cache = HubCache(tmp_path / "cache", monkeypatch)
+    cache.add(checkpoint, "main")
+    second = cache.add(checkpoint, "v2")
+    config = pipeline({"model": "writer", "tokenizer": "words", "revision": "v2"}, {"model": "organization/dit"})
+
+    writer, dit = resolve_checkpoints(config, NAME).stage_args
+
+    assert writer.engine_args["model"] == str((second / "writer").resolve())
+    assert writer.engine_args["tokenizer"] == str((second / "words").resolve())
+    assert dit.checkpoint(NAME) == "organization/dit"
+    elsewhere = resolve_checkpoints(pipeline({"model": "no_folder", "tokenizer": "bert"}), NAME).stage_args[0]
+    assert (elsewhere.engine_args["model"], elsewhere.engine_args["tokenizer"]) == ("no_folder", "bert")
+
+
+def test_weights_of_a_folder_on_the_hub_are_downloaded_when_a_pipeline_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    downloads: list[dict[str, Any]] = []
+
+    def download(name: str, **arguments: Any) -> str:
+        downloads.append({"name": name, **arguments})
+        return "/hub"
+
+    monkeypatch.setattr(resolve, "snapshot_download", download)
+    given = pipeline({"model": "writer"}, {"model": "organization/dit"})
+    monkeypatch.setattr(Path, "exists", lambda path: str(path).startswith("/hub"))
+    found = resolve_checkpoints(given, NAME)
+    assert [each["allow_patterns"] for each in downloads] == ["writer/*"]
+    assert "writer/*.safetensors" in downloads.pop()["ignore_patterns"]
+
+    resolve.download_weights(resolve.ReadPipeline(None, given, given, found), NAME)
+
+    assert downloads == [{"name": NAME, "revision": None, "allow_patterns": "writer/*", "ignore_patterns": []}]
 
 
 def test_a_checkpoint_of_the_package_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

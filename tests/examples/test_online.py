@@ -24,6 +24,8 @@ pytestmark = pytest.mark.slow
 
 GREEDY = json.dumps([{"temperature": 0, "max_tokens": 24}, {"temperature": 0, "max_tokens": 32}, None])
 
+FRAME = 1920  # samples of speech
+
 
 def server_of(server: RunningServer) -> str:
     return f"--base-url={server.url}/v1"
@@ -69,6 +71,17 @@ def test_the_speech_endpoint(omni_server, tmp_path, capsys):
     assert len(similar) == pytest.approx(len(exact), abs=4000)
     run_example("online/speech.py", "--list-voices", server_of(omni_server))
     assert capsys.readouterr().out.splitlines()[-3:] == ["ethan", "aiden", "chelsie"]
+
+
+def test_a_reference_voice(voice_server, tmp_path, capsys):
+    recording, speech = tmp_path / "me.wav", tmp_path / "speech.wav"
+    recording.write_bytes(encode_audio(make_audio(1, 0.5), "wav", 16_000))
+    about = (f"--recording={recording}", "--transcript=good day", "--consent=I agree.")
+    run_example("online/voice.py", "two cats", *about, f"--output={speech}", server_of(voice_server))
+    assert f"speech: {speech}" in capsys.readouterr().out
+    samples, rate = decode_sound(speech)
+    assert rate == 24_000 and 20 * FRAME <= len(samples) <= 40 * FRAME and len(samples) % FRAME == 0
+    assert voice_server.openai().get("/audio/voices", cast_to=dict)["uploaded_voices"] == []
 
 
 def test_images(image_server, tmp_path):
@@ -122,9 +135,18 @@ class TestCurl:
         run_command("speech")
         assert len(decode_sound(tmp_path / "speech.mp3")[0])
         assert "ethan" in json.loads(run_command("voices"))["voices"]
+        sound = tmp_path / "long.flac"  # It leaves room for a short text in the model's context.
+        sound.write_bytes(encode_audio(make_audio(1, 145), "flac", 16_000))
+        assert run_command("transcribe", sound).strip()
         assert json.loads(run_command("models"))["data"][0]["id"] == omni_server.model
         assert json.loads(run_command("health"))["status"] == "ok"
         assert "vllm_omni:requests_total" in run_command("metrics")
+
+    def test_a_reference_voice(self, voice_server, tmp_path):
+        recording = tmp_path / "me.wav"
+        recording.write_bytes(encode_audio(make_audio(1, 0.5), "wav", 16_000))
+        assert '"deleted":true' in self.run(voice_server, tmp_path, "voice", recording, "good day")
+        assert 20 * FRAME <= len(decode_sound(tmp_path / "voice.mp3")[0]) <= 42 * FRAME
 
     def test_an_image_model(self, image_server, tmp_path):
         def run_command(*arguments: object) -> str:
@@ -155,3 +177,12 @@ class TestCurl:
 def images_equal(path: Path, b64_json: str) -> bool:
     other = Image.open(io.BytesIO(base64.b64decode(b64_json)))
     return np.array_equal(np.asarray(Image.open(path)), np.asarray(other))
+
+
+def test_a_realtime_turn(omni_server, tmp_path, capsys):
+    question, answer = tmp_path / "question.wav", tmp_path / "answer.wav"
+    question.write_bytes(encode_audio(make_audio(1, 0.5), "wav", 24_000))
+    run_example("online/realtime.py", str(question), server_of(omni_server), f"--output={answer}")
+    *_, status, speech = capsys.readouterr().out.splitlines()
+    assert status in ("status: completed", "status: incomplete")
+    assert f"speech: {len(read_wav(answer)) / 24_000:.2f} s" in speech and len(read_wav(answer)) > 0

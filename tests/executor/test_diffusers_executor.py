@@ -53,11 +53,14 @@ class Harness:
         self.progress.clear()
 
     def add(self, name: str, seed: int = 0, pipeline_class: type | None = None, **arguments: Any) -> None:
+        self.add_job(name, {"prompt": f"a painting of {name}", **SIZE, **arguments}, seed, pipeline_class)
+
+    def add_job(self, name: str, arguments: dict[str, Any], seed: int = 0, pipeline_class: type | None = None) -> None:
         job = DiffusionJob(
             request_id=name,
             index=0,
             pipeline_class=pipeline_class or type(self.pipe),
-            arguments={"prompt": f"a painting of {name}", **SIZE, **arguments},
+            arguments=arguments,
             seed=seed,
             on_progress=lambda progress: self.progress.append((name, progress)),
         )
@@ -102,6 +105,29 @@ def test_jobs_are_computed_together_and_each_gets_its_own_image(harness: Harness
     assert set(harness.batches) == {3}
     for seed, name in enumerate(("a cat", "two dogs in the rain", "it")):
         check_image(harness, oracle, name, seed)
+
+
+@pytest.mark.slow
+def test_a_pipeline_without_a_callback_reports_its_schedulers_steps(tiny_diffusion: Callable[[str], Path]):
+    harness = Harness(tiny_diffusion("hunyuan_video_15"), max_frames=5)
+    size = {"height": 32, "width": 32, "num_inference_steps": 3, "num_frames": 5}
+    for name in ("a cat", "a dog"):
+        harness.add_job(name, arguments={"prompt": name, **size})
+    harness.run()
+    assert harness.steps_of("a cat") == harness.steps_of("a dog") == [0, 1, 2]
+    assert [progress.num_steps for _, progress in harness.progress] == [3] * 6
+
+
+@pytest.mark.slow
+def test_a_longer_video_than_the_stage_allows_is_refused_when_the_pipeline_chooses_it(
+    tiny_diffusion: Callable[[str], Path],
+):
+    harness = Harness(tiny_diffusion("ltx2"), max_frames=33)
+    size = {"height": 64, "width": 64, "num_inference_steps": 1, "max_sequence_length": 16}
+    harness.add_job("a cat", arguments={"prompt": "a cat", **size})
+    harness.run()
+    end = harness.ends["a cat"]
+    assert end.is_invalid and "would make 121 frames; this stage makes at most 33 (max_frames)" in str(end.error)
 
 
 def test_a_job_joins_the_others_at_their_next_step(harness: Harness, oracle: DiffusersOracle):

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from tests.fuzz.bad_requests import MAKERS
 from tests.fuzz.campaign import Campaign, Summary
-from tests.servers import SMALL_VLLM, RunningServer
+from tests.servers import SMALL_CSM, SMALL_VLLM, RunningServer
 
-MODELS = {"omni": "qwen3_omni_moe", "image": "z_image", "video": "wan"}
+MODELS = {"omni": "qwen3_omni_moe", "voice": "csm", "image": "z_image", "video": "wan"}
+FLAGS = {"omni": SMALL_VLLM, "voice": SMALL_CSM}
 NUM_OPERATIONS = 12  # about the number of operations of a server that have parameters
 MAX_GROWTH = 256 << 20
 
@@ -24,7 +25,7 @@ def fuzz(kind: str, count: int, seed: int, folder: Path) -> Summary:
     from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint  # imports torch
 
     model = write_tiny_checkpoint(MODELS[kind], folder / kind)
-    server = RunningServer(model, *(SMALL_VLLM if kind == "omni" else ()), log=folder / f"{kind}.log")
+    server = RunningServer(model, *FLAGS.get(kind, ()), log=folder / f"{kind}.log")
     try:
         described = count // 2 // (2 * NUM_OPERATIONS)
         return Campaign(kind, server.port, server.process.pid, seed).run(count - count // 2, described)

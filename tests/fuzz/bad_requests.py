@@ -18,7 +18,11 @@ from tests.fuzz.fuzz_requests import FuzzRequest, post_json
 Maker = Callable[[random.Random], FuzzRequest]
 
 CHAT, COMPLETIONS, SPEECH = "/v1/chat/completions", "/v1/completions", "/v1/audio/speech"
+BATCH, VOICES, TRANSCRIPTIONS = "/v1/audio/speech/batch", "/v1/audio/voices", "/v1/audio/transcriptions"
 IMAGES, EDITS, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
+
+# A valid request without a limit may take long.
+_ABORT_AFTER_S = 2.0
 
 _HUGE: list[Any] = [1e308, -1e308, 10**400, -(10**400), 2**63, -(2**63) - 1]
 _WRONG: list[Any] = [[], {}, [[]], {"a": None}, "\ud800", "x" * 100, [None], "NaN"]
@@ -30,10 +34,26 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": _MESSAGES, "max_tokens": 2, "modalities": ["text"], **fields}
 
 
+def _uri(media_type: str, data: bytes) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
 OMNI_BODIES: dict[str, dict[str, Any]] = {
     CHAT: chat(),
     COMPLETIONS: {"prompt": "Hello", "max_tokens": 2},
     SPEECH: {"input": "Hello", "sampling_params_list": [None, {"max_tokens": 4}, None]},
+    BATCH: {"inputs": ["Hello", "a"], "sampling_params_list": [None, {"max_tokens": 4}, None]},
+    TRANSCRIPTIONS: {"file": _uri("audio/wav", media.audio_file("wav")), "prompt": "Hello"},
+}
+VOICE_BODIES: dict[str, dict[str, Any]] = {
+    SPEECH: {"input": "Hello", "sampling_params_list": [{"max_tokens": 4}, None]},
+    BATCH: {"inputs": ["Hello", "a"], "sampling_params_list": [{"max_tokens": 4}, None]},
+    VOICES: {
+        "name": "Hello",
+        "consent": "I agree.",
+        "ref_text": "a b",
+        "audio_sample": _uri("audio/flac", media.audio_file("flac")),
+    },
 }
 IMAGE_BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": _MESSAGES, "extra_body": {"num_inference_steps": 1, "height": 32, "width": 32}},
@@ -42,6 +62,11 @@ IMAGE_BODIES: dict[str, dict[str, Any]] = {
 VIDEO_BODIES: dict[str, dict[str, Any]] = {
     VIDEOS: {"prompt": "A hen", "size": "32x32", "num_inference_steps": 1, "num_frames": 5},
 }
+
+_BAD_SOUNDS: list[Any] = [
+    1, {}, "", "x", "data:,", "data:audio/wav;base64,AAAA", "data:audio/wav;base64,%%%", "file:///etc/passwd",
+    "http://127.0.0.1:1/x", "http://169.254.169.254/latest", "gopher://x",
+]  # fmt: skip
 
 # Fields of each endpoint, with values that are not valid.
 BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
@@ -66,7 +91,29 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
         "speed": [0, -1, 100, "fast", 1e308, {}],
         "stream_format": ["x", 1],
         "instructions": [1, {}, "x" * 5000],
+        "language": ["english", 1, {}],
+        "ref_audio": [*_BAD_SOUNDS, {"audio_url": 1}, ["a", "b"]],
+        "ref_text": ["a", "", " ", 1, {}],
+        "context": [1, "x", [1], [{}], [{"text": "a"}], *([{"text": "a", "audio": sound}] for sound in _BAD_SOUNDS)],
         "sampling_params_list": [[], [1], {}, [{"x": 1}, {"x": 1}, {"x": 1}]],
+        "colour": [1],
+    },
+    BATCH: {
+        "inputs": [None, 1, "x", [], [""], [1], [["a"]], ["x" * 5000], ["a"] * 33],
+        "input": ["a"], "stream": [True], "voice": ["nobody", 1], "ref_audio": _BAD_SOUNDS, "colour": [1],
+    },
+    VOICES: {
+        "name": [None, 1, "", " ", "a/b", "a\x00", "alloy", "DEFAULT", "x" * 200],
+        "audio_sample": [None, *_BAD_SOUNDS],
+        "consent": [None, 1, "", " ", "x" * 5000],
+        "ref_text": [1, "", " ", "x" * 5000],
+        "language": ["english", 1], "type": ["prompt", 1], "colour": [1],
+    },
+    TRANSCRIPTIONS: {
+        "file": [None, *_BAD_SOUNDS],
+        "response_format": ["srt", "vtt", "verbose_json", "diarized_json", "xml", 1],
+        "language": ["english", "xx", 1], "temperature": [-1, 2, "hot"], "prompt": [1, {}, "x" * 5000],
+        "timestamp_granularities": [["word"]], "include": [["logprobs"]], "chunking_strategy": [{"type": "server_vad"}],
         "colour": [1],
     },
     IMAGES: {
@@ -121,7 +168,8 @@ def wrong_fields(bodies: dict[str, dict[str, Any]], *, samples: bool) -> list[Ma
         path = rng.choice(list(bodies))
         name = rng.choice(list(BAD_FIELDS[path]))
         value = rng.choice([*_HUGE, *_WRONG])
-        return _not_strictly_json("odd value", path, {**bodies[path], name: value}, must_fail=False)
+        request = _not_strictly_json("odd value", path, {**bodies[path], name: value}, must_fail=False)
+        return replace(request, abort_after_s=_ABORT_AFTER_S)
 
     return [make, make, make_odd]
 
@@ -210,6 +258,13 @@ def client_aborts(bodies: dict[str, dict[str, Any]], long: dict[str, dict[str, A
     return [make]
 
 
+def _kind_of(doubtful: str) -> str:
+    """Of one of `media.DOUBTFUL`."""
+    if doubtful == "half a JPEG":
+        return "image"
+    return {"PNG": "image", "JPEG": "image", "a": "image", "MP4": "video"}.get(doubtful.split()[0], "audio")
+
+
 def broken_parts() -> list[Maker]:
     """Chat with an image, audio or video part that is broken."""
 
@@ -222,9 +277,7 @@ def broken_parts() -> list[Maker]:
 
     def make_doubtful(rng: random.Random) -> FuzzRequest:
         name = rng.choice(list(media.DOUBTFUL))
-        kind = {"PNG": "image", "JPEG": "image", "a": "image", "MP4": "video"}.get(name.split()[0], "audio")
-        kind = "image" if name == "half a JPEG" else kind
-        return replace(_chat_with(kind, name, media.DOUBTFUL[name](rng), rng), must_fail=False)
+        return replace(_chat_with(_kind_of(name), name, media.DOUBTFUL[name](rng), rng), must_fail=False)
 
     def make_address(rng: random.Random) -> FuzzRequest:
         url = rng.choice(
@@ -271,6 +324,22 @@ def broken_uploads(path: str, field: str, fields: dict[str, str]) -> list[Maker]
     return [make, make_doubtful, make_json]
 
 
+def broken_recordings(path: str, field: str, fields: dict[str, str]) -> list[Maker]:
+    """Forms with a file that is no sound, or an odd one."""
+    doubtful = [name for name in media.DOUBTFUL if _kind_of(name) == "audio"]
+
+    def make(rng: random.Random) -> FuzzRequest:
+        name = rng.choice(list(media.BROKEN_AUDIO))
+        return _form(name, path, field, fields, media.BROKEN_AUDIO[name](rng))
+
+    def make_doubtful(rng: random.Random) -> FuzzRequest:
+        name = rng.choice(doubtful)
+        request = _form(name, path, field, fields, media.DOUBTFUL[name](rng))
+        return replace(request, must_fail=False, abort_after_s=_ABORT_AFTER_S)
+
+    return [make, make_doubtful]
+
+
 def _form(what: str, path: str, field: str, fields: dict[str, str], data: bytes) -> FuzzRequest:
     parts = [
         f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n' for name, value in fields.items()
@@ -296,6 +365,12 @@ MAKERS: dict[str, list[Maker]] = {
     "omni": [
         *_common(OMNI_BODIES, {CHAT: _LONG_SPEECH, COMPLETIONS: {"max_tokens": 200, "min_tokens": 200}}),
         *broken_parts(),
+        *broken_recordings(TRANSCRIPTIONS, "file", {"language": "en"}),
+    ],
+    "voice": [
+        *_common(VOICE_BODIES, {}),
+        *broken_recordings(SPEECH, "ref_audio", {"input": "Hello", "ref_text": "a b"}),
+        *broken_recordings(VOICES, "audio_sample", {"name": "Hello", "consent": "I agree.", "ref_text": "a b"}),
     ],
     "image": [
         *_common(IMAGE_BODIES, {IMAGES: {"num_inference_steps": 40}}),

@@ -18,9 +18,10 @@ import psutil
 import soundfile
 from PIL import Image
 
-from tests.fuzz.bad_requests import CHAT, IMAGES, MAKERS, VIDEOS
+from tests.fuzz.bad_requests import CHAT, IMAGES, MAKERS, SPEECH, VIDEOS, VOICES
 from tests.fuzz.described import described_requests
 from tests.fuzz.fuzz_requests import FuzzRequest, Outcome, send
+from tests.fuzz.fuzz_sessions import fuzz_session
 
 CONCURRENCY = 4
 GOOD_EVERY = 25
@@ -37,6 +38,15 @@ GOOD: dict[str, tuple[str, dict[str, Any]]] = {
             "messages": [{"role": "user", "content": "Why is the sea blue?"}],
             "modalities": ["text", "audio"],
             "sampling_params_list": [_GREEDY, _CODES, None],
+        },
+    ),
+    "voice": (
+        SPEECH,
+        {
+            "input": "Hello",
+            "response_format": "wav",
+            "stream": False,
+            "sampling_params_list": [{"temperature": 0, "max_tokens": 9, "ignore_eos": True}, None],
         },
     ),
     "image": (IMAGES, {"prompt": "A hen", "size": "32x32", "num_inference_steps": 2, "seed": 1}),
@@ -147,6 +157,8 @@ class Campaign:
         warm_up = max(len(fuzz_requests) // 4, min(len(fuzz_requests), 20))
         for start in range(0, len(fuzz_requests), GOOD_EVERY):
             asyncio.run(self._send_all(fuzz_requests[start : start + GOOD_EVERY], summary))
+            if self._kind == "omni":
+                summary.faults += asyncio.run(fuzz_session(self._port, self._rng))
             summary.num_good += 1
             if not (answer := self._send_good()).is_like(expected):
                 summary.faults.append(f"a good request was answered with {answer}, not {expected}")
@@ -179,7 +191,7 @@ class Campaign:
 
     def _send_good(self) -> Answer:
         """The answer to the good request."""
-        self._delete_videos()
+        self._delete_stored()
         path, body = GOOD[self._kind]
         answer = self._client.post(path, json=body)
         while answer.status_code == 429:  # Client aborts are not processed yet.
@@ -187,7 +199,9 @@ class Campaign:
             answer = self._client.post(path, json=body)
         if answer.status_code != 200:
             return Answer(f"{answer.status_code} {answer.text}")
-        return {"omni": _read_speech, "image": _read_image, "video": self._read_video}[self._kind](answer.json())
+        if self._kind == "voice":
+            return Answer("speech", _samples_of(answer.content))
+        return {"omni": _read_chat, "image": _read_image, "video": self._read_video}[self._kind](answer.json())
 
     def _read_video(self, video: dict[str, Any]) -> Answer:
         while video["status"] in ("queued", "in_progress"):
@@ -207,7 +221,7 @@ class Campaign:
             TimeoutError: A stage still has work, or is not ready.
         """
         deadline = time.monotonic() + IDLE_LIMIT_S
-        self._delete_videos()
+        self._delete_stored()
         while busy := self._busy():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"left over: {busy}")
@@ -220,7 +234,10 @@ class Campaign:
         busy = [line for line in lines if line.startswith(names) and float(line.rpartition(" ")[2])]
         return busy if health.status_code == 200 else [health.text, *busy]
 
-    def _delete_videos(self) -> None:
+    def _delete_stored(self) -> None:
+        if self._kind == "voice":
+            for voice in self._client.get(VOICES).json()["uploaded_voices"]:
+                self._client.delete(f"{VOICES}/{voice['id']}")
         if self._kind == "video":
             while videos := self._client.get(VIDEOS).json()["data"]:
                 for video in videos:
@@ -232,10 +249,14 @@ class Campaign:
         return Usage(server, sum(stages), sum(process.num_fds() for process in processes))
 
 
-def _read_speech(answer: dict[str, Any]) -> Answer:
+def _read_chat(answer: dict[str, Any]) -> Answer:
     message = answer["choices"][0]["message"]
-    samples, _ = soundfile.read(io.BytesIO(base64.b64decode(message["audio"]["data"])))
-    return Answer(repr(message["content"]), samples)
+    return Answer(repr(message["content"]), _samples_of(base64.b64decode(message["audio"]["data"])))
+
+
+def _samples_of(file: bytes) -> np.ndarray:
+    samples, _ = soundfile.read(io.BytesIO(file))
+    return samples
 
 
 def _read_image(answer: dict[str, Any]) -> Answer:
@@ -248,7 +269,10 @@ def _template(request: FuzzRequest) -> str:
     path = request.path.partition("?")[0]
     if request.what == "no such path":
         return "(no such path)"
-    return f"{request.method} {VIDEOS}/..." if path.startswith(VIDEOS + "/") else request.endpoint
+    for stored in (VIDEOS, VOICES):
+        if path.startswith(stored + "/"):
+            return f"{request.method} {stored}/..."
+    return request.endpoint
 
 
 def _by_text(counts: Counter[tuple[str, int | str]]) -> list[tuple[tuple[str, int | str], int]]:

@@ -22,7 +22,7 @@ def check(summary: Summary, least: int) -> None:
     assert summary.after.files <= summary.before.files + SLACK_FILES
 
 
-@pytest.mark.parametrize("kind", ["omni", "image", "video"])
+@pytest.mark.parametrize("kind", ["omni", "voice", "image", "video"])
 def test_bad_requests_are_refused_and_leak_nothing(kind: str, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("schemathesis")
     server = request.getfixturevalue(f"{kind}_server")

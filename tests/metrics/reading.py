@@ -9,13 +9,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 
-def scrape() -> dict[tuple[str, ...], float]:
-    """All samples with our prefix, by name and label values (labels in alphabetical order)."""
+def scrape(prefix: str = "vllm_omni:") -> dict[tuple[str, ...], float]:
+    """All samples with a prefix, by name and label values (labels in alphabetical order)."""
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(generate_latest(get_prometheus_registry()).decode()):
-        if family.name.startswith("vllm_omni:"):
+        if family.name.startswith(prefix):
             for sample in family.samples:
-                key = (sample.name.removeprefix("vllm_omni:"), *(v for _, v in sorted(sample.labels.items())))
+                key = (sample.name.removeprefix(prefix), *(v for _, v in sorted(sample.labels.items())))
                 assert key not in found
                 found[key] = sample.value
     return found

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All observers on pipelines of real processes."""
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -83,15 +85,15 @@ def check_figures(found: dict[tuple[str, ...], float]) -> None:
         ("StageExecutionError", "0", "b"): 1,
         ("RequestAbortedError", "0", ""): 1,
     }
-    assert found["stage_completed_total", "0", "c"] == 8
-    assert found["stage_failures_total", "RuntimeError", "0", "b"] == 1
-    assert found["edge_payloads_total", "0", "a", "c"] >= 8
-    assert found["edge_windows_total", "0", "b", "c"] == 8
-    assert found["edge_bytes_total", "0", "b", "c"] > 8 * 100_000
-    assert found["edge_seconds_total", "0", "b", "c"] > 0
+    assert found["stage_completed_total", "0", "0", "c"] == 8
+    assert found["stage_failures_total", "RuntimeError", "0", "0", "b"] == 1
+    assert found["edge_payloads_total", "0", "0", "a", "c"] >= 8
+    assert found["edge_windows_total", "0", "0", "b", "c"] == 8
+    assert found["edge_bytes_total", "0", "0", "b", "c"] > 8 * 100_000
+    assert found["edge_seconds_total", "0", "0", "b", "c"] > 0
     assert found["e2e_request_latency_seconds_count", "0"] == 9
     assert found["time_to_first_token_seconds_count", "0"] == 9
-    assert found["num_requests_waiting", "0", "c"] == found["num_requests_running", "0", "c"] == 0
+    assert found["num_requests_waiting", "0", "0", "c"] == found["num_requests_running", "0", "0", "c"] == 0
 
 
 def check_timeline(events: list[dict], whole: list[str], text_only: str, failed: str, slow: str) -> None:
@@ -128,6 +130,12 @@ def check_spans(collector: Collector, spans_here: InMemorySpanExporter, whole: l
         assert len({span.process_id for span in spans}) == 3
 
 
+def engine_metrics(model: Path) -> dict[str, float]:
+    """vLLM's metrics of the engine of a text model, without those that have further labels."""
+    labels = ("0", str(model), "0", "0", "text")  # engine, model_name, pipeline, replica, stage
+    return {name: value for (name, *values), value in scrape("vllm:").items() if tuple(values) == labels}
+
+
 def test_all_observers_of_a_vllm_stage(
     collector: Collector, spans_here: InMemorySpanExporter, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
@@ -138,6 +146,7 @@ def test_all_observers_of_a_vllm_stage(
             dtype="float32",
             max_model_len=64,
             kv_cache_memory_bytes=1 << 24,
+            enforce_eager=True,
             log_stats=True,
             trace_file=str(tmp_path / "trace.json"),
             otlp_traces_endpoint=collector.url,
@@ -147,6 +156,10 @@ def test_all_observers_of_a_vllm_stage(
         (stats,) = llm.stats()
         table = llm.stats_table()
         found = scrape()
+        wait_until(lambda: engine_metrics(tiny_qwen3).get("generation_tokens_total") == 18)
+        engine = engine_metrics(tiny_qwen3)
+    assert engine["request_prompt_tokens_count"] == engine["e2e_request_latency_seconds_count"] == 3
+    assert engine["num_requests_running"] == engine["kv_cache_usage_perc"] == 0
     assert (stats.num_completed, stats.queue_depth, stats.num_running, stats.kv_blocks_used) == (3, 0, 0, 0)
     assert stats.kv_blocks_total > 0 and stats.num_steps >= 6 and stats.num_scheduled >= 18
     assert stats.step_seconds > 0
@@ -158,3 +171,25 @@ def test_all_observers_of_a_vllm_stage(
         spans = [span for span in collector.spans if span.name == name]
         assert {span.parent_id for span in spans} == roots and len(spans) == 3
         assert all(span.attributes["gen_ai.usage.completion_tokens"] == 6 for span in spans)
+
+
+@pytest.mark.slow
+def test_the_engine_metrics_of_a_restarted_stage_begin_at_zero(tiny_qwen3: Path) -> None:
+    params = [{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}]
+    arguments = {
+        "dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 1 << 24, "enforce_eager": True,
+        "log_stats": True,
+    }  # fmt: skip
+
+    def wait_for_tokens(count: int) -> None:
+        wait_until(lambda: engine_metrics(tiny_qwen3).get("generation_tokens_total") == count)
+
+    with OmniLLM(str(tiny_qwen3), **arguments) as llm:
+        llm.generate(["user hello"] * 3, params, use_tqdm=False)
+        wait_for_tokens(18)
+        (group,) = llm._pipeline.orchestrator._supervisor.groups
+        os.kill(group.process.pid, signal.SIGKILL)
+        wait_for_tokens(0)
+        llm.generate("user hello", params, use_tqdm=False)
+        wait_for_tokens(6)
+    assert engine_metrics(tiny_qwen3) == {}

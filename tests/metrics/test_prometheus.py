@@ -10,7 +10,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.metrics.reading import scrape
 from vllm_omni.metrics.prometheus import PrometheusObserver
-from vllm_omni.metrics.stats import EdgeStats, StageStats
+from vllm_omni.metrics.stats import CacheCounts, EdgeStats, MetricFamily, StageStats
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
 
@@ -40,35 +40,69 @@ def test_the_metrics_of_a_stage(observer):
             num_scheduled=18,
             kv_blocks_used=7,
             kv_blocks_total=64,
+            caches={"encoder": CacheCounts(queries=8, hits=5)},
             edges={0: EdgeStats(num_payloads=6, num_bytes=600, seconds=0.25, num_windows=3)},
         )
     )
     found = {key: value for key, value in scrape().items() if "talker" in key}
     assert found == {
-        ("num_requests_waiting", "0", "talker"): 4,
-        ("num_requests_running", "0", "talker"): 2,
-        ("kv_blocks_used", "0", "talker"): 7,
-        ("kv_blocks", "0", "talker"): 64,
-        ("stage_enqueued_total", "0", "talker"): 9,
-        ("stage_dequeued_total", "0", "talker"): 5,
-        ("stage_completed_total", "0", "talker"): 3,
-        ("stage_aborted_total", "0", "talker"): 1,
-        ("stage_failures_total", "StageExecutionError", "0", "talker"): 2,
-        ("stage_blocked_seconds_total", "0", "talker"): 0.5,
-        ("stage_steps_total", "0", "talker"): 10,
-        ("stage_step_seconds_total", "0", "talker"): 1.5,
-        ("stage_scheduled_total", "0", "talker"): 18,
-        ("edge_payloads_total", "0", "thinker", "talker"): 6,
-        ("edge_bytes_total", "0", "thinker", "talker"): 600,
-        ("edge_seconds_total", "0", "thinker", "talker"): 0.25,
-        ("edge_windows_total", "0", "thinker", "talker"): 3,
+        ("num_requests_waiting", "0", "0", "talker"): 4,
+        ("num_requests_running", "0", "0", "talker"): 2,
+        ("kv_blocks_used", "0", "0", "talker"): 7,
+        ("kv_blocks", "0", "0", "talker"): 64,
+        ("cache_queries_total", "encoder", "0", "0", "talker"): 8,
+        ("cache_hits_total", "encoder", "0", "0", "talker"): 5,
+        ("stage_enqueued_total", "0", "0", "talker"): 9,
+        ("stage_dequeued_total", "0", "0", "talker"): 5,
+        ("stage_completed_total", "0", "0", "talker"): 3,
+        ("stage_aborted_total", "0", "0", "talker"): 1,
+        ("stage_failures_total", "StageExecutionError", "0", "0", "talker"): 2,
+        ("stage_blocked_seconds_total", "0", "0", "talker"): 0.5,
+        ("stage_steps_total", "0", "0", "talker"): 10,
+        ("stage_step_seconds_total", "0", "0", "talker"): 1.5,
+        ("stage_scheduled_total", "0", "0", "talker"): 18,
+        ("edge_payloads_total", "0", "0", "thinker", "talker"): 6,
+        ("edge_bytes_total", "0", "0", "thinker", "talker"): 600,
+        ("edge_seconds_total", "0", "0", "thinker", "talker"): 0.25,
+        ("edge_windows_total", "0", "0", "thinker", "talker"): 3,
     }
+
+
+def test_the_callers_cache_of_media_is_read_by_a_scrape(observer):
+    assert scrape()["mm_cache_queries_total", "0"] == 0
+    counts = CacheCounts(queries=4, hits=3)
+    observer.watch_media_cache(lambda: counts)
+    counts += CacheCounts(queries=1)
+    assert (scrape()["mm_cache_queries_total", "0"], scrape()["mm_cache_hits_total", "0"]) == (5, 3)
 
 
 def test_only_the_latest_snapshot_counts(observer):
     observer.stage_stats(StageStats(stage_id=0, name="thinker", num_steps=1))
     observer.stage_stats(StageStats(stage_id=0, name="thinker", num_steps=5))
-    assert scrape()["stage_steps_total", "0", "thinker"] == 5
+    assert scrape()["stage_steps_total", "0", "0", "thinker"] == 5
+
+
+GENERATION = "vllm:generation_"  # other metrics of vLLM belong to its server and count for the whole process
+
+
+def tokens(value: float) -> list[MetricFamily]:
+    samples = [("vllm:generation_tokens_total", {"model_name": "m", "engine": "0"}, value)]
+    return [MetricFamily(name="vllm:generation_tokens", documentation="Tokens.", kind="counter", samples=samples)]
+
+
+def test_metrics_of_engines_get_the_labels_of_their_stage(observer):
+    observer.engine_metrics(0, 0, tokens(7))
+    observer.engine_metrics(3, 1, tokens(9))
+    assert scrape(GENERATION) == {
+        ("tokens_total", "0", "m", "0", "0", "thinker"): 7,
+        ("tokens_total", "0", "m", "0", "1", "talker"): 9,
+    }
+
+
+def test_the_metrics_of_a_restarted_engine_replace_those_before(observer):
+    observer.engine_metrics(0, 0, tokens(7))
+    observer.engine_metrics(0, 0, tokens(1))
+    assert list(scrape(GENERATION).values()) == [1]
 
 
 def test_a_completed_request_is_in_the_histograms(observer, summarize):
@@ -109,11 +143,11 @@ def test_two_pipelines_in_one_process(observer, config, summarize):
     second.stage_stats(StageStats(stage_id=0, name="thinker", num_steps=2))
     second.request_ended(summarize())
     found = scrape()
-    assert (found["stage_steps_total", "0", "thinker"], found["stage_steps_total", "1", "thinker"]) == (1, 2)
+    assert (found["stage_steps_total", "0", "0", "thinker"], found["stage_steps_total", "1", "0", "thinker"]) == (1, 2)
     assert found["e2e_request_latency_seconds_count", "1"] == 1
     second.close()
     assert not [key for key in scrape() if "1" in key[1:2]]
-    assert scrape()["stage_steps_total", "0", "thinker"] == 1
+    assert scrape()["stage_steps_total", "0", "0", "thinker"] == 1
 
 
 def test_a_closed_pipeline_is_removed_from_the_registry(config):
@@ -129,7 +163,7 @@ def test_a_closed_pipeline_is_removed_from_the_registry(config):
 def test_vllm_does_not_unregister_the_collector(observer):
     observer.stage_stats(StageStats(stage_id=0, name="thinker"))
     unregister_vllm_metrics()  # vLLM does this whenever it makes a logger of its own
-    assert scrape()["stage_steps_total", "0", "thinker"] == 0
+    assert scrape()["stage_steps_total", "0", "0", "thinker"] == 0
 
 
 def test_every_metric_is_documented(observer):

@@ -5,7 +5,7 @@ import pytest
 from tests.clock import Clock
 from vllm_omni.metrics import recorder as recorder_module
 from vllm_omni.metrics.recorder import INTERVAL_S, StageRecorder
-from vllm_omni.metrics.stats import EdgeStats, StageStats
+from vllm_omni.metrics.stats import CacheCounts, EdgeStats, StageStats
 
 
 @pytest.fixture
@@ -32,7 +32,8 @@ def work(recorder: StageRecorder) -> None:
 def test_a_snapshot_has_all_counts():
     recorder = StageRecorder(5, "talker")
     work(recorder)
-    assert recorder.snapshot(3, 2, (10, 64)) == StageStats(
+    caches = {"encoder": CacheCounts(queries=3, hits=1)}
+    assert recorder.snapshot(3, 2, (10, 64), caches) == StageStats(
         stage_id=5,
         name="talker",
         queue_depth=3,
@@ -47,6 +48,7 @@ def test_a_snapshot_has_all_counts():
         num_scheduled=3,
         kv_blocks_used=10,
         kv_blocks_total=64,
+        caches=caches,
         edges={
             4: EdgeStats(num_payloads=2, num_bytes=200, seconds=0.5, num_windows=1),
             6: EdgeStats(num_windows=1),

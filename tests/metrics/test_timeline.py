@@ -45,7 +45,7 @@ def test_a_request_has_a_slice_in_each_of_its_stages(config, summarize, tmp_path
         (0, 1_000_000),
         (1_000_000, 5_000_000),
     ]
-    assert whole["args"] == {"num_input_tokens": 12, "num_output_tokens": 5, "num_chunks": 3}
+    assert whole["args"] == {"num_input_tokens": 12, "num_cached_tokens": 0, "num_output_tokens": 5, "num_chunks": 3}
     instants = {e["name"]: e["ts"] - begin for e in events if e["ph"] == "i"}
     assert instants == {"first text": 2_500_000, "first audio": 4_000_000, "first image": 7_000_000}
 
@@ -99,7 +99,9 @@ def test_a_failed_request_shows_the_stages_that_finished(config, summarize, tmp_
 def test_a_stage_without_work_has_no_queue_and_work_slices(config, summarize, tmp_path: Path):
     timeline = Timeline(tmp_path / "t.json", config)
     timeline.request_started("7", ["text"])
-    timeline.request_ended(summarize(stages=[StageMetrics(stage_id=0, name="x", arrival=1001.0, finished=1001.5)]))
+    timeline.request_ended(
+        summarize(stages=[StageMetrics(stage_id=0, name="thinker", arrival=1001.0, finished=1001.5)])
+    )
     timeline.close()
     by_track = tracks(read_events(tmp_path / "t.json"))
     assert [e["name"] for e in by_track["stage 0: thinker", "slot 1000"]] == ["request 7"]

@@ -82,6 +82,7 @@ class Caller:
         streams: bool = False,
         timeout_s: float | None = None,
         wait: bool = True,
+        priority: int = 0,
         **options: Any,
     ) -> str:
         self.count += 1
@@ -89,7 +90,8 @@ class Caller:
         wanted = list(modalities or self.config.output_types)
         stage_ids = self.config.stages_for(wanted)
         stages = {
-            i: StageRequest(request_id=request_id, modalities=wanted, prompt=prompt, options=options) for i in stage_ids
+            i: StageRequest(request_id=request_id, modalities=wanted, prompt=prompt, options=options, priority=priority)
+            for i in stage_ids
         }
         request = PipelineRequest(
             request_id=request_id,
@@ -99,6 +101,7 @@ class Caller:
             on_event=self.events.put,
             streams=streams,
             timeout_s=timeout_s,
+            priority=priority,
         )
         self.orchestrator.submit(request, wait=wait)
         return request_id

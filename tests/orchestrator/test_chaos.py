@@ -29,19 +29,23 @@ LIMITS = {
     "restart": QUICKLY,
 }
 
-# a writes text; b reads a's whole output and c its rows, two at a time; d reads both and makes "audio".
-DIAMOND = (
-    fake_stage(0, "a", (), "text"),
-    fake_stage(1, "b", (0,)),
-    fake_stage(2, "c", (0,), max_inflight=3),
-    fake_stage(3, "d", (1, 2), "audio"),
-)
+
+def diamond(replicas: int) -> tuple[dict, ...]:
+    """a writes text; b reads a's whole output and c its rows, two at a time; d reads both and makes "audio"."""
+    return (
+        fake_stage(0, "a", (), "text", replicas=replicas),
+        fake_stage(1, "b", (0,), replicas=replicas),
+        fake_stage(2, "c", (0,), max_inflight=3, replicas=replicas),
+        fake_stage(3, "d", (1, 2), "audio", replicas=replicas),
+    )
+
+
 WINDOW = {"from": 0, "to": 2, "window_size": 2, "left_context": 1, "unit": "rows"}
 
 
 @contextmanager
-def running() -> Iterator[Caller]:
-    config = make_config(*DIAMOND, edges=[WINDOW], **LIMITS)
+def running(replicas: int) -> Iterator[Caller]:
+    config = make_config(*diamond(replicas), edges=[WINDOW], **LIMITS)
     orchestrator = open_orchestrator(config)
     try:
         orchestrator.wait_until_started()
@@ -177,7 +181,7 @@ def check_end(storm: AbortStorm, request_id: str, alone: dict[str, list[tuple] |
         case RequestTimeoutError():
             assert kind.timeout_s is not None
         case StageDeadError():
-            assert error.stage_id == "abcd".index(storm.victim)
+            assert error.stage_id == "abcd".index(storm.victim[0])
             assert error.stage_id == 0 or "audio" in kind.modalities, "it did not need the stage"
         case StageExecutionError():
             assert error.stage_id == kind.failing_stage and "fails (fake_fail)" in str(error)
@@ -206,20 +210,25 @@ def payload_files(caller: Caller) -> list[str]:
 def check_nothing_is_left(caller: Caller, victim: str) -> None:
     wait_until(lambda: is_ready(caller))
     assert {stage.name: stage.num_restarts for stage in caller.orchestrator.health()} == {
-        name: int(name == victim) for name in "abcd"
+        name: int(name == victim) for name in processes(caller)
     }
     stats = fresh_stats(caller.orchestrator)
-    assert [(stage.name, stage.queue_depth, stage.num_running) for stage in stats] == [(name, 0, 0) for name in "abcd"]
+    assert {stage.name: (stage.queue_depth, stage.num_running) for stage in stats} == dict.fromkeys(
+        processes(caller), (0, 0)
+    )
     assert set(caller.orchestrator.activity().values()) == {0}
     wait_until(lambda: payload_files(caller) == [])  # what was on its way to an aborted request is still to be dropped
     assert caller.events.empty()
 
 
-@pytest.mark.parametrize(("seed", "victim"), [(1, "a"), (2, "b"), (3, "c"), (4, "d")])
-def test_every_request_ends_once_and_completed_ones_equal_those_alone(seed: int, victim: str) -> None:
+@pytest.mark.parametrize(
+    ("seed", "victim", "replicas"),
+    [(1, "a", 1), (2, "b", 1), (3, "c", 1), (4, "d", 1), (5, "a.1", 2), (6, "b.0", 2), (7, "c.1", 2), (8, "d.0", 2)],
+)
+def test_every_request_ends_once_and_completed_ones_equal_those_alone(seed: int, victim: str, replicas: int) -> None:
     rng = random.Random(seed)
     kinds = [Kind(rng, number) for number in range(NUM_REQUESTS)]
-    with running() as caller:
+    with running(replicas) as caller:
         alone = run_alone(caller, kinds)
         storm = AbortStorm(caller, kinds, rng, victim)
         storm.run()

@@ -51,21 +51,21 @@ def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
 
 
 def processes(caller: Caller) -> dict[str, int]:
-    """Process ids by stage name."""
+    """Process ids by the names of replicas."""
     groups = caller.orchestrator._supervisor.groups
-    return {stage.config.name: group.process.pid for group in groups if group.process for stage in group.stages}
+    return {stage.instance.name: group.process.pid for group in groups if group.process for stage in group.stages}
 
 
 def kill(caller: Caller, name: str) -> None:
     os.kill(processes(caller)[name], signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], describe: Callable[[], str] = lambda: "it never became true") -> None:
     for _ in range(6000):
         if condition():
             return
         time.sleep(0.01)  # there is nothing to be woken by: what is awaited is seen from outside
-    raise AssertionError("it never became true")
+    raise AssertionError(describe())
 
 
 def is_ready(caller: Caller) -> bool:

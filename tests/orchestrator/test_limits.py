@@ -17,6 +17,7 @@ from tests.orchestrator.pipelines import (
     open_orchestrator,
     texts,
 )
+from tests.orchestrator.test_failure import wait_until
 from vllm_omni.errors import PipelineClosedError, PipelineFullError, RequestAbortedError, RequestTimeoutError
 from vllm_omni.events import CompletedEvent
 
@@ -110,6 +111,27 @@ def test_a_slow_stage_stops_its_feeders_and_nothing_is_lost(limits: dict[str, in
         assert deepest <= (3 if limits["max_queued"] == 3 else 2 + 2)
         assert slow.num_completed == 30
         assert quick.blocked_seconds > 0
+
+
+def test_a_request_with_priority_passes_those_that_wait_in_the_second_stage() -> None:
+    with running(*STAGES) as caller:
+        a = caller.submit("a", fake_seconds=30, fake_only="slow")
+        wait_until(lambda: fresh_stats(caller.orchestrator)[1].num_running == 1)
+        b, c, d, e = [caller.submit(name, priority=int(name == "c")) for name in "bcde"]
+        wait_until(lambda: fresh_stats(caller.orchestrator)[1].queue_depth == 3)  # b is in the engine, as the next
+        f = caller.submit("f", priority=-1)
+        wait_until(lambda: fresh_stats(caller.orchestrator)[1].queue_depth == 4)
+        caller.orchestrator.abort([a])
+        assert list(caller.wait(6)) == [a, b, f, d, e, c]
+
+
+def test_a_request_with_priority_is_admitted_first() -> None:
+    with running(*STAGES, max_inflight=1) as caller:
+        first = caller.submit("first", fake_seconds=30, fake_only="slow")
+        wait_until(lambda: fresh_stats(caller.orchestrator)[1].num_running == 1)
+        second, third = caller.submit("second"), caller.submit("third", priority=-1)
+        caller.orchestrator.abort([first])
+        assert list(caller.wait(3)) == [first, third, second]
 
 
 def test_back_pressure_reaches_admission() -> None:

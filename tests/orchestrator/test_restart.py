@@ -132,7 +132,7 @@ def test_a_late_message_of_a_dead_process_is_not_attributed_to_its_successor() -
         kill_and_wait(caller, "b")
         sock = zmq.Context.instance().socket(zmq.PUSH)
         sock.connect(orchestrator_address(caller.orchestrator._run_dir.path))
-        send(sock, ReadyMessage(stage_id=1, epoch=0, address="ipc://nowhere"), sender=1)
+        send(sock, ReadyMessage(instance_id=1, epoch=0, address="ipc://nowhere"), sender=1)
         caller.submit("p", fake_bytes=300_000)
         wait_until_a(caller, num_enqueued=1)
         assert state_of(caller.orchestrator)["b"] == "restarting"

@@ -17,6 +17,7 @@ from vllm_omni.distributed.messages import (
     OutputMessage,
     PeerDownMessage,
     ResultMessage,
+    TextsMessage,
 )
 from vllm_omni.distributed.payloads import PayloadReceiver, PayloadSender
 from vllm_omni.errors import (
@@ -27,7 +28,7 @@ from vllm_omni.errors import (
     StageExecutionError,
 )
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
-from vllm_omni.inputs import StageRequest
+from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.orchestrator.admission import Admission
@@ -58,7 +59,7 @@ class Pipeline:
     def __init__(self, *stages: dict[str, Any], max_inflight: int = 4, max_queued: int = 2) -> None:
         self.config = make_config(*(stages or TRIANGLE), max_inflight=max_inflight)
         self.log: list[tuple[str, Any]] = []
-        self.stages = {i: FakeStage(stage, self.log, max_queued=max_queued) for i, stage in self.config.stages.items()}
+        self.stages = {i: FakeStage(replica, self.log, max_queued) for i, replica in self.config.instances.items()}
         self.observer = RecordingObserver()
         self.admission = Admission(max_inflight, 100)
         self.router = RequestRouter(
@@ -96,7 +97,7 @@ class Pipeline:
 
     def output(self, stage_id: int, request_id: str, text: str) -> None:
         ref, frames = as_payload(stage_id, request_id, text)
-        message = OutputMessage(request_id=request_id, stage_id=stage_id, payload=ref)
+        message = OutputMessage(request_id=request_id, instance_id=stage_id, payload=ref)
         self.router.on_output(self.stages[stage_id], message, frames)  # type: ignore[arg-type]
 
     def result(
@@ -109,18 +110,18 @@ class Pipeline:
     ) -> None:
         """A stage completes a request; `sent_to` has the epochs of its targets, by stage name."""
         ref, frames = (None, []) if text is None else as_payload(stage_id, request_id, text, connector)
-        ids = {stage.config.name: i for i, stage in self.stages.items()}
+        ids = {stage.name: i for i, stage in self.stages.items()}
         message = ResultMessage(
             request_id=request_id,
-            stage_id=stage_id,
-            metrics=StageMetrics(stage_id=stage_id, name=self.stages[stage_id].config.name),
+            instance_id=stage_id,
+            metrics=StageMetrics(stage_id=self.stages[stage_id].stage_id, name=self.stages[stage_id].name),
             sent_to={ids[name]: epoch for name, epoch in sent_to.items()},
             payload=ref,
         )
         self.router.on_result(self.stages[stage_id], message, frames)  # type: ignore[arg-type]
 
     def error(self, stage_id: int, request_id: str, **fields: Any) -> None:
-        message = ErrorMessage(request_id=request_id, stage_id=stage_id, error="RuntimeError: why", **fields)
+        message = ErrorMessage(request_id=request_id, instance_id=stage_id, error="RuntimeError: why", **fields)
         self.router.on_error(self.stages[stage_id], message)  # type: ignore[arg-type]
 
     def complete(self, request_id: str) -> None:
@@ -237,6 +238,31 @@ def test_a_request_that_cannot_be_sent_fails_and_stops_being_submitted(pipeline:
     assert pipeline.submitted(A) == [] and pipeline.stages[C].aborted == ["r"]
 
 
+def test_more_input_follows_the_request_once_its_stage_has_it(pipeline: Pipeline) -> None:
+    pipeline.kill(A)
+    request = pipeline.put("r")
+    pipeline.router.extend(request, A, StageInput(prompt="one"), False)
+    pipeline.router.admit()
+    pipeline.router.extend(request, A, StageInput(prompt="two"), False)
+    assert pipeline.submitted(C) == ["r"] and pipeline.submitted(A) == []
+    pipeline.restart(A)
+    pipeline.router.extend(request, A, StageInput(prompt="three"), True)
+    sent = [entry for name, entry in pipeline.log if name == "a" and isinstance(entry, tuple)]
+    assert sent == [("r", 1), ("r", "one", False), ("r", "two", False), ("r", "three", True)]
+    pipeline.router.abort(["r"])
+    pipeline.router.extend(request, A, StageInput(prompt="late"), True)
+    assert pipeline.log[-1][1] != ("r", "late", True)
+
+
+def test_more_input_that_cannot_be_sent_fails_the_request(pipeline: Pipeline) -> None:
+    request = pipeline.put("r")
+    pipeline.router.admit()
+    pipeline.stages[A].submit_error = OSError("no space left on device")
+    pipeline.router.extend(request, A, StageInput(prompt="one"), False)
+    error = pipeline.failure("r")
+    assert isinstance(error, StageExecutionError) and error.stage_id == A
+
+
 # Outputs.
 
 
@@ -265,6 +291,20 @@ def test_segments_are_events_before_the_terminal_one(pipeline: Pipeline) -> None
     assert isinstance(end, CompletedEvent) and end.outputs[0].outputs[0].text == "xyz"
 
 
+def test_texts_that_arrive_together_are_events_of_their_requests(pipeline: Pipeline) -> None:
+    pipeline.start("r", "text", streams=True)
+    pipeline.start("s", "text", streams=True)
+    outputs = [
+        StageOutput(request_id=request_id, stage_id=A, completions=[Completion(text=request_id)], is_last=False)
+        for request_id in ("r", "ended", "s", "r")
+    ]
+    ref, frames = PayloadSender(InlineConnector()).put(outputs)
+    message = TextsMessage(instance_id=A, payload=ref)
+    pipeline.router.on_texts(pipeline.stages[A], message, [memoryview(frame) for frame in frames])  # type: ignore[arg-type]
+    texts = {name: [(e.text, e.is_last) for e in events] for name, events in pipeline.events.items()}  # type: ignore[attr-defined]
+    assert texts == {"r": [("r", False)] * 2, "s": [("s", False)]}
+
+
 def test_late_and_duplicate_messages_are_dropped(pipeline: Pipeline, tmp_path: Path) -> None:
     pipeline.start("r", streams=True)
     pipeline.complete("r")
@@ -281,7 +321,7 @@ def test_late_and_duplicate_messages_are_dropped(pipeline: Pipeline, tmp_path: P
 
 def test_an_output_that_cannot_be_read_fails_the_request(pipeline: Pipeline) -> None:
     pipeline.start("r")
-    message = OutputMessage(request_id="r", stage_id=A, payload=InlineRef(sizes=[3]))
+    message = OutputMessage(request_id="r", instance_id=A, payload=InlineRef(sizes=[3]))
     pipeline.router.on_output(pipeline.stages[A], message, [memoryview(b"\xc1xx")])  # type: ignore[arg-type]
     error = pipeline.failure("r")
     assert isinstance(error, StageExecutionError) and "the output of stage 0 (a) could not be read" in str(error)
@@ -307,7 +347,7 @@ def test_an_error_of_a_stage_ends_only_its_request(pipeline: Pipeline, invalid: 
 def test_a_stage_reports_the_death_of_another(pipeline: Pipeline) -> None:
     pipeline.start("r")
     pipeline.stages[B].death = "it was killed"
-    pipeline.error(C, "r", dead_stage=B)
+    pipeline.error(C, "r", dead_instance=B)
     error = pipeline.failure("r")
     assert isinstance(error, StageDeadError) and "stage 1 (b) died: it was killed" in str(error)
 
@@ -372,11 +412,11 @@ def test_requests_whose_input_died_fail_and_the_others_wait(pipeline: Pipeline) 
     error = pipeline.failure("sent")
     assert isinstance(error, StageDeadError) and "stage 1 (b) died: it was killed by SIGKILL" in str(error)
     assert pipeline.events["unsent"] == [] and pipeline.observer.ended[0].failed_stage == "b"
-    down = PeerDownMessage(stage_id=B, finished=[])
+    down = PeerDownMessage(instance_id=B, epoch=0, finished=[])
     assert pipeline.log == [("a", down), ("c", down)]
     pipeline.log.clear()
     pipeline.restart(B)
-    a, b, c = (pipeline.stages[i].peer_up for i in (A, B, C))
+    a, b, c = (pipeline.stages[i].peer_up("") for i in (A, B, C))
     assert pipeline.log == [("b", a), ("b", c), ("b", ("unsent", 2)), ("a", b), ("c", b)]
     assert b.epoch == 1
     pipeline.result(A, "unsent", "text", b=1, c=0)
@@ -392,7 +432,7 @@ def test_the_first_stage_s_death_fails_all_that_it_had(pipeline: Pipeline) -> No
     pipeline.log.clear()
     pipeline.kill(A)
     assert isinstance(pipeline.failure("r"), StageDeadError)
-    assert ("b", PeerDownMessage(stage_id=A, finished=["s"])) in pipeline.log
+    assert ("b", PeerDownMessage(instance_id=A, epoch=0, finished=["s"])) in pipeline.log
     pipeline.result(B, "s", c=0)
     pipeline.result(C, "s", "audio")
     assert isinstance(pipeline.end("s"), CompletedEvent)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Supervisor` with a fake fork server and a fake clock: starts, deaths, restarts with back-off, and the end."""
 
-import json
 import queue
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +47,7 @@ class FakeProcess:
         return "it exited with status 1"
 
 
-class FakeForkServer:
+class FakeLauncher:
     """Records the start parameters of its processes; `errors` are raised by the next forks."""
 
     def __init__(self) -> None:
@@ -56,10 +55,10 @@ class FakeForkServer:
         self.processes: list[FakeProcess] = []
         self.errors: list[Exception] = []
 
-    def fork(self, specs: bytes, timeout: float) -> FakeProcess:
+    def launch(self, stages: list[FakeStage], timeout: float) -> FakeProcess:
         if self.errors:
             raise self.errors.pop(0)
-        self.specs.append(json.loads(specs))
+        self.specs.append([{"name": stage.name, "epoch": stage.epoch} for stage in stages])
         self.processes.append(FakeProcess(len(self.processes)))
         return self.processes[-1]
 
@@ -71,18 +70,17 @@ class Pipeline:
         self.clock = clock
         self.log: list[tuple[str, Any]] = []
         config = make_config(*TRIANGLE)
-        self.stages = {stage.name: FakeStage(stage, self.log) for stage in config.stage_args}
+        self.stages = {replica.name: FakeStage(replica, self.log) for replica in config.instances.values()}
         for stage in self.stages.values():
             stage.state = StageState.STARTING
         a, b, c = self.stages.values()
-        self.server = FakeForkServer()
+        self.server = FakeLauncher()
         self.down: list[str] = []
         self.is_closed = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.supervisor = Supervisor(
             [[a, b], [c]],  # type: ignore[list-item]
-            lambda stage: {"name": stage.config.name, "epoch": stage.epoch},  # type: ignore[arg-type, return-value]
-            self.server,  # type: ignore[arg-type]
+            lambda stages, timeout, on_wait: self.server.launch(stages, timeout),  # type: ignore[arg-type, return-value]
             RestartConfig(**{"backoff_s": BACKOFF_S, "max_backoff_s": 3.0, "window_s": 100.0, **restart}),
             INIT_TIMEOUT_S,
             self._command,
@@ -263,14 +261,14 @@ def test_a_process_that_is_forked_after_the_end_is_killed(pipeline: Pipeline) ->
     pipeline.die(pipeline.server.processes[1])
     pipeline.is_closed = True
     killed = queue.SimpleQueue[None]()
-    fork = pipeline.server.fork
+    launch = pipeline.server.launch
 
-    def fork_watched(specs: bytes, timeout: float) -> FakeProcess:
-        process = fork(specs, timeout)
+    def launch_watched(stages: list[FakeStage], timeout: float) -> FakeProcess:
+        process = launch(stages, timeout)
         process.kill = lambda: killed.put(None)  # type: ignore[method-assign]
         return process
 
-    pipeline.server.fork = fork_watched  # type: ignore[method-assign]
+    pipeline.server.launch = launch_watched  # type: ignore[method-assign]
     pipeline.act_at(1000.0 + BACKOFF_S)
     killed.get(timeout=TIMEOUT_S)
     assert pipeline.supervisor.filenos() == [1000]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the shipped models answer, say and paint, judged by recognizers that know nothing of them.
 
-The short form of `benchmarks/quality.py`: scenes and sentences are held out, training saw none of them. `questions/`
-has recordings of flite's voice kal16, which training never heard.
+The short form of `benchmarks/quality.py`: scenes and sentences are held out, training saw none of them.
 """
 
 import base64
@@ -16,6 +15,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from tests.shapes.recordings import RECORDINGS
 from vllm_omni import OmniLLM
 from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.shapes.checker import agrees, find_shapes
@@ -33,14 +33,13 @@ from vllm_omni.shapes.pictures import draw
 from vllm_omni.shapes.recognizer import Recognizer, count_understood
 from vllm_omni.shapes.speech import SAMPLE_RATE, SPEAKERS
 
-RECORDINGS = {file.stem.replace("_", " "): file for file in Path(__file__).with_name("questions").glob("*.flac")}
 SMALL_WINDOWS = [
     {"from": 0, "to": 1, "window_size": 3, "first_window_size": 2},
     {"from": 1, "to": 2, "window_size": 3, "first_window_size": 1},
 ]
 
 
-@pytest.fixture(scope="module", params=["as configured", "small windows"])
+@pytest.fixture(scope="module", params=["as configured", pytest.param("small windows", marks=pytest.mark.slow)])
 def omni(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
     config = yaml.safe_load(Path(find_checkpoint("shapes"), "stage_config.yaml").read_text())
     if request.param == "small windows":

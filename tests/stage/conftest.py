@@ -21,7 +21,7 @@ def start_llm(tiny_qwen3: Path) -> Iterator[Callable[..., RunningEngine]]:
     running: list[RunningEngine] = []
 
     def start(engine_type: str, **engine_args: Any) -> RunningEngine:
-        defaults = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 4}
+        defaults = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 4, "enforce_eager": True}
         engine = LLMStageEngine(Outbox(), 1, str(tiny_qwen3), engine_type, defaults | engine_args)
         engine.start()
         running.append(RunningEngine(engine))

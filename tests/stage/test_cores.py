@@ -27,20 +27,25 @@ def place(*stages: dict[str, Any]) -> list[tuple[list[int] | None, int | None]]:
     ("stages", "placed"),
     [
         # No process has `cpus`: none is bound, and they share the threads.
-        ([{}], [(None, 8)]),
+        ([{"engine_type": "fake"}], [(None, 8)]),
         ([{}, {}, {}], [(None, 2)] * 3),
         ([{}] * 6, [(None, 1)] * 6),
+        # A vLLM engine that shares with no other stage leaves a core.
+        ([{}], [(None, 7)]),
         # Lists, which may overlap; the others share the rest.
         ([{"cpus": "2-4"}, {"cpus": "4,9"}], [([2, 3, 4], 3), ([4, 9], 2)]),
         ([{"cpus": "3-5"}, {}, {}], [([3, 4, 5], 3), ([2, 6, 7, 8, 9], 2), ([2, 6, 7, 8, 9], 2)]),
         # Numbers get cores of their own, in order, around the lists.
-        ([{"cpus": 2}, {"cpus": "3"}, {"cpus": 3}, {}], [([2, 4], 2), ([3], 1), ([5, 6, 7], 3), ([8, 9], 2)]),
+        ([{"cpus": 2}, {"cpus": "3"}, {"cpus": 3}, {}], [([2, 4], 2), ([3], 1), ([5, 6, 7], 3), ([8, 9], 1)]),
         ([{"cpus": 8}], [(list(range(2, 10)), 8)]),
         # No core is left: the other processes are not bound.
         ([{"cpus": "2-9"}, {}], [(list(range(2, 10)), 8), (None, 1)]),
         # Stages of one process have the same cores.
-        ([{"process": "x"}, {}, {"process": "x", "cpus": 2}], [([2, 3], 2), ([4, 5, 6, 7, 8, 9], 6), ([2, 3], 2)]),
+        ([{"process": "x"}, {}, {"process": "x", "cpus": 2}], [([2, 3], 2), ([4, 5, 6, 7, 8, 9], 5), ([2, 3], 2)]),
         ([{"process": "x"}, {"process": "x"}, {}], [(None, 4)] * 3),
+        # Each replica has its own.
+        ([{"replicas": 2, "cpus": 2}, {}], [([2, 3], 2), ([6, 7, 8, 9], 3), ([4, 5], 2)]),
+        ([{"replicas": 2, "cpus": ["2", "3-4"]}], [([2], 1), ([3, 4], 2)]),
     ],
 )
 def test_cores(stages: list[dict[str, Any]], placed: list[tuple[list[int] | None, int | None]]) -> None:

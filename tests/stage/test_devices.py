@@ -104,8 +104,15 @@ def test_the_devices_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         {"process": "x"},
         {"process": "x", "devices": 2},
         {"devices": "0,1", "engine_type": "fake"},
+        {"devices": "2,0", "engine_type": "DiT", "engine_args": {"data_parallel_size": 2}},
     )
-    assert stage_devices(config) == {0: ["5", "6"], 1: ["4", "5"], 2: ["6"], 3: ["6"], 4: ["4", "5"]}
+    assert stage_devices(config) == {0: ["5", "6"], 1: ["4", "5"], 2: ["6"], 3: ["6"], 4: ["4", "5"], 5: ["6", "4"]}
+
+
+def test_the_devices_of_every_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, *[GIB] * 3, visible="4,5,6")
+    config = pipeline({"replicas": 2, "devices": ["1", "2"]}, {"replicas": 2, "devices": 0})
+    assert stage_devices(config) == {0: ["5"], 2: ["6"], 1: ["4"], 3: ["4"]}
 
 
 @pytest.mark.parametrize(
@@ -116,6 +123,10 @@ def test_the_devices_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
             r"stage 0 \(a\): runtime.devices names 2 \(0, 1\), but its engine takes 1 .* make the two equal",
         ),
         ({"devices": "0", "engine_args": {"pipeline_parallel_size": 2}}, r"names 1 \(0\), but its engine takes 2"),
+        (
+            {"devices": "0,1", "engine_type": "DiT", "engine_args": {"data_parallel_size": 2, "ulysses_degree": 2}},
+            r"names 2 \(0, 1\), but its engine takes 4 \(data_parallel_size x ulysses_degree x ring_degree\)",
+        ),
         ({"devices": "5"}, r"stage 0 \(a\): runtime.devices names device 5, but this process sees 2"),
         ({"engine_args": {"tensor_parallel_size": 4}}, r"stage 0 \(a\).*device 2, but this process sees 2"),
     ],

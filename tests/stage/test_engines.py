@@ -11,7 +11,7 @@ import torch
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, Result, StageEngine
+from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, Result, StageEngine, Stream, StreamChunk
 from vllm_omni.stage.engines.fake import FakeStageEngine
 from vllm_omni.stage.engines.function import FunctionStageEngine
 
@@ -76,3 +76,17 @@ def test_an_abort_removes_a_waiting_request(start: Callable[[StageEngine], Stage
     engine.abort("unknown")
     start(engine)
     assert [item.request_id for item in take(engine.outbox, 2)] == ["first", "last"]
+
+
+def test_the_first_windows_of_streams_pass_other_work(start: Callable[[StageEngine], StageEngine]) -> None:
+    engine = FunctionStageEngine(Outbox(), 1, f"{__name__}.double")
+    sources = {0: StageOutput(request_id="", stage_id=0, data={"count": 1})}
+    for request_id, is_last in (("whole", True), ("a", False)):
+        engine.inbox.put(NewRequest(StageRequest(request_id=request_id), sources=sources, is_last=is_last))
+    engine.inbox.put(StreamChunk("a", sources=sources, is_last=True))
+    engine.inbox.put(NewRequest(StageRequest(request_id="b"), sources=sources, is_last=False))
+    start(engine)
+    items = take(engine.outbox, 4)
+    assert [(item.request_id, type(item)) for item in items] == [
+        ("a", Stream), ("b", Stream), ("whole", Result), ("a", Result)
+    ]  # fmt: skip

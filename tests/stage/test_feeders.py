@@ -4,7 +4,7 @@
 import pytest
 
 from tests.stage.fake_sockets import FakeContext
-from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, WindowConfig
+from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance, WindowConfig
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     DataMessage,
@@ -16,7 +16,7 @@ from vllm_omni.distributed.messages import (
     recv_at_stage,
 )
 from vllm_omni.stage.feeders import Feeders, cost_of
-from vllm_omni.stage.spec import StageSpec
+from vllm_omni.stage.spec import SourceSpec, StageSpec
 
 SOURCE, OTHER = 0, 1
 
@@ -28,24 +28,24 @@ class Stage:
         self.context = FakeContext()
         self.to_orchestrator: list[Message] = []
         spec = StageSpec(
-            stage=OmniStageConfig(stage_id=2),
+            instance=StageInstance(instance_id=2, replica=0, stage=OmniStageConfig(stage_id=2)),
             run_dir="",
-            orchestrator="",
+            orchestrator=PeerUpMessage(instance_id=-1, epoch=0, address=""),
             connector=ConnectorConfig(name="InlineConnector"),
-            sources={source: WindowConfig() for source in (SOURCE, OTHER)},
+            sources={source: SourceSpec(stage_id=source, window=WindowConfig()) for source in (SOURCE, OTHER)},
             max_queued=8,
             high_watermark_bytes=1000,
         )
         self.feeders = Feeders(spec, self.context, self.to_orchestrator.append)  # type: ignore[arg-type]
 
     def connect(self, source: int, epoch: int = 0) -> None:
-        self.feeders.connect(PeerUpMessage(stage_id=source, epoch=epoch, address=f"{source}.{epoch}"))
+        self.feeders.connect(PeerUpMessage(instance_id=source, epoch=epoch, address=f"{source}.{epoch}"))
 
     def refunds(self, source: int, epoch: int = 0) -> list[tuple[int, int]]:
         """Requests and bytes that a source's process has received since the last call."""
         self.feeders.send_refunds()
         messages = [message for message, _ in self.context.read(f"{source}.{epoch}", recv_at_stage)]
-        assert all(isinstance(message, RefundMessage) and message.stage_id == 2 for message in messages)
+        assert all(isinstance(message, RefundMessage) and message.instance_id == 2 for message in messages)
         return [(message.num_requests, message.num_bytes) for message in messages]
 
 
@@ -94,7 +94,7 @@ def test_each_feeder_gets_its_own_credit(stage: Stage) -> None:
     stage.feeders.refund((OTHER, 3, 2))
     stage.feeders.refund((ORCHESTRATOR, 4, 3))
     assert (stage.refunds(SOURCE), stage.refunds(OTHER)) == ([(2, 1)], [(3, 2)])
-    assert stage.to_orchestrator == [RefundMessage(stage_id=2, num_requests=4, num_bytes=3)]
+    assert stage.to_orchestrator == [RefundMessage(instance_id=2, num_requests=4, num_bytes=3)]
 
 
 def test_a_source_that_is_not_connected_gets_its_credit_later() -> None:

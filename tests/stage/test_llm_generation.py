@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A one-step stage runs the windows of a request in order, each in one batch with those of other requests."""
 
+import msgspec
 import pytest
 import torch
 from vllm import SamplingParams
@@ -177,7 +178,7 @@ def test_the_last_window_is_marked_if_the_end_was_known_at_its_start(vocoder):
 
 def test_an_error_of_vllm_is_an_error_of_the_request(vocoder, monkeypatch):
     scheduler = vocoder.engine._engine._core.scheduler
-    monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 8)
+    monkeypatch.setattr(scheduler, "_max_prompt_tokens", 8)
     vocoder.put(begin("a", window(0, 5)), chunk("a", window(5, 15)), begin("b", window(0, 3), is_last=True))
     (output,) = vocoder.finish("b")
     torch.testing.assert_close(output.tensors["audio"], audio(0, 3))
@@ -192,4 +193,33 @@ def test_an_abort_drops_all_windows(vocoder):
     vocoder.put(AbortRequest("b"), chunk("b", is_last=True))
     vocoder.wait_asleep()
     assert "a" not in vocoder.items and len(vocoder.items["b"]) == 1
+    assert_nothing_is_left(vocoder)
+
+
+def extensible(start: int, stop: int) -> StageInput:
+    return msgspec.structs.replace(window(start, stop), is_extensible=True)
+
+
+def test_windows_that_pile_up_become_one(vocoder):
+    vocoder.put(
+        begin("a", extensible(0, 4)),
+        chunk("a", extensible(4, 9)),
+        chunk("a", extensible(9, 20)),
+        chunk("a", extensible(20, 30), is_last=True),
+    )
+    (output,) = vocoder.finish("a")
+    assert vocoder.counter.batch_sizes == [1, 1]
+    torch.testing.assert_close(output.tensors["audio"], audio(0, 30))
+    assert_is_one_stream(output, 30, 2)
+    first = vocoder.items["a"][0]
+    assert first.output.tensors["place"].tolist() == [0, 1, 2, 3]  # The first one waits for no other.
+    assert vocoder.items["a"][-1].num_input_tokens == 30
+
+
+def test_merged_windows_are_no_larger_than_a_batch(vocoder):
+    vocoder.put(begin("a", extensible(0, 4)), *(chunk("a", extensible(n, n + 25)) for n in (4, 29, 54)))
+    vocoder.put(chunk("a", is_last=True))
+    (output,) = vocoder.finish("a")
+    assert [len(item.output.tensors.get("place", ())) for item in vocoder.items["a"]] == [4, 50, 25]
+    torch.testing.assert_close(output.tensors["audio"], audio(0, 79))
     assert_nothing_is_left(vocoder)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from tests.stage.fake_sockets import FakeContext
-from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, WindowConfig
+from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance, WindowConfig
 from vllm_omni.distributed.messages import (
     InlineRef,
     OutputMessage,
     PeerUpMessage,
     ResultMessage,
     SubmitMessage,
+    TextsMessage,
     recv_at_orchestrator,
     recv_at_stage,
 )
@@ -28,7 +29,7 @@ from vllm_omni.stage.request_state import InputStreams, RequestState
 from vllm_omni.stage.spec import StageSpec, TargetSpec
 
 INLINE = ConnectorConfig(name="InlineConnector")
-ORCHESTRATOR = "orchestrator"
+ORCHESTRATOR = PeerUpMessage(instance_id=-1, epoch=0, address="orchestrator")
 IN_WINDOWS, WHOLE, TOKENS = 1, 2, 3
 """Targets: one reads rows in windows, one everything as a whole, one only tokens."""
 MAX_QUEUED = 2
@@ -41,7 +42,11 @@ class Stage:
         self.context = FakeContext()
         window = WindowConfig(window_size=2, first_window_size=2, unit="rows")
         spec = StageSpec(
-            stage=OmniStageConfig(stage_id=0, final_output=True, final_output_type=output_type),
+            instance=StageInstance(
+                instance_id=0,
+                replica=0,
+                stage=OmniStageConfig(stage_id=0, final_output=True, final_output_type=output_type),
+            ),
             run_dir=str(run_dir),
             orchestrator=ORCHESTRATOR,
             connector=INLINE,
@@ -58,7 +63,7 @@ class Stage:
 
     def connect(self, target: int, epoch: int = 0) -> dict[str, Exception]:
         address = f"{target}.{epoch}"
-        return self.outlet.on_target_up(PeerUpMessage(stage_id=target, epoch=epoch, address=address))
+        return self.outlet.on_target_up(PeerUpMessage(instance_id=target, epoch=epoch, address=address))
 
     def start(
         self, request_id: str, *targets: int, is_final: bool = True, streams: bool = False, number: int = 1
@@ -90,9 +95,19 @@ class Stage:
 
     def events(self) -> list[tuple[list[int], list[str]]]:
         """What the orchestrator received: tokens and names of tensors."""
-        messages = self.context.read(ORCHESTRATOR, recv_at_orchestrator)
+        messages = self.context.read(ORCHESTRATOR.address, recv_at_orchestrator)
         assert all(isinstance(message, OutputMessage) for message, _ in messages)
         return [self.read(message.payload, frames) for message, frames in messages]
+
+    def texts(self) -> list[list[tuple[str, list[int]]]]:
+        """What the orchestrator received after `flush`: for each message its requests and their tokens."""
+        self.outlet.flush()
+        received = []
+        for message, frames in self.context.read(ORCHESTRATOR.address, recv_at_orchestrator):
+            assert isinstance(message, TextsMessage) and isinstance(message.payload, InlineRef)
+            outputs = self._payloads.get(list[StageOutput], message.payload, frames)
+            received.append([(output.request_id, output.completions[0].token_ids) for output in outputs])
+        return received
 
     def read(self, payload: Any, frames: Any) -> tuple[list[int], list[str]]:
         output = self._payloads.get(StageOutput, payload, [memoryview(frame) for frame in frames])
@@ -170,8 +185,25 @@ def test_callers_of_a_text_stage_get_no_tensors(tmp_path: Path) -> None:
     state = stage.start("r", IN_WINDOWS, streams=True)
     stage.write(state, 1)
     message, frames = stage.outlet.finish(state, piece("r", 2))
-    assert stage.events() == [([1], [])] and stage.read(message.payload, frames) == ([2], [])
+    assert stage.texts() == [[("r", [1])]] and stage.read(message.payload, frames) == ([2], [])
     assert [names for *_, names in stage.data(IN_WINDOWS)] == [["other", "rows"]] * 2
+
+
+def test_texts_of_several_requests_are_one_message(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, output_type="text")
+    states = [stage.start(request_id, streams=True) for request_id in "rs"]
+    for state in states:
+        stage.write(state, 1)
+    assert stage.texts() == [[("r", [1]), ("s", [1])]] and stage.texts() == []
+
+
+def test_a_text_is_sent_before_the_end_of_its_request(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, output_type="text")
+    state = stage.start("r", streams=True)
+    stage.write(state, 1)
+    stage.outlet.send(*stage.outlet.finish(state, piece("r", 2)))
+    messages = stage.context.read(ORCHESTRATOR.address, recv_at_orchestrator)
+    assert [type(message) for message, _ in messages] == [TextsMessage, ResultMessage]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def context() -> Iterator[zmq.Context]:
 
 
 def peer_up(run_dir: Path, epoch: int = 0) -> PeerUpMessage:
-    return PeerUpMessage(stage_id=1, epoch=epoch, address=stage_address(run_dir, 1, epoch))
+    return PeerUpMessage(instance_id=1, epoch=epoch, address=stage_address(run_dir, 1, epoch))
 
 
 def make_target(context: zmq.Context, run_dir: Path) -> Target:
@@ -34,7 +34,7 @@ def make_target(context: zmq.Context, run_dir: Path) -> Target:
     spec = TargetSpec(
         window=WindowConfig(), reads=None, max_queued=2, high_watermark_bytes=1 << 20, connector=connector
     )
-    return Target(context, run_dir, 0, 1, spec)
+    return Target(context, run_dir, 0, 0, 1, spec)
 
 
 def test_payloads_that_a_dead_stage_has_not_received_are_removed(context: zmq.Context, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class CountingSegmenter(Segmenter):
 
 
 def make_state(request_id: str, clock: Clock, targets: Sequence[int] = (), arrival: float = 0.0) -> RequestState:
-    config = SegmentConfig(max_segment_tokens=3, min_flush_interval_ms=INTERVAL * 1000)
+    config = SegmentConfig(max_segment_tokens=3, min_flush_interval_ms=INTERVAL * 1000 / 2)
     submit = SubmitMessage(
         request_id=request_id,
         number=1,

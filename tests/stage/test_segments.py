@@ -37,16 +37,26 @@ def test_the_first_token_is_sent_at_once_and_later_ones_by_count() -> None:
     assert tokens(last) == [4, 5, 6] and last.is_last
 
 
-def test_held_tokens_are_sent_after_the_interval() -> None:
+def test_held_tokens_are_sent_with_the_first_one_after_the_interval() -> None:
+    clock = Clock()
+    segmenter = for_caller(100, 50, clock)
+    sent = []
+    for number in range(6):
+        sent.append(tokens(segmenter.add(piece(number))))
+        clock.now += 0.03
+    assert sent == [[0], None, [1, 2], None, [3, 4], None]
+
+
+def test_held_tokens_are_sent_after_two_intervals_without_one() -> None:
     clock = Clock()
     segmenter = for_caller(100, 50, clock)
     segmenter.add(piece(0))
     due = [segmenter.due]
     clock.now += 0.02
     assert segmenter.add(piece(1)) is None
-    assert [*due, segmenter.due] == [None, 100.05]
+    assert [*due, segmenter.due] == [None, 100.1]
     assert segmenter.flush_if_due() is None
-    clock.now = 100.05
+    clock.now = 100.1
     segment = segmenter.flush_if_due()
     assert tokens(segment) == [1] and segment is not None and not segment.is_last
     clock.now += 1

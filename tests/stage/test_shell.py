@@ -5,11 +5,12 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
-from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, WindowConfig
+from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance, WindowConfig
 from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
@@ -17,8 +18,10 @@ from vllm_omni.distributed.messages import (
     DataMessage,
     ErrorMessage,
     Frames,
+    InputMessage,
     Message,
     PayloadRef,
+    PeerUpMessage,
     ReadyMessage,
     ResultMessage,
     ShutdownMessage,
@@ -34,6 +37,7 @@ from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.stats import StageStats
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import Completion, StageOutput
+from vllm_omni.payloads import AdditionalInformationPayload
 from vllm_omni.stage.engines.base import (
     AbortRequest,
     NewRequest,
@@ -45,7 +49,7 @@ from vllm_omni.stage.engines.base import (
     Stop,
 )
 from vllm_omni.stage.shell import StageShell
-from vllm_omni.stage.spec import StageSpec
+from vllm_omni.stage.spec import SourceSpec, StageSpec
 
 
 class RecordingEngine(StageEngine):
@@ -84,9 +88,9 @@ class Peers:
         self.engine = RecordingEngine(self.outbox)
         self.parent_end, lifeline = socket.socketpair()
         spec = StageSpec(
-            stage=OmniStageConfig(stage_id=2),
-            sources={source: WindowConfig() for source in (0, 1)},
-            orchestrator=orchestrator_address(run_dir),
+            instance=StageInstance(instance_id=2, replica=0, stage=OmniStageConfig(stage_id=2)),
+            sources={source: SourceSpec(stage_id=source, window=WindowConfig()) for source in (0, 1)},
+            orchestrator=PeerUpMessage(instance_id=ORCHESTRATOR, epoch=0, address=orchestrator_address(run_dir)),
             connector=CONNECTOR,
             max_inflight=8,
             max_queued=4,
@@ -110,8 +114,8 @@ class Peers:
         assert isinstance(ready, ReadyMessage)
         self.socket.connect(ready.address)
 
-    def submit(self, request_id: str, number: int) -> None:
-        payload, frames = self._payloads.put(StageRequest(request_id=request_id))
+    def submit(self, request_id: str, number: int, is_complete: bool = True) -> None:
+        payload, frames = self._payloads.put(StageRequest(request_id=request_id, is_complete=is_complete))
         message = SubmitMessage(
             request_id=request_id,
             number=number,
@@ -127,6 +131,11 @@ class Peers:
         output = StageOutput(request_id=request_id, stage_id=source, completions=[Completion(text=text)])
         payload, frames = self._payloads.put(output)
         self.send(self.data_message(request_id, number, source, payload), frames)
+
+    def input(self, request_id: str, text: str, is_last: bool) -> None:
+        payload, frames = self._payloads.put(AdditionalInformationPayload.from_dict({"text": text}))
+        message = InputMessage(request_id=request_id, num_ready_tokens=7, is_last=is_last, payload=payload)
+        self.send(message, frames)
 
     def start_requests(self, request_ids: str) -> None:
         """Submits a request for each letter, with its whole input; returns when the engine has them."""
@@ -190,6 +199,23 @@ def test_early_data_waits_for_its_request(peers: Peers) -> None:
     peers.data("r", 1, 1, "b" * 1000)
     peers.submit("r", 1)
     assert words(peers.engine.next()) == ["a", "b" * 1000]
+
+
+def test_more_input_follows_the_request_into_the_engine(peers: Peers, tmp_path: Path) -> None:
+    """That of an unknown request, with its payload, is dropped."""
+    peers.submit("r", 1, is_complete=False)
+    peers.input("r", "one", is_last=False)
+    peers.input("gone", "x" * 1000, is_last=True)
+    peers.data("r", 1, 0, "a")
+    peers.data("r", 1, 1, "b")
+    first = peers.engine.next()
+    assert words(first) == ["a", "b"] and isinstance(first, NewRequest) and not first.is_last
+    peers.input("r", "y" * 1000, is_last=True)
+    chunks: list[Any] = [peers.engine.next(), peers.engine.next()]
+    texts = [chunk.stage_input.additional_information["text"] for chunk in chunks]
+    assert texts == ["one", "y" * 1000]
+    assert [(chunk.stage_input.num_ready_tokens, chunk.is_last) for chunk in chunks] == [(7, False), (7, True)]
+    assert not list(tmp_path.glob("peer*"))
 
 
 def test_late_data_is_dropped(peers: Peers, tmp_path: Path) -> None:

@@ -183,6 +183,8 @@ def test_a_diffusion_stage_times_its_steps() -> None:
             engine.stop()
             return [], 1
 
+        def close(self) -> None: ...
+
     engine = DiffusionStageEngine(Outbox(), 0, "", DiTConfig(compile=True), None)
     assert engine.always_compiles
     engine._executor = Executor()  # type: ignore[assignment]

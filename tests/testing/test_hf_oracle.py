@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
+from vllm_omni.engine.omni_llm_engine import opaque_module_hidden
 from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle, OracleResult
 from vllm_omni.testing.media import PROMPT_KINDS, make_prompt
 
@@ -39,18 +40,20 @@ def vllm_thinker(tiny_qwen3_omni_moe: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         set_num_threads = torch.set_num_threads
-        yield LLM(
-            model=str(tiny_qwen3_omni_moe),
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=256,
-            max_num_batched_tokens=256,
-            max_num_seqs=4,
-            kv_cache_memory_bytes=1 << 23,
-            limit_mm_per_prompt={"image": 1, "audio": 1, "video": 1},
-            skip_mm_profiling=True,
-            disable_log_stats=True,
-        )
+        with opaque_module_hidden():  # another test of this process may have used numba
+            llm = LLM(
+                model=str(tiny_qwen3_omni_moe),
+                dtype="float32",
+                enforce_eager=True,
+                max_model_len=256,
+                max_num_batched_tokens=256,
+                max_num_seqs=4,
+                kv_cache_memory_bytes=1 << 23,
+                limit_mm_per_prompt={"image": 1, "audio": 1, "video": 1},
+                skip_mm_profiling=True,
+                disable_log_stats=True,
+            )
+        yield llm
         torch.set_num_threads = set_num_threads  # which vLLM's CPU worker replaces for the whole process
 
 

@@ -15,6 +15,8 @@ from vllm_omni.testing.tiny_checkpoints import TINY_CHECKPOINTS, main, write_tin
 
 QWEN2_5_OMNI = ("tiny_qwen2_5_omni", QWEN2_5)
 QWEN3_OMNI = ("tiny_qwen3_omni_moe", QWEN3)
+FIXED_BYTES = {"hunyuan_video_15": 4 * 2048 * (64 + 2048 + 64)}
+"""Of layers whose sizes diffusers has in its code: the projection of glyph states, by way of 2048 channels."""
 
 
 @pytest.fixture
@@ -38,7 +40,8 @@ def test_every_byte_depends_on_the_seed_only(name: str, tmp_path: Path) -> None:
     assert again == first
     weights = {file for file in first if file.endswith((".safetensors", ".pt"))}
     assert {file for file in first if other[file] != first[file]} == weights != set()
-    assert sum(map(len, first.values())) < (5e6 if "model_index.json" in first else 10e6)
+    size = sum(map(len, first.values())) - FIXED_BYTES.get(name, 0)
+    assert size < (5e6 if "model_index.json" in first else 10e6)
 
 
 @pytest.mark.parametrize("omni, dialect, patch", [(*QWEN2_5_OMNI, 14), (*QWEN3_OMNI, 16)], indirect=["omni"])

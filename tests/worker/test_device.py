@@ -95,7 +95,11 @@ class Strategy:
     def feed_back(self, rows: FedBackRows) -> FedBack:
         on_cpu([rows.token_ids, rows.slots, rows.frames])
         embeds = (rows.token_ids + rows.slots)[:, None].expand(-1, 2).float()
-        return FedBack(embeds, {"codes": rows.token_ids[:, None] + rows.frames[:, None]})
+        codes = rows.token_ids[:, None] + rows.frames[:, None]
+        return FedBack(embeds, {"codes": codes}, is_last=rows.token_ids == 30)
+
+    def first_outputs(self, slot: int) -> dict[str, torch.Tensor]:
+        return {"codes": torch.full((2, 1), slot, device=DEVICE)} if slot else {}
 
     replay = feed_back
 
@@ -107,6 +111,7 @@ class Talker:
     _take_rows = FeedbackARModelRunner._take_rows
     _to_device = FeedbackARModelRunner._to_device
     _unemitted = FeedbackARModelRunner._unemitted
+    _first_outputs = FeedbackARModelRunner._first_outputs
 
     def __init__(self, ids: list[int]) -> None:
         self.device = DEVICE
@@ -143,9 +148,12 @@ def test_the_inputs_of_a_talkers_step_are_written_on_the_device(
     talker = Talker([10, 20, 30, 40, 50])
     assert talker.step([0, 0, 2], [2, 2, 1]).tolist() == [0, 0, 1, 1, 52]
     assert talker._emitted is not None
-    assert [row and row["codes"].tolist() for row in talker._emitted.wait(3)] == [None, None, [[50]]]
+    emitted, ended = talker._emitted.wait(3)
+    assert [row and row["codes"].tolist() for row in emitted] == [None, [[1], [1]], [[50]]]
+    assert ended == []
     assert talker.step([2, 2, 3], [1, 1, 1]).tolist() == [10, 21, 32]
-    emitted = talker._emitted.wait(3)
+    emitted, ended = talker._emitted.wait(3)
+    assert ended == [2]
     assert all(row is not None and is_host(row["codes"]) for row in emitted)
     assert talker.step([2, 3, 3], [1, 1, 1]).tolist() == [10, 21, 32], "of which two are replays"
     assert device.num_waits == 0, "the CPU runs ahead of the device"

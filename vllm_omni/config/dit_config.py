@@ -5,6 +5,7 @@ Independent of diffusers, the checkpoint and the device: `diffusion/loader.py` r
 support.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin
@@ -14,10 +15,15 @@ import msgspec
 from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
+DIT_PARALLEL_SIZES = ("data_parallel_size", "ulysses_degree", "ring_degree")
+"""Settings whose product is the number of devices."""
+
 _MINIMUM = {
+    **dict.fromkeys(DIT_PARALLEL_SIZES, 1),
     "max_batch_size": 1,
     "max_loras": 1,
     "batch_wait_ms": 0,
+    "prompt_cache_bytes": 0,
     "max_pixels": 1,
     "max_frames": 1,
     "max_steps": 1,
@@ -25,7 +31,12 @@ _MINIMUM = {
     "preview_size": 1,
 }
 # Settings of the denoiser and the VAE, which an encoder stage does not have.
-_NOT_FOR_ENCODERS = ("vae_slicing", "vae_tiling", "attention_backend", "cache_backend", "compile")
+_NOT_FOR_ENCODERS = (
+    *("vae_slicing", "vae_tiling", "attention_backend", "cache_backend", "compile"),
+    *DIT_PARALLEL_SIZES,
+)
+# Settings that change the denoiser in one process only.
+_NOT_ON_SEVERAL_DEVICES = ("offload", "cache_backend", "compile", "quantization", "lora_modules")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +50,11 @@ class DiTConfig:
     engine_output_type: str | None = None
     """The output for other stages; for information only."""
     pipeline_class: str | None = None
-    """Name of the diffusers class. Default: the class in `model_index.json`."""
-    part: Literal["pipeline", "encoder", "denoiser"] = "pipeline"
+    """Name of the diffusers class, or the dotted path of another one. Default: the class in `model_index.json`."""
+    part: Literal["pipeline", "encoder", "denoiser"] | list[str] = "pipeline"
     """The part of the pipeline that this stage runs: all of it (`pipeline`), only the encoding of prompts (`encoder`),
-    or everything after that (`denoiser`). The stage loads the weights of its part only."""
+    everything after that (`denoiser`), or a list of components, if other stages make what the rest would. The stage
+    loads the weights of its part only."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights: `auto` is bfloat16 on an accelerator, float32 on a CPU."""
     revision: str | None = None
@@ -71,6 +83,13 @@ class DiTConfig:
     """Compile the denoiser with torch.compile."""
     quantization: dict[str, Any] | None = None
     """Arguments of diffusers' `PipelineQuantizationConfig`."""
+    data_parallel_size: int = 1
+    """Copies of the denoiser, each on a device (or on several, see below), that share the rows of a batch: its guided
+    and its unguided half, and outputs of several requests."""
+    ulysses_degree: int = 1
+    """Devices that share each row of a batch by its tokens, with diffusers' Ulysses attention."""
+    ring_degree: int = 1
+    """The same with diffusers' ring attention. Accelerators only."""
     max_loras: int = 8
     """LoRA adapters that stay loaded."""
     lora_modules: dict[str, str] = field(default_factory=dict)
@@ -80,6 +99,8 @@ class DiTConfig:
     components are offloaded."""
     batch_wait_ms: float = 2.0
     """Batching delay: milliseconds that an idle stage waits for further requests when one arrives."""
+    prompt_cache_bytes: int = 256 << 20
+    """Host memory, at most, for encoded prompts: a request that repeats one does not encode it again. 0: none."""
     max_pixels: int = 2048 * 2048
     """Largest height x width of an output, and of an input image."""
     max_frames: int = 257
@@ -90,6 +111,16 @@ class DiTConfig:
     """Largest number of outputs of one prompt."""
     preview_size: int = 256
     """Approximate longer side of a preview, in pixels."""
+
+    @property
+    def context_parallel_size(self) -> int:
+        """How many devices compute one row together."""
+        return self.ulysses_degree * self.ring_degree
+
+    @property
+    def world_size(self) -> int:
+        """How many processes, each with a device, the denoiser runs in."""
+        return math.prod(getattr(self, name) for name in DIT_PARALLEL_SIZES)
 
 
 DIT_SETTINGS = tuple(setting.name for setting in fields(DiTConfig))
@@ -142,8 +173,17 @@ def _check_contradictions(config: DiTConfig, where: str) -> None:
         )
     if config.cache_config and config.cache_backend is None:
         raise StageConfigError(f"{where}.cache_config: there is no cache_backend that it configures; set one")
+    if config.ulysses_degree > 1 and config.ring_degree > 1:
+        raise StageConfigError(
+            f"{where}.ring_degree: diffusers has no method with both that takes sequences of any length; remove it, or "
+            "ulysses_degree"
+        )
+    for key in _NOT_ON_SEVERAL_DEVICES:
+        if config.world_size > 1 and getattr(config, key):
+            used = next(name for name in DIT_PARALLEL_SIZES if getattr(config, name) > 1)
+            raise StageConfigError(f"{where}.{key}: is not supported together with {used}; remove one of them")
     for key in _NOT_FOR_ENCODERS:
-        if config.part == "encoder" and getattr(config, key):
+        if config.part == "encoder" and getattr(config, key) != getattr(DiTConfig, key):
             raise StageConfigError(
                 f"{where}.{key}: does not apply to a stage that only encodes prompts (part: encoder); set it in the "
                 "stage with part: denoiser"

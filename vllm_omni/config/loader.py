@@ -2,6 +2,7 @@
 """Loads and checks a stage configuration file. Every error names the file, the key and the remedy."""
 
 import importlib
+import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 import yaml
 
 from vllm_omni.config.resources import check_resources
-from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.stage_config import NIXL, OmniStageConfig, PipelineConfig, RuntimeConfig
 from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
@@ -132,7 +133,9 @@ def _check_stage(stage: OmniStageConfig) -> None:
     for name in stage.reads or ():
         if name.partition(".")[0] not in _READABLE:
             raise StageConfigError(f"{where}: reads: {name!r} is not one of {', '.join(_READABLE)}, or an entry of one")
-    for key in ("custom_process_input_func", "function", "batch_function"):
+    if stage.custom_prompt_func and (stage.engine_input_source or not stage.runs_vllm):
+        raise StageConfigError(f"{where}: custom_prompt_func is for vLLM stages that read the prompt; remove it")
+    for key in ("custom_process_input_func", "custom_prompt_func", "function", "batch_function"):
         if path := getattr(stage, key):
             resolve_dotted_path(path, f"{where}: {key}")
 
@@ -187,6 +190,13 @@ def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -
         raise StageConfigError(f"{where}: {path} reads whole results only; remove window_size, or set it to -1")
 
 
+def _check_nixl(where: str, runtime: RuntimeConfig) -> None:
+    if importlib.util.find_spec("nixl") is None:
+        raise StageConfigError(f"{where}: {NIXL} needs NIXL: pip install 'vllm-omni[nixl]'")
+    if runtime.encrypt != "control":
+        raise StageConfigError(f"{where}: {NIXL} does not encrypt what it sends; use it with runtime.encrypt: control")
+
+
 def _check_runtime(config: PipelineConfig) -> None:
     runtime = config.runtime
     if not runtime.enabled:
@@ -198,6 +208,9 @@ def _check_runtime(config: PipelineConfig) -> None:
     for stage in config.stage_args:
         for source in stage.engine_input_source:
             _check_window(config, source, stage)
+    for name, connector in runtime.connectors.items():
+        if connector.name == NIXL:
+            _check_nixl(f"runtime.connectors.{name}", runtime)
     for stage in config.stage_args:
         for name in (*stage.input_connectors.values(), *stage.output_connectors.values()):
             if name not in runtime.connectors:

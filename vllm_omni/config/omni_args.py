@@ -3,11 +3,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from vllm_omni.config.utils import find_checkpoint
 
-RUNTIME_OPTIONS = ("stage_init_timeout", "request_timeout_s", "max_inflight", "max_queued")
+RUNTIME_OPTIONS = (
+    "stage_init_timeout",
+    "request_timeout_s",
+    "max_inflight",
+    "max_queued",
+    "distributed_backend",
+    "ray_address",
+)
 """Options that replace the keys of these names in `runtime` of the stage configuration."""
 
 
@@ -30,6 +37,10 @@ class PipelineOptions:
     """Requests that the pipeline processes at once."""
     max_queued: int | None = None
     """Requests that may wait for admission. Beyond that, offline callers block and others get `PipelineFullError`."""
+    distributed_backend: Literal["ray"] | None = None
+    """`ray`: run the stages on the nodes of a Ray cluster (`pip install 'vllm_omni[ray]'`)."""
+    ray_address: str | None = None
+    """The Ray cluster: `auto`, the one that runs on this machine; `local`, a new one on this machine; or HOST:PORT."""
     shm_threshold_bytes: int = 65536
     """Payloads of at least this size pass between stages through shared memory."""
 

@@ -8,7 +8,15 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.dit_config import DIT_PARALLEL_SIZES
+from vllm_omni.config.stage_config import (
+    ROUTING_POLICIES,
+    SHARED_PROCESS,
+    OmniStageConfig,
+    PipelineConfig,
+    StageInstance,
+)
+from vllm_omni.config.utils import nearest
 from vllm_omni.errors import StageConfigError
 
 _T = TypeVar("_T")
@@ -91,27 +99,59 @@ def check_resources(config: PipelineConfig) -> None:
     """Checks what is wrong on every machine.
 
     Raises:
-        StageConfigError: A value cannot be parsed, a stage's memory is set twice, or stages of one process have
-            different devices or cores.
+        StageConfigError: A value cannot be parsed, a stage's memory is set twice, there is not one entry for each
+            replica, or stages of one process have different devices or cores.
     """
     for stage in config.stage_args:
         try:
             _check_stage(stage)
         except StageConfigError as error:
             raise StageConfigError(f"{stage.label}: runtime.{error}") from error
+    _check_shared_processes(config)
     for process in config.processes:
         process_devices(process)
         process_cpus(process)
+        _check_parallel_denoisers(process)
+
+
+def _check_shared_processes(config: PipelineConfig) -> None:
+    first: dict[str, OmniStageConfig] = {}
+    for stage in config.stage_args:
+        if stage.runtime.process is not True:
+            other = first.setdefault(stage.runtime.process or SHARED_PROCESS, stage)
+            if other.runtime.replicas != stage.runtime.replicas:
+                raise StageConfigError(
+                    f"stages {other.stage_id} and {stage.stage_id} share processes (runtime.process) but have "
+                    f"{other.runtime.replicas} and {stage.runtime.replicas} replicas; give both the same number"
+                )
 
 
 def _check_stage(stage: OmniStageConfig) -> None:
     runtime = stage.runtime
     if runtime.process == "":
         raise StageConfigError("process: the name is empty; write true for a process of its own")
-    if runtime.devices is not None:
-        parse_devices(runtime.devices)
-    if runtime.cpus is not None:
-        parse_cpus(runtime.cpus)
+    if runtime.replicas < 1:
+        raise StageConfigError(f"replicas: {runtime.replicas} is not a number of processes; write 1 or more")
+    if runtime.routing not in ROUTING_POLICIES:
+        known = ", ".join(ROUTING_POLICIES)
+        near = nearest(runtime.routing, ROUTING_POLICIES)
+        raise StageConfigError(f"routing: there is no {runtime.routing!r}{near} (known: {known})")
+    for name, amount in runtime.resources.items():
+        if amount < 0:
+            raise StageConfigError(f"resources: {name} is {amount:g}; write 0 or more")
+    for key in ("devices", "cpus", "node"):
+        value = getattr(runtime, key)
+        if isinstance(value, list) and len(value) != runtime.replicas:
+            raise StageConfigError(
+                f"{key}: has {len(value)} entries for {runtime.replicas} replicas; write one entry for each, or one "
+                "value for all"
+            )
+    for replica in range(runtime.replicas):
+        own = runtime.of_replica(replica)
+        if own.devices is not None:
+            parse_devices(own.devices)  # type: ignore[arg-type]
+        if own.cpus is not None:
+            parse_cpus(own.cpus)  # type: ignore[arg-type]
     if runtime.memory is None:
         return
     parse_memory(runtime.memory)
@@ -119,7 +159,17 @@ def _check_stage(stage: OmniStageConfig) -> None:
         raise StageConfigError("memory and engine_args.gpu_memory_utilization set the same limit; keep one of them")
 
 
-def process_devices(process: list[OmniStageConfig]) -> list[str] | None:
+def _check_parallel_denoisers(process: list[StageInstance]) -> None:
+    for instance in process:
+        names = [name for name in DIT_PARALLEL_SIZES if instance.stage.engine_args.get(name, 1) != 1]
+        if len(process) > 1 and instance.stage.kind == "DiT" and names:
+            raise StageConfigError(
+                f"{instance.label}: engine_args.{names[0]} needs a process without other stages, because a process is "
+                "in one group of torch.distributed; set runtime.process to true"
+            )
+
+
+def process_devices(process: list[StageInstance]) -> list[str] | None:
     """The devices of the stages of one process, as `parse_devices` returns them; None: all devices.
 
     Raises:
@@ -128,7 +178,7 @@ def process_devices(process: list[OmniStageConfig]) -> list[str] | None:
     return _common_value("devices", process, parse_devices)
 
 
-def process_cpus(process: list[OmniStageConfig]) -> list[int] | int | None:
+def process_cpus(process: list[StageInstance]) -> list[int] | int | None:
     """The cores of the stages of one process, as `parse_cpus` returns them; None: not set.
 
     Raises:
@@ -137,9 +187,9 @@ def process_cpus(process: list[OmniStageConfig]) -> list[int] | int | None:
     return _common_value("cpus", process, parse_cpus)
 
 
-def _common_value(key: str, process: list[OmniStageConfig], parse: Callable[[Any], _T]) -> _T | None:
+def _common_value(key: str, process: list[StageInstance], parse: Callable[[Any], _T]) -> _T | None:
     """The value that all stages with this key share."""
-    texts = {stage.stage_id: getattr(stage.runtime, key) for stage in process}
+    texts = {instance.stage.stage_id: getattr(instance.stage.runtime, key) for instance in process}
     values = {stage_id: parse(text) for stage_id, text in texts.items() if text is not None}
     (first, common), *others = values.items() or [(0, None)]
     for stage_id, value in others:

@@ -5,6 +5,7 @@
 of any model.
 """
 
+import itertools
 from collections.abc import Collection
 from functools import cached_property
 from typing import Any, Literal
@@ -14,6 +15,7 @@ import msgspec
 from vllm_omni.errors import StageConfigError
 
 EngineType = Literal["AR", "generation", "DiT", "function", "fake"]
+ROUTING_POLICIES = ("least_loaded", "round_robin", "prefix")
 SHARED_PROCESS = "shared"
 
 
@@ -21,12 +23,21 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """`stage_args[].runtime`: where a stage runs, and its limits.
 
     Attributes:
-        process: `true`: the stage has its own process. A name: it shares a process with all stages of that name;
-            `false` is the name `shared`.
+        replicas: Processes of the stage, each with an engine. A request runs in one of them.
+        routing: How that one is selected, when the request starts: `least_loaded`: it has the fewest requests;
+            `round_robin`: one after the other; `prefix`: it had prompts with the same beginning (for prefix caching),
+            unless it has many more requests than another.
+        process: `true`: each replica has its own process. A name: it shares a process with all stages of that name;
+            `false` is the name `shared`. Stages that share processes have the same number of replicas.
         devices: Accelerators that are visible to the stage (see `stage.devices.set_stage_gpu_devices`): a comma list
-            (`"2,5"`), or a number or digit string, the logical index of one.
+            (`"2,5"`), or a number or digit string, the logical index of one. A list has one such entry for each
+            replica; any other value is that of all replicas.
         memory: Limit of the stage's memory on each device: a fraction of the device (`0.3`), or bytes (`"20GiB"`).
-        cpus: Cores that the stage runs on: a list in Linux notation (`"0-3,8"`), or their number.
+        cpus: Cores that the stage runs on: a list in Linux notation (`"0-3,8"`), or their number, of each replica. A
+            list with one such entry for each replica is possible, too.
+        node: With Ray: the node of the stage, by its address, host name or node name. A list has one for each replica.
+        resources: With Ray: what each process asks for (`{"CPU": 2, "GPU": 1, "fast_disk": 1}`). Default: as many GPUs
+            as it has devices, and its number of cores, or one.
         max_batch_size: Requests that the engine processes at once (its `max_num_seqs`).
         max_inflight: Requests that the engine holds, running or waiting. Default: what it can use.
         max_queued: Requests that may wait in the stage for its engine. Beyond that its sources wait.
@@ -36,15 +47,25 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             only a diffusion stage can, and receives the prompt's images.
     """
 
+    replicas: int = 1
+    routing: str = "least_loaded"
     process: bool | str = True
-    devices: str | int | None = None
+    devices: str | int | list[str | int] | None = None
     memory: str | float | None = None
-    cpus: str | int | None = None
+    cpus: str | int | list[str | int] | None = None
+    node: str | list[str] | None = None
+    resources: dict[str, float] = {}
     max_batch_size: int | None = None
     max_inflight: int | None = None
     max_queued: int | None = None
     step_timeout_s: float = 1800.0
     requires_multimodal_data: bool = False
+
+    def of_replica(self, replica: int) -> "StageRuntimeConfig":
+        """The same with the resources of one replica."""
+        names = ("devices", "cpus", "node")
+        own = {name: value[replica] for name in names if isinstance(value := getattr(self, name), list)}
+        return msgspec.structs.replace(self, **own)
 
 
 class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +82,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             `DiTConfig`. `model` is the stage's own checkpoint. Default: the pipeline's.
         engine_input_source: Stages whose outputs this stage reads; none for the first stage.
         custom_process_input_func: Dotted path of the stage's `StageInputProcessor`.
+        custom_prompt_func: Dotted path of the `PromptProcessor` of a stage without sources.
         function: Dotted path of the callable of a `function` stage, called for each request.
         batch_function: Instead of `function`: a callable for up to `runtime.max_batch_size` (default 8) requests.
         is_comprehension: OpenAI's sampling fields apply to this stage.
@@ -80,6 +102,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     engine_args: dict[str, Any] = {}
     engine_input_source: list[int] = []
     custom_process_input_func: str | None = None
+    custom_prompt_func: str | None = None
     function: str | None = None
     batch_function: str | None = None
     is_comprehension: bool = False
@@ -137,6 +160,45 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def runs_vllm(self) -> bool:
         return self.kind in ("AR", "generation")
 
+    @property
+    def schedules_by_priority(self) -> bool:
+        """Whether a request's priority counts; in a vLLM stage as its `scheduling_policy` says."""
+        return not self.runs_vllm or self.engine_args.get("scheduling_policy") == "priority"
+
+    @property
+    def emits_only_text(self) -> bool:
+        """Whether it is an engine whose only outputs are tokens of a text."""
+        return self.kind == "AR" and self.engine_args.get("engine_output_type", "text") == "text"
+
+    @property
+    def has_ray_workers(self) -> bool:
+        """Whether vLLM's Ray executor starts the workers of its engine, on any nodes of the cluster."""
+        return self.runs_vllm and self.engine_args.get("distributed_executor_backend") == "ray"
+
+
+class StageInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica of a stage: an engine in a process. Messages between processes carry its id.
+
+    Attributes:
+        instance_id: Unique in the pipeline; of a stage's first replica it is the stage's id.
+        replica: Counts the replicas of the stage, from 0.
+        stage: The stage's configuration with the resources of this replica.
+    """
+
+    instance_id: int
+    replica: int
+    stage: OmniStageConfig
+
+    @property
+    def name(self) -> str:
+        """`thinker`, or `thinker.1` where there are several replicas."""
+        return self.stage.name if self.stage.runtime.replicas == 1 else f"{self.stage.name}.{self.replica}"
+
+    @property
+    def label(self) -> str:
+        """The replica in messages: `stage 0 (thinker)`, or `stage 0 (thinker.1)`."""
+        return f"stage {self.stage.stage_id} ({self.name})"
+
 
 class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"source": "from"}):
     """`runtime.edges[]`: how one stage's output reaches another.
@@ -162,15 +224,19 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     only_if_streaming: bool = False
 
 
+NIXL = "NixlConnector"
+
+
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`runtime.connectors`: a named transport of payloads.
 
     Attributes:
-        name: `SharedMemoryConnector` or `InlineConnector`.
-        extra: `shm_threshold_bytes` of the former: smaller payloads are sent inline.
+        name: `SharedMemoryConnector`, `InlineConnector`, or `NixlConnector`: between machines, NIXL; on one, as the
+            first.
+        extra: `shm_threshold_bytes` of the first and the last: smaller payloads are sent inline.
     """
 
-    name: Literal["SharedMemoryConnector", "InlineConnector"]
+    name: Literal["SharedMemoryConnector", "InlineConnector", "NixlConnector"]
     extra: dict[str, int] = {}
 
     @property
@@ -199,7 +265,8 @@ class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Attributes:
         max_segment_tokens: When the segment has this many tokens ...
-        min_flush_interval_ms: ... or this many milliseconds after the last segment. The first token is sent at once.
+        min_flush_interval_ms: ... or with the first token this many milliseconds after the last segment; twice as long
+            after it if none comes. The first token of all is sent at once.
     """
 
     max_segment_tokens: int = 8
@@ -232,6 +299,12 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         request_timeout_s: Seconds after a request's arrival, including the time in the queue, after which it fails with
             `RequestTimeoutError`. 0: no limit.
         stage_init_timeout: Seconds that a single stage may take to become ready.
+        distributed_backend: `ray`: stages run on the nodes of a Ray cluster. Default: on this machine.
+        ray_address: Of the cluster: `auto` (the one that runs on this machine), `local` (a new one), or `HOST:PORT`.
+        encrypt: What is encrypted between machines: `all`, or only `control`: messages and payloads below 64 KiB.
+            Everything is authenticated in both cases.
+        network_interface: That machines reach each other on (`eth1`). Default: the one with the address by which Ray
+            knows the node.
     """
 
     enabled: bool = True
@@ -242,6 +315,10 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_queued: int = 256
     request_timeout_s: float = 21600.0
     stage_init_timeout: float = 600.0
+    distributed_backend: Literal["ray"] | None = None
+    ray_address: str = "auto"
+    encrypt: Literal["all", "control"] = "all"
+    network_interface: str | None = None
     connectors: dict[str, ConnectorConfig] = {}
     edges: list[EdgeConfig] = []
 
@@ -292,14 +369,34 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return {stage.stage_id for stage in stages if stage.engine_args.get("part") == "denoiser"}
         return {stage.stage_id for stage in first}
 
-    @property
-    def processes(self) -> list[list[OmniStageConfig]]:
-        """The stages of each process, in stage order; processes in the order of their first stages."""
-        groups: dict[int | str, list[OmniStageConfig]] = {}
+    @cached_property
+    def instances(self) -> dict[int, StageInstance]:
+        """The replicas of all stages by instance id, in the order of stages and replicas."""
+        found = {}
+        further = itertools.count(max(self.stages, default=0) + 1)
         for stage in self.stage_args:
-            process = stage.runtime.process
-            name = stage.stage_id if process is True else process or SHARED_PROCESS
-            groups.setdefault(name, []).append(stage)
+            for replica in range(stage.runtime.replicas):
+                instance_id = next(further) if replica else stage.stage_id
+                own = msgspec.structs.replace(stage, runtime=stage.runtime.of_replica(replica))
+                found[instance_id] = StageInstance(instance_id=instance_id, replica=replica, stage=own)
+        return found
+
+    @cached_property
+    def replicas(self) -> dict[int, list[StageInstance]]:
+        """The replicas of each stage, by stage id."""
+        return {
+            stage_id: [instance for instance in self.instances.values() if instance.stage.stage_id == stage_id]
+            for stage_id in self.stages
+        }
+
+    @property
+    def processes(self) -> list[list[StageInstance]]:
+        """The replicas of each process, in stage order; processes in the order of their first ones."""
+        groups: dict[tuple[int | str, int], list[StageInstance]] = {}
+        for instance in self.instances.values():
+            process = instance.stage.runtime.process
+            name = instance.stage.stage_id if process is True else process or SHARED_PROCESS
+            groups.setdefault((name, instance.replica), []).append(instance)
         return list(groups.values())
 
     @property
@@ -364,11 +461,26 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.runtime.defaults.max_inflight if own is None else own
 
     def with_stage_args(self, stage_args: list[OmniStageConfig]) -> "PipelineConfig":
-        return PipelineConfig(stage_args=stage_args, runtime=self.runtime)
+        return msgspec.structs.replace(self, stage_args=stage_args)
 
     def with_runtime(self, **values: Any) -> "PipelineConfig":
         """The same with other values of `runtime`'s own keys."""
-        return PipelineConfig(stage_args=self.stage_args, runtime=msgspec.structs.replace(self.runtime, **values))
+        return msgspec.structs.replace(self, runtime=msgspec.structs.replace(self.runtime, **values))
+
+
+class PartOfPipeline(PipelineConfig, frozen=True, kw_only=True, dict=True):
+    """The replicas of a pipeline that share one machine: `instances` has no others.
+
+    Attributes:
+        instance_ids: Theirs.
+    """
+
+    instance_ids: list[int]
+
+    @cached_property
+    def instances(self) -> dict[int, StageInstance]:
+        every = PipelineConfig(stage_args=self.stage_args, runtime=self.runtime).instances
+        return {instance_id: every[instance_id] for instance_id in self.instance_ids}
 
 
 def find_stage(config: PipelineConfig, key: str | int) -> OmniStageConfig:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from vllm_omni.model_packages import find_models
+
 _T = TypeVar("_T")
 
 # msgspec publishes a type's description before it is complete, and several threads may open pipelines.
@@ -39,6 +41,11 @@ def split_error(error: msgspec.ValidationError) -> tuple[str, str]:
     return message.split(" - at ")[0], where.group(1).lstrip(".") if where else ""
 
 
+def message_of(error: ValueError | TypeError) -> str:
+    """That of an error of vLLM's configuration, without what pydantic writes before and after it."""
+    return str(error).split("Value error, ")[-1].split(" [type=")[0]
+
+
 def stage_configs_dir() -> Path:
     """The directory of the shipped stage configurations: one YAML for each model, and variants for other machines.
 
@@ -48,10 +55,9 @@ def stage_configs_dir() -> Path:
 
 
 def find_stage_configs(path: str) -> Path:
-    """The file of a stage configuration, given by its path or by the name of a shipped one without `.yaml`."""
-    shipped = stage_configs_dir() / f"{path}.yaml"
-    is_name = not Path(path).suffix and Path(path).name == path
-    return shipped if is_name and shipped.exists() and not Path(path).exists() else Path(path)
+    """The file of a stage configuration, given by its path or by the name of one of a package without `.yaml`."""
+    named = None if Path(path).exists() else find_models().stage_configs.get(path)
+    return named or Path(path)
 
 
 def find_checkpoint(model: str) -> str:
@@ -62,14 +68,14 @@ def find_checkpoint(model: str) -> str:
 
 
 def shipped_variants(path: Path | None) -> list[Path]:
-    """The shipped configurations of the same model for other machines: `MODEL_MACHINE.yaml`.
+    """The configurations that a package has of the same model for other machines: `MODEL_MACHINE.yaml`.
 
     Args:
-        path: A stage configuration. One that is not shipped has no variants.
+        path: A stage configuration. One of no package has no variants.
     """
-    if path is None or path.parent != stage_configs_dir():
+    if path is None or find_models().stage_configs.get(path.stem) != path:
         return []
-    shipped = sorted(stage_configs_dir().glob("*.yaml"))
+    shipped = sorted(path.parent.glob("*.yaml"))
     stems = [other.stem for other in shipped if path.stem == other.stem or path.stem.startswith(f"{other.stem}_")]
     model = min(stems, key=len)
     return [other for other in shipped if other != path and (other.stem == model or other.stem.startswith(f"{model}_"))]

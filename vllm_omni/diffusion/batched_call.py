@@ -4,12 +4,16 @@
 A call is for a single image, so its batch has one row, or two where a pipeline computes the guided and the unguided
 image together. A value with that many entries is a batch; everything else must be the same in every call. Only a
 sequence with a mask (`encoder_hidden_states`, `encoder_hidden_states_mask`) can have another length in each: it is
-padded. Knows no module and no pipeline.
+padded. An object is the same in two calls if it is one object, or has the same plain values and no tensors, such as an
+empty cache. Knows no module and no pipeline.
 """
 
+import copy
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -17,12 +21,34 @@ import torch
 import torch.nn.functional as F
 
 _KEPT_TENSORS = 64
+_MAX_DEPTH = 8
 _AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class CannotSplitError(Exception):
     """An output has a value of a type without known rows."""
+
+
+class ObjectChangedError(Exception):
+    """The module has changed an argument: calls like this one can only be computed one by one."""
+
+
+class RowParallelFunction(ABC):
+    """A function of a batch whose rows can be computed in several places at once.
+
+    Attributes:
+        num_shares: How many.
+    """
+
+    num_shares: int
+
+    @abstractmethod
+    def compute_shares(self, shares: Sequence[tuple[tuple, dict[str, Any]]]) -> list[Any]:
+        """The outputs of up to `num_shares` calls, given by their args and kwargs. Raises what a call raises."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute_shares([(args, kwargs)])[0]
 
 
 class _Value:
@@ -101,6 +127,7 @@ class ModuleCall:
         batch: Its batch dimension.
         layout: Calls of equal layout can be computed as one if their shared tensors are equal.
         shared: Tensors without rows, which have to be equal, in the order of the arguments.
+        objects: Objects that equal those of other calls, by their state.
     """
 
     function: Callable[..., Any]
@@ -109,6 +136,7 @@ class ModuleCall:
     batch: CallBatch
     layout: Hashable
     shared: tuple[SharedTensor, ...] = ()
+    objects: tuple[Any, ...] = ()
 
     @classmethod
     def describe(
@@ -125,16 +153,20 @@ class ModuleCall:
         masked = _masked_sequences(kwargs, batch)
         others = {key: value for key, value in kwargs.items() if key not in (*masked, *masked.values())}
         shared: list[SharedTensor] = []
+        objects: list[Any] = []
 
-        def share(tensor: torch.Tensor) -> None:
-            shared.append(tensors.find(tensor))
+        def share(value: Any) -> None:
+            if isinstance(value, torch.Tensor):
+                shared.append(tensors.find(value))
+            else:
+                objects.append(value)
 
         layout = (
             *(id(function), batch, sizes),
             *(_layout(args, batch, share), _layout(others, batch, share)),
             *((name, kwargs[name].shape[2], kwargs[name].dtype) for name in masked),
         )
-        return cls(function, args, kwargs, batch, layout, tuple(shared))
+        return cls(function, args, kwargs, batch, layout, tuple(shared), tuple(objects))
 
 
 def find_joinable(call: ModuleCall, others: Sequence[ModuleCall]) -> list[bool]:
@@ -188,22 +220,80 @@ def compute(calls: Sequence[ModuleCall]) -> list[Any]:
     """The output of each of these calls, which have the same layout.
 
     Raises:
-        CannotSplitError: They can only be computed one by one.
+        CannotSplitError, ObjectChangedError: They can only be computed one by one.
         Exception: The function's.
     """
     first = calls[0]
     if len(calls) == 1:
-        return [first.function(*first.args, **first.kwargs)]
+        return [_call(first, first.args, first.kwargs, 1)]
     batch, num_calls = first.batch, len(calls)
-    args = _join([call.args for call in calls], batch)
+    copies = {id(value): copy.deepcopy(value) for value in first.objects}
+    args = _join([call.args for call in calls], batch, copies)
     kwargs: dict[str, Any] = {}
     masked = _masked_sequences(first.kwargs, batch)
     for name, mask_name in masked.items():
         sequences, masks = ([call.kwargs[key] for call in calls] for key in (name, mask_name))
         kwargs[name], kwargs[mask_name] = _pad(sequences, masks)
-    for name in first.kwargs.keys() - kwargs.keys():
-        kwargs[name] = _join([call.kwargs[name] for call in calls], batch)
-    return _split(first.function(*args, **kwargs), batch.num_rows, num_calls)
+    for name in [name for name in first.kwargs if name not in kwargs]:  # In order.
+        kwargs[name] = _join([call.kwargs[name] for call in calls], batch, copies)
+    output = _call(first, args, kwargs, num_calls)
+    if any(_state(value) != _state(copies[id(value)]) for value in first.objects):
+        raise ObjectChangedError
+    return _split(output, batch.num_rows, num_calls)
+
+
+def _call(first: ModuleCall, args: tuple, kwargs: dict[str, Any], num_calls: int) -> Any:
+    """The output of joined calls like the first; in shares of their rows, if the function takes them."""
+    function, num_rows = first.function, first.batch.num_rows * num_calls
+    num_shares = min(function.num_shares, num_rows) if isinstance(function, RowParallelFunction) else 1
+    if num_shares == 1:
+        return function(*args, **kwargs)
+    shares, sizes, start = [], [], 0
+    for index in range(num_shares):
+        rows = slice(start, num_rows * (index + 1) // num_shares)
+        share_of = partial(_rows_of, batch=first.batch, rows=rows)
+        shares.append((share_of(args, first.args), {key: share_of(kwargs[key], first.kwargs[key]) for key in kwargs}))
+        sizes.append(rows.stop - start)
+        start = rows.stop
+    assert isinstance(function, RowParallelFunction)
+    return _concatenate(function.compute_shares(shares), sizes)
+
+
+def _rows_of(joined: Any, first: Any, batch: CallBatch, rows: slice) -> Any:
+    """Some rows of a value that `_join` or `_pad` has made of `first` and those of other calls."""
+    match first:
+        case torch.Tensor() if first.ndim == 0:
+            return joined[rows] if joined.ndim else joined
+        case torch.Tensor() if batch.has(first):
+            return joined[rows]
+        case list() if batch.are_items_of(first):
+            return joined[rows]
+        case list() | tuple():
+            return type(first)(_rows_of(*pair, batch, rows) for pair in zip(joined, first, strict=True))
+        case dict():
+            return {key: _rows_of(joined[key], first[key], batch, rows) for key in first}
+        case None if isinstance(joined, torch.Tensor):
+            return joined[rows]  # the mask of sequences that only some calls have
+        case _:
+            return joined
+
+
+def _concatenate(outputs: list[Any], sizes: list[int]) -> Any:
+    """The output of a batch, from those of shares with so many rows."""
+    first = outputs[0]
+    match first:
+        case torch.Tensor() if first.ndim > 0 and [len(output) for output in outputs] == sizes:
+            return torch.cat(outputs)
+        case list() if [len(output) for output in outputs] == sizes:
+            return [item for output in outputs for item in output]
+        case tuple():
+            return tuple(_concatenate([output[i] for output in outputs], sizes) for i in range(len(first)))
+        case dict():
+            return type(first)(**{key: _concatenate([output[key] for output in outputs], sizes) for key in first})
+        case None:
+            return None
+        case _:
+            raise CannotSplitError(f"a {type(first).__name__} in the output of a share of a batch")
 
 
 def _leads(value: Any) -> bool:
@@ -238,7 +328,7 @@ def _pad(sequences: list[torch.Tensor], masks: list[torch.Tensor | None]) -> tup
     return torch.cat(padded), torch.cat([F.pad(mask, (0, length - mask.shape[1])) for mask in full])
 
 
-def _layout(value: Any, batch: CallBatch, share: Callable[[torch.Tensor], None]) -> Hashable:
+def _layout(value: Any, batch: CallBatch, share: Callable[[Any], None]) -> Hashable:
     match value:
         case torch.Tensor() if value.ndim == 0:
             return ("scalar", value.dtype)
@@ -255,18 +345,41 @@ def _layout(value: Any, batch: CallBatch, share: Callable[[torch.Tensor], None])
             return ("dict", *((key, _layout(item, batch, share)) for key, item in value.items()))
         case _ if isinstance(value, _PLAIN):
             return ("plain", type(value), value)
+        case _ if (state := _state(value)) is not None:
+            share(value)
+            return ("state", state)
         case _:
             return ("object", id(value))
 
 
-def _item_layout(item: Any, batch: CallBatch, share: Callable[[torch.Tensor], None]) -> Hashable:
+def _state(value: Any, depth: int = 0) -> Hashable | None:
+    """The plain values that an object of a Python class consists of; None if it has anything else, or is too deep."""
+    match value:
+        case _ if depth > _MAX_DEPTH:
+            return None
+        case _ if isinstance(value, _PLAIN):
+            return (type(value), value)
+        case list() | tuple():
+            items: Any = value
+        case dict():
+            items = [*value, *value.values()]
+        case _ if type(value).__bases__ == (object,) and hasattr(value, "__dict__") and not callable(value):
+            items = [vars(value)]
+        case _:
+            return None
+    states = tuple(_state(item, depth + 1) for item in items)
+    return None if None in states else (type(value), *states)
+
+
+def _item_layout(item: Any, batch: CallBatch, share: Callable[[Any], None]) -> Hashable:
     """Of a row's item. Plain values have to be equal: a network may read those of the first row only."""
     if not isinstance(item, torch.Tensor):
         return _layout(item, batch, share)
     return ("item", item.dtype, None if batch.in_lists else tuple(item.shape))
 
 
-def _join(values: list[Any], batch: CallBatch) -> Any:
+def _join(values: list[Any], batch: CallBatch, copies: dict[int, Any]) -> Any:
+    """`copies` of objects, by id, are passed in place of them."""
     first = values[0]
     match first:
         case torch.Tensor() if first.ndim == 0:
@@ -276,11 +389,11 @@ def _join(values: list[Any], batch: CallBatch) -> Any:
         case list() if batch.are_items_of(first):
             return [item for value in values for item in value]
         case list() | tuple():
-            return type(first)(_join([value[i] for value in values], batch) for i in range(len(first)))
+            return type(first)(_join([value[i] for value in values], batch, copies) for i in range(len(first)))
         case dict():
-            return {key: _join([value[key] for value in values], batch) for key in first}
+            return {key: _join([value[key] for value in values], batch, copies) for key in first}
         case _:
-            return first
+            return copies.get(id(first), first)
 
 
 def _split(output: Any, count: int, num_calls: int) -> list[Any]:

@@ -104,9 +104,10 @@ class JobEnd:
     """How a job ended.
 
     Attributes:
-        output: An image float32 `[height, width, channels]` in [0, 1], a video `[frames, height, width, channels]`,
-            audio `[channels, samples]`, or latents; on the CPU. Of a stage that encodes prompts: the results of
-            `encode_prompt`.
+        output: An image float32 `[height, width, channels]` in [0, 1], or the layers of one; a video `[frames,
+            height, width, channels]`, audio `[channels, samples]`, or latents; on the CPU. Of a stage that encodes
+            prompts: the results of `encode_prompt`.
+        sound: Of a video, if the pipeline makes both: `[channels, samples]`, or latents; on the CPU.
         error: The reason for no output; without its frames, which would keep the pipeline's tensors.
         traceback: Its text.
         is_invalid: The request itself was wrong.
@@ -114,6 +115,7 @@ class JobEnd:
 
     job: DiffusionJob
     output: Any = None
+    sound: torch.Tensor | None = None
     error: Exception | None = None
     traceback: str = ""
     is_invalid: bool = False

@@ -6,6 +6,7 @@ transformers find most of it too, some of it after minutes of loading, and not a
 decides which modules keep float32. Knows no pipeline by name.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,9 +22,15 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.config.utils import nearest
 from vllm_omni.diffusion.offload import check_offload, place_modules
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
-from vllm_omni.diffusion.pipeline_settings import apply_settings, check_settings, quantization_config
+from vllm_omni.diffusion.pipeline_settings import (
+    apply_settings,
+    check_settings,
+    find_denoisers,
+    quantization_config,
+)
 from vllm_omni.errors import StageConfigError
 
 _LOADING_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError, SafetensorError)
@@ -55,6 +62,28 @@ def load_pipeline(model: str, config: DiTConfig, device: torch.device) -> Diffus
     loaded = {name: module for name, module in _modules(pipe).items() if name not in left_out}
     place_modules(pipe, loaded, config, device)
     return pipe
+
+
+def denoiser_names(model: str, config: DiTConfig) -> list[str]:
+    """The components of a stage that run at every step.
+
+    Raises:
+        StageConfigError: It has none, or the checkpoint cannot be used.
+    """
+    info = PipelineInfo.load(model, config)
+    classes = _component_classes(model, info, config)
+    left_out = _left_out(info.pipeline_class, classes, config)
+    names = [name for name in find_denoisers(classes) if name not in left_out]
+    if not names:
+        raise StageConfigError(f"{model}: this stage runs no denoiser that several devices could share")
+    return names
+
+
+def load_denoisers(model: str, config: DiTConfig, device: torch.device) -> dict[str, torch.nn.Module]:
+    """The stage's denoisers alone, by component, as `load_pipeline` loads them. Raises as `load_pipeline`."""
+    names = denoiser_names(model, config)
+    pipe = load_pipeline(model, dataclasses.replace(config, part=names), device)
+    return {name: pipe.components[name] for name in names}
 
 
 def weight_bytes(model: str, config: DiTConfig, device: torch.device) -> int:
@@ -124,15 +153,26 @@ def _left_out(pipeline_class: type, classes: Mapping[str, type], config: DiTConf
     if config.part == "pipeline":
         return {}
     modules = {name: cls for name, cls in classes.items() if issubclass(cls, torch.nn.Module)}
-    encoders = {name for name in modules if "text_encoder" in name}
     where = f"engine_args.part: {config.part}: {pipeline_class.__name__}"
-    if not encoders or encoders == set(modules) or not hasattr(pipeline_class, "encode_prompt"):
-        raise StageConfigError(f"{where} does not encode prompts in a separate method; set part: pipeline")
-    left_out = {name: cls for name, cls in modules.items() if (name in encoders) != (config.part == "encoder")}
+    loaded = _components_of(config.part, pipeline_class, modules, where)
+    left_out = {name: cls for name, cls in modules.items() if name not in loaded}
     for name, cls in left_out.items():
         if not issubclass(cls, (ModelMixin, PreTrainedModel)):
             raise StageConfigError(f"{where}: {name} ({cls.__name__}) cannot be left out; set part: pipeline")
     return left_out
+
+
+def _components_of(part: str | list[str], pipeline_class: type, modules: Mapping[str, type], where: str) -> set[str]:
+    """The models of a part."""
+    if isinstance(part, list):
+        for name in part:
+            if name not in modules:
+                raise StageConfigError(f"{where} has no model {name!r}{nearest(name, modules)} ({', '.join(modules)})")
+        return set(part)
+    encoders = {name for name in modules if "text_encoder" in name}
+    if not encoders or encoders == set(modules) or not hasattr(pipeline_class, "encode_prompt"):
+        raise StageConfigError(f"{where} does not encode prompts in a separate method; set part: pipeline")
+    return encoders if part == "encoder" else set(modules) - encoders
 
 
 def _without_weights(model: str, name: str, cls: type, config: DiTConfig, device: torch.device) -> torch.nn.Module:
@@ -153,7 +193,7 @@ def _without_weights(model: str, name: str, cls: type, config: DiTConfig, device
         ) from error
 
 
-def _empty_class(name: str, cls: type, part: str, device: torch.device) -> Any:
+def _empty_class(name: str, cls: type, part: str | list[str], device: torch.device) -> Any:
     """The class of a component without weights. It raises when called. Its device is the pipeline's, because diffusers
     takes the device of the first component."""
 

@@ -31,7 +31,8 @@ class AdapterManager:
     """
 
     def __init__(self, pipe: DiffusionPipeline, max_loras: int) -> None:
-        """`max_loras`: how many adapters stay loaded; the least recently used one is removed. 0: none are allowed."""
+        """`max_loras`: how many adapters stay loaded; the least recently used one is removed. 0: the denoiser runs on
+        several devices, and none are allowed."""
         self._pipe: Any = pipe
         self._max_loras = max_loras
         self._loaded: dict[str, str] = {}  # path -> the adapter's name in the pipeline; the last one was used last
@@ -76,7 +77,7 @@ class AdapterManager:
             ValueError: Its file shows that it is no adapter for this pipeline.
         """
         if self._max_loras < 1:
-            raise ValueError(f"LoRA adapter {name!r}: this stage takes none (max_loras is {self._max_loras})")
+            raise ValueError(f"LoRA adapter {name!r}: this stage takes none: its denoiser runs on several devices")
         place = _place(path)
         problem = _problem(self._pipe, place)
         if problem is not None:

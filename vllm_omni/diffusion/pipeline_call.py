@@ -15,6 +15,7 @@ from typing import Any
 import greenlet
 import torch
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
+from diffusers.guiders import BaseGuidance
 
 from vllm_omni.diffusion.batched_call import ModuleCall, SharedTensors
 
@@ -24,7 +25,7 @@ class CallAborted(BaseException):
 
 
 class PipelineCall:
-    """A call of a pipeline, on its own copy of it: modules are shared, the scheduler and all settings are not.
+    """A call of a pipeline, on its own copy of it: modules are shared; scheduler, guider and all settings are not.
 
     It has its own grad mode too: a pipeline sets the thread's when it is called and restores it when it ends, while
     other calls are running.
@@ -38,9 +39,11 @@ class PipelineCall:
 
     def __init__(self, pipe: DiffusionPipeline) -> None:
         self.pipe = copy.copy(pipe)
+        self._copies: list[Any] = []
         for name, component in vars(pipe).items():  # `components` would look at the class's signature first
-            if isinstance(component, SchedulerMixin):
-                setattr(self.pipe, name, copy.deepcopy(component))
+            if isinstance(component, (SchedulerMixin, BaseGuidance)):
+                setattr(self.pipe, name, copied := copy.deepcopy(component))
+                self._copies.append(copied)
         self._shared = SharedTensors()
         self._greenlet: _CallGreenlet
 
@@ -62,9 +65,10 @@ class PipelineCall:
         return self._advance(lambda: self._greenlet.throw(error))
 
     def close(self) -> None:
-        """Clears the copy: its hooks refer to it, and it refers to all tensors of the call."""
-        vars(self.pipe).clear()
-        del self.pipe, self._greenlet
+        """Clears the copies: their hooks refer to them, and they refer to all tensors of the call."""
+        for copied in (self.pipe, *self._copies):
+            vars(copied).clear()
+        del self.pipe, self._copies, self._greenlet
 
     def _advance(self, switch: Callable[[], Any]) -> ModuleCall | None:
         with torch.no_grad():
@@ -133,23 +137,23 @@ def gate_modules(pipe: DiffusionPipeline) -> None:
                 setattr(module, name, _Gate(function))
 
 
-def on_method(pipe: DiffusionPipeline, name: str, hook: Callable[[Callable[..., Any], dict[str, Any]], Any]) -> None:
-    """Calls `hook(method, arguments)` instead of a method of this one pipeline object, if it has the method.
+def on_method(owner: Any, name: str, hook: Callable[[Callable[..., Any], dict[str, Any]], Any]) -> None:
+    """Calls `hook(method, arguments)` instead of a method of this one pipeline or scheduler, if it has the method.
 
     Args:
         hook: Gets the method with its arguments bound, and the arguments by name.
     """
-    method = getattr(pipe, name, None)
+    method = getattr(owner, name, None)
     if method is None:
         return
-    signature = _signature(getattr(type(pipe), name))
+    signature = _signature(getattr(type(owner), name))
 
     def call_hook(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(pipe, *args, **kwargs)
+        bound = signature.bind(owner, *args, **kwargs)
         bound.apply_defaults()
         return hook(lambda: method(*args, **kwargs), bound.arguments)
 
-    setattr(pipe, name, call_hook)
+    setattr(owner, name, call_hook)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origi
 from PIL import Image
 
 from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.utils import nearest
 from vllm_omni.errors import StageConfigError
 
@@ -28,8 +29,12 @@ OutputType = Literal["image", "video", "audio"]
 _INDEX = "model_index.json"
 # Fields of diffusers' output classes, and their media.
 _OUTPUT_FIELDS: dict[str, OutputType] = {"frames": "video", "audios": "audio"}
+SOUND_FIELD = "audio"
+"""The field of the sound of videos, beside `frames`."""
+# By signature their image is optional; in fact they fail without one.
+_NEEDS_IMAGES = ("QwenImageLayeredPipeline",)
 # By signature they take one image for each prompt; in fact several for one prompt.
-_SEVERAL_IMAGES = ("QwenImageEditPlusPipeline", "QwenImage21Pipeline")
+_SEVERAL_IMAGES = ("GlmImagePipeline", "QwenImageEditPlusPipeline", "QwenImage21Pipeline")
 
 
 def is_diffusers_model(model: str, revision: str | None = None) -> bool:
@@ -92,6 +97,8 @@ class PipelineInfo:
         parameter = call_parameters(self.pipeline_class).get("image")
         if parameter is None:
             return False
+        if self.pipeline_class.__name__ in _NEEDS_IMAGES:
+            return True
         if parameter.default is inspect.Parameter.empty or not _is_optional(parameter.annotation):
             return True
         from diffusers.pipelines import auto_pipeline
@@ -179,7 +186,7 @@ def _find_class(model: str, index: dict[str, Any], config: DiTConfig) -> "type[D
     name = config.pipeline_class or index["_class_name"]
     if not isinstance(name, str):  # [file, class]: code of the checkpoint
         return _load_own_class(model, name[0], name[1], config)
-    found = getattr(diffusers, name, None)
+    found = resolve_dotted_path(name, f"{model}: pipeline_class") if "." in name else getattr(diffusers, name, None)
     if isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline):
         return found
     if found is not None and hasattr(found, "_backends"):

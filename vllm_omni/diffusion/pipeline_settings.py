@@ -28,6 +28,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.utils import nearest
+from vllm_omni.diffusion.context_parallel import check_context_parallel
 from vllm_omni.errors import StageConfigError
 
 _DENOISER_PACKAGES = ("diffusers.models.transformers.", "diffusers.models.unets.")
@@ -47,8 +48,10 @@ def check_settings(
         StageConfigError: Names the setting, the reason, and the supported values.
     """
     _check_vae(config, classes)
+    denoisers = {name: classes[name] for name in find_denoisers(classes)}
+    check_context_parallel(config, denoisers, device)
     if config.cache_backend is not None:
-        check_cache(config, pipeline_class, {name: classes[name] for name in _denoisers(classes)})
+        check_cache(config, pipeline_class, denoisers)
     if config.attention_backend is not None:
         _check_attention(config.attention_backend, device, dtype)
     if config.compile:
@@ -58,7 +61,7 @@ def check_settings(
 def apply_settings(pipe: DiffusionPipeline, config: DiTConfig) -> None:
     """Applies the settings to a loaded pipeline, wherever its weights are."""
     modules = {name: item for name, item in pipe.components.items() if isinstance(item, torch.nn.Module)}
-    denoisers = [modules[name] for name in _denoisers({name: type(item) for name, item in modules.items()})]
+    denoisers = [modules[name] for name in find_denoisers({name: type(item) for name, item in modules.items()})]
     for vae in modules.values():
         if isinstance(vae, AutoencoderMixin):
             _apply_to_vae(vae, config)
@@ -71,7 +74,7 @@ def apply_settings(pipe: DiffusionPipeline, config: DiTConfig) -> None:
             enable_cache(denoiser, config)
 
 
-def _denoisers(classes: Mapping[str, type]) -> list[str]:
+def find_denoisers(classes: Mapping[str, type]) -> list[str]:
     """The components that run at every step: diffusers' transformers and UNets, by package or name."""
     return [
         name

@@ -29,7 +29,10 @@ _ABOVE = {"strength": 0, "fps": 0}
 # Guidance and adapters: far above useful values, and far below an overflow in half precision.
 _AT_MOST = {"strength": 1, "output_quality": 100, "guidance_scale": 1000, "true_cfg_scale": 1000, "lora_scale": 100}
 
-_LIMITS = {"num_inference_steps": "max_steps", "num_frames": "max_frames", "num_outputs_per_prompt": "max_outputs"}
+_LIMITS = {
+    "num_inference_steps": "max_steps", "num_frames": "max_frames", "num_outputs_per_prompt": "max_outputs",
+    "layers": "max_outputs",  # an argument of some pipelines: images of one output
+}  # fmt: skip
 
 
 def read_settings(
@@ -89,7 +92,7 @@ def check_limits(params: DiffusionSamplingParams, pipeline_class: type, config: 
     """
     for name, limit in _LIMITS.items():
         value, note = _effective(name, params, pipeline_class)
-        if value is not None and value > getattr(config, limit):
+        if isinstance(value, int) and value > getattr(config, limit):
             raise ValueError(f"{name} {value}{note}: this stage allows at most {getattr(config, limit)} ({limit})")
     (height, _), (width, note) = (_effective(name, params, pipeline_class) for name in ("height", "width"))
     pixels = (height or 1) * (width or 1)
@@ -155,7 +158,7 @@ def _check_extra_args(extra_args: dict[str, Any]) -> None:
 
 def _effective(name: str, params: DiffusionSamplingParams, pipeline_class: type) -> tuple[int | None, str]:
     """The pipeline's value, as far as its signature shows it, and a note where it is a default."""
-    value = getattr(params, name)
+    value = getattr(params, name, params.extra_args.get(name))
     if value is not None:
         return value, ""
     parameter = call_parameters(pipeline_class).get(name)

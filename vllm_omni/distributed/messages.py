@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message that crosses a process, on one page.
 
-    orchestrator -> stage         SubmitMessage, AbortMessage, PeerDownMessage, PeerUpMessage, ShutdownMessage
+    orchestrator -> stage         SubmitMessage, InputMessage, AbortMessage, PeerDownMessage, PeerUpMessage,
+                                  ShutdownMessage
     stage -> next stage           DataMessage
     stage -> its feeders          RefundMessage
-    stage -> orchestrator         ReadyMessage, OutputMessage, ResultMessage, ErrorMessage, StatsMessage, FaultMessage
+    stage -> orchestrator         ReadyMessage, OutputMessage, TextsMessage, ResultMessage, ErrorMessage,
+                                  StatsMessage, MetricsMessage, FaultMessage
 
 A message is one frame: a header with the sender and the version of this page, msgpack, and the payload if it is
 carried inline. Any other payload is described by its `PayloadRef` and read through a connector.
 
-`number` counts a pipeline's requests from 1. Each stage receives its `SubmitMessage`s in this order, so it can tell
-data that arrives before its `SubmitMessage` from data that arrives too late. `epoch` counts the processes of a stage,
-from 0. A stage's `address` is a ZMQ endpoint that the stage chooses and announces in its `ReadyMessage`; the
-orchestrator passes it on to the stage's neighbours in a `PeerUpMessage`.
+An `instance_id` is that of a replica of a stage (`config.stage_config.StageInstance`), and so are `sources`, `targets`
+and senders: here, a stage is one of its replicas. `number` counts a pipeline's requests from 1. Each replica receives
+its `SubmitMessage`s in this order, so it can tell data that arrives before its `SubmitMessage` from data that arrives
+too late. `epoch` counts the processes of a replica, from 0; every message carries its sender's, so that late messages
+of a process that was given up are dropped. Its `address` is a ZMQ endpoint that it chooses and
+announces in its `ReadyMessage`; the orchestrator passes it on to its neighbours in a `PeerUpMessage`.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import msgspec
 import zmq
 
-from vllm_omni.metrics.stats import StageMetrics, StageStats
+from vllm_omni.metrics.stats import MetricFamily, StageMetrics, StageStats
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 7
 ORCHESTRATOR = -1
 """The orchestrator's id as a sender."""
 
@@ -48,7 +52,21 @@ class SharedMemoryRef(_Ref, frozen=True, kw_only=True, tag="shm"):
     path: str
 
 
-PayloadRef = InlineRef | SharedMemoryRef
+class NetworkRef(_Ref, frozen=True, kw_only=True, tag="network"):
+    """A payload that its sender, on another machine, keeps until it is fetched.
+
+    Attributes:
+        address: The ZMQ endpoint of the sender's `PayloadServer`.
+        key: Hexadecimal; whoever knows it may fetch the payload.
+        nixl: With NIXL: what `NixlAgent.read` needs.
+    """
+
+    address: str
+    key: str
+    nixl: tuple[bytes, bytes] | None = None
+
+
+PayloadRef = InlineRef | SharedMemoryRef | NetworkRef
 """Where a payload is."""
 
 
@@ -72,6 +90,16 @@ class SubmitMessage(Message):
     payload: PayloadRef
 
 
+class InputMessage(Message):
+    """More input of a request, at a stage that reads the prompt. The payload is an `AdditionalInformationPayload`."""
+
+    request_id: str
+    num_ready_tokens: int | None
+    """As in `StageInput`."""
+    is_last: bool
+    payload: PayloadRef
+
+
 class AbortMessage(Message):
     """Stop working on these requests and forget them."""
 
@@ -81,17 +109,24 @@ class AbortMessage(Message):
 class PeerDownMessage(Message):
     """A stage's process died. What was sent to it is lost, and what it sent may be."""
 
-    stage_id: int
+    instance_id: int
+    epoch: int
+    """Of the process that died."""
     finished: list[str]
     """Requests that it had finished; if its output does not arrive, it is lost."""
 
 
 class PeerUpMessage(Message):
-    """A process of a neighbour takes requests and data."""
+    """A process of a neighbour takes requests and data.
 
-    stage_id: int
+    Attributes:
+        is_local: Whether it is on the receiver's machine.
+    """
+
+    instance_id: int
     epoch: int
     address: str
+    is_local: bool = True
 
 
 class ShutdownMessage(Message):
@@ -115,24 +150,38 @@ class DataMessage(Message):
 class RefundMessage(Message):
     """Credit that this stage returns to a feeder. See `distributed.credit`."""
 
-    stage_id: int
+    instance_id: int
     num_requests: int
     num_bytes: int
 
 
 class ReadyMessage(Message):
-    """The stage's process of this epoch takes requests at this address."""
+    """The stage's process of this epoch takes requests.
 
-    stage_id: int
+    Attributes:
+        address: For processes of its machine.
+        remote_address: For others; empty: there are none.
+    """
+
+    instance_id: int
     epoch: int
     address: str
+    remote_address: str = ""
 
 
 class OutputMessage(Message):
     """A segment of a final stage's output, for a streaming client. The payload is a `StageOutput`."""
 
     request_id: str
-    stage_id: int
+    instance_id: int
+    payload: PayloadRef
+
+
+class TextsMessage(Message):
+    """Segments of text, of several requests: a step makes one for each. The payload is a list of `StageOutput`s, and
+    always inline, so it waits for nothing."""
+
+    instance_id: int
     payload: PayloadRef
 
 
@@ -140,7 +189,7 @@ class ResultMessage(Message):
     """The stage is done with a request. A final stage's payload is (the last piece of) its `StageOutput`."""
 
     request_id: str
-    stage_id: int
+    instance_id: int
     metrics: StageMetrics
     sent_to: dict[int, int]
     """Epochs of the targets to which the output was sent. A target that was down gets it later and is not included."""
@@ -152,36 +201,59 @@ class ErrorMessage(Message):
 
     Attributes:
         invalid: The request is invalid.
-        dead_stage: Set if the failure is that stage's, which died with data of the request.
+        dead_instance: Set if the failure is that stage's, which died with data of the request.
     """
 
     request_id: str
-    stage_id: int
+    instance_id: int
     error: str
     traceback: str = ""
     invalid: bool = False
-    dead_stage: int | None = None
+    dead_instance: int | None = None
 
 
 class StatsMessage(Message):
     """The stage's totals since it started."""
 
+    instance_id: int
     stats: StageStats
+
+
+class MetricsMessage(Message):
+    """The metrics of the stage's engine."""
+
+    instance_id: int
+    families: list[MetricFamily]
 
 
 class FaultMessage(Message):
     """A peer sent a message that cannot be decoded."""
 
-    stage_id: int
+    instance_id: int
     peer: int
     error: str
 
 
 StageInbound = (
-    SubmitMessage | AbortMessage | PeerDownMessage | PeerUpMessage | ShutdownMessage | DataMessage | RefundMessage
+    SubmitMessage
+    | InputMessage
+    | AbortMessage
+    | PeerDownMessage
+    | PeerUpMessage
+    | ShutdownMessage
+    | DataMessage
+    | RefundMessage
 )
 OrchestratorInbound = (
-    ReadyMessage | OutputMessage | ResultMessage | ErrorMessage | StatsMessage | FaultMessage | RefundMessage
+    ReadyMessage
+    | OutputMessage
+    | TextsMessage
+    | ResultMessage
+    | ErrorMessage
+    | StatsMessage
+    | MetricsMessage
+    | FaultMessage
+    | RefundMessage
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -189,53 +261,69 @@ _stage_decoder = msgspec.msgpack.Decoder(StageInbound)
 _orchestrator_decoder = msgspec.msgpack.Decoder(OrchestratorInbound)
 _MARK = b"omni"
 _header = struct.Struct("<4sHi")  # mark, version, sender: the same in every version
-_size = struct.Struct("<I")  # bytes of the message
+_rest = struct.Struct("<II")  # the sender's epoch, bytes of the message
 
 Frames = Sequence[bytes | bytearray | memoryview]
 
 
 class MessageError(Exception):
-    """A message cannot be decoded. `sender` is the stage that sent it, None if the header is unreadable too."""
+    """A message cannot be decoded. `sender` is the instance that sent it, None if the header is unreadable too."""
 
     def __init__(self, reason: str, sender: int | None) -> None:
         super().__init__(reason)
         self.sender = sender
 
 
-def send(socket: zmq.Socket, message: Message, frames: Frames = (), *, sender: int) -> None:
+IsCurrent = Callable[[int, int], bool]
+"""Whether messages of this sender and epoch are to be received."""
+
+
+def send(socket: zmq.Socket, message: Message, frames: Frames = (), *, sender: int, epoch: int = 0) -> None:
     """Sends a message and, behind it, its inline payload, if it has one."""
     body = _encoder.encode(message)
     head = _header.pack(_MARK, PROTOCOL_VERSION, sender)
     # One frame: each frame of a multipart message costs both sides several times what its bytes do.
-    socket.send(b"".join((head, _size.pack(len(body)), body, *frames)))
+    socket.send(b"".join((head, _rest.pack(epoch, len(body)), body, *frames)))
 
 
-def recv_at_stage(socket: zmq.Socket) -> tuple[StageInbound, list[memoryview]] | None:
+def recv_at_stage(
+    socket: zmq.Socket, is_current: IsCurrent | None = None
+) -> tuple[StageInbound, list[memoryview]] | None:
     """The next message for a stage and its payload frames, or None if there is none.
+
+    Args:
+        is_current: Other messages are dropped.
 
     Raises:
         MessageError: It cannot be decoded; it is dropped.
     """
-    return _recv(socket, _stage_decoder)
+    return _recv(socket, _stage_decoder, is_current)
 
 
-def recv_at_orchestrator(socket: zmq.Socket) -> tuple[OrchestratorInbound, list[memoryview]] | None:
+def recv_at_orchestrator(
+    socket: zmq.Socket, is_current: IsCurrent | None = None
+) -> tuple[OrchestratorInbound, list[memoryview]] | None:
     """The next message for the orchestrator and its payload frames, or None if there is none. Raises as above."""
-    return _recv(socket, _orchestrator_decoder)
+    return _recv(socket, _orchestrator_decoder, is_current)
 
 
-def _recv(socket: zmq.Socket, decoder: msgspec.msgpack.Decoder) -> tuple | None:
-    if not cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-        return None  # Cheaper to ask than to catch `zmq.Again`.
-    data = memoryview(socket.recv(flags=zmq.NOBLOCK))
-    sender = _read_header(data)
-    try:
-        (size,) = _size.unpack_from(data, _header.size)
-        start = _header.size + _size.size
-        frames = [data[start + size :]] if len(data) > start + size else []
-        return decoder.decode(data[start : start + size]), frames
-    except (struct.error, msgspec.MsgspecError) as error:
-        raise MessageError(f"{type(error).__name__}: {error}", sender) from error
+def _recv(socket: zmq.Socket, decoder: msgspec.msgpack.Decoder, is_current: IsCurrent | None) -> tuple | None:
+    while cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # Cheaper to ask than to catch `zmq.Again`.
+        try:
+            data = memoryview(socket.recv(flags=zmq.NOBLOCK))
+        except zmq.Again:  # The sender has died, and its message is gone.
+            break
+        sender = _read_header(data)
+        try:
+            epoch, size = _rest.unpack_from(data, _header.size)
+            if is_current is not None and not is_current(sender, epoch):
+                continue
+            start = _header.size + _rest.size
+            frames = [data[start + size :]] if len(data) > start + size else []
+            return decoder.decode(data[start : start + size]), frames
+        except (struct.error, msgspec.MsgspecError) as error:
+            raise MessageError(f"{type(error).__name__}: {error}", sender) from error
+    return None
 
 
 def _read_header(data: memoryview) -> int:

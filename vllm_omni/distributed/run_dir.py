@@ -36,20 +36,20 @@ class RunDir:
         remove_leftovers(parent)
         self.path, self._lock = _create(parent)
 
-    def remove_payloads(self, stage_id: int) -> None:
+    def remove_payloads(self, instance_id: int) -> None:
         """Removes payloads that are never read: those sent to a stage's dead processes, and by them.
 
         Called before anything is sent to or by the stage's next process.
         """
-        for pattern in (f"payload-*-to{stage_id}-*", f"{payload_prefix('*', stage_id, '')}*"):
+        for pattern in (f"payload-*-to{instance_id}-*", f"{payload_prefix('*', instance_id, '')}*"):
             self._remove(pattern)
 
-    def remove_segments(self, stage_id: int) -> None:
+    def remove_segments(self, instance_id: int) -> None:
         """Removes the segments that a stage's dead processes kept for reuse.
 
         Payloads in flight are not affected: they have names of their own.
         """
-        self._remove(f"pool-{payload_prefix('*', stage_id, '')}*")
+        self._remove(f"pool-{payload_prefix('*', instance_id, '')}*")
 
     def _remove(self, pattern: str) -> None:
         for path in self.path.glob(pattern):
@@ -64,9 +64,9 @@ def orchestrator_address(path: Path) -> str:
     return f"ipc://{path}/orchestrator.sock"
 
 
-def stage_address(path: Path, stage_id: int, epoch: int) -> str:
-    """Each process of a stage has an address of its own, so that messages for a dead one do not reach the next."""
-    return f"ipc://{path}/stage-{stage_id}.{epoch}.sock"
+def stage_address(path: Path, instance_id: int, epoch: int) -> str:
+    """Each process of a replica has an address of its own, so that messages for a dead one do not reach the next."""
+    return f"ipc://{path}/stage-{instance_id}.{epoch}.sock"
 
 
 def payload_prefix(pid: int | str, sender: int, receiver: int | str) -> str:

@@ -14,9 +14,12 @@ from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 
+from vllm_omni.config.utils import message_of
 from vllm_omni.engine.hf_override import StageConfigOverride
 from vllm_omni.errors import StageConfigError
+from vllm_omni.model_packages import find_models
 
 logger = init_logger("vllm.omni.engine.engine_args")
 
@@ -30,10 +33,14 @@ _SCHEDULERS = {
     "ar": "vllm_omni.core.sched.omni_ar_scheduler.OmniARScheduler",
     "generation": "vllm_omni.core.sched.omni_generation_scheduler.OmniGenerationScheduler",
 }
+_ENCODER_CACHE = "vllm_omni.core.sched.encoder_cache.CountingEncoderCacheManager"
 # By class path, because vLLM rewrites the name "uni" to "mp" on the CPU.
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # By default vLLM's CPU worker takes 92% of the machine's memory, for each stage.
 CPU_KV_CACHE_BYTES = 512 << 20
+ROW_CACHE_BYTES = 4 << 30
+USAGE_CONTEXT = UsageContext.OPENAI_API_SERVER
+"""vLLM's defaults of `max_num_seqs` and `max_num_batched_tokens` depend on it: a stage has those of vLLM's server."""
 _V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
@@ -55,22 +62,19 @@ class OmniEngineSettings:
             rows that the model emits besides, e.g. `latent`, `codes`, `audio`.
         model_stage: The stage's name, for messages.
         uses_generation_config: The checkpoint's `generation_config.json` is about this stage's tokens.
+        row_cache_bytes: For the rows of tokens in the prefix cache, at most.
     """
 
     engine_type: EngineType = "ar"
     engine_output_type: str = "text"
     model_stage: str = ""
     uses_generation_config: bool = True
+    row_cache_bytes: int = ROW_CACHE_BYTES
 
     @property
     def emits_rows(self) -> bool:
         """Whether outputs of the model leave the engine besides tokens."""
         return self.engine_type == "ar" and self.engine_output_type != "text"
-
-    @property
-    def can_cache_prefixes(self) -> bool:
-        """Tokens found in a cache have no rows."""
-        return self.engine_type == "ar" and not self.emits_rows
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> "OmniEngineSettings":
@@ -86,6 +90,7 @@ def create_engine_args(
     hf_config_name: str | None = None,
     model_arch: str | None = None,
     model_stage: str = "",
+    row_cache_bytes: int = ROW_CACHE_BYTES,
     **vllm_engine_args: Any,
 ) -> EngineArgs:
     """Engine arguments of one stage. The caller's arguments override a stage's defaults.
@@ -98,6 +103,7 @@ def create_engine_args(
             the whole configuration as the dict `omni_parent_config`.
         model_arch: The architecture to run instead of the checkpoint's.
         model_stage: The stage's name, for messages.
+        row_cache_bytes: Memory of the host for the rows of tokens in the prefix cache, at most.
         vllm_engine_args: Any of vLLM's `EngineArgs`.
 
     Raises:
@@ -108,7 +114,8 @@ def create_engine_args(
         engine_type=_as_engine_type(engine_type),
         engine_output_type=engine_output_type,
         model_stage=model_stage,
-        uses_generation_config=hf_config_name is None and engine_type == "ar",
+        uses_generation_config=hf_config_name is None and engine_type == "ar" and not _samples_codes(vllm_engine_args),
+        row_cache_bytes=row_cache_bytes,
     )
     _refuse_unsupported(vllm_engine_args, settings)
     _turn_off_prefix_caching(vllm_engine_args, settings)
@@ -127,6 +134,11 @@ def create_engine_args(
     return EngineArgs(model=model, hf_overrides=override, **arguments)
 
 
+def _samples_codes(arguments: dict[str, Any]) -> bool:
+    """Whether the arguments say that neither tokenizer nor generation config is about the tokens that are sampled."""
+    return bool(arguments.get("skip_tokenizer_init")) and arguments.get("generation_config") == "vllm"
+
+
 def _as_engine_type(name: str) -> EngineType:
     if name not in get_args(EngineType):
         raise StageConfigError(f"engine_type {name!r} is not one of {', '.join(get_args(EngineType))}")
@@ -140,14 +152,17 @@ def _defaults(settings: OmniEngineSettings) -> dict[str, Any]:
         "scheduler_cls": _SCHEDULERS[settings.engine_type],
         "async_scheduling": False,
         "disable_log_stats": True,
+        "ec_manager_config": {"encoder_cache_manager_cls": _ENCODER_CACHE},
     }
     if is_cpu:
-        defaults |= {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "enforce_eager": True}
+        defaults |= {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+        if settings.emits_rows:
+            defaults |= {"enforce_eager": True}
     if not settings.uses_generation_config:
         # A checkpoint's tokenizer and generation defaults are for its language model.
         defaults |= {"skip_tokenizer_init": True, "generation_config": "vllm"}
-    if not settings.can_cache_prefixes:
-        defaults |= {"enable_prefix_caching": False}
+    if settings.emits_rows or settings.engine_type == "generation":
+        defaults |= {"enable_prefix_caching": False}  # A model whose rows depend on its tokens only turns it on.
     if settings.engine_type == "generation":
         # Without chunked prefill vLLM makes max_num_batched_tokens at least max_model_len.
         defaults |= {"enable_chunked_prefill": False, "enforce_eager": True}
@@ -177,16 +192,11 @@ def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings)
 
 
 def _turn_off_prefix_caching(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:
-    """With a warning: the argument may have been meant for another stage."""
-    if settings.can_cache_prefixes or not arguments.get("enable_prefix_caching"):
-        return
-    arguments["enable_prefix_caching"] = False
-    logger.warning_once(
-        "stage %s runs without enable_prefix_caching: its rows for the next stage (engine_output_type %r) exist for "
-        "computed tokens, and tokens found in a cache are not computed",
-        settings.model_stage,
-        settings.engine_output_type,
-    )
+    """Where it cannot be on, with a warning: the argument may have been meant for another stage."""
+    if arguments.get("enable_prefix_caching") and settings.engine_type != "ar":
+        arguments["enable_prefix_caching"] = False
+        reason = "it keeps no keys and values"
+        logger.warning_once("stage %s runs without enable_prefix_caching: %s", settings.model_stage, reason)
 
 
 def _refuse_v2_model_runner() -> None:
@@ -215,7 +225,19 @@ def create_config_for_inputs(engine_args: EngineArgs) -> VllmConfig:
     """The configuration of a stage's engine for processing inputs in another process: no engine can run with it.
 
     Does not change the environment of the process.
+
+    Raises:
+        StageConfigError: vLLM refuses the model or an argument; names the model's class, which may not be importable.
     """
-    config = engine_args.create_engine_config()
+    try:
+        config = engine_args.create_engine_config(USAGE_CONTEXT)
+    except ValueError as error:
+        settings = engine_args.additional_config[_KEY]
+        path = find_models().architectures.get(cast(StageConfigOverride, engine_args.hf_overrides).model_arch or "")
+        model = "" if path is None else f" (its model is {path})"
+        raise StageConfigError(f"stage {settings['model_stage']}{model}: {message_of(error)}") from error
     config.__class__ = _StageVllmConfig  # vLLM's function builds its own class.
+    # Several of such processes may feed an engine, each with a cache of its own of preprocessed media: vLLM then sends
+    # an item itself, not a reference to what the engine's half of the cache has.
+    config.parallel_config._api_process_count = 2
     return config

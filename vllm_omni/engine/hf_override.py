@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
+from vllm.plugins import load_general_plugins
 from vllm.transformers_utils.config import get_config
 
 HfOverrides = dict[str, Any] | Callable[[PretrainedConfig], PretrainedConfig]
@@ -23,6 +24,7 @@ def load_hf_config(model: str, engine_args: Mapping[str, Any]) -> PretrainedConf
     Raises:
         OSError, ValueError: It cannot be read.
     """
+    load_general_plugins()  # They add configurations to transformers'.
     given = {name: engine_args[name] for name in _READING_ARGS if engine_args.get(name) is not None}
     return get_config(
         engine_args.get("hf_config_path") or model,

@@ -6,13 +6,19 @@ whole batch. Works without an engine: the pipeline's front end preprocesses prom
 the stage's process.
 """
 
+import hashlib
+import math
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, TypedDict, cast
 
+import msgspec
 import torch
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import EngineInput, PromptType
+from vllm.multimodal.cache import MultiModalProcessorOnlyCache
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.pooling_params import PoolingParams
 from vllm.renderers import BaseRenderer, ChatParams
 from vllm.renderers.chat_utils import ChatCompletionMessageParam
@@ -26,7 +32,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_omni.engine.engine_args import OmniEngineSettings
 from vllm_omni.errors import InvalidRequestError
-from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreRequest, PromptEmbedsPayload
+from vllm_omni.metrics.stats import CacheCounts
+from vllm_omni.payloads import AdditionalInformationPayload, Guidance, OmniEngineCoreRequest, PromptEmbedsPayload
 
 
 class PreprocessedPrompt(TypedDict):
@@ -43,11 +50,14 @@ class PreprocessedPrompt(TypedDict):
 class OmniInputProcessor(InputProcessor):
     """vLLM's input processor with additional information, embedding payloads and stricter checks.
 
-    A prompt is any of vLLM's, raw or rendered; as a dict it can have two more keys:
+    A prompt is any of vLLM's, raw or rendered; as a dict it can have four more keys:
 
     - `additional_information`: a dict of tensors and plain values for the model's hooks. Its key `mrope_positions`
-      (int64 `[3, prompt_len]`), where present, sets the request's M-RoPE positions.
+      (int64 `[3, n]`), where present, sets the request's M-RoPE positions: of the whole prompt, and of the first
+      tokens that it generates. After the last one they count on.
     - `prompt_embeds`: a tensor, as in vLLM, or a `PromptEmbedsPayload`.
+    - `guidance`: a `Guidance`.
+    - `token_information`: as in `StageInput`.
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -85,26 +95,38 @@ class OmniInputProcessor(InputProcessor):
             information = _take_additional_information(prompt)
             engine_input = self._render(prompt, tokenization_kwargs)
             request = super().process_inputs(request_id, engine_input, params, supported_tasks, *args, **kwargs)
-            return self._finish(request, information)
+            further = prompt if isinstance(prompt, dict) else {}
+            guidance, names = further.get("guidance"), further.get("token_information", ())
+            return self._finish(request, information, cast("Guidance | None", guidance), cast("Sequence[str]", names))
         except (ValueError, TypeError, VLLMClientError) as error:
             raise InvalidRequestError(str(error), request_id) from error
 
-    def render_chat(self, messages: list[ChatCompletionMessageParam], params: ChatParams) -> EngineInput:
+    def render_chat(
+        self, messages: list[ChatCompletionMessageParam], params: ChatParams, cache_salt: str | None = None
+    ) -> EngineInput:
         """A conversation, rendered by the model's chat template and tokenized, its media fetched and preprocessed.
 
         Raises:
             ValueError, TypeError, VLLMClientError: The messages are wrong, or the model has no chat template.
         """
+        extras = {"mm_processor_kwargs": params.mm_processor_kwargs, "cache_salt": cache_salt}
         tokenize = is_mistral_tokenizer(self.renderer.tokenizer) or self.model_config.enable_prompt_embeds
         _, (engine_input,) = self.renderer.render_chat(
             [messages],
             params.with_defaults({"add_generation_prompt": True, "tokenize": tokenize}),
             # The chat template writes the special tokens.
             self.renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False),
-            prompt_extras={"mm_processor_kwargs": params.mm_processor_kwargs} if params.mm_processor_kwargs else None,
-            skip_mm_cache=True,  # See `_render`.
+            prompt_extras={name: value for name, value in extras.items() if value},
+            skip_mm_cache=True,  # as in `_render`
         )
         return engine_input
+
+    @property
+    def media_cache_counts(self) -> CacheCounts:
+        """Of preprocessed media. May be read from any thread."""
+        caches = (self.renderer._mm_processor_cache, self.renderer._mm_processor_only_cache)
+        stats = [cache.make_stats() for cache in caches if isinstance(cache, MultiModalProcessorOnlyCache)]
+        return CacheCounts(queries=sum(each.total for each in stats), hits=sum(each.hits for each in stats))
 
     def _render(self, prompt: Any, tokenization_kwargs: dict[str, Any] | None) -> EngineInput:
         """Tokenizes and preprocesses a raw prompt; a rendered one is returned as it is."""
@@ -114,8 +136,7 @@ class OmniInputProcessor(InputProcessor):
         if "prompt_embeds" in parsed:
             parsed = self._with_checked_embeds(parsed)
         tok_params = self.renderer.default_cmpl_tok_params.with_kwargs(**(tokenization_kwargs or {}))
-        # The cache omits items that the engine has received before. Here the engine is in another process and may have
-        # been restarted, so it is skipped. Items are still processed only once.
+        # This skips the cache that vLLM's server uses on a thread of its own; there is another one for these calls.
         return self.renderer.render_cmpl([parsed], tok_params, skip_mm_cache=True)[0]
 
     def _with_checked_embeds(self, prompt: dict[str, Any]) -> dict[str, Any]:
@@ -126,13 +147,50 @@ class OmniInputProcessor(InputProcessor):
             prompt["prompt_is_token_ids"] = [False] * len(embeds)
         return prompt
 
-    def _finish(self, request: EngineCoreRequest, information: dict[str, Any]) -> OmniEngineCoreRequest:
+    def _finish(
+        self,
+        request: EngineCoreRequest,
+        information: dict[str, Any],
+        guidance: Guidance | None,
+        token_information: Sequence[str],
+    ) -> OmniEngineCoreRequest:
         num_tokens = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
         self._check_length(num_tokens)
         self._check_token_ids(request)
         _check_mrope_positions(information, num_tokens)
+        _identify_together(request.mm_features or [])
         payload = AdditionalInformationPayload.from_dict(information) if information else None
-        return OmniEngineCoreRequest.from_engine_core_request(request, payload)
+        if self.cache_config.enable_prefix_caching and not token_information:
+            self._identify(request, payload)
+        if guidance is not None:
+            self._check_guidance(guidance)
+            params = request.sampling_params  # vLLM's copy
+            assert params is not None and params.max_tokens is not None
+            params.max_tokens = min(params.max_tokens, self.model_config.max_model_len - len(guidance.prompt_token_ids))
+        return OmniEngineCoreRequest.from_engine_core_request(request, payload, guidance, token_information)
+
+    def _identify(self, request: EngineCoreRequest, payload: AdditionalInformationPayload | None) -> None:
+        """A prompt in the prefix cache: what a model makes of its tokens may depend on additional information."""
+        if payload is not None:
+            digest = hashlib.sha256(msgspec.msgpack.encode(payload)).hexdigest()
+            request.cache_salt = f"{request.cache_salt or ''}{digest}"
+        if self._settings.emits_rows and self.model_config.enable_prompt_embeds:
+            # It may read rows, and does not say which of them belong to which tokens.
+            assert request.sampling_params is not None
+            request.sampling_params.skip_reading_prefix_cache = True
+
+    def _check_guidance(self, guidance: Guidance) -> None:
+        if self._settings.engine_type != "ar" or self.vllm_config.speculative_config is not None:
+            raise ValueError("guidance is for autoregressive stages without speculative decoding")
+        if self.scheduler_config.max_num_seqs < 2:
+            raise ValueError("guidance computes two sequences: raise the stage's max_num_seqs, which is 1")
+        if not math.isfinite(guidance.scale):
+            raise ValueError(f"guidance.scale must be a finite number, not {guidance.scale}")
+        token_ids, max_model_len = guidance.prompt_token_ids, self.model_config.max_model_len
+        if not 0 < len(token_ids) < max_model_len:
+            raise ValueError(f"guidance.prompt_token_ids has {len(token_ids)} ids; max_model_len is {max_model_len}")
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            raise ValueError(f"guidance.prompt_token_ids has ids that are not in [0, {self._vocab_size})")
 
     def _check_embeds(self, embeds: torch.Tensor | PromptEmbedsPayload) -> torch.Tensor:
         """Prompt embeddings `[len, hidden]` in the model's dtype."""
@@ -194,11 +252,26 @@ def _positions_without_token(request: EngineCoreRequest) -> set[int]:
     return positions
 
 
+def _identify_together(features: list[MultiModalFeatureSpec]) -> None:
+    """Items that share a range of the prompt, as a video and its sound, get identifiers of all of them: vLLM's block
+    hashes have the first item of a range only, and would find a video with another sound."""
+    by_range: dict[tuple[int, int], list[MultiModalFeatureSpec]] = {}
+    for feature in features:
+        by_range.setdefault((feature.mm_position.offset, feature.mm_position.length), []).append(feature)
+    for together in by_range.values():
+        if len(together) > 1:
+            digest = hashlib.sha256("".join(feature.identifier for feature in together).encode()).hexdigest()
+            for feature in together:
+                feature.identifier = f"{feature.identifier}-{digest}"
+
+
 def _check_mrope_positions(information: dict[str, Any], num_tokens: int) -> None:
     positions = information.get("mrope_positions")
     if positions is None:
         return
     if not isinstance(positions, torch.Tensor) or positions.dtype != torch.int64:
         raise TypeError("mrope_positions must be an int64 tensor")
-    if list(positions.shape) != [3, num_tokens]:
-        raise ValueError(f"mrope_positions must be [3, {num_tokens}] for this prompt, got {list(positions.shape)}")
+    if positions.ndim != 2 or positions.shape[0] != 3 or positions.shape[1] < num_tokens:
+        raise ValueError(
+            f"mrope_positions must be [3, {num_tokens}] or longer for this prompt, got {list(positions.shape)}"
+        )

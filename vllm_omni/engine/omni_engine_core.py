@@ -9,6 +9,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.request import Request
 
+from vllm_omni.core.sched.guided_scheduler import GuidedScheduler
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest
 from vllm_omni.payloads import OmniEngineCoreRequest
@@ -44,7 +45,23 @@ class OmniEngineCore(EngineCore):
         scheduled, wave = super().preprocess_add_request(request)
         if isinstance(request, OmniEngineCoreRequest):
             OmniRequest.adopt(scheduled, request)
+            if request.token_information:
+                self._hash_rows(scheduled, request.token_information)
+            if request.guidance is not None:
+                self._add_twin(scheduled, request, request.guidance.scale)
         return scheduled, wave
+
+    def _hash_rows(self, scheduled: Request, names: list[str]) -> None:
+        assert isinstance(scheduled, OmniRequest)
+        scheduled.hash_rows(names, self.omni_scheduler.hash_block_size)
+
+    def _add_twin(self, scheduled: Request, request: OmniEngineCoreRequest, scale: float) -> None:
+        twin, _ = self.preprocess_add_request(request.make_twin())
+        assert isinstance(scheduled, OmniRequest) and isinstance(twin, OmniRequest)
+        scheduler = self.omni_scheduler
+        assert isinstance(scheduler, GuidedScheduler), "OmniInputProcessor refuses guidance for other stages"
+        scheduled.pair_with(twin, scale)
+        scheduler.check_pair(scheduled)
 
     @property
     def omni_scheduler(self) -> OmniSchedulerMixin:

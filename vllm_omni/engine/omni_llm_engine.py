@@ -15,19 +15,22 @@ from vllm.inputs import EngineInput, PromptType
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
-from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
+from vllm_omni.core.sched.encoder_cache import CountingEncoderCacheManager
 from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
+from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationScheduler
 from vllm_omni.core.sched.output import OmniRequest, RequestWindow
-from vllm_omni.engine.engine_args import OmniEngineSettings
+from vllm_omni.engine.engine_args import USAGE_CONTEXT, OmniEngineSettings
+from vllm_omni.engine.engine_metrics import EngineMetrics
 from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
 from vllm_omni.engine.omni_engine_core import OmniEngineCore
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.errors import InvalidRequestError
+from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
 
 
@@ -38,12 +41,16 @@ class OmniLLMEngine(LLMEngine):
     one at a time; a pipeline gives each its own process. Close an engine after its last use.
 
     After an exception out of `step` only `recover` and `close` are allowed; `recover` makes the engine usable again.
+
+    Attributes:
+        metrics: vLLM's metrics of it; None without `log_stats`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._is_closed = False
         self._has_failed = False
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs | {"stat_loggers": [EngineMetrics]})
+        self.metrics = self._keep_metrics_only()
         settings = OmniEngineSettings.from_vllm_config(self.vllm_config)
         base = self.output_processor
         self.input_processor = OmniInputProcessor(self.vllm_config, self.renderer)
@@ -57,12 +64,17 @@ class OmniLLMEngine(LLMEngine):
         assert isinstance(self.engine_core, InprocClient)
         self._core = OmniEngineCore.adopt(self.engine_core)
         self._scheduler = self._core.omni_scheduler
+        if isinstance(self._scheduler, OmniGenerationScheduler):
+            self._limit_batch(self._scheduler)
         self._emits_rows = settings.emits_rows
+        if settings.emits_rows and self.vllm_config.cache_config.enable_prefix_caching:
+            assert isinstance(self._scheduler, OmniARScheduler)
+            self._scheduler.cache_rows(settings.row_cache_bytes)
 
     @classmethod
     def from_omni_engine_args(cls, engine_args: EngineArgs) -> "OmniLLMEngine":
         """`engine_args`: made by `create_engine_args`."""
-        vllm_config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        vllm_config = engine_args.create_engine_config(USAGE_CONTEXT)
         return cls.from_omni_config(vllm_config, not engine_args.disable_log_stats)
 
     @classmethod
@@ -73,7 +85,7 @@ class OmniLLMEngine(LLMEngine):
                 vllm_config=vllm_config,
                 executor_class=Executor.get_class(vllm_config),
                 log_stats=log_stats,
-                usage_context=UsageContext.ENGINE_CONTEXT,
+                usage_context=USAGE_CONTEXT,
                 multiprocess_mode=False,
             )
 
@@ -122,6 +134,8 @@ class OmniLLMEngine(LLMEngine):
         """
         for req_id in self._internal_ids(request_id):
             request = self._scheduler.omni_request(req_id)
+            if request.twin is not None:
+                raise InvalidRequestError("a request with guidance needs its whole input at once", request_id)
             request.is_input_complete, request.num_ready_tokens = False, num_ready_tokens
 
     def add_input(
@@ -170,6 +184,17 @@ class OmniLLMEngine(LLMEngine):
         """Removes the model's state of a pipeline's request; does nothing for an unknown one."""
         self.collective_rpc("release_state", args=(request_id,))
 
+    @property
+    def batch_tokens(self) -> int:
+        """Of a one-step stage: tokens that one step computes at once for one request."""
+        assert isinstance(self._scheduler, OmniGenerationScheduler)
+        return min(self._scheduler.batch_tokens, self.vllm_config.model_config.max_model_len)
+
+    def _limit_batch(self, scheduler: OmniGenerationScheduler) -> None:
+        (batch_tokens, *_) = self.collective_rpc("batch_tokens")
+        if batch_tokens is not None:
+            scheduler.batch_tokens = min(scheduler.batch_tokens, batch_tokens)
+
     def has_work(self) -> bool:
         """Whether `step` would do anything. False also while every request is held: then only new input, a new request
         or an abort makes progress."""
@@ -180,6 +205,13 @@ class OmniLLMEngine(LLMEngine):
         pool = self._scheduler.kv_cache_manager.block_pool
         total = pool.num_gpu_blocks - 1  # without vLLM's null block
         return total - pool.get_num_free_blocks(), total
+
+    def encoder_cache_counts(self) -> CacheCounts | None:
+        """Of media; None for a model that reads none. May be called from another thread."""
+        manager = self._scheduler.encoder_cache_manager
+        if not manager.cache_size or not isinstance(manager, CountingEncoderCacheManager):
+            return None
+        return CacheCounts(queries=manager.num_queries, hits=manager.num_hits)
 
     def last_batch(self) -> dict[str, int]:
         """The requests of the last step, also of one that raised: the callers' ids, and how many tokens each has
@@ -193,8 +225,10 @@ class OmniLLMEngine(LLMEngine):
 
     @property
     def last_batch_size(self) -> int:
-        """Sequences in the last step."""
-        return len(self._scheduler.last_batch)
+        """Sequences in the last step; the two of a request with guidance count as one."""
+        batch = self._scheduler.last_batch
+        num_twins = sum(isinstance(request, OmniRequest) and request.is_unconditional for request in batch)
+        return max(len(batch) - num_twins, min(len(batch), 1))
 
     def quarantine(self, request_id: str, num_tokens: int) -> None:
         """After `recover`: runs a request in steps of its own until it has computed this many tokens again."""
@@ -242,6 +276,14 @@ class OmniLLMEngine(LLMEngine):
         self._is_closed = True
         self.renderer.shutdown()
         self.engine_core.shutdown()
+
+    def _keep_metrics_only(self) -> EngineMetrics | None:
+        """Drops vLLM's logger, which writes a line for each stage every ten seconds."""
+        if self.logger_manager is None:
+            return None
+        (metrics,) = (item for item in self.logger_manager.stat_loggers if isinstance(item, EngineMetrics))
+        self.logger_manager.stat_loggers = [metrics]
+        return metrics
 
     def _internal_ids(self, request_id: str) -> list[str]:
         """vLLM's ids of the sequences of a request that have not ended."""

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import functools
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from vllm_omni.entrypoints.event_queue import EventDelivery, EventQueue
 from vllm_omni.entrypoints.omni_base import OmniBase
 from vllm_omni.errors import PipelineClosedError
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm.lora.request import LoRARequest
 
     from vllm_omni.entrypoints.request_builder import StageSamplingParams
+    from vllm_omni.entrypoints.text_input import TextInput
     from vllm_omni.events import OmniEvent
     from vllm_omni.inputs import OmniPrompt
     from vllm_omni.orchestrator.request import PipelineRequest
@@ -35,6 +38,12 @@ class AsyncOmniLLM(OmniBase):
         # One thread: tokenizers and processors are not thread-safe.
         self._preprocessing = ThreadPoolExecutor(1, thread_name_prefix="omni-preprocessing")
         self._num_preprocessing = 0
+        self._delivery: EventDelivery | None = None
+
+    def _delivery_to(self, loop: asyncio.AbstractEventLoop) -> EventDelivery:
+        if self._delivery is None or self._delivery.loop is not loop:
+            self._delivery = EventDelivery(loop)
+        return self._delivery
 
     async def generate(
         self,
@@ -47,6 +56,7 @@ class AsyncOmniLLM(OmniBase):
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
         request_fields: Mapping[str, Any] | None = None,
+        priority: int = 0,
         on_accepted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[OmniEvent, None]:
         """The events of one prompt as they occur; the last one is a `CompletedEvent` or an `ErrorEvent`.
@@ -54,14 +64,17 @@ class AsyncOmniLLM(OmniBase):
         Leaving the loop early, closing the generator, or cancelling the task aborts the request.
 
         Args:
-            prompt: A string or a dict (see `OmniPrompt`).
+            prompt: A string or a dict (see `OmniPrompt`). Its text may be an async iterator of strings, for a model
+                that reads a text in pieces: speech begins with the first of them. The iterator may end before it is
+                exhausted; what it raises ends the request, and is raised here.
             sampling_params_list: As for `OmniLLM.generate`.
             request_id: The caller's id, for events and errors; need not be unique. Default: a number.
             stream: Yield segments of the output as they are made; otherwise only the last event.
             keep_outputs: As for `OmniLLM.generate`.
             trace_headers: W3C trace context of the caller (`traceparent`, ...).
             lora_request: As for `OmniLLM.generate`.
-            request_fields: Fields of vLLM's `EngineCoreRequest` for the stages that read the prompt, e.g. `priority`.
+            request_fields: Fields of vLLM's `EngineCoreRequest` for the stages that read the prompt.
+            priority: As for `OmniLLM.generate`.
             on_accepted: Called, on the event loop, when the pipeline has accepted the request, which may then wait for
                 admission.
 
@@ -72,11 +85,13 @@ class AsyncOmniLLM(OmniBase):
         """
         loop = asyncio.get_running_loop()
         orchestrator = self._pipeline.orchestrator
-        events: asyncio.Queue[OmniEvent] = asyncio.Queue()
+        delivery = self._delivery_to(loop)
+        events = EventQueue()
+        text = await self._begin_text(prompt, request_id)
 
         def on_event(event: OmniEvent) -> None:
             try:
-                loop.call_soon_threadsafe(events.put_nowait, event)
+                delivery.put(events, event)
             except RuntimeError:  # The loop was closed while this generator was open.
                 orchestrator.cancel([internal_id])
 
@@ -93,11 +108,18 @@ class AsyncOmniLLM(OmniBase):
                 trace_headers=trace_headers,
                 lora_request=lora_request,
                 request_fields=request_fields,
+                priority=priority,
+                text=text,
             )
 
-        request = await self._preprocess(build)
+        if self._num_preprocessing or not self.builder.is_rendered_text(prompt):
+            request = await self._preprocess(build)
+        else:  # A thread would take longer to begin than this takes.
+            self.check_room()
+            request = build()
         internal_id = request.request_id  # `on_event` must not refer to `request`, which holds it and all media.
         orchestrator.submit(request, wait=False)
+        feeding = None if text is None else asyncio.ensure_future(self._feed(text, request, events))
         try:
             if on_accepted is not None:
                 on_accepted()
@@ -106,8 +128,40 @@ class AsyncOmniLLM(OmniBase):
         except BaseException:  # The caller closed the generator, or was cancelled.
             orchestrator.cancel([request.request_id])
             raise
+        finally:
+            if feeding is not None:
+                feeding.cancel()
         orchestrator.release(request.request_id)
         yield event
+
+    async def check_prompt(self, prompt: str | OmniPrompt) -> None:
+        """Makes the request of a prompt, and does not run it.
+
+        Raises:
+            InvalidRequestError, PipelineFullError, PipelineClosedError: As `generate`.
+        """
+        await self._preprocess(lambda: self._pipeline.builder.build(prompt, None, on_event=lambda _: None))
+
+    async def _begin_text(self, prompt: str | OmniPrompt, request_id: str | None) -> TextInput | None:
+        """The text of a prompt that arrives in pieces, with its beginning; None for any other prompt."""
+        if not isinstance(prompt, Mapping) or not isinstance(text := prompt.get("prompt"), AsyncIterable):
+            return None
+        from vllm_omni.entrypoints.text_input import TextInput
+
+        self.check_room()
+        loop = asyncio.get_running_loop()
+        begun = TextInput(
+            self.builder, prompt, text, request_id, lambda work: loop.run_in_executor(self._preprocessing, work)
+        )
+        await begun.begin()
+        return begun
+
+    async def _feed(self, text: TextInput, request: PipelineRequest, events: EventQueue) -> None:
+        """Sends the rest of the text to its stage. An error goes to the reader of the events."""
+        try:
+            await text.feed(functools.partial(self._pipeline.orchestrator.extend, request))
+        except Exception as error:
+            events.put(error)
 
     def check_room(self) -> None:
         """Raises the errors that `generate` would raise for any prompt.

@@ -91,7 +91,7 @@ class OmniBase:
 
     @property
     def voices(self) -> list[str]:
-        """The values of a prompt's `additional_information={"speaker": ...}`, the default voice first."""
+        """The values of `inputs.VOICE_FIELD` in a prompt's `additional_information`, the default voice first."""
         return self._pipeline.builder.voices
 
     @property

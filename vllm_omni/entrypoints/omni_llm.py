@@ -52,6 +52,7 @@ class OmniLLM(OmniBase):
         *,
         stream: Literal[False] = False,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[OmniRequestOutput]: ...
 
     @overload
@@ -64,6 +65,7 @@ class OmniLLM(OmniBase):
         stream: Literal[True],
         keep_outputs: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> Iterator[OmniEvent]: ...
 
     def generate(
@@ -75,6 +77,7 @@ class OmniLLM(OmniBase):
         stream: bool = False,
         keep_outputs: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[OmniRequestOutput] | Iterator[OmniEvent]:
         """Runs prompts through the pipeline, many at a time.
 
@@ -93,7 +96,10 @@ class OmniLLM(OmniBase):
                 text, tokens and tensors since the event before, and this process does not hold a long output in memory.
             lora_request: The LoRA adapter of the first stage: one for all prompts, or a list with one (or None) for
                 each. A vLLM stage needs vLLM's `enable_lora`, e.g.
-                `stage_overrides={"thinker": {"enable_lora": True}}`.
+                `stage_overrides={NAME: {"enable_lora": True}}`.
+            priority: Of all prompts, or a list with one for each; lower values come first. It counts in stages with
+                `scheduling_policy: priority` and in those that are no vLLM engines, and in admission if it does in the
+                first of them.
 
         Returns:
             The outputs in the order of the prompts; for each prompt one output for each final stage that its
@@ -104,7 +110,8 @@ class OmniLLM(OmniBase):
             RequestError: A prompt failed inside a stage. The others completed: see the error's `results`.
             PipelineClosedError: `close()` was called.
         """
-        batch = _Batch(self, _pair(prompts, lora_request), sampling_params_list, stream, keep_outputs)
+        settings = _settings(prompts, lora_request=lora_request, priority=priority)
+        batch = _Batch(self, settings, sampling_params_list, stream, keep_outputs)
         events = batch.events(use_tqdm=not stream if use_tqdm is None else use_tqdm)
         return events if stream else _collect(events)
 
@@ -140,6 +147,7 @@ class OmniLLM(OmniBase):
         modalities: list[str] | None = None,
         additional_information: dict[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] = 0,
         chat_template: str | None = None,
         chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         add_generation_prompt: bool = True,
@@ -154,7 +162,7 @@ class OmniLLM(OmniBase):
             messages: A conversation or several; each a list of messages as in OpenAI's API, with vLLM's parts for media
                 (`image_url`, `audio_url`, `input_audio`, `video_url`, `image_pil`).
             modalities: The outputs, e.g. `["text", "audio"]`; default: all that the pipeline has.
-            additional_information: As in `OmniPrompt`, e.g. `{"speaker": "ethan"}`.
+            additional_information: As in `OmniPrompt`, e.g. a voice.
             chat_template: A Jinja template instead of the model's own.
             chat_template_content_format: Format of a message's content in the template.
             add_generation_prompt: Append the start of the answer.
@@ -184,7 +192,7 @@ class OmniLLM(OmniBase):
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
         prompts = [{"messages": conversation, "chat_params": params, **options} for conversation in conversations]
         return self.generate(  # type: ignore[call-overload]
-            prompts, sampling_params_list, use_tqdm, stream=stream, lora_request=lora_request
+            prompts, sampling_params_list, use_tqdm, stream=stream, lora_request=lora_request, priority=priority
         )
 
 
@@ -194,7 +202,7 @@ class _Batch:
     def __init__(
         self,
         owner: OmniLLM,
-        prompts: list[tuple[str | OmniPrompt, LoRARequest | None]],
+        prompts: list[tuple[str | OmniPrompt, dict[str, Any]]],
         sampling_params_list: SamplingParamsList,
         streams: bool,
         keep_outputs: bool,
@@ -240,21 +248,21 @@ class _Batch:
 
     def _submit_all(self) -> None:
         try:
-            for prompt, lora_request in self._prompts:
+            for prompt, settings in self._prompts:
                 if self._is_cancelled.is_set():
                     return
-                self._submit(prompt, lora_request)
+                self._submit(prompt, settings)
         except Exception as error:
             self._events.put(error)
 
-    def _submit(self, prompt: str | OmniPrompt, lora_request: LoRARequest | None) -> None:
+    def _submit(self, prompt: str | OmniPrompt, settings: dict[str, Any]) -> None:
         request = self._pipeline.builder.build(
             prompt,
             self._sampling_params_list,
             self._events.put,
             streams=self._streams,
             keep_outputs=self._keep_outputs,
-            lora_request=lora_request,
+            **settings,
         )
         self._running[request.request_id] = None
         orchestrator = self._pipeline.orchestrator
@@ -307,16 +315,16 @@ class _ProgressBar:
         self._bar.close()
 
 
-def _pair(
-    prompts: Prompts, lora_request: LoRARequest | Sequence[LoRARequest | None] | None
-) -> list[tuple[str | OmniPrompt, LoRARequest | None]]:
-    """Pairs of a prompt and its adapter."""
+def _settings(prompts: Prompts, **settings: Any) -> list[tuple[str | OmniPrompt, dict[str, Any]]]:
+    """Pairs of a prompt and its settings. Of a setting that is a list each prompt has one entry."""
     prompts = [prompts] if isinstance(prompts, (str, dict)) else cast("Sequence[str | OmniPrompt]", prompts)
-    if not isinstance(lora_request, (list, tuple)):
-        return [(prompt, cast("LoRARequest | None", lora_request)) for prompt in prompts]
-    if len(lora_request) != len(prompts):
-        raise ValueError(f"lora_request has {len(lora_request)} entries for {len(prompts)} prompts")
-    return list(zip(prompts, lora_request, strict=True))
+    of_all = {}
+    for name, value in settings.items():
+        values = list(value) if isinstance(value, (list, tuple)) else [value] * len(prompts)
+        if len(values) != len(prompts):
+            raise ValueError(f"{name} has {len(values)} entries for {len(prompts)} prompts")
+        of_all[name] = values
+    return [(prompt, {name: of_all[name][i] for name in of_all}) for i, prompt in enumerate(prompts)]
 
 
 def _collect(events: Iterator[OmniEvent]) -> list[OmniRequestOutput]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens a pipeline for a checkpoint: resolves its configuration, starts the stages, and makes its request builder."""
 
+import contextlib
+import os
 from dataclasses import dataclass
 
 from vllm_omni.config.dit_config import parse_dit_config
@@ -8,9 +10,11 @@ from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.request_builder import RequestBuilder
-from vllm_omni.entrypoints.resolve import ResolvedPipeline, resolve_pipeline
+from vllm_omni.entrypoints.resolve import ResolvedPipeline, download_weights, resolve_pipeline
+from vllm_omni.errors import StageConfigError
 from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.model_executor.registry import OMNI_MODELS
+from vllm_omni.orchestrator.cluster import Cluster
 from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.stage.cores import place_cores
@@ -31,27 +35,54 @@ def open_pipeline(server: ForkServer, args: OmniArgs) -> Pipeline:
     Raises as `OmniLLM`.
     """
     resolved = resolve_pipeline(args)
+    download_weights(resolved, args.model)
     config = resolved.config
-    placements = place_cores(config)
+    has_cluster = config.runtime.distributed_backend is not None
+    placements = {} if has_cluster else place_cores(config)  # Else each stage computes its share of its machine.
     server.preload(_modules_to_preload(resolved, args.model))
-    orchestrator = Orchestrator(
-        config,
-        args.model,
-        shm_threshold_bytes=args.shm_threshold_bytes,
-        init_timeout=args.init_timeout,
-        server=server,
-        placements=placements,
-        observers=make_observers(config, args),
-        otlp_traces_endpoint=args.otlp_traces_endpoint,
-    )
+    observers = make_observers(config, args)
+    with contextlib.ExitStack() as undo:
+        cluster = open_cluster(config, args.init_timeout) if has_cluster else None
+        if cluster is not None:
+            undo.callback(cluster.close)
+        orchestrator = Orchestrator(
+            config,
+            args.model,
+            shm_threshold_bytes=args.shm_threshold_bytes,
+            init_timeout=args.init_timeout,
+            server=server,
+            placements=placements,
+            observers=observers,
+            otlp_traces_endpoint=args.otlp_traces_endpoint,
+            # With this variable prometheus_client would write the metrics of all engines to the same files.
+            log_stats=args.log_stats and "PROMETHEUS_MULTIPROC_DIR" not in os.environ,
+            cluster=cluster,
+        )
+        undo.pop_all()
     try:
         # While the stages start: this process needs its own tokenizer and preprocessor.
         builder = RequestBuilder(config, args.model)
+        for observer in observers:
+            observer.watch_media_cache(builder.media_cache_counts)
         orchestrator.wait_until_started()
     except BaseException:
         orchestrator.close()
         raise
     return Pipeline(config, orchestrator, builder)
+
+
+def open_cluster(config: PipelineConfig, timeout: float) -> Cluster:
+    """The cluster of `runtime.distributed_backend`.
+
+    Raises:
+        StageConfigError: Ray is not installed, or a stage names a node that does not exist.
+        PipelineStartError: There is no such cluster, or it has not got the resources.
+    """
+    try:
+        from vllm_omni.orchestrator.ray_cluster import RayCluster
+    except ModuleNotFoundError as error:
+        raise StageConfigError("distributed_backend 'ray' needs Ray: pip install 'vllm-omni[ray]'") from error
+    return RayCluster(config, timeout)
 
 
 def make_observers(config: PipelineConfig, args: OmniArgs) -> list[PipelineObserver]:
@@ -80,7 +111,8 @@ def make_observers(config: PipelineConfig, args: OmniArgs) -> list[PipelineObser
 
 
 def _modules_to_preload(resolved: ResolvedPipeline, model: str) -> list[str]:
-    """Modules that each stage would import otherwise."""
+    """Modules that each stage would import otherwise. Not the models of other packages: an import that fails there is
+    the error of a stage, and would end the server here."""
     stages = resolved.config.stage_args
     paths = [stage.custom_process_input_func for stage in stages]
     paths += [p for args in resolved.engine_args for p in (args.worker_cls, args.scheduler_cls) if isinstance(p, str)]

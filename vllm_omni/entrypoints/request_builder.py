@@ -23,10 +23,13 @@ from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import nearest
 from vllm_omni.engine.engine_args import create_config_for_inputs
 from vllm_omni.engine.input_processor import OmniInputProcessor
+from vllm_omni.engine.text_decoder import TextDecoder
 from vllm_omni.entrypoints.resolve import make_engine_args
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import OmniPrompt, StageRequest
+from vllm_omni.metrics.stats import CacheCounts
+from vllm_omni.model_executor.prompt_processor import PromptProcessor, load_prompt_processors
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor, load_stage_input_processor
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.payloads import OmniEngineCoreRequest
@@ -34,6 +37,7 @@ from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
+    from vllm_omni.entrypoints.text_input import TextInput
 
 _RAW_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "multi_modal_data", "mm_processor_kwargs")
 
@@ -45,12 +49,14 @@ class RequestBuilder:
 
     Attributes:
         input_processors: Those of the vLLM stages that read prompts, by stage id.
+        prompt_processors: Those that models have, by stage id.
+        lock: For calls of processors and tokenizers, which are not thread-safe.
     """
 
     def __init__(self, config: PipelineConfig, model: str) -> None:
         self._config = config
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # tokenizers and processors are not thread-safe
+        self.lock = threading.Lock()
         self.input_processors = {
             stage.stage_id: OmniInputProcessor(create_config_for_inputs(make_engine_args(stage, model)))
             for stage in config.stage_args
@@ -61,6 +67,7 @@ class RequestBuilder:
             for stage in config.stage_args
             if stage.kind == "DiT"
         }
+        self.prompt_processors = load_prompt_processors(config, model)
         self._encoded_for = _encoded_for(config)
         self._adapter_stages = config.adapter_stages
         self._processors = load_processors(config, model)
@@ -81,6 +88,8 @@ class RequestBuilder:
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
         request_fields: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        text: "TextInput | None" = None,
     ) -> PipelineRequest:
         """
         Args:
@@ -92,7 +101,9 @@ class RequestBuilder:
             trace_headers: W3C trace context of the caller.
             lora_request: The adapter of the first stage; if that only encodes prompts for a diffusion stage, of the
                 latter.
-            request_fields: Fields of vLLM's `EngineCoreRequest` for the stages that read the prompt, e.g. `priority`.
+            request_fields: Fields of vLLM's `EngineCoreRequest` for the stages that read the prompt.
+            priority: Lower values come first, in admission and in the stages that schedule by priority.
+            text: The prompt's, if it arrives in pieces: its first input is the request's.
 
         Raises:
             InvalidRequestError: The prompt or the parameters are wrong; with the remedy.
@@ -103,11 +114,13 @@ class RequestBuilder:
         # A caller's id may be reused; ours is unique, so that no late message is assigned to a new request.
         internal_id = external_id if request_id is None else f"{request_id}-{number}"
         try:
-            with self._lock:
+            with self.lock:
                 prompt = self._with_rendered_chat(_as_prompt(prompt))
                 stages, final_stages = self._build(
-                    internal_id, prompt, sampling_params_list, lora_request, request_fields or {}
+                    internal_id, prompt, sampling_params_list, lora_request, request_fields or {}, text
                 )
+                decoders = self._make_decoders(stages, final_stages)
+            self._set_priority(stages, priority)
         except (ValueError, TypeError, VLLMClientError) as error:
             raise InvalidRequestError(str(error), external_id) from error
         return PipelineRequest(
@@ -121,18 +134,64 @@ class RequestBuilder:
             timeout_s=self._config.runtime.request_timeout_s or None,
             arrival=arrival,
             trace_headers=dict(trace_headers or {}),
+            priority=next(iter(stages.values())).priority,
+            decoders=decoders,
         )
+
+    def _make_decoders(self, stages: Mapping[int, StageRequest], final_stages: Sequence[int]) -> dict[int, TextDecoder]:
+        """Of the final stages whose text no other stage reads."""
+        decoders = {}
+        for stage_id in final_stages:
+            request = stages[stage_id].engine_request
+            is_read = any(target in stages for target in self._config.targets[stage_id])
+            if request is None or is_read or not self._config.stages[stage_id].emits_only_text:
+                continue
+            tokenizer = self.input_processors[stage_id].renderer.tokenizer
+            if (decoder := TextDecoder.take_over(tokenizer, request)) is not None:
+                decoders[stage_id] = decoder
+        return decoders
+
+    def is_rendered_text(self, prompt: str | OmniPrompt) -> bool:
+        """Whether a prompt is text that vLLM's server has tokenized: its request is built in a fraction of a
+        millisecond."""
+        return (
+            isinstance(prompt, Mapping)
+            and prompt.keys() == {"engine_input", "modalities"}
+            and prompt["engine_input"]["type"] == "token"
+            and not self.prompt_processors
+        )
+
+    def _set_priority(self, stages: dict[int, StageRequest], priority: int) -> None:
+        for stage_id, request in stages.items():
+            if self._config.stages[stage_id].schedules_by_priority:
+                request.priority = priority
+                if request.engine_request is not None:
+                    request.engine_request.priority = priority
+
+    def media_cache_counts(self) -> CacheCounts:
+        """Of preprocessed media. May be called from any thread."""
+        return sum((processor.media_cache_counts for processor in self.input_processors.values()), CacheCounts())
 
     @property
     def voices(self) -> list[str]:
         """The voices of all stages, the default one first."""
-        return list_voices(self._processors)
+        return list_voices(self.prompt_processors, self._processors)
+
+    @property
+    def prompt_fields(self) -> frozenset[str]:
+        """The keys of a prompt's `additional_information` that the model's prompt processors read."""
+        declared = {name for processor in self.prompt_processors.values() for name in processor.fields}
+        return frozenset(declared - OmniPrompt.__annotations__.keys())
 
     @property
     def prompt_stage(self) -> OmniStageConfig | None:
-        """The vLLM stage that a chat is rendered for: of the stages that read prompts the one with `is_comprehension`,
-        else the first; None if no vLLM stage reads prompts."""
-        reading = [stage for stage in self._config.stage_args if stage.stage_id in self.input_processors]
+        """The vLLM stage that a chat is rendered for: of the stages that read vLLM's prompts the one with
+        `is_comprehension`, else the first; None if there is none."""
+        reading = [
+            stage
+            for stage in self._config.stage_args
+            if stage.stage_id in self.input_processors and stage.stage_id not in self.prompt_processors
+        ]
         return next((stage for stage in reading if stage.is_comprehension), reading[0] if reading else None)
 
     def default_values(self, stage: OmniStageConfig) -> Mapping[str, Any]:
@@ -148,6 +207,7 @@ class RequestBuilder:
         sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams,
         lora_request: LoRARequest | None,
         request_fields: Mapping[str, Any],
+        text: "TextInput | None",
     ) -> tuple[dict[int, StageRequest], list[int]]:
         """The request of each stage, and the final stages."""
         modalities = self._check_modalities(prompt.get("modalities"))
@@ -155,10 +215,20 @@ class RequestBuilder:
         params = self._sampling_params(given)
         stage_ids = self._config.stages_for(modalities)
         diffusion = self._diffusion_requests(prompt, given, stage_ids, lora_request)
+        if text is None:
+            settings = next((request.params for request in reversed(diffusion.values())), None)
+            processors = self.prompt_processors.items()
+            inputs = {i: processor(prompt, settings) for i, processor in processors if i in stage_ids}
+        else:
+            inputs = {text.stage_id: text.first}
+        params |= {stage_id: stage_input.apply_to(params[stage_id]) for stage_id, stage_input in inputs.items()}
+        cache_salt: Any = (prompt.get("engine_input") or prompt).get("cache_salt")
         engine_requests = {
             stage_id: processor.process_inputs(
                 request_id,
-                self._engine_prompt(prompt, processor),
+                inputs[stage_id].as_prompt(cache_salt)
+                if stage_id in inputs
+                else self._engine_prompt(prompt, processor),
                 params[stage_id],
                 supported_tasks=("generate",),
                 lora_request=lora_request,
@@ -171,13 +241,16 @@ class RequestBuilder:
                 setattr(engine_request, name, value)
         first = next(iter(engine_requests.values()), None)
         information = prompt.get("additional_information") or {}
+        if inputs:
+            information = {key: value for each in inputs.values() for key, value in each.additional_information.items()}
         original = StageRequest(
             request_id=request_id,
             modalities=modalities,
-            prompt=prompt.get("prompt"),
+            prompt=given_text if isinstance(given_text := prompt.get("prompt"), str) else None,
             prompt_token_ids=[] if first is None else first.prompt_token_ids or [],
             mm_metadata={} if first is None else _mm_metadata(first, self._mm_metadata_keys),
             options={key: value for key, value in information.items() if not isinstance(value, torch.Tensor)},
+            cache_salt=cache_salt,
         )
         stages = {
             stage_id: msgspec.structs.replace(
@@ -188,14 +261,17 @@ class RequestBuilder:
             )
             for stage_id in stage_ids
         }
+        if text is not None:
+            stages[text.stage_id].is_complete = text.is_complete
+            stages[text.stage_id].num_ready_tokens = text.first.num_ready_tokens
         for stage_id in stage_ids:
             if stage_id in self._processors:
                 self._processors[stage_id].validate(stages[stage_id])
         return stages, self._config.final_stages(modalities)
 
     def _with_rendered_chat(self, prompt: OmniPrompt) -> OmniPrompt:
-        """The prompt with its `messages`, if it has any, rendered as `engine_input`."""
-        if "messages" not in prompt:
+        """The prompt with its `messages`, if it has any, rendered as `engine_input`, unless the model does it."""
+        if "messages" not in prompt or self.prompt_processors:
             return prompt
         others = [key for key in _RAW_PROMPT_KEYS if key in prompt]
         if others:
@@ -204,7 +280,9 @@ class RequestBuilder:
             raise ValueError("no stage of this pipeline has a chat template; use prompt instead of messages")
         processor = self.input_processors[self.prompt_stage.stage_id]
         try:
-            engine_input = processor.render_chat(prompt["messages"], prompt.get("chat_params") or ChatParams())
+            engine_input = processor.render_chat(
+                prompt["messages"], prompt.get("chat_params") or ChatParams(), prompt.get("cache_salt")
+            )
         except (NotImplementedError, OSError) as error:  # media that vLLM cannot load
             raise ValueError(f"messages: {error}") from error
         rendered = {key: value for key, value in prompt.items() if key not in ("messages", "chat_params")}
@@ -326,9 +404,9 @@ def load_processors(config: PipelineConfig, model: str) -> dict[int, StageInputP
     return {stage_id: processor for stage_id, processor in processors.items() if processor is not None}
 
 
-def list_voices(processors: Mapping[int, StageInputProcessor]) -> list[str]:
+def list_voices(*processors: Mapping[int, PromptProcessor] | Mapping[int, StageInputProcessor]) -> list[str]:
     """The voices of all stages, the default one first."""
-    return list(dict.fromkeys(voice for processor in processors.values() for voice in processor.voices))
+    return list(dict.fromkeys(voice for group in processors for each in group.values() for voice in each.voices))
 
 
 def _mm_metadata(request: OmniEngineCoreRequest, keys: set[str]) -> dict[str, torch.Tensor]:

@@ -3,12 +3,15 @@
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import transformers
+from huggingface_hub import snapshot_download
+from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_omni.config.dit_config import DIT_SETTINGS, parse_dit_config
@@ -17,19 +20,23 @@ from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.overrides import merge, override_stage
 from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, find_stage
-from vllm_omni.config.utils import find_stage_configs, nearest, stage_configs_dir
-from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model
+from vllm_omni.config.utils import find_stage_configs, nearest
+from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model, load_model_index
 from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.hf_override import load_hf_config
+from vllm_omni.engine.text_models import why_not_text
 from vllm_omni.errors import StageConfigError
+from vllm_omni.model_packages import find_models
 from vllm_omni.stage.budgets import apply_budgets
 
 CHECKPOINT_STAGE_CONFIG = "stage_config.yaml"
 """In a checkpoint's folder: the configuration of that checkpoint, in place of the one for its architecture."""
-# vLLM's cache has a half in each process, and the halves disagree after a refused request.
-_FOR_VLLM_STAGES = {"mm_processor_cache_gb": 0}
+# Arguments that may be folders of the pipeline's checkpoint.
+_CHECKPOINT_ARGS = ("model", "tokenizer")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 # Arguments that the pipeline itself reads.
 _FOR_ALL = {"otlp_traces_endpoint", "trust_remote_code"}
+_VLLM_ARGUMENTS = {field.name for field in dataclasses.fields(EngineArgs)}
 _OWN_ARGUMENTS = {
     name
     for name, parameter in inspect.signature(create_engine_args).parameters.items()
@@ -75,7 +82,9 @@ def resolve_pipeline(args: OmniArgs) -> ResolvedPipeline:
             this machine's devices.
     """
     read = read_pipeline(args)
-    config = apply_budgets(read.with_checkpoints)
+    config = read.with_checkpoints
+    if config.runtime.distributed_backend is None:
+        config = apply_budgets(config)  # Else each stage does it on its machine.
     return ResolvedPipeline(**vars(read), config=config, engine_args=_check_engine_args(config, args.model))
 
 
@@ -112,16 +121,33 @@ def _source(args: OmniArgs) -> Path | None:
     own = Path(model) / CHECKPOINT_STAGE_CONFIG
     if own.is_file():
         return own
-    if is_diffusers_model(model, args.engine_args.get("revision")):
-        return None
+    revision = args.engine_args.get("revision")
+    if is_diffusers_model(model, revision):
+        name = args.engine_args.get("pipeline_class") or load_model_index(model, revision)["_class_name"]
+        return find_models().pipelines.get(str(name))
+    return _source_by_model_type(model, args.engine_args)
+
+
+def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path:
+    """That of a model that a package has, or that of text models if vLLM serves it as one."""
+    models = find_models()
     try:
-        hf_config = load_hf_config(model, args.engine_args)
+        hf_config = load_hf_config(model, engine_args)
     except (OSError, ValueError) as error:
         problem = str(error).strip().split("\n")[0]
-        raise StageConfigError(f"{model}: the checkpoint cannot be read: {problem}") from error
-    shipped = stage_configs_dir() / f"{hf_config.model_type}.yaml"
-    # A model without a stage configuration is a model that vLLM serves alone.
-    return shipped if shipped.exists() else stage_configs_dir() / "text.yaml"
+        hint = f"\n{models.describe()}" if isinstance(error, ValueError) else ""  # There is one, of an unknown model.
+        raise StageConfigError(f"{model}: the checkpoint cannot be read: {problem}{hint}") from error
+    if hf_config.model_type in models.stage_configs:
+        return models.stage_configs[hf_config.model_type]
+    for_vllm = {name: value for name, value in engine_args.items() if name in _VLLM_ARGUMENTS}
+    reason = why_not_text(model, hf_config, for_vllm)
+    if reason is not None:
+        raise StageConfigError(
+            f"{model}: no package has a stage configuration for model_type {hf_config.model_type!r} (architecture "
+            f"{', '.join(hf_config.architectures or ['not given'])}), and it is no text model: {reason}\n"
+            f"{models.describe()}"
+        )
+    return models.stage_configs["text"]
 
 
 def _is_path(name: str) -> bool:
@@ -167,8 +193,7 @@ def apply_arguments(
         if stage.stage_id not in config.adapter_stages:
             known.discard("lora_modules")
         shared = {name: value for name, value in engine_args.items() if name in known}
-        added = (_FOR_VLLM_STAGES if stage.runs_vllm else {}) | shared
-        stage = msgspec.structs.replace(stage, engine_args=stage.engine_args | added)
+        stage = msgspec.structs.replace(stage, engine_args=stage.engine_args | shared)
         stages.append(override_stage(stage, by_stage[stage.stage_id]))
     return config.with_stage_args(stages)
 
@@ -187,33 +212,37 @@ def _overrides_by_stage(
 
 def _known_arguments(stage: OmniStageConfig) -> set[str]:
     if stage.runs_vllm:
-        return {field.name for field in dataclasses.fields(EngineArgs)} | _OWN_ARGUMENTS
+        return _VLLM_ARGUMENTS | _OWN_ARGUMENTS
     return set(DIT_SETTINGS) if stage.kind == "DiT" else set()
 
 
 def resolve_checkpoints(config: PipelineConfig, model: str) -> PipelineConfig:
-    """Replaces every stage's own `engine_args.model` by an absolute path or a name on the hub.
+    """Replaces every stage's own `engine_args.model` and `engine_args.tokenizer` by an absolute path or a name on the
+    hub.
+
+    Of a pipeline on the hub the folders are downloaded, without weights, which `download_weights` adds.
 
     Raises:
         StageConfigError: It is a path that does not exist.
     """
     stages = []
     for stage in config.stage_args:
-        own = stage.engine_args.get("model")
-        if own is not None:
-            where = f"{stage.label}: engine_args.model"
-            engine_args = stage.engine_args | {"model": _resolve_checkpoint(own, model, where)}
-            stage = msgspec.structs.replace(stage, engine_args=engine_args)
-        stages.append(stage)
+        args = stage.engine_args
+        own = {name: args[name] for name in _CHECKPOINT_ARGS if args.get(name) is not None}
+        found = {
+            name: _resolve_checkpoint(value, model, args.get("revision"), f"{stage.label}: engine_args.{name}")
+            for name, value in own.items()
+        }
+        stages.append(msgspec.structs.replace(stage, engine_args=args | found))
     return config.with_stage_args(stages)
 
 
-def _resolve_checkpoint(own: Any, model: str, where: str) -> str:
+def _resolve_checkpoint(own: Any, model: str, revision: str | None, where: str) -> str:
     """A directory in the pipeline's checkpoint, a path, or a name on the hub, in this order."""
     if not isinstance(own, str) or not own:
         raise StageConfigError(f"{where}: {own!r} is no checkpoint; write a path or a name on the hub")
-    for path in (Path(model) / own, Path(own).expanduser()):
-        if path.exists():
+    for path in (Path(model) / own, Path(own).expanduser(), _hub_folder(model, own, revision, _WEIGHTS)):
+        if path is not None and path.exists():
             return str(path.resolve())
     if _is_path(own):
         raise StageConfigError(
@@ -222,11 +251,41 @@ def _resolve_checkpoint(own: Any, model: str, where: str) -> str:
     return own
 
 
+def _hub_folder(model: str, folder: str, revision: str | None, without: Sequence[str] = ()) -> Path | None:
+    """A folder of a checkpoint on the hub, downloaded; None if there is none.
+
+    Args:
+        without: Patterns of files that are not downloaded.
+    """
+    if Path(model).exists() or _is_path(model) or "/" in folder:  # With a slash it is a name on the hub.
+        return None
+    try:
+        root = snapshot_download(
+            model, revision=revision, allow_patterns=f"{folder}/*", ignore_patterns=[f"{folder}/{p}" for p in without]
+        )
+    except (OSError, ValueError):  # Not on the hub, or not to be reached: whoever reads it reports that.
+        return None
+    return Path(root) / folder
+
+
+def download_weights(read: ReadPipeline, model: str) -> None:
+    """Downloads those of stages whose checkpoint is a folder of one on the hub; an engine takes it for a local one."""
+    for given, found in zip(read.with_arguments.stage_args, read.with_checkpoints.stage_args, strict=True):
+        own = given.engine_args.get("model")
+        if own is not None and found.engine_args["model"] != own:
+            _hub_folder(model, own, given.engine_args.get("revision"))
+
+
 def _check_engine_args(config: PipelineConfig, model: str) -> list[EngineArgs]:
     """The engine arguments of all vLLM stages; wrong arguments of any stage are refused before one is started."""
     checked = []
     for stage in config.stage_args:
         where = stage.label
+        if stage.has_ray_workers and config.runtime.distributed_backend is None:
+            raise StageConfigError(
+                f"{where}: distributed_executor_backend: ray needs the nodes of a Ray cluster; set distributed_backend "
+                "to ray, too"
+            )
         if stage.kind == "DiT":
             parse_dit_config(stage.dit_engine_args, where)
         if stage.runs_vllm:
@@ -234,7 +293,18 @@ def _check_engine_args(config: PipelineConfig, model: str) -> list[EngineArgs]:
                 checked.append(make_engine_args(stage, model))
             except (ValueError, TypeError) as error:
                 raise StageConfigError(f"{where}: engine_args: {error}") from error
+            _check_architecture(stage)
     return checked
+
+
+def _check_architecture(stage: OmniStageConfig) -> None:
+    architecture = stage.engine_args.get("model_arch")
+    known = ModelRegistry.get_supported_archs()
+    if architecture is not None and architecture not in known and not hasattr(transformers, architecture):
+        raise StageConfigError(
+            f"{stage.label}: engine_args.model_arch: neither vLLM nor a package has an architecture {architecture!r}"
+            f"{nearest(architecture, known)}\n{find_models().describe()}"
+        )
 
 
 def make_engine_args(stage: OmniStageConfig, model: str) -> EngineArgs:

@@ -3,10 +3,12 @@
 
 import sys
 from collections import deque
+from collections.abc import Callable
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import find_joinable
 from vllm_omni.diffusion.job import DiffusionJob, JobEnd, RunningJob
+from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
 from vllm_omni.worker.gpu_diffusion_worker import DiffusionGPUWorker
 
@@ -32,10 +34,14 @@ class DiffusersPipelineExecutor:
         self._waiting: deque[DiffusionJob] = deque()
         self._ended: list[JobEnd] = []  # before their first module call
 
-    def start(self) -> None:
-        """Loads the pipeline. Raises as `DiffusionGPUWorker.load_model`."""
+    def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
+        """Loads the pipeline. Arguments and errors are those of `DiffusionGPUWorker.load_model`."""
         self._worker.init_device()
-        self._runner = self._worker.load_model()
+        self._runner = self._worker.load_model(on_failure)
+
+    def close(self) -> None:
+        """Ends other processes of the denoiser."""
+        self._worker.close()
 
     @property
     def has_work(self) -> bool:
@@ -50,6 +56,11 @@ class DiffusersPipelineExecutor:
     def sample_rate(self) -> int | None:
         """Samples per second of the pipeline's audio, if it makes any."""
         return self._runner.sample_rate
+
+    @property
+    def prompt_cache_counts(self) -> CacheCounts:
+        """Of calls of the pipeline's `encode_prompt`."""
+        return self._runner.prompt_cache.counts
 
     def add(self, job: DiffusionJob) -> None:
         """Starts a job, up to its first module call, or queues it until another one ends."""

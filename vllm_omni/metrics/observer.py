@@ -5,12 +5,12 @@
 block. Exporters run third-party code, so the `CompositeObserver` logs an observer's exception and does not raise it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni.metrics.logs import get_logger
-from vllm_omni.metrics.stats import COMPLETED, StageMetrics, StageStats
+from vllm_omni.metrics.stats import COMPLETED, CacheCounts, MetricFamily, StageMetrics, StageStats
 
 logger = get_logger(__name__)
 
@@ -111,6 +111,12 @@ class PipelineObserver:
     def stage_stats(self, stats: StageStats) -> None:
         """A stage sent its statistics."""
 
+    def engine_metrics(self, stage_id: int, replica: int, families: list[MetricFamily]) -> None:
+        """A stage sent the metrics of its engine."""
+
+    def watch_media_cache(self, read: Callable[[], CacheCounts]) -> None:
+        """The caller caches preprocessed media; `read` may be called from any thread. Called once, at most."""
+
     def close(self) -> None:
         """The pipeline is closed. This is the last call."""
 
@@ -133,6 +139,9 @@ class CompositeObserver(PipelineObserver):
 
     def stage_stats(self, stats: StageStats) -> None:
         self._call("stage_stats", stats)
+
+    def engine_metrics(self, stage_id: int, replica: int, families: list[MetricFamily]) -> None:
+        self._call("engine_metrics", stage_id, replica, families)
 
     def close(self) -> None:
         self._call("close")

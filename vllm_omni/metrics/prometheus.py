@@ -21,7 +21,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
-from vllm_omni.metrics.stats import COMPLETED, EdgeStats, StageStats
+from vllm_omni.metrics.stats import COMPLETED, CacheCounts, EdgeStats, MetricFamily, StageStats
 
 PREFIX = "vllm_omni:"
 
@@ -46,6 +46,11 @@ STAGE_COUNTERS: dict[str, tuple[str, Callable[[StageStats], float]]] = {
     "stage_steps": ("Engine steps.", lambda s: s.num_steps),
     "stage_step_seconds": ("Duration of engine steps, summed.", lambda s: s.step_seconds),
     "stage_scheduled": ("Batch sizes of all engine steps, summed.", lambda s: s.num_scheduled),
+}
+# Of each cache of a stage's engine, and, with the name `mm_...`, of the caller's cache of preprocessed media.
+CACHE_COUNTERS: dict[str, tuple[str, Callable[[CacheCounts], float]]] = {
+    "cache_queries": ("Items looked for in the cache.", lambda c: c.queries),
+    "cache_hits": ("Items found in the cache.", lambda c: c.hits),
 }
 EDGE_COUNTERS: dict[str, tuple[str, Callable[[EdgeStats], float]]] = {
     "edge_payloads": ("Payloads received from the source.", lambda e: e.num_payloads),
@@ -91,17 +96,24 @@ class PrometheusObserver(PipelineObserver):
 
     Attributes:
         names: The names of all stages, by id.
-        stages: The latest statistics of each stage, by id.
+        stages: The latest statistics of each replica, by stage id and replica.
+        engines: The latest metrics of its engine, in the same way.
         outcomes: Number of requests by outcome and by the name of the stage that failed them, if one did.
         histograms: Values of completed requests, by metric name.
+        media_cache: Reads the counts of the caller's cache.
     """
 
     def __init__(self, config: PipelineConfig) -> None:
         self.names = {stage.stage_id: stage.name for stage in config.stage_args}
-        self.stages: dict[int, StageStats] = {}
+        self.stages: dict[tuple[int, int], StageStats] = {}
+        self.engines: dict[tuple[int, int], list[MetricFamily]] = {}
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.histograms = {name: _Histogram(bounds) for name, (_, bounds, _) in REQUEST_HISTOGRAMS.items()}
+        self.media_cache: Callable[[], CacheCounts] = CacheCounts
         _collector.add(self)
+
+    def watch_media_cache(self, read: Callable[[], CacheCounts]) -> None:
+        self.media_cache = read
 
     def request_ended(self, summary: RequestSummary) -> None:
         self.outcomes[summary.outcome, summary.failed_stage or ""] += 1
@@ -113,7 +125,10 @@ class PrometheusObserver(PipelineObserver):
                 self.histograms[name].observe(value)
 
     def stage_stats(self, stats: StageStats) -> None:
-        self.stages[stats.stage_id] = stats
+        self.stages[stats.stage_id, stats.replica] = stats
+
+    def engine_metrics(self, stage_id: int, replica: int, families: list[MetricFamily]) -> None:
+        self.engines[stage_id, replica] = families
 
     def close(self) -> None:
         _collector.remove(self)
@@ -161,34 +176,46 @@ def _families(pipelines: _Pipelines) -> Iterator[Metric]:
     yield from _stage_families(stages)
     yield from _edge_families(stages)
     yield from _request_families(pipelines)
+    yield from _media_cache_families(pipelines)
+    yield from _engine_families(pipelines)
 
 
 _Stages = Sequence[tuple[str, PrometheusObserver, StageStats]]
 
 
 def _stage_families(stages: _Stages) -> Iterator[Metric]:
-    labels = ["pipeline", "stage"]
+    labels = ["pipeline", "stage", "replica"]
     for kind, metrics in ((GaugeMetricFamily, STAGE_GAUGES), (CounterMetricFamily, STAGE_COUNTERS)):
         for name, (description, value_of) in metrics.items():
             family = kind(PREFIX + name, description, labels=labels)
-            for number, _, stats in stages:
-                family.add_metric([number, stats.name], value_of(stats))
+            for number, pipeline, stats in stages:
+                family.add_metric([number, *_labels(pipeline, stats)], value_of(stats))
             yield family
     failures = CounterMetricFamily(
         f"{PREFIX}stage_failures", "Requests that failed in the stage, by cause.", labels=[*labels, "cause"]
     )
-    for number, _, stats in stages:
+    for number, pipeline, stats in stages:
         for cause, count in stats.failures.items():
-            failures.add_metric([number, stats.name, cause], count)
+            failures.add_metric([number, *_labels(pipeline, stats), cause], count)
     yield failures
+    for name, (description, value_of_cache) in CACHE_COUNTERS.items():
+        family = CounterMetricFamily(PREFIX + name, description, labels=[*labels, "cache"])
+        for number, pipeline, stats in stages:
+            for cache, counts in stats.caches.items():
+                family.add_metric([number, *_labels(pipeline, stats), cache], value_of_cache(counts))
+        yield family
+
+
+def _labels(pipeline: PrometheusObserver, stats: StageStats) -> list[str]:
+    return [pipeline.names[stats.stage_id], str(stats.replica)]
 
 
 def _edge_families(stages: _Stages) -> Iterator[Metric]:
     for name, (description, value_of) in EDGE_COUNTERS.items():
-        family = CounterMetricFamily(PREFIX + name, description, labels=["pipeline", "source", "stage"])
+        family = CounterMetricFamily(PREFIX + name, description, labels=["pipeline", "source", "stage", "replica"])
         for number, pipeline, stats in stages:
             for source, edge in stats.edges.items():
-                family.add_metric([number, pipeline.names[source], stats.name], value_of(edge))
+                family.add_metric([number, pipeline.names[source], *_labels(pipeline, stats)], value_of(edge))
         yield family
 
 
@@ -207,3 +234,24 @@ def _request_families(pipelines: _Pipelines) -> Iterator[Metric]:
         for number, pipeline in pipelines:
             pipeline.histograms[name].add_to(family, [number])
         yield family
+
+
+def _media_cache_families(pipelines: _Pipelines) -> Iterator[Metric]:
+    for name, (description, value_of) in CACHE_COUNTERS.items():
+        family = CounterMetricFamily(f"{PREFIX}mm_{name}", f"Media: {description.lower()}", labels=["pipeline"])
+        for number, pipeline in pipelines:
+            family.add_metric([number], value_of(pipeline.media_cache()))
+        yield family
+
+
+def _engine_families(pipelines: _Pipelines) -> Iterable[Metric]:
+    """vLLM's own metrics, of all engines, with the labels of their stage."""
+    merged: dict[str, Metric] = {}
+    for number, pipeline in pipelines:
+        for (stage_id, replica), families in list(pipeline.engines.items()):
+            own = {"pipeline": number, "stage": pipeline.names[stage_id], "replica": str(replica)}
+            for family in families:
+                metric = merged.setdefault(family.name, Metric(family.name, family.documentation, family.kind))
+                for name, labels, value in family.samples:
+                    metric.add_sample(name, {**labels, **own}, value)
+    return merged.values()

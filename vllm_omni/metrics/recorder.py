@@ -2,31 +2,37 @@
 """Counts what a stage does, inside its process."""
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
-from vllm_omni.metrics.stats import COMPLETED, EdgeStats, StageStats
+from vllm_omni.metrics.stats import COMPLETED, CacheCounts, EdgeStats, StageStats
 
 ABORTED = "aborted"
+METRICS_INTERVAL_S = 1.0
+"""Shortest time between two messages with an engine's metrics: some hundred numbers, which take 2 ms to read."""
 INTERVAL_S = 0.05
 """Shortest time between two snapshots, but for those of a stage that becomes idle."""
 
 
 class StageRecorder:
-    """The running totals of one stage.
+    """The running totals of one replica of a stage.
 
     The engine's thread calls `step`, the IO thread everything else. Each figure has one writer, so there is no lock; a
     snapshot may miss the step that is being counted.
 
     Attributes:
         due: When the next snapshot is to be sent (`time.monotonic()`); None while nothing has changed.
+        metrics_due: The same for the engine's metrics.
     """
 
-    def __init__(self, stage_id: int, name: str) -> None:
+    def __init__(self, stage_id: int, name: str, replica: int = 0) -> None:
         self.due: float | None = None
-        self._stats = StageStats(stage_id=stage_id, name=name)
+        self.metrics_due: float | None = None
+        self._stats = StageStats(stage_id=stage_id, name=name, replica=replica)
         self._blocked_since: float | None = None
-        self._last_snapshot = float("-inf")
+        self._last_snapshot = self._last_metrics = float("-inf")
 
     def enqueued(self) -> None:
         """A request has enough input to start, and waits for the engine."""
@@ -80,15 +86,24 @@ class StageRecorder:
         if self.due is None:
             self.due = max(time.monotonic(), self._last_snapshot + INTERVAL_S)
 
-    def snapshot(self, queue_depth: int, num_running: int, kv_blocks: tuple[int, int] = (0, 0)) -> StageStats:
+    def snapshot(
+        self,
+        queue_depth: int,
+        num_running: int,
+        kv_blocks: tuple[int, int] = (0, 0),
+        caches: Mapping[str, CacheCounts] = MappingProxyType({}),
+    ) -> StageStats:
         """A copy of the totals, with current values from the caller.
 
         Args:
             queue_depth: Requests that wait for the engine.
             num_running: Requests in the engine.
             kv_blocks: KV cache blocks in use, and of the engine.
+            caches: As in `StageStats`.
         """
         self.due, self._last_snapshot = None, time.monotonic()
+        if self.metrics_due is None:
+            self.metrics_due = max(self._last_snapshot, self._last_metrics + METRICS_INTERVAL_S)
         used, total = kv_blocks
         return msgspec.structs.replace(
             self._stats,
@@ -97,8 +112,13 @@ class StageRecorder:
             failures=dict(self._stats.failures),
             kv_blocks_used=used,
             kv_blocks_total=total,
+            caches=dict(caches),
             edges={source: msgspec.structs.replace(edge) for source, edge in self._stats.edges.items()},
         )
+
+    def metrics_sent(self) -> None:
+        """The engine's metrics were sent."""
+        self.metrics_due, self._last_metrics = None, time.monotonic()
 
     def _edge(self, source: int) -> EdgeStats:
         return self._stats.edges.setdefault(source, EdgeStats())

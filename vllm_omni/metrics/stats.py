@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of a stage, as it sends them to the orchestrator, and metrics of one request in a stage.
+"""Statistics of a stage and of its engine, as it sends them to the orchestrator, and metrics of one request in a stage.
 
 Counts and seconds of a stage are totals since its process started; a rate is the difference of two snapshots.
 """
@@ -14,28 +14,42 @@ class StageMetrics(msgspec.Struct, kw_only=True):
     """What one stage did for one request. Times are `time.monotonic()` seconds, comparable on one machine.
 
     Attributes:
+        name, replica: Of the replica that did it: `talker`, or `talker.1` where there are several.
         arrival: Enough input of the request had arrived to start it.
         started: It was passed to the engine.
         first_output: The first piece of output was available; None where the output came in one piece.
         finished: The engine had finished the request.
         num_input_tokens, num_output_tokens: Rows read and tokens written (0 where a stage has none).
+        num_cached_tokens: Of the first, those that the engine found in its prefix cache.
         num_chunks: Pieces in which the output left the engine.
     """
 
     stage_id: int
     name: str
+    replica: int = 0
     arrival: float = 0.0
     started: float = 0.0
     first_output: float | None = None
     finished: float = 0.0
     num_input_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
     num_chunks: int = 0
 
     @property
     def seconds(self) -> float:
         """Seconds from `arrival` to `finished`."""
         return self.finished - self.arrival
+
+
+class CacheCounts(msgspec.Struct, kw_only=True, frozen=True):
+    """Items that were looked for in a cache, and those that were found."""
+
+    queries: int = 0
+    hits: int = 0
+
+    def __add__(self, other: "CacheCounts") -> "CacheCounts":
+        return CacheCounts(queries=self.queries + other.queries, hits=self.hits + other.hits)
 
 
 class EdgeStats(msgspec.Struct, kw_only=True):
@@ -53,10 +67,25 @@ class EdgeStats(msgspec.Struct, kw_only=True):
     num_windows: int = 0
 
 
-class StageStats(msgspec.Struct, kw_only=True):
-    """A snapshot of one stage.
+class MetricFamily(msgspec.Struct, kw_only=True):
+    """A Prometheus metric of an engine, with its values.
 
     Attributes:
+        kind: `gauge`, `counter` or `histogram`.
+        samples: Name, labels and value of each. A histogram has several names.
+    """
+
+    name: str
+    documentation: str
+    kind: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+
+class StageStats(msgspec.Struct, kw_only=True):
+    """A snapshot of one replica of a stage.
+
+    Attributes:
+        name, replica: `talker`, or `talker.1` where there are several.
         queue_depth: Requests that have enough input to start, and wait for the engine.
         num_running: Requests in the engine.
         num_enqueued, num_dequeued: Requests that entered that queue, and that the engine took from it.
@@ -66,11 +95,13 @@ class StageStats(msgspec.Struct, kw_only=True):
         num_steps, step_seconds: Engine steps, and their duration, summed.
         num_scheduled: Batch sizes of all steps, summed.
         kv_blocks_used, kv_blocks_total: KV cache blocks in use, and of the engine; 0 where it has none.
+        caches: Of the engine, by name: `encoder`, of encoded media; `prompt`, of encoded prompts.
         edges: What came from each source, by stage id.
     """
 
     stage_id: int
     name: str
+    replica: int = 0
     queue_depth: int = 0
     num_running: int = 0
     num_enqueued: int = 0
@@ -84,4 +115,5 @@ class StageStats(msgspec.Struct, kw_only=True):
     num_scheduled: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
+    caches: dict[str, CacheCounts] = {}
     edges: dict[int, EdgeStats] = {}

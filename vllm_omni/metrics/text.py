@@ -22,8 +22,9 @@ class SummaryLog(PipelineObserver):
 
 def _stage_line(stage: StageMetrics) -> str:
     waited = stage.started - stage.arrival
+    cached = f" ({stage.num_cached_tokens} of them cached)" if stage.num_cached_tokens else ""
     return (
-        f"{stage.num_input_tokens} in, {stage.num_output_tokens} out, {stage.seconds:.3f} s, "
+        f"{stage.num_input_tokens} in{cached}, {stage.num_output_tokens} out, {stage.seconds:.3f} s, "
         f"of which {waited:.3f} s in the queue"
     )
 
@@ -67,7 +68,7 @@ def format_stage_table(stats: Sequence[StageStats]) -> str:
     Args:
         stats: The stages, in the order of the lines.
     """
-    names = {stage.stage_id: stage.name for stage in stats}
+    names = {stage.stage_id: stage.name.partition(".")[0] if stage.replica else stage.name for stage in stats}
     rows = [tuple(cell(stage) for cell in _STAGE_COLUMNS.values()) for stage in stats]
     parts = [_format_rows([tuple(_STAGE_COLUMNS), *rows])]
     edges = [_edge_row(names, stage, source) for stage in stats for source in sorted(stage.edges)]

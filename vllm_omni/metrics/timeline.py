@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trace_file=`: a timeline that opens in Perfetto (https://ui.perfetto.dev), in Chrome's trace event format.
 
-There is a group of tracks for the requests and one for each stage. An admitted request takes the lowest free slot and
-keeps that track in all groups until it ends: requests that overlap never share a track, and the slices of a track nest.
+There is a group of tracks for the requests and one for each replica of a stage. An admitted request takes the lowest
+free slot and keeps that track in all groups until it ends: requests that overlap never share a track, and the slices of
+a track nest.
 
 Events are written when a request ends; only running requests are kept in memory. Each write contains whole events, so
 that a file whose process was killed lacks only its closing bracket, which Perfetto does not need.
@@ -52,7 +53,7 @@ class Timeline(PipelineObserver):
             OSError: The file cannot be written.
         """
         self._path = Path(path)
-        self._pids = {stage.stage_id: _FIRST_STAGE_PID + i for i, stage in enumerate(config.stage_args)}
+        self._pids = {replica.name: _FIRST_STAGE_PID + i for i, replica in enumerate(config.instances.values())}
         self._origin = time.monotonic()
         self._running: dict[str, _Running] = {}
         self._free_slots: list[int] = []
@@ -60,7 +61,7 @@ class Timeline(PipelineObserver):
         self._file = self._path.open("wb", buffering=0)
         self._separator = b"[\n"
         names = {_REQUESTS_PID: "requests"}
-        names |= {self._pids[s.stage_id]: f"stage {s.stage_id}: {s.name}" for s in config.stage_args}
+        names |= {self._pids[i.name]: f"stage {i.stage.stage_id}: {i.name}" for i in config.instances.values()}
         self._write(event for pid, name in names.items() for event in _group(pid, name))
 
     def request_started(
@@ -122,11 +123,12 @@ class Timeline(PipelineObserver):
                 yield {"name": text, "cat": "first", "ph": "i", "s": "t", "ts": self._timestamp(at)} | on_track
         for stage in summary.stages:
             for event in self._stage_events(name, stage):
-                yield event | {"pid": self._pids[stage.stage_id], "tid": running.slot}
+                yield event | {"pid": self._pids[stage.name], "tid": running.slot}
 
     def _stage_events(self, name: str, stage: StageMetrics) -> Iterator[Event]:
         args = {
             "num_input_tokens": stage.num_input_tokens,
+            "num_cached_tokens": stage.num_cached_tokens,
             "num_output_tokens": stage.num_output_tokens,
             "num_chunks": stage.num_chunks,
         }

@@ -98,6 +98,7 @@ class StageTracer:
             SpanAttributes.GEN_AI_USAGE_COMPLETION_TOKENS: metrics.num_output_tokens,
             "vllm_omni.stage_id": metrics.stage_id,
             "vllm_omni.stage": metrics.name,
+            "vllm_omni.replica": metrics.replica,
             "vllm_omni.num_chunks": metrics.num_chunks,
         }
         if metrics.started:

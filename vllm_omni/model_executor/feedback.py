@@ -36,11 +36,31 @@ class FedBack(NamedTuple):
     """
     Attributes:
         embeds: `[N, hidden]`, the rows' input.
-        outputs: The stage's outputs for these rows, by name, each `[N, ...]`; other rows have none.
+        outputs: The stage's outputs for these rows, by name, each `[N, ...]`.
+        is_last: `[N]` bool, on the model's device: the request ends with this row, as with a stop token. The row's
+            outputs leave; the token that is sampled from it does not. A request continues with `ignore_eos`, or while
+            it has fewer than `min_tokens`. None: tokens alone decide.
     """
 
     embeds: torch.Tensor
     outputs: dict[str, torch.Tensor]
+    is_last: torch.Tensor | None = None
+
+
+class RequestInput(NamedTuple):
+    """What a request starts with.
+
+    Attributes:
+        token_ids: The prompt's token ids, or placeholders.
+        information: Its `additional_information`, tensors on the CPU.
+        params: Its sampling parameters.
+        is_complete: No `InputPiece` follows.
+    """
+
+    token_ids: list[int]
+    information: dict[str, Any]
+    params: SamplingParams
+    is_complete: bool
 
 
 class InputPiece(NamedTuple):
@@ -58,8 +78,8 @@ class FeedbackStrategy(ABC):
     """
 
     @abstractmethod
-    def begin(self, slot: int, information: dict[str, Any], params: SamplingParams, is_input_complete: bool) -> None:
-        """A request takes this slot, unless this raises. `information` is the request's, tensors on the CPU."""
+    def begin(self, slot: int, request: RequestInput) -> None:
+        """A request takes this slot, unless this raises."""
 
     @abstractmethod
     def extend(self, pieces: list[InputPiece]) -> None:
@@ -77,14 +97,19 @@ class FeedbackStrategy(ABC):
         """`[stop - start, hidden]`, the input of the prompt's rows `start..stop`; from 0 again after a preemption or a
         step that raised."""
 
+    def first_outputs(self, slot: int) -> dict[str, torch.Tensor]:
+        """Outputs by name, each `[n, ...]` with any n, that leave before those of the first row that is fed back: with
+        the step that samples the first token. Called again if that step raises."""
+        return {}
+
     @abstractmethod
     def feed_back(self, rows: FedBackRows) -> FedBack:
         """Computes the input after each of these tokens. Called once for each token of a request, unless it raises."""
 
     @abstractmethod
     def replay(self, rows: FedBackRows) -> FedBack:
-        """The rows and outputs of an earlier `feed_back`, after a preemption or a step that raised: nothing is
-        sampled a second time."""
+        """The same as an earlier `feed_back`, after a preemption or a step that raised: nothing is sampled a second
+        time."""
 
     @abstractmethod
     def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:

@@ -37,6 +37,8 @@ class RequestSpan:
             its input, and what `postprocess` returned. Hooks may write to it.
         is_input_complete: No further chunk of input will be added to `additional_information`.
         emits_rows: The request's rows leave the stage; otherwise they need not be made.
+        waits_for_twin: One of the two sequences of a request with guidance, whose other one samples no token in this
+            step: its last row is computed again in the next one.
     """
 
     req_id: str
@@ -49,6 +51,7 @@ class RequestSpan:
     additional_information: dict[str, Any] = field(default_factory=dict)
     is_input_complete: bool = True
     emits_rows: bool = True
+    waits_for_twin: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -57,7 +60,7 @@ class RequestSpan:
     @property
     def samples(self) -> bool:
         """Whether this step samples a token for the request (false inside a chunked prefill)."""
-        return self.position + self.num_rows >= self.num_tokens
+        return self.position + self.num_rows >= self.num_tokens and not self.waits_for_twin
 
 
 @runtime_checkable
@@ -173,6 +176,18 @@ class SupportsOneStepGeneration(Protocol):
         runtime_additional_information: list[dict[str, Any]],
         **kwargs: Any,
     ) -> list[dict[str, torch.Tensor]]: ...
+
+
+@runtime_checkable
+class SupportsBatchSize(Protocol):
+    """Declares how many rows of input (codes, frames) a one-step model computes at once. A step has no more, unless one
+    request has: the outputs of a larger step would only arrive later.
+
+    Attributes:
+        batch_rows: At least 1.
+    """
+
+    batch_rows: int
 
 
 @runtime_checkable

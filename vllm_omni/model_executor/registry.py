@@ -1,17 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architectures that this package adds to vLLM's, as `module:class` to be imported when first used.
+"""The models of this package: the architectures that it adds to vLLM's, and the configurations to transformers'.
 
-It imports no model, and has no architecture of vLLM's.
+As `module:class`: a model is imported when first used. It has no architecture of vLLM's.
 """
 
+from pathlib import Path
+
+from vllm_omni.model_packages import ModelPackage
+
+_CSM = "vllm_omni.model_executor.models.csm"
+_GLM_IMAGE = "vllm_omni.model_executor.models.glm_image"
+_JANUS = "vllm_omni.model_executor.models.janus"
 _QWEN2_5_OMNI = "vllm_omni.model_executor.models.qwen2_5_omni"
 _QWEN3_OMNI_MOE = "vllm_omni.model_executor.models.qwen3_omni_moe"
+_QWEN3_TTS = "vllm_omni.model_executor.models.qwen3_tts"
 
 OMNI_MODELS: dict[str, str] = {
+    "CsmForConditionalGeneration": f"{_CSM}.backbone:OmniCsm",
+    "CsmCodec": f"{_CSM}.codec:OmniCsmCodec",
+    "GlmImageForConditionalGeneration": f"{_GLM_IMAGE}.prior:OmniGlmImage",
+    "JanusForConditionalGeneration": f"{_JANUS}.language_model:OmniJanus",
+    "JanusVQDecoder": f"{_JANUS}.vq_decoder:OmniJanusVQDecoder",
+    "OmniMimi": "vllm_omni.model_executor.layers.mimi:OmniMimi",
     "Qwen2_5OmniThinkerForConditionalGeneration": f"{_QWEN2_5_OMNI}.thinker:OmniQwen2_5OmniThinker",
     "Qwen2_5OmniTalkerForConditionalGeneration": f"{_QWEN2_5_OMNI}.talker:OmniQwen2_5OmniTalker",
     "Qwen2_5OmniToken2WavModel": f"{_QWEN2_5_OMNI}.token2wav:OmniQwen2_5OmniToken2Wav",
     "Qwen3OmniMoeThinkerForConditionalGeneration": f"{_QWEN3_OMNI_MOE}.thinker:OmniQwen3OmniMoeThinker",
     "Qwen3OmniMoeTalkerForConditionalGeneration": f"{_QWEN3_OMNI_MOE}.talker:OmniQwen3OmniMoeTalker",
     "Qwen3OmniMoeCode2Wav": f"{_QWEN3_OMNI_MOE}.code2wav:OmniQwen3OmniMoeCode2Wav",
+    "Qwen3TTSCodec": f"{_QWEN3_TTS}.codec:OmniQwen3TTSCodec",
+    "Qwen3TTSForConditionalGeneration": f"{_QWEN3_TTS}.talker:OmniQwen3TTSTalker",
 }
+
+OMNI_CONFIGS: dict[str, str] = {
+    "qwen3_tts": f"{_QWEN3_TTS}.configuration:Qwen3TTSConfig",
+    "qwen3_tts_tokenizer_12hz": f"{_QWEN3_TTS}.configuration:Qwen3TTSTokenizerConfig",
+}
+"""By `model_type`: configurations that transformers does not have. Their modules import no model."""
+
+OMNI_PIPELINES: dict[str, str] = {"GlmImagePipeline": "glm_image"}
+"""By the class in `model_index.json`: names of stage configurations, for diffusers checkpoints with several stages."""
+
+MODELS = ModelPackage(
+    architectures=OMNI_MODELS,
+    hf_configs=OMNI_CONFIGS,
+    stage_configs=Path(__file__).parents[1] / "stage_configs",
+    pipelines=OMNI_PIPELINES,
+)

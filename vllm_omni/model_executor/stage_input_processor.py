@@ -91,6 +91,16 @@ def load_stage_input_processor(stage: OmniStageConfig, model: str) -> StageInput
     """
     if stage.custom_process_input_func is None:
         return None
+    hf_config = load_stage_hf_config(stage, model)
+    return resolve_dotted_path(stage.custom_process_input_func, "custom_process_input_func")(hf_config)
+
+
+def load_stage_hf_config(stage: OmniStageConfig, model: str) -> PretrainedConfig:
+    """The full configuration that a stage's engine reads; of a diffusers pipeline the contents of `model_index.json`.
+
+    Args:
+        model: The stage's checkpoint, which the result has as `name_or_path`; with its revision as `omni_revision`.
+    """
     args = stage.engine_args
     revision = args.get("revision")
     if is_diffusers_model(model, revision):
@@ -99,4 +109,4 @@ def load_stage_input_processor(stage: OmniStageConfig, model: str) -> StageInput
         hf_config = load_hf_config(model, args)
         StageConfigOverride(args.get("hf_config_name"), user_overrides=args.get("hf_overrides")).change_part(hf_config)
     hf_config.update({"name_or_path": model, "omni_revision": revision})
-    return resolve_dotted_path(stage.custom_process_input_func, "custom_process_input_func")(hf_config)
+    return hf_config

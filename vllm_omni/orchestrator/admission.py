@@ -4,6 +4,7 @@
 Callers put requests from any thread; the orchestrator takes them.
 """
 
+import bisect
 import threading
 import time
 from collections import deque
@@ -15,7 +16,10 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 
 class Admission:
-    """A bounded queue. A request counts from `put` until `release`, when its caller has received its last event."""
+    """A bounded queue, by priority and in order of arrival.
+
+    A request counts from `put` until `release`, when its caller has received its last event.
+    """
 
     def __init__(self, max_inflight: int, max_queued: int) -> None:
         self._max_queued = max_queued
@@ -44,7 +48,7 @@ class Admission:
                 self._changed.wait()
             self.check_room()
             self._open.add(request.request_id)
-            self._waiting.append(request)
+            bisect.insort(self._waiting, request, key=lambda waiting: waiting.priority)
 
     def check_room(self, num_coming: int = 0) -> None:
         """Raises what `put` would raise without `wait` after `num_coming` further requests."""

@@ -27,7 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 _MAX_MESSAGE = 1 << 20
 _head = struct.Struct("<4sI")  # verb, number
@@ -37,12 +37,34 @@ _COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__na
 _DIED = "the server that starts stage processes died; its stderr has the reason"
 
 
-class StageProcess:
-    """The parent's handle of a forked stage process. No method waits.
+class StageProcess(Protocol):
+    """The parent's handle of a stage process. No method waits.
 
     Attributes:
         has_ended: Whether the end of the process is known.
     """
+
+    pid: int
+    has_ended: bool
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process has sent an error, or closed its lifeline: it does not serve any more."""
+
+    def filenos(self) -> list[int]:
+        """File descriptors that become readable when `update` has something to do."""
+
+    def update(self) -> None:
+        """Reads what has been received about the end of the process."""
+
+    def kill(self) -> None: ...
+
+    def close(self) -> str:
+        """Releases the process, whether it has ended or not; returns how it ended."""
+
+
+class ForkedStageProcess(StageProcess):
+    """Of a process on this machine."""
 
     def __init__(self, pid: int, lifeline: socket.socket, exit_status: socket.socket) -> None:
         """
@@ -59,15 +81,12 @@ class StageProcess:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the process has sent an error, or closed its lifeline: it does not serve any more."""
         return bool(self._error) or self._lifeline.fileno() < 0
 
     def filenos(self) -> list[int]:
-        """File descriptors that become readable when `update` has something to do."""
         return [sock.fileno() for sock in (self._exit_status, self._lifeline) if sock.fileno() >= 0]
 
     def update(self) -> None:
-        """Reads what has been received about the end of the process."""
         # The status first: it is sent after the end, so the error has been received by then.
         status, server_is_gone = _receive(self._exit_status)
         if status:
@@ -84,7 +103,6 @@ class StageProcess:
                 os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> str:
-        """Releases the process, whether it has ended or not; returns how it ended."""
         self._lifeline.close()
         self._exit_status.close()
         if self._error:
@@ -160,6 +178,11 @@ class ForkServer:
             self._end()
             raise EOFError(_DIED)
 
+    @property
+    def modules(self) -> list[str]:
+        """Those that were preloaded."""
+        return self._modules
+
     def preload(self, modules: Sequence[str]) -> None:
         """Makes the server import further modules before it forks; does not wait for it."""
         self._modules += modules
@@ -197,7 +220,7 @@ class ForkServer:
                 raise EOFError(_DIED) from error
             undo.pop_all()
         self._has_forked = True
-        return StageProcess(pid, lifeline, exit_status)
+        return ForkedStageProcess(pid, lifeline, exit_status)
 
     def close(self) -> None:
         """Ends the server. Stages that still run are not touched. May be called twice."""

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The orchestrator's handle of a stage, across restarts of its process."""
+"""The orchestrator's handle of a replica of a stage, across restarts of its process."""
 
-import os
 from enum import Enum
 
 import zmq
 
-from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig
-from vllm_omni.distributed.connectors import make_connector
+from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance
 from vllm_omni.distributed.credit import Credit
-from vllm_omni.distributed.messages import ORCHESTRATOR, AbortMessage, Message, PeerUpMessage, SubmitMessage
-from vllm_omni.distributed.payloads import PayloadSender
-from vllm_omni.distributed.run_dir import RunDir, remove_unread
-from vllm_omni.inputs import StageRequest
-from vllm_omni.stage.peers import Peer
+from vllm_omni.distributed.messages import (
+    ORCHESTRATOR,
+    AbortMessage,
+    InputMessage,
+    Message,
+    PeerUpMessage,
+    SubmitMessage,
+)
+from vllm_omni.distributed.network import Network
+from vllm_omni.distributed.run_dir import RunDir
+from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.payloads import AdditionalInformationPayload
+from vllm_omni.stage.peers import PayloadPeer
 
 
 class StageState(Enum):
@@ -28,36 +34,51 @@ class StageState(Enum):
 
 
 class OmniStage:
-    """Handle of one stage. Belongs to the orchestrator's thread.
+    """Handle of one replica of a stage. Belongs to the orchestrator's thread.
 
     Attributes:
         epoch: Counts its processes, from 0.
         death: How its last process ended; empty if none has.
-        peer_up: Announces its process to its neighbours. Of a stage that is ready.
+        node, node_name: The machine that it is on, and its name in messages; empty: the orchestrator's.
         credit: Limits what is sent to it, where it is a first stage.
+        num_requests: Requests that were assigned to it and that it has not finished.
     """
 
-    peer_up: PeerUpMessage
-
     def __init__(
-        self, config: OmniStageConfig, run_dir: RunDir, context: zmq.Context, connector: ConnectorConfig, credit: Credit
+        self,
+        instance: StageInstance,
+        run_dir: RunDir,
+        context: zmq.Context,
+        connector: ConnectorConfig,
+        credit: Credit,
+        network: Network | None = None,
     ) -> None:
-        self.config = config
+        """`network`: None: all stages are on this machine."""
+        self.instance = instance
         self.state = StageState.STARTING
         self.epoch = 0
         self.death = ""
         self.credit = credit
-        self._run_dir = run_dir
-        self._peer = Peer(context, ORCHESTRATOR, config.stage_id)
-        self._payloads = PayloadSender(make_connector(connector, run_dir.path, ORCHESTRATOR, config.stage_id))
+        self.num_requests = 0
+        self.node = self.node_name = ""
+        self._addresses = ("", "")
+        self._peer = PayloadPeer(context, run_dir.path, ORCHESTRATOR, 0, self.instance_id, connector, network)
+
+    @property
+    def config(self) -> OmniStageConfig:
+        return self.instance.stage
 
     @property
     def stage_id(self) -> int:
-        return self.config.stage_id
+        return self.instance.stage.stage_id
+
+    @property
+    def instance_id(self) -> int:
+        return self.instance.instance_id
 
     @property
     def label(self) -> str:
-        return self.config.label
+        return self.instance.label
 
     @property
     def is_ready(self) -> bool:
@@ -74,7 +95,7 @@ class OmniStage:
         streams: bool,
     ) -> None:
         """Sends the stage its part of a request. The stage is ready."""
-        payload, frames = self._payloads.put(request)
+        payload, frames = self._peer.put_payload(request)
         message = SubmitMessage(
             request_id=request.request_id,
             number=number,
@@ -88,6 +109,18 @@ class OmniStage:
             self.credit.spend(1, payload.num_bytes)
         self._peer.send(message, frames)
 
+    def extend(self, request_id: str, stage_input: StageInput, is_last: bool) -> None:
+        """Sends more input of a request that was submitted to the stage's process."""
+        information = AdditionalInformationPayload.from_dict(stage_input.additional_information)
+        payload, frames = self._peer.put_payload(information)
+        message = InputMessage(
+            request_id=request_id,
+            num_ready_tokens=stage_input.num_ready_tokens,
+            is_last=is_last,
+            payload=payload,
+        )
+        self._peer.send(message, frames)
+
     def abort(self, request_ids: list[str]) -> None:
         self.send(AbortMessage(request_ids=request_ids))
 
@@ -96,11 +129,22 @@ class OmniStage:
         if self.is_ready:
             self._peer.send(message)
 
-    def on_ready(self, address: str) -> None:
-        """Its process takes requests at this address."""
+    def peer_up(self, node: str) -> PeerUpMessage:
+        """Announces its process to one on a machine. Of a stage that is ready."""
+        is_local = node == self.node
+        address, remote_address = self._addresses
+        return PeerUpMessage(
+            instance_id=self.instance_id,
+            epoch=self.epoch,
+            address=address if is_local else remote_address,
+            is_local=is_local,
+        )
+
+    def on_ready(self, address: str, remote_address: str) -> None:
+        """Its process takes requests at these addresses: of its machine, and of others."""
         self.state = StageState.READY
-        self.peer_up = PeerUpMessage(stage_id=self.stage_id, epoch=self.epoch, address=address)
-        self._peer.connect(self.peer_up)
+        self._addresses = (address, remote_address)
+        self._peer.connect(self.peer_up(""))
 
     def on_death(self, how: str) -> None:
         """Its process ended. What was sent to it is lost; the next one has another address."""
@@ -109,4 +153,3 @@ class OmniStage:
         self.credit.reset()
         self.epoch += 1
         self._peer.disconnect()
-        remove_unread(self._run_dir.path, os.getpid(), ORCHESTRATOR, self.stage_id)

@@ -15,33 +15,43 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
+import msgspec
 import zmq
 
-from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, PipelineConfig
+from vllm_omni.config.stage_config import NIXL, ConnectorConfig, OmniStageConfig, PipelineConfig
 from vllm_omni.distributed.credit import Credit
+from vllm_omni.distributed.curve import CurveKeys
+from vllm_omni.distributed.inbound import Inbound
 from vllm_omni.distributed.messages import (
     ErrorMessage,
     FaultMessage,
     MessageError,
+    MetricsMessage,
     OrchestratorInbound,
     OutputMessage,
     ReadyMessage,
     RefundMessage,
     ResultMessage,
     StatsMessage,
+    TextsMessage,
     recv_at_orchestrator,
 )
+from vllm_omni.distributed.network import Network, NetworkSpec
 from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.distributed.run_dir import RunDir, orchestrator_address
 from vllm_omni.errors import PipelineClosedError, PipelineStartError, StageStartError
+from vllm_omni.inputs import StageInput
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
 from vllm_omni.metrics.stats import StageStats
 from vllm_omni.orchestrator.admission import Admission
+from vllm_omni.orchestrator.cluster import Cluster
 from vllm_omni.orchestrator.fork_server import ForkServer
+from vllm_omni.orchestrator.launcher import ClusterLauncher, Launcher, LocalLauncher
+from vllm_omni.orchestrator.nodes import Nodes
 from vllm_omni.orchestrator.omni_stage import OmniStage
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
-from vllm_omni.orchestrator.spec_factory import SpecFactory
+from vllm_omni.orchestrator.spec_factory import Site, SpecFactory
 from vllm_omni.orchestrator.supervisor import StageHealth, Supervisor
 from vllm_omni.stage.spec import StagePlacement
 
@@ -66,6 +76,8 @@ class Orchestrator:
         placements: Mapping[int, StagePlacement] | None = None,
         observers: Sequence[PipelineObserver] = (),
         otlp_traces_endpoint: str | None = None,
+        log_stats: bool = False,
+        cluster: Cluster | None = None,
     ) -> None:
         """
         Args:
@@ -74,9 +86,11 @@ class Orchestrator:
             shm_threshold_bytes: Payloads of at least this size go through shared memory, unless an edge sets another.
             init_timeout: Seconds that the stages may take to become ready, all together.
             server: Stages are forked from it. It is closed with the pipeline, and if this fails.
-            placements: The cores of the stages, by stage id; those of other stages are left to the system.
+            placements: The cores of the replicas, by instance id; those of others are left to the system.
             observers: Notified of requests; closed as the server is.
             otlp_traces_endpoint: Where stages send spans.
+            log_stats: Whether observers get the metrics of the stages' engines.
+            cluster: The machines that stages run on; None: this one. Closed as the server is.
 
         Raises:
             PipelineStartError: The system refuses files, sockets or threads. Nothing is left open.
@@ -88,12 +102,14 @@ class Orchestrator:
         self._connector = ConnectorConfig(
             name="SharedMemoryConnector", extra={"shm_threshold_bytes": shm_threshold_bytes}
         )
-        self._specs = SpecFactory(config, model, self._connector, placements or {}, otlp_traces_endpoint)
+        self._specs = SpecFactory(config, model, self._connector, otlp_traces_endpoint, log_stats)
+        self._placements = placements or {}
+        self._cluster = cluster
         self._started: Future[None] = Future()
         self._closing = False
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._admission = Admission(config.runtime.max_inflight, config.runtime.max_queued)
-        self._stats: dict[int, StageStats] = {}  # replaced as a whole, so any thread may read it
+        self._stats: dict[int, StageStats] = {}  # by instance id; replaced as a whole, so any thread may read it
         # Reentrant: the garbage collector may close an unreferenced pipeline while this thread holds the lock.
         self._lock = threading.RLock()
         # A daemon: at interpreter exit it must outlive the main thread until `close` has run.
@@ -132,6 +148,11 @@ class Orchestrator:
         with contextlib.suppress(PipelineClosedError):  # The request ends with those that wait.
             self._command(lambda: self._router.watch_deadline(request))
 
+    def extend(self, request: PipelineRequest, stage_id: int, stage_input: StageInput, is_last: bool) -> None:
+        """More input of a submitted request, for a stage that reads the prompt. No effect if it has ended."""
+        with contextlib.suppress(PipelineClosedError):
+            self._command(lambda: self._router.extend(request, stage_id, stage_input, is_last))
+
     def check_room(self, num_coming: int = 0) -> None:
         """Raises what `submit` would raise without `wait`: for callers to check before they prepare a request.
 
@@ -156,7 +177,7 @@ class Orchestrator:
         self._command(lambda: self._router.abort(request_ids))
 
     def health(self) -> list[StageHealth]:
-        """The state of each stage, in stage order."""
+        """The state of each replica, in stage order."""
         return self._supervisor.health
 
     def activity(self) -> dict[str, int]:
@@ -164,14 +185,14 @@ class Orchestrator:
         return self._router.activity()
 
     def stats(self) -> list[StageStats]:
-        """The last snapshot of each stage, in stage order; a stage without a process is left out.
+        """The last snapshot of each replica, in stage order; one without a process is left out.
 
         Raises:
             PipelineClosedError: The pipeline is closed.
         """
         if self._closing:
             raise PipelineClosedError(_CLOSED)
-        return [stats for _, stats in sorted(self._stats.items())]
+        return sorted(self._stats.values(), key=lambda stats: (stats.stage_id, stats.replica))
 
     def close(self) -> None:
         """Stops all stages and removes their files. May be called twice."""
@@ -216,6 +237,8 @@ class Orchestrator:
     def _open(self, cleanup: contextlib.ExitStack) -> None:
         """Creates sockets, directory and handles; `cleanup` closes them in the opposite order."""
         cleanup.callback(self._observer.close)
+        if self._cluster is not None:
+            cleanup.callback(self._cluster.close)
         cleanup.callback(self._server.close)
         self._wake_reader, self._wake_writer = os.pipe()
         for fd in (self._wake_reader, self._wake_writer):
@@ -223,21 +246,28 @@ class Orchestrator:
             os.set_blocking(fd, False)
         self._run_dir = RunDir()
         cleanup.callback(self._run_dir.remove)
-        _check_open_files(_OPEN_FILES + _OPEN_FILES_PER_STAGE * len(self._config.stages))
+        _check_open_files(_OPEN_FILES + _OPEN_FILES_PER_STAGE * len(self._config.instances))
         context = zmq.Context()
         cleanup.callback(context.destroy, linger=0)
-        self._inbound = context.socket(zmq.PULL)
-        self._inbound.setsockopt(zmq.RCVHWM, 0)
-        self._inbound.bind(orchestrator_address(self._run_dir.path))
+        local = context.socket(zmq.PULL)
+        local.setsockopt(zmq.RCVHWM, 0)
+        local.bind(orchestrator_address(self._run_dir.path))
+        sockets = [local]
+        launcher = self._open_launcher(context, cleanup)
+        if self._network is not None:
+            sockets.append(self._network.inbound)
+        fetcher = None if self._network is None else self._network.fetcher
+        self._inbound = Inbound(sockets, recv_at_orchestrator, self._is_current, fetcher)
         self._stages = {
-            stage_id: OmniStage(stage, self._run_dir, context, self._connector, self._make_credit(stage))
-            for stage_id, stage in self._config.stages.items()
+            instance_id: OmniStage(
+                instance, self._run_dir, context, self._connector, self._make_credit(instance.stage), self._network
+            )
+            for instance_id, instance in self._config.instances.items()
         }
         self._router = RequestRouter(self._config, self._stages, self._admission, PayloadReceiver(), self._observer)
         self._supervisor = Supervisor(
-            [[self._stages[stage.stage_id] for stage in group] for group in self._config.processes],
-            lambda stage: self._specs.make(stage, self._run_dir),
-            self._server,
+            [[self._stages[instance.instance_id] for instance in process] for process in self._config.processes],
+            launcher.launch,
             self._config.runtime.restart,
             self._config.runtime.stage_init_timeout,
             self._command,
@@ -245,6 +275,27 @@ class Orchestrator:
         )
         cleanup.callback(self._supervisor.stop_all)
         cleanup.callback(self._end_requests)
+
+    def _open_launcher(self, context: zmq.Context, cleanup: contextlib.ExitStack) -> Launcher:
+        path = self._run_dir.path
+        self._network = None
+        if self._cluster is None:
+            site = Site(path, orchestrator_address(path), placements=self._placements)
+            return LocalLauncher(self._server, self._specs, site)
+        runtime = self._config.runtime
+        spec = NetworkSpec(
+            host=self._cluster.host,
+            keys=CurveKeys.make(),
+            encrypts_payloads=runtime.encrypt == "all",
+            uses_nixl=any(connector.name == NIXL for connector in runtime.connectors.values()),
+        )
+        self._network = Network(context, msgspec.structs.replace(spec, uses_nixl=False))  # Only between stages.
+        cleanup.callback(self._network.close)
+        nodes = Nodes(context, spec.host, spec.keys)
+        cleanup.callback(nodes.close)
+        return ClusterLauncher(
+            self._cluster, self._server, self._specs, nodes, self._run_dir, spec, self._network.address
+        )
 
     def _make_credit(self, stage: OmniStageConfig) -> Credit:
         return Credit(self._config.max_queued(stage), self._config.runtime.defaults.high_watermark_bytes)
@@ -264,7 +315,8 @@ class Orchestrator:
             raise PipelineClosedError("the pipeline was closed while it started")
         for stage in self._stages.values():
             if stage.death:
-                raise StageStartError(f"{stage.label} failed to start: {stage.death}", stage.stage_id)
+                where = f" on node {stage.node_name}" if stage.node_name else ""
+                raise StageStartError(f"{stage.label} failed to start{where}: {stage.death}", stage.stage_id)
             if not stage.is_ready and time.monotonic() >= deadline:
                 raise StageStartError(
                     f"{stage.label} was not ready after {self._init_timeout:g} s; raise init_timeout",
@@ -278,7 +330,9 @@ class Orchestrator:
     def _poll(self, due: float | None) -> None:
         """Sleeps until a message, a wake-up, a death or `due`; handles messages and deaths."""
         poller = zmq.Poller()
-        poller.register(self._inbound, zmq.POLLIN)
+        served = [] if self._network is None else [self._network.server.socket]
+        for readable in (*self._inbound.readables, *served):
+            poller.register(readable, zmq.POLLIN)
         poller.register(self._wake_reader, zmq.POLLIN)
         for fd in self._supervisor.filenos():
             poller.register(fd, zmq.POLLIN)
@@ -288,6 +342,8 @@ class Orchestrator:
             os.read(self._wake_reader, 65536)
         # Messages that a stage sent before it died are valid, so they come first.
         self._take_messages()
+        if self._network is not None:
+            self._network.server.serve()
         self._supervisor.handle_deaths({fd for fd in ready if isinstance(fd, int)})
 
     def _run_commands(self) -> None:
@@ -305,7 +361,7 @@ class Orchestrator:
     def _take_messages(self) -> None:
         while True:
             try:
-                received = recv_at_orchestrator(self._inbound)
+                received = self._inbound.receive()
             except MessageError as error:
                 self._on_fault(error.sender, str(error))
                 continue
@@ -313,13 +369,20 @@ class Orchestrator:
                 return
             self._on_message(*received)
 
+    def _is_current(self, sender: int, epoch: int) -> bool:
+        """False for what was sent by a process that has died since."""
+        stage = self._stages.get(sender)
+        return stage is None or epoch == stage.epoch
+
     def _on_message(self, message: OrchestratorInbound, frames: list[memoryview]) -> None:
-        stage = self._stages[message.stats.stage_id if isinstance(message, StatsMessage) else message.stage_id]
+        stage = self._stages[message.instance_id]
         match message:
             case ReadyMessage():
                 self._on_ready(stage, message)
             case OutputMessage():
                 self._router.on_output(stage, message, frames)
+            case TextsMessage():
+                self._on_texts(stage, message, frames)
             case ResultMessage():
                 self._router.on_result(stage, message, frames)
             case ErrorMessage():
@@ -327,9 +390,17 @@ class Orchestrator:
             case RefundMessage():
                 stage.credit.refund(message.num_requests, message.num_bytes)
             case StatsMessage():
-                self._on_stats(message.stats)
+                self._on_stats(stage, message.stats)
+            case MetricsMessage():
+                self._observer.engine_metrics(stage.stage_id, stage.instance.replica, message.families)
             case FaultMessage():
                 self._on_fault(message.peer, message.error)
+
+    def _on_texts(self, stage: OmniStage, message: TextsMessage, frames: list[memoryview]) -> None:
+        try:
+            self._router.on_texts(stage, message, frames)
+        except msgspec.MsgspecError as error:
+            self._on_fault(stage.instance_id, str(error))
 
     def _on_fault(self, peer: int | None, error: str) -> None:
         """Kills a stage whose messages cannot be decoded: its requests would never end."""
@@ -340,21 +411,20 @@ class Orchestrator:
             self._supervisor.kill(stage, f"a message from it could not be decoded: {error}")
 
     def _on_ready(self, stage: OmniStage, message: ReadyMessage) -> None:
-        if message.epoch != stage.epoch:
-            return  # Sent by a process that has died since.
-        self._supervisor.on_ready(stage, message.address)
+        self._supervisor.on_ready(stage, message.address, message.remote_address)
         if stage.epoch > 0:
             logger.warning("%s: ready again", stage.label)
-            self._run_dir.remove_payloads(stage.stage_id)
+            self._run_dir.remove_payloads(stage.instance_id)
         self._router.on_stage_up(stage)
 
     def _on_stage_down(self, stage: OmniStage) -> None:
+        self._inbound.drop_sender(stage.instance_id)
         self._router.on_stage_down(stage)
-        self._run_dir.remove_segments(stage.stage_id)
-        self._stats = {stage_id: stats for stage_id, stats in self._stats.items() if stage_id != stage.stage_id}
+        self._run_dir.remove_segments(stage.instance_id)
+        self._stats = {instance: stats for instance, stats in self._stats.items() if instance != stage.instance_id}
 
-    def _on_stats(self, stats: StageStats) -> None:
-        self._stats = {**self._stats, stats.stage_id: stats}
+    def _on_stats(self, stage: OmniStage, stats: StageStats) -> None:
+        self._stats = {**self._stats, stage.instance_id: stats}
         self._observer.stage_stats(stats)
 
 

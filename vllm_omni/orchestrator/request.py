@@ -2,13 +2,15 @@
 """A request as the orchestrator receives it, and its state until its terminal event."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.engine.text_decoder import TextDecoder
 from vllm_omni.errors import RequestError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent, OmniEvent
-from vllm_omni.inputs import StageRequest
+from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.observer import COMPLETED, RequestSummary
 from vllm_omni.outputs import (
     Completion,
@@ -18,6 +20,9 @@ from vllm_omni.outputs import (
     merge_stage_outputs,
     without_content,
 )
+
+_MAX_PIECES = 32
+"""Of an output that is not kept: merging them costs more than they take."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +41,10 @@ class PipelineRequest:
         timeout_s: Seconds from `arrival` after which the request fails; None: never.
         arrival: `time.monotonic()` of its making.
         trace_headers: W3C trace context of the caller, where it has one.
+        priority: Of its admission; lower values come first.
+        decoders: Of the final stages whose engine samples tokens only: these make the text of its output.
+        more_input: Input that was not sent yet: the stage, its input, and whether it is the last. Only on the
+            orchestrator's thread.
     """
 
     request_id: str
@@ -48,6 +57,9 @@ class PipelineRequest:
     timeout_s: float | None = None
     arrival: float = field(default_factory=time.monotonic)
     trace_headers: dict[str, str] = field(default_factory=dict)
+    priority: int = 0
+    decoders: dict[int, TextDecoder] = field(default_factory=dict)
+    more_input: deque[tuple[int, StageInput, bool]] = field(default_factory=deque)
 
     @property
     def deadline(self) -> float | None:
@@ -59,15 +71,17 @@ class RequestRecord:
 
     Attributes:
         number: See `messages`.
+        instances: The instance of each stage that works on it, by stage id.
         pending: Stages that have not answered.
-        unsubmitted: Stages to which it was not submitted because they are restarting.
+        unsubmitted: Stages to which it was not submitted yet, because they are restarting.
     """
 
     def __init__(self, request: PipelineRequest, number: int, config: PipelineConfig) -> None:
         self.request = request
         self.number = number
+        self.instances: dict[int, int] = {}
         self.pending = set(request.stages)
-        self.unsubmitted: set[int] = set()
+        self.unsubmitted = set(request.stages)
         self._config = config
         self._pieces: dict[int, list[StageOutput]] = {stage_id: [] for stage_id in request.final_stages}
         self._metrics: dict[int, StageMetrics] = {}
@@ -97,6 +111,8 @@ class RequestRecord:
 
     def add_piece(self, stage_id: int, piece: StageOutput) -> None:
         """A segment of a final stage's output; creates the events of a streaming client."""
+        if (decoder := self.request.decoders.get(stage_id)) is not None:
+            decoder.decode(piece)
         output_type = self._config.stages[stage_id].final_output_type or ""
         is_progress = piece.step is not None
         if not is_progress or piece.is_last:
@@ -110,7 +126,9 @@ class RequestRecord:
     def _keep(self, stage_id: int, piece: StageOutput) -> None:
         pieces = self._pieces[stage_id]
         if pieces and not self.request.keep_outputs:
-            pieces[:] = [merge_stage_outputs([without_content(piece) for piece in pieces])]
+            pieces[-1] = without_content(pieces[-1])
+            if len(pieces) == _MAX_PIECES:
+                pieces[:] = [merge_stage_outputs(pieces)]
         pieces.append(piece)
         self._audio_seconds += self._seconds_of(stage_id, piece)
         if self._config.stages[stage_id].final_output_type in ("image", "video"):

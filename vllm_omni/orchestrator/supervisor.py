@@ -9,17 +9,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import msgspec
 
 from vllm_omni.config.stage_config import RestartConfig
 from vllm_omni.distributed.messages import ShutdownMessage
 from vllm_omni.errors import PipelineClosedError, StageStartError
-from vllm_omni.orchestrator.fork_server import ForkServer, StageProcess, wait_for_all
+from vllm_omni.orchestrator.fork_server import StageProcess, wait_for_all
 from vllm_omni.orchestrator.omni_stage import OmniStage, StageState
-from vllm_omni.stage.spec import StageSpec
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 
@@ -30,19 +27,25 @@ _END_GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StageHealth:
-    """The state of a stage.
+    """The state of a replica of a stage.
 
     Attributes:
+        name, replica: `writer`, or `writer.1` where there are several.
         state: `starting`, `ready`, `restarting` or `dead`.
         num_restarts: How often its process was replaced.
         last_death: How its last process ended; empty if none has.
+        node: The machine that it is on; empty without a cluster.
+        waits_for: What is missing for its next process; empty if nothing is.
     """
 
     stage_id: int
     name: str
+    replica: int
     state: str
     num_restarts: int = 0
     last_death: str = ""
+    node: str = ""
+    waits_for: str = ""
 
 
 class StageGroup:
@@ -54,6 +57,7 @@ class StageGroup:
         fork_due: When the next process is started; None if none is due.
         ready_due: When it must be ready; None once it is.
         end_due: When it must have ended; None while it is not ending.
+        waits_for: What is missing for the next process.
     """
 
     def __init__(self, stages: list[OmniStage]) -> None:
@@ -63,6 +67,7 @@ class StageGroup:
         self.fork_due: float | None = None
         self.ready_due: float | None = None
         self.end_due: float | None = None
+        self.waits_for = ""
         self.deaths: deque[float] = deque()
 
     @property
@@ -87,8 +92,7 @@ class Supervisor:
     def __init__(
         self,
         groups: list[list[OmniStage]],
-        make_spec: Callable[[OmniStage], StageSpec],
-        server: ForkServer,
+        launch: Callable[[Sequence[OmniStage], float, Callable[[str], None]], StageProcess],
         restart: RestartConfig,
         stage_init_timeout: float,
         command: Callable[[Callable[[], None]], None],
@@ -97,7 +101,7 @@ class Supervisor:
         """
         Args:
             groups: The stages of each process.
-            make_spec: Makes the start parameters of a stage's new process.
+            launch: `Launcher.launch`.
             restart: How often, and when, a process is replaced.
             stage_init_timeout: Seconds that a process may take to become ready.
             command: Runs a function on the orchestrator's thread.
@@ -105,8 +109,7 @@ class Supervisor:
         """
         self.restarts = False
         self.groups = [StageGroup(stages) for stages in groups]
-        self._make_spec = make_spec
-        self._server = server
+        self._launch = launch
         self._restart = restart
         self._stage_init_timeout = stage_init_timeout
         self._command = command
@@ -128,15 +131,15 @@ class Supervisor:
         deadline = time.monotonic() + timeout
         for group in self.groups:
             try:
-                group.process = self._server.fork(self._encode_specs(group), deadline - time.monotonic())
+                group.process = self._launch(group.stages, deadline - time.monotonic(), logger.info)
             except (OSError, EOFError) as error:
                 message = f"{group.label} could not be started: {error}"
                 raise StageStartError(message, group.stages[0].stage_id) from error
             group.ready_due = time.monotonic() + self._stage_init_timeout
 
-    def on_ready(self, stage: OmniStage, address: str) -> None:
-        """The stage has announced that it takes requests at this address."""
-        stage.on_ready(address)
+    def on_ready(self, stage: OmniStage, address: str, remote_address: str = "") -> None:
+        """The stage has announced that it takes requests at these addresses."""
+        stage.on_ready(address, remote_address)
         group = self._group_of(stage)
         if all(one.is_ready for one in group.stages):
             group.ready_due = None
@@ -238,13 +241,16 @@ class Supervisor:
         logger.error("%s: died (%s); restarting in %.1f s", group.label, group.stages[0].death, group.fork_due - now)
 
     def _restart_group(self, group: StageGroup) -> None:
-        """Forks on another thread: if the fork server has died too, its replacement takes seconds to start."""
+        """Launches on another thread: if the fork server has died too, its replacement takes seconds to start."""
         group.fork_due = None
-        specs = self._encode_specs(group)
+
+        def on_wait(what: str) -> None:
+            with contextlib.suppress(PipelineClosedError):
+                self._command(lambda: self._wait_for(group, what))
 
         def fork() -> None:
             try:
-                process = self._server.fork(specs, self._stage_init_timeout)
+                process = self._launch(group.stages, self._stage_init_timeout, on_wait)
             except (OSError, EOFError) as error:
                 reason = str(error)
                 with contextlib.suppress(PipelineClosedError):
@@ -257,20 +263,27 @@ class Supervisor:
 
         threading.Thread(target=fork, name="omni-restart", daemon=True).start()
 
+    def _wait_for(self, group: StageGroup, what: str) -> None:
+        logger.error("%s: waits for %s", group.label, what)
+        group.waits_for = what
+        self.health = self._make_health()
+
     def _on_forked(self, group: StageGroup, process: StageProcess) -> None:
-        group.process = process
+        group.process, group.waits_for = process, ""
+        self.health = self._make_health()
         if not all(stage.is_ready for stage in group.stages):  # It may be ready already.
             group.ready_due = time.monotonic() + self._stage_init_timeout
-
-    def _encode_specs(self, group: StageGroup) -> bytes:
-        return msgspec.json.encode([self._make_spec(stage) for stage in group.stages])
 
     def _group_of(self, stage: OmniStage) -> StageGroup:
         return next(group for group in self.groups if stage in group.stages)
 
     def _make_health(self) -> list[StageHealth]:
-        stages = sorted((stage for group in self.groups for stage in group.stages), key=lambda stage: stage.stage_id)
-        return [
-            StageHealth(stage.stage_id, stage.config.name, stage.state.value, stage.epoch, stage.death)
-            for stage in stages
-        ]
+        health = [
+            StageHealth(
+                stage.stage_id, stage.instance.name, stage.instance.replica, stage.state.value, stage.epoch,
+                stage.death, stage.node_name, group.waits_for,
+            )
+            for group in self.groups
+            for stage in group.stages
+        ]  # fmt: skip
+        return sorted(health, key=lambda stage: (stage.stage_id, stage.replica))

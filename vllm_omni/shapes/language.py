@@ -68,10 +68,11 @@ WORDS = tuple(
     )
 )
 _UNCLEAR = (
-    "bag band bank bed boat book boy cat clock cloud coat cup daughter dog door floor game hat horse house key king "
-    "light moon room school ship shirt tea toy wall woman builds draws eats fills follows gets helps holds kicks "
-    "leaves needs pulls sings uses wants bad big bright cheap cold deep full gold hard high hot noisy old open quick "
-    "sad safe short thick thin warm white wooden across for through than"
+    "bag band bank bed bird boat book boy car cat clock cloud coat cup daughter doctor dog door floor game hat horse "
+    "house key king light moon pencil rabbit road room school season ship shirt soldier song tea toy voice wall water "
+    "woman builds draws eats fills follows gets helps holds kicks leaves needs pulls sings uses wants pushes wins "
+    "cooks bad big bright cheap cold deep full gold hard high hot noisy old open quick sad safe short thick thin warm "
+    "white wooden across for through than"
 )
 SPOKEN_WORDS = tuple(word for word in WORDS if word not in _UNCLEAR.split())
 """Those of sentences. The others are known, but mistaken for each other when they are said one by one (ship, shape)."""

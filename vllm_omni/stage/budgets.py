@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 
 from vllm_omni.config.resources import parse_memory
-from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
 from vllm_omni.engine.engine_args import CPU_KV_CACHE_BYTES, SHARES_PROCESS
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.devices import stage_devices, visible_devices
@@ -33,14 +33,14 @@ _CPU_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
 @dataclass(frozen=True)
 class _Claim:
-    """What one stage takes of one device.
+    """What one replica takes of one device.
 
     Attributes:
         amount: A fraction of an accelerator, or bytes on a CPU.
         source: The option that set it, for messages.
     """
 
-    stage: OmniStageConfig
+    instance: StageInstance
     device: str
     amount: float
     source: str
@@ -60,16 +60,20 @@ def apply_budgets(config: PipelineConfig) -> PipelineConfig:
     _check_processes(config)
     config = config.with_stage_args([_note_shared_process(stage, config) for stage in config.stage_args])
     devices = stage_devices(config)
-    config = config.with_stage_args([_with_fraction(stage, devices[stage.stage_id]) for stage in config.stage_args])
+    by_stage = {
+        stage_id: [device for replica in replicas for device in devices[replica.instance_id]]
+        for stage_id, replicas in config.replicas.items()
+    }
+    config = config.with_stage_args([_with_fraction(stage, by_stage[stage.stage_id]) for stage in config.stage_args])
     by_device: dict[str, list[_Claim]] = defaultdict(list)
-    for stage in config.stage_args:
-        for device in devices[stage.stage_id]:
-            by_device[device] += _claims(stage, device)
+    for instance_id, instance in config.instances.items():
+        for device in devices[instance_id]:
+            by_device[device] += _claims(instance, device)
     for claims in by_device.values():
         _check_sum(claims, 1.0)
-    for stage in config.stage_args:
-        for device in devices[stage.stage_id]:
-            _check_room(stage, by_device[device])
+    for instance_id, instance in config.instances.items():
+        for device in devices[instance_id]:
+            _check_room(instance.stage, by_device[device])
     return config
 
 
@@ -78,8 +82,9 @@ def apply_budgets(config: PipelineConfig) -> PipelineConfig:
 
 def _note_shared_process(stage: OmniStageConfig, config: PipelineConfig) -> OmniStageConfig:
     """Removes the limit of a one-step stage that shares its process: it would apply to the other stages, too."""
-    (stages,) = [stages for stages in config.processes if stage in stages]
-    if stage.kind != "generation" or len(stages) == 1:
+    replicas = config.replicas[stage.stage_id]
+    processes = [process for process in config.processes if replicas and replicas[0] in process]
+    if stage.kind != "generation" or all(len(process) == 1 for process in processes):
         return stage
     additional = {**(stage.engine_args.get("additional_config") or {}), SHARES_PROCESS: True}
     return msgspec.structs.replace(stage, engine_args={**stage.engine_args, "additional_config": additional})
@@ -87,6 +92,13 @@ def _note_shared_process(stage: OmniStageConfig, config: PipelineConfig) -> Omni
 
 def _with_fraction(stage: OmniStageConfig, devices: Sequence[str]) -> OmniStageConfig:
     if stage.runtime.memory is None or not stage.runs_vllm:
+        return stage
+    if stage.has_ray_workers and not isinstance(parse_memory(stage.runtime.memory), float):
+        raise StageConfigError(
+            f"{stage.label}: runtime.memory {stage.runtime.memory!r}: its workers have devices that Ray chooses; use "
+            "a fraction of them"
+        )
+    if not devices and not stage.has_ray_workers:
         return stage
     return _with_engine_args(stage, {"gpu_memory_utilization": _as_fraction(stage, devices)})
 
@@ -110,26 +122,28 @@ def _total_memory(stage: OmniStageConfig, device: str) -> int:
     return current_platform.get_device_total_memory(visible.index(device))
 
 
-def _claims(stage: OmniStageConfig, device: str) -> list[_Claim]:
+def _claims(instance: StageInstance, device: str) -> list[_Claim]:
+    stage = instance.stage
     if not stage.runs_vllm:
         if stage.runtime.memory is None:
             return []
-        return [_Claim(stage, device, _as_fraction(stage, [device]), "runtime.memory")]
+        return [_Claim(instance, device, _as_fraction(stage, [device]), "runtime.memory")]
     fraction = _number(stage, "gpu_memory_utilization")
     if fraction is None:
-        return [_Claim(stage, device, CacheConfig.gpu_memory_utilization, _DEFAULT)]
-    return [_Claim(stage, device, fraction, "gpu_memory_utilization, or runtime.memory")]
+        return [_Claim(instance, device, CacheConfig.gpu_memory_utilization, _DEFAULT)]
+    return [_Claim(instance, device, fraction, "gpu_memory_utilization, or runtime.memory")]
 
 
 def _check_processes(config: PipelineConfig) -> None:
     """The limit of a diffusion stage applies to its process."""
-    for stages in config.processes:
-        for stage in stages:
-            if len(stages) > 1 and stage.kind == "DiT" and stage.runtime.memory is not None:
-                others = ", ".join(other.label for other in stages if other is not stage)
+    for process in config.processes:
+        for instance in process:
+            stage = instance.stage
+            if len(process) > 1 and stage.kind == "DiT" and stage.runtime.memory is not None:
+                others = ", ".join(other.label for other in process if other is not instance)
                 raise StageConfigError(
-                    f"{stage.label}: runtime.memory would limit {others} too, in the same process; give this stage a "
-                    "process of its own (runtime.process: true), or leave memory out"
+                    f"{instance.label}: runtime.memory would limit {others} too, in the same process; give this stage "
+                    "a process of its own (runtime.process: true), or leave memory out"
                 )
 
 
@@ -140,7 +154,7 @@ def _check_room(stage: OmniStageConfig, claims: Sequence[_Claim]) -> None:
     for claim in claims:
         if claim.source == _DEFAULT:
             raise StageConfigError(
-                f"{stage.label}: shares device {claim.device} with {claim.stage.label}, which takes "
+                f"{stage.label}: shares device {claim.device} with {claim.instance.label}, which takes "
                 f"{_amount(claim.amount)} of it, vLLM's default; set runtime.memory of both: a fraction (0.3), or "
                 "bytes ('20GiB')"
             )
@@ -152,16 +166,16 @@ def _check_room(stage: OmniStageConfig, claims: Sequence[_Claim]) -> None:
 def _apply_on_cpu(config: PipelineConfig) -> PipelineConfig:
     _refuse_variable(config)
     config = config.with_stage_args([_with_kv_cache(stage) for stage in config.stage_args])
-    claims = [_kv_cache_claim(stage) for stage in config.stage_args if stage.kind == "AR"]
+    claims = [_kv_cache_claim(instance) for instance in config.instances.values() if instance.stage.kind == "AR"]
     _check_sum(claims, _available_memory())
     return config
 
 
-def _kv_cache_claim(stage: OmniStageConfig) -> _Claim:
-    size = _number(stage, "kv_cache_memory_bytes")
+def _kv_cache_claim(instance: StageInstance) -> _Claim:
+    size = _number(instance.stage, "kv_cache_memory_bytes")
     if size is None:
-        return _Claim(stage, "", CPU_KV_CACHE_BYTES, "KV cache: the default")
-    return _Claim(stage, "", size, "KV cache: kv_cache_memory_bytes, or runtime.memory")
+        return _Claim(instance, "", CPU_KV_CACHE_BYTES, "KV cache: the default")
+    return _Claim(instance, "", size, "KV cache: kv_cache_memory_bytes, or runtime.memory")
 
 
 def _with_kv_cache(stage: OmniStageConfig) -> OmniStageConfig:
@@ -207,7 +221,7 @@ def _check_sum(claims: Sequence[_Claim], limit: float) -> None:
     total = sum(claim.amount for claim in claims)
     if total <= limit + _ROUNDING:
         return
-    rows = [(claim.stage.label, _amount(claim.amount), claim.source) for claim in claims]
+    rows = [(claim.instance.label, _amount(claim.amount), claim.source) for claim in claims]
     rows += [("total", _amount(total), ""), ("available", _amount(limit), "")]
     width = max(len(name) for name, _, _ in rows)
     table = "\n".join(f"  {name:<{width}}  {amount:>9}  {source}".rstrip() for name, amount, source in rows)

@@ -10,19 +10,20 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_omni.config.resources import process_cpus
-from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.stage_config import PipelineConfig, StageInstance
 from vllm_omni.errors import StageConfigError
 from vllm_omni.stage.spec import StagePlacement
 
-_Requested = list[tuple[list[OmniStageConfig], list[int] | int | None]]
+_Requested = list[tuple[list[StageInstance], list[int] | int | None]]
 
 
 def place_cores(config: PipelineConfig) -> dict[int, StagePlacement]:
-    """The cores and threads of each stage, by stage id; stages of one process have the same.
+    """The cores and threads of each replica, by instance id; those of one process have the same.
 
     A list of cores is used as it is; lists may overlap. A number gets that many of the cores that no list names, in
     order. Processes without `runtime.cpus` share the remaining cores, with an equal part of the threads on a CPU; if no
-    process has it, none is bound. A user's `OMP_NUM_THREADS` overrides every number of threads.
+    process has it, none is bound. A single one with a vLLM engine leaves a core to the caller's process and to its own
+    IO thread, as vLLM does. A user's `OMP_NUM_THREADS` overrides every number of threads.
 
     Raises:
         StageConfigError: A core does not exist, or there are too few.
@@ -40,10 +41,10 @@ def place_cores(config: PipelineConfig) -> dict[int, StagePlacement]:
             cpus, free = free[:number], free[number:]
         if cpus is not None:
             placement = StagePlacement(cpus=cpus, num_threads=_num_threads(len(cpus)))
-            placements |= {stage.stage_id: placement for stage in process}
+            placements |= {instance.instance_id: placement for instance in process}
     others = [process for process, cpus in requested if cpus is None]
-    rest = StagePlacement(cpus=free if placements and free else None, num_threads=_share(len(free), len(others)))
-    return placements | {stage.stage_id: rest for process in others for stage in process}
+    rest = StagePlacement(cpus=free if placements and free else None, num_threads=_share(len(free), others))
+    return placements | {instance.instance_id: rest for process in others for instance in process}
 
 
 def bind_cores(placement: StagePlacement) -> None:
@@ -65,7 +66,7 @@ def _check_lists(requested: _Requested, allowed: list[int]) -> None:
 
 
 def _check_numbers(requested: _Requested, free: list[int], allowed: list[int]) -> None:
-    wanted = {process[0].name: cpus for process, cpus in requested if isinstance(cpus, int)}
+    wanted = {process[0].stage.name: cpus for process, cpus in requested if isinstance(cpus, int)}
     if sum(wanted.values()) > len(free):
         each = ", ".join(f"{name} {number}" for name, number in wanted.items())
         raise StageConfigError(
@@ -78,11 +79,14 @@ def _join(numbers: set[int] | list[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))
 
 
-def _share(num_cores: int, num_processes: int) -> int | None:
+def _share(num_cores: int, processes: list[list[StageInstance]]) -> int | None:
     """Threads of each process that shares cores. With an accelerator torch decides."""
-    if not current_platform.is_cpu() or not num_processes:
+    if not current_platform.is_cpu() or not processes:
         return None
-    return _num_threads(max(1, num_cores // num_processes))
+    if len(processes) == 1 and any(instance.stage.runs_vllm for instance in processes[0]):
+        # Its threads spin between the steps' operations: on all cores they delay everything else.
+        num_cores -= 1
+    return _num_threads(max(1, num_cores // len(processes)))
 
 
 def _num_threads(number: int) -> int | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from vllm.platforms import current_platform
 
+from vllm_omni.config.dit_config import DIT_PARALLEL_SIZES
 from vllm_omni.config.resources import parse_devices, process_devices
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
@@ -24,7 +25,7 @@ from vllm_omni.metrics.logs import get_logger
 logger = get_logger(__name__)
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
-"""Engine arguments whose product is the number of devices."""
+"""Engine arguments of a vLLM stage whose product is the number of devices."""
 
 
 def set_stage_gpu_devices(devices: str | int | None, stage: str = "this process") -> None:
@@ -90,33 +91,41 @@ def _describe(visible: Sequence[str]) -> str:
 
 
 def stage_devices(config: PipelineConfig) -> dict[int, list[str]]:
-    """The devices of each stage, by stage id; empty lists on a CPU.
+    """The devices of each replica, by instance id; empty lists on a CPU.
 
     A stage without `runtime.devices` uses the first visible ones.
 
     Raises:
-        StageConfigError: A device does not exist, or a vLLM stage uses more or fewer than are named.
+        StageConfigError: A device does not exist, or a vLLM or diffusion stage uses more or fewer than are named.
     """
     if current_platform.is_cpu():
-        return {stage.stage_id: [] for stage in config.stage_args}
+        return {instance_id: [] for instance_id in config.instances}
     visible, found = visible_devices(), {}
     for process in config.processes:
         entries = process_devices(process)
-        for stage in process:
-            label, width = stage.label, num_devices(stage)
+        for instance in process:
+            label, stage = instance.label, instance.stage
+            width = num_devices(stage)
             names = resolve_devices(entries or [str(i) for i in range(width)], visible, label)
-            if entries and stage.runs_vllm and len(names) != width:
+            if entries and (stage.runs_vllm or stage.kind == "DiT") and len(names) != width:
+                product = " x ".join(PARALLEL_SIZES[:2] if stage.runs_vllm else DIT_PARALLEL_SIZES)
                 raise StageConfigError(
                     f"{label}: runtime.devices names {len(names)} ({', '.join(entries)}), but its engine takes {width} "
-                    "(tensor_parallel_size x pipeline_parallel_size); make the two equal"
+                    f"({product}); make the two equal"
                 )
-            found[stage.stage_id] = names
+            found[instance.instance_id] = names
     return found
 
 
 def num_devices(stage: OmniStageConfig) -> int:
-    """How many devices a stage's engine takes: vLLM's `world_size`."""
-    return math.prod(stage.engine_args.get(name, 1) for name in PARALLEL_SIZES)
+    """How many devices a stage's process takes; none where Ray starts the workers of its engine."""
+    return 0 if stage.has_ray_workers else world_size(stage)
+
+
+def world_size(stage: OmniStageConfig) -> int:
+    """How many devices, and workers, a stage's engine has: vLLM's `world_size`, or `DiTConfig`'s."""
+    names = DIT_PARALLEL_SIZES if stage.kind == "DiT" else PARALLEL_SIZES
+    return math.prod(stage.engine_args.get(name, 1) for name in names)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from vllm_omni.distributed.messages import (
     RefundMessage,
     SubmitMessage,
 )
+from vllm_omni.distributed.network import Network
 from vllm_omni.stage.peers import Peer
 from vllm_omni.stage.spec import StageSpec
 
@@ -31,27 +32,32 @@ def cost_of(message: SubmitMessage | DataMessage) -> Cost:
 class Feeders:
     """Returns their credit."""
 
-    def __init__(self, spec: StageSpec, context: zmq.Context, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self, spec: StageSpec, context: zmq.Context, send: Callable[[Message], None], network: Network | None = None
+    ) -> None:
         """
         Args:
             send: Sends to the orchestrator.
+            network: For sources on other machines; None: there are none.
         """
-        self._stage_id = spec.stage.stage_id
+        self._instance_id = spec.instance.instance_id
         self._send = send
-        self._sources = {source: Peer(context, self._stage_id, source) for source in spec.sources}
+        self._sources = {
+            source: Peer(context, self._instance_id, spec.epoch, source, network) for source in spec.sources
+        }
         self._refunds = {
             feeder: Refund(spec.max_queued, spec.high_watermark_bytes) for feeder in (ORCHESTRATOR, *spec.sources)
         }
 
-    def __contains__(self, stage_id: int) -> bool:
-        return stage_id in self._sources
+    def __contains__(self, instance_id: int) -> bool:
+        return instance_id in self._sources
 
     def connect(self, message: PeerUpMessage) -> None:
-        self._sources[message.stage_id].connect(message)
+        self._sources[message.instance_id].connect(message)
 
-    def disconnect(self, stage_id: int) -> None:
-        self._sources[stage_id].disconnect()
-        self._refunds[stage_id].reset()
+    def disconnect(self, instance_id: int) -> None:
+        self._sources[instance_id].disconnect()
+        self._refunds[instance_id].reset()
 
     def refund(self, cost: Cost) -> None:
         """A request or its data does not wait in this stage any more."""
@@ -65,6 +71,6 @@ class Feeders:
                 continue
             due = refund.take_due()
             if due is not None:
-                message = RefundMessage(stage_id=self._stage_id, num_requests=due[0], num_bytes=due[1])
+                message = RefundMessage(instance_id=self._instance_id, num_requests=due[0], num_bytes=due[1])
                 send = self._send if feeder == ORCHESTRATOR else self._sources[feeder].send
                 send(message)

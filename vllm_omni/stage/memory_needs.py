@@ -28,13 +28,12 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.interfaces import SupportsMultiModal
-from vllm.usage.usage_lib import UsageContext
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.engine.engine_args import USAGE_CONTEXT, create_engine_args
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_executor.interfaces import SupportsActivationEstimate
 from vllm_omni.stage.devices import PARALLEL_SIZES
@@ -102,7 +101,9 @@ def _of_diffusers(stage: OmniStageConfig, model: str) -> StageNeeds:
     from vllm_omni.diffusion.loader import weight_bytes  # imports diffusers
 
     config = parse_dit_config(stage.dit_engine_args, stage.label)
-    return StageNeeds(weights=weight_bytes(model, config, torch.device("cuda")), activations=None)
+    # Each device is counted as the first one, which has all of the pipeline, the others only the denoiser.
+    weights = weight_bytes(model, config, torch.device("cuda")) * config.world_size
+    return StageNeeds(weights=weights, activations=None)
 
 
 def _of_vllm(config: PipelineConfig, stage: OmniStageConfig, model: str) -> StageNeeds:
@@ -112,7 +113,7 @@ def _of_vllm(config: PipelineConfig, stage: OmniStageConfig, model: str) -> Stag
         raise StageConfigError(f"weights with quantization {quantization!r} are not computed")
     with _quiet():
         args = create_engine_args(model, engine_type=stage.kind.lower(), **arguments)
-        vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        vllm_config = args.create_engine_config(USAGE_CONTEXT)
         module = _build(vllm_config)
     specs = list(_kv_cache_specs(vllm_config))
     return StageNeeds(

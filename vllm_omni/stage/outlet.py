@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from vllm_omni.config.stage_config import WindowConfig
-from vllm_omni.distributed.connectors import make_connector
+from vllm_omni.distributed.connectors import InlineConnector
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     DataMessage,
@@ -21,32 +21,40 @@ from vllm_omni.distributed.messages import (
     PeerUpMessage,
     ResultMessage,
     SubmitMessage,
-    send,
+    TextsMessage,
 )
+from vllm_omni.distributed.network import Network
 from vllm_omni.distributed.payloads import PayloadSender
 from vllm_omni.outputs import StageOutput, reads_tensors
-from vllm_omni.stage.peers import Target, make_socket
+from vllm_omni.stage.peers import PayloadPeer, Target
 from vllm_omni.stage.request_state import RequestState
 from vllm_omni.stage.segments import CallerReader, Reader, Segmenter, WindowReader
 from vllm_omni.stage.spec import StageSpec
 
 
 class Outlet:
-    """Sends segments of output, with the fields that each consumer reads. Keeps what a restarting stage is to get."""
+    """Sends segments of output, with the fields that each consumer reads. Keeps what a restarting stage is to get.
 
-    def __init__(self, spec: StageSpec, context: zmq.Context) -> None:
+    Segments of text for callers are sent together, by `flush`, or before the next message.
+    """
+
+    def __init__(self, spec: StageSpec, context: zmq.Context, network: Network | None = None) -> None:
+        """`network`: For targets, and an orchestrator, on other machines; None: there are none."""
         run_dir = Path(spec.run_dir)
-        self._stage_id = spec.stage.stage_id
+        self._instance_id = spec.instance.instance_id
         self._segments = spec.segments
         self._hides_tensors = spec.stage.final_output_type == "text"
-        self._orchestrator = make_socket(context, zmq.PUSH)
+        self._orchestrator = PayloadPeer(
+            context, run_dir, self._instance_id, spec.epoch, ORCHESTRATOR, spec.connector, network
+        )
         self._orchestrator.connect(spec.orchestrator)
-        self._payloads = PayloadSender(make_connector(spec.connector, run_dir, self._stage_id, ORCHESTRATOR))
         self.targets = {
-            target: Target(context, run_dir, self._stage_id, target, target_spec)
+            target: Target(context, run_dir, self._instance_id, spec.epoch, target, target_spec, network)
             for target, target_spec in spec.targets.items()
         }
         self._backlog: dict[int, list[tuple[RequestState, StageOutput]]] = defaultdict(list)
+        self._texts: list[StageOutput] = []
+        self._inline = PayloadSender(InlineConnector())
 
     def has_room(self, targets: Sequence[int]) -> bool:
         """Whether all these stages accept more requests."""
@@ -85,7 +93,15 @@ class Outlet:
 
     def send(self, message: Message, frames: Frames = ()) -> None:
         """Sends to the orchestrator."""
-        send(self._orchestrator, message, frames, sender=self._stage_id)
+        self.flush()
+        self._orchestrator.send(message, frames)
+
+    def flush(self) -> None:
+        """Sends the segments of text that `send_segment` has kept."""
+        if self._texts:
+            payload, frames = self._inline.put(self._texts)
+            self._texts = []
+            self._orchestrator.send(TextsMessage(instance_id=self._instance_id, payload=payload), frames)
 
     def send_segment(self, state: RequestState, segment: StageOutput) -> None:
         """Sends a segment to the streaming consumers.
@@ -97,8 +113,14 @@ class Outlet:
             if self._window(state.submit, target).streams:
                 self._send_data(state, target, segment)
         if state.submit.is_final and state.submit.streams:
-            payload, frames = self._payloads.put(self._for_caller(segment))
-            self.send(OutputMessage(request_id=state.request_id, stage_id=self._stage_id, payload=payload), frames)
+            self._send_to_caller(state, self._for_caller(segment))
+
+    def _send_to_caller(self, state: RequestState, segment: StageOutput) -> None:
+        if self._hides_tensors and segment.completions and not segment.data:  # It is small, whatever the model.
+            self._texts.append(segment)
+            return
+        payload, frames = self._orchestrator.put_payload(segment)
+        self.send(OutputMessage(request_id=state.request_id, instance_id=self._instance_id, payload=payload), frames)
 
     def finish(self, state: RequestState, last_piece: StageOutput) -> tuple[ResultMessage, Frames]:
         """Sends the rest of the output to the targets that stream it, and all of it to the others. Raises as above.
@@ -112,11 +134,13 @@ class Outlet:
         payload: PayloadRef | None = None
         frames: Frames = ()
         if state.submit.is_final:
-            payload, frames = self._payloads.put(self._for_caller(segment if state.submit.streams else whole))
+            payload, frames = self._orchestrator.put_payload(
+                self._for_caller(segment if state.submit.streams else whole)
+            )
         epochs = {target: self.targets[target].epoch for target in state.submit.targets}
         message = ResultMessage(
             request_id=state.request_id,
-            stage_id=self._stage_id,
+            instance_id=self._instance_id,
             metrics=state.metrics,
             sent_to={target: epoch for target, epoch in epochs.items() if epoch is not None},
             payload=payload,
@@ -129,11 +153,11 @@ class Outlet:
         Returns:
             Why the output of some requests could not be sent.
         """
-        self.targets[message.stage_id].connect(message)
+        self.targets[message.instance_id].connect(message)
         errors: dict[str, Exception] = {}
-        for state, output in self._backlog.pop(message.stage_id, ()):
+        for state, output in self._backlog.pop(message.instance_id, ()):
             try:
-                self._send_data(state, message.stage_id, output)
+                self._send_data(state, message.instance_id, output)
             except Exception as error:
                 self.forget(state.request_id)
                 errors[state.request_id] = error
@@ -156,7 +180,7 @@ class Outlet:
         message = DataMessage(
             request_id=state.request_id,
             number=state.submit.number,
-            source=self._stage_id,
+            source=self._instance_id,
             sequence=sequence,
             is_last=output.is_last,
             sent=time.monotonic(),
@@ -167,4 +191,4 @@ class Outlet:
 
     def _for_caller(self, output: StageOutput) -> StageOutput:
         """What a caller gets of an output: a text, without the tensors that only other stages read."""
-        return msgspec.structs.replace(output, tensors={}) if self._hides_tensors else output
+        return msgspec.structs.replace(output, tensors={}) if self._hides_tensors and output.tensors else output

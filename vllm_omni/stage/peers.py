@@ -3,12 +3,15 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import zmq
 
+from vllm_omni.config.stage_config import ConnectorConfig
 from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.messages import Frames, Message, PayloadRef, PeerUpMessage, send
+from vllm_omni.distributed.network import Network
 from vllm_omni.distributed.payloads import PayloadSender
 from vllm_omni.distributed.run_dir import remove_unread
 from vllm_omni.outputs import StageOutput, select_fields
@@ -27,17 +30,21 @@ def make_socket(context: zmq.Context, kind: int) -> zmq.Socket:
 
 
 class Peer:
-    """The connection to another stage.
+    """The connection to a replica of another stage.
 
     Attributes:
         epoch: That of the connected process; None while there is none.
     """
 
-    def __init__(self, context: zmq.Context, own_id: int, stage_id: int) -> None:
-        self.stage_id = stage_id
+    def __init__(
+        self, context: zmq.Context, own_id: int, own_epoch: int, instance_id: int, network: Network | None = None
+    ) -> None:
+        self.instance_id = instance_id
         self.epoch: int | None = None
         self._context = context
         self._own_id = own_id
+        self._own_epoch = own_epoch
+        self._network = network
         self._socket: zmq.Socket
 
     def connect(self, message: PeerUpMessage) -> None:
@@ -45,6 +52,9 @@ class Peer:
         self.disconnect()
         self.epoch = message.epoch
         self._socket = make_socket(self._context, zmq.PUSH)
+        if not message.is_local:
+            assert self._network is not None
+            self._network.secure(self._socket)
         self._socket.connect(message.address)
 
     def disconnect(self) -> None:
@@ -55,10 +65,45 @@ class Peer:
 
     def send(self, message: Message, frames: Frames = ()) -> None:
         """Sends to the connected process. To be called only while there is one."""
-        send(self._socket, message, frames, sender=self._own_id)
+        send(self._socket, message, frames, sender=self._own_id, epoch=self._own_epoch)
 
 
-class Target(Peer):
+class PayloadPeer(Peer):
+    """A peer that is also sent payloads: through shared memory on this machine, through the network to another one."""
+
+    def __init__(
+        self, context: zmq.Context, run_dir: Path, own_id: int, own_epoch: int, instance_id: int,
+        connector: ConnectorConfig, network: Network | None,
+    ) -> None:  # fmt: skip
+        super().__init__(context, own_id, own_epoch, instance_id, network)
+        self._run_dir = run_dir
+        self._local = PayloadSender(make_connector(connector, run_dir, own_id, instance_id))
+        self._remote = None
+        if network is not None:
+            self._remote = PayloadSender(network.connector(instance_id, connector))
+        self._payloads = self._local
+
+    def connect(self, message: PeerUpMessage) -> None:
+        super().connect(message)
+        if message.is_local:
+            self._payloads = self._local
+        else:
+            assert self._remote is not None
+            self._payloads = self._remote
+
+    def disconnect(self) -> None:
+        if self.epoch is not None:
+            super().disconnect()
+            remove_unread(self._run_dir, os.getpid(), self._own_id, self.instance_id)
+            if self._network is not None:
+                self._network.server.remove_unread(self.instance_id)
+
+    def put_payload(self, value: Any) -> tuple[PayloadRef, Frames]:
+        """Makes a payload available to the connected process. Raises as `PayloadSender.put`."""
+        return self._payloads.put(value)
+
+
+class Target(PayloadPeer):
     """A stage that reads this stage's output.
 
     Attributes:
@@ -66,13 +111,14 @@ class Target(Peer):
         credit: Limits what it is sent.
     """
 
-    def __init__(self, context: zmq.Context, run_dir: Path, own_id: int, stage_id: int, spec: TargetSpec) -> None:
+    def __init__(
+        self, context: zmq.Context, run_dir: Path, own_id: int, own_epoch: int, instance_id: int, spec: TargetSpec,
+        network: Network | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(context, run_dir, own_id, own_epoch, instance_id, spec.connector, network)
         self.spec = spec
         self.credit = Credit(spec.max_queued, spec.high_watermark_bytes)
-        self._run_dir = run_dir
-        self._payloads = PayloadSender(make_connector(spec.connector, run_dir, own_id, stage_id))
         self._reserved: set[str] = set()  # requests that were started, and of which nothing was sent
-        super().__init__(context, own_id, stage_id)
 
     @property
     def takes_new_requests(self) -> bool:
@@ -83,11 +129,6 @@ class Target(Peer):
         super().connect(message)
         self.credit.reset()
         self.credit.spend(len(self._reserved), 0)
-
-    def disconnect(self) -> None:
-        if self.epoch is not None:
-            super().disconnect()
-            remove_unread(self._run_dir, os.getpid(), self._own_id, self.stage_id)
 
     def reserve(self, request_id: str) -> None:
         """A request is started; its output will be sent."""
@@ -102,7 +143,7 @@ class Target(Peer):
 
     def put(self, request_id: str, output: StageOutput) -> tuple[PayloadRef, Frames]:
         """Makes the fields of an output that the target reads available to it; spends credit."""
-        payload, frames = self._payloads.put(select_fields(output, self.spec.reads))
+        payload, frames = self.put_payload(select_fields(output, self.spec.reads))
         self._reserved.discard(request_id)  # The target returns the credit that was spent on it.
         self.credit.spend(0, payload.num_bytes)
         return payload, frames

@@ -9,7 +9,7 @@ from vllm_omni.stage.request_state import RequestState
 
 
 class WaitingQueue:
-    """Requests that wait for the engine, in order of arrival."""
+    """Requests that wait for the engine, by priority and in order of arrival."""
 
     def __init__(self, has_room: Callable[[Sequence[int]], bool]) -> None:
         """
@@ -17,25 +17,28 @@ class WaitingQueue:
             has_room: Whether these stages, which read a request's output, take more.
         """
         self._has_room = has_room
-        self._by_targets: dict[tuple[int, ...], OrderedDict[str, RequestState]] = {}
+        self._queues: dict[tuple[int, tuple[int, ...]], OrderedDict[str, RequestState]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_targets.values()))
+        return sum(map(len, self._queues.values()))
 
     def add(self, state: RequestState) -> None:
-        self._by_targets.setdefault(tuple(state.submit.targets), OrderedDict())[state.request_id] = state
+        self._queues.setdefault(_queue_of(state), OrderedDict())[state.request_id] = state
 
     def remove(self, state: RequestState) -> None:
-        del self._by_targets[tuple(state.submit.targets)][state.request_id]
+        queue = self._queues[_queue_of(state)]
+        del queue[state.request_id]
+        if not queue:
+            del self._queues[_queue_of(state)]
 
     def first(self) -> RequestState | None:
         """The first request whose targets all have room: one that waits for a target does not block those behind it."""
-        heads = [
-            next(iter(queue.values()))
-            for targets, queue in self._by_targets.items()
-            if queue and self._has_room(targets)
-        ]
-        return min(heads, key=lambda state: state.metrics.arrival, default=None)
+        heads = [next(iter(queue.values())) for (_, targets), queue in self._queues.items() if self._has_room(targets)]
+        return min(heads, key=lambda state: (state.request.priority, state.metrics.arrival), default=None)
+
+
+def _queue_of(state: RequestState) -> tuple[int, tuple[int, ...]]:
+    return state.request.priority, tuple(state.submit.targets)
 
 
 class FlushTimes:

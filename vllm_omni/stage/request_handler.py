@@ -13,6 +13,7 @@ import msgspec
 from vllm_omni.distributed.messages import (
     DataMessage,
     ErrorMessage,
+    InputMessage,
     PeerDownMessage,
     PeerUpMessage,
     StatsMessage,
@@ -26,7 +27,17 @@ from vllm_omni.metrics.stats import COMPLETED, StageMetrics
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import Completion, StageOutput
-from vllm_omni.stage.engines.base import Error, NewRequest, Result, StageEngine, Stream, StreamChunk
+from vllm_omni.payloads import AdditionalInformationPayload
+from vllm_omni.stage.engines.base import (
+    AbortRequest,
+    Error,
+    NewRequest,
+    RequestItem,
+    Result,
+    StageEngine,
+    Stream,
+    StreamChunk,
+)
 from vllm_omni.stage.feeders import Feeders, cost_of
 from vllm_omni.stage.outlet import Outlet
 from vllm_omni.stage.queues import FlushTimes, WaitingQueue
@@ -59,7 +70,7 @@ class RequestHandler:
         self.capacity = 0
         self.num_running = 0
         self._spec = spec
-        self._stage_id = spec.stage.stage_id
+        self._instance_id = spec.instance.instance_id
         self._payloads = PayloadReceiver()
         self._outlet = outlet
         self._feeders = feeders
@@ -69,10 +80,12 @@ class RequestHandler:
         self._processor: StageInputProcessor | None
         self._requests: dict[str, RequestState] = {}
         self._waiting = WaitingQueue(outlet.has_room)
+        self._for_engine: list[RequestItem] = []
         self._flush_times = FlushTimes(self._requests)
         self._last_number = 0
         self._early: dict[str, list[tuple[DataMessage, list[memoryview]]]] = defaultdict(list)
-        self._lost: list[tuple[float, int, list[str]]] = []  # (when, source that died, requests it had finished)
+        self._lost: list[tuple[float, PeerDownMessage]] = []  # when, and the source that died
+        self._dead: dict[int, int] = {}  # by instance the last epoch that has died and of which no more is expected
 
     def attach(self, engine: StageEngine, processor: StageInputProcessor | None) -> None:
         self._engine = engine
@@ -80,8 +93,9 @@ class RequestHandler:
 
     def send_stats(self) -> None:
         """Sends a snapshot to the orchestrator."""
-        stats = self._recorder.snapshot(len(self._waiting), self.num_running, self._engine.kv_blocks())
-        self._outlet.send(StatsMessage(stats=stats))
+        engine = self._engine
+        stats = self._recorder.snapshot(len(self._waiting), self.num_running, engine.kv_blocks(), engine.cache_counts())
+        self._outlet.send(StatsMessage(instance_id=self._instance_id, stats=stats))
         if stats.num_running or stats.kv_blocks_used:
             self._recorder.changed()  # by the engine, which sends no message for it
 
@@ -95,7 +109,7 @@ class RequestHandler:
         for state in self._flush_times.take_due(now):
             self._send_segment(state, state.outputs.flush_if_due)
         while self._lost and self._lost[0][0] <= now:
-            self._fail_lost(*self._lost.pop(0)[1:])
+            self._fail_lost(self._lost.pop(0)[1])
 
     # Inputs.
 
@@ -125,14 +139,36 @@ class RequestHandler:
                     self._discard(message)
 
     def _make_state(self, message: SubmitMessage, request: StageRequest) -> RequestState:
-        windows = {i: self._spec.sources[i].for_request(message.streams) for i in message.sources}
+        instance, stage = self._spec.instance, self._spec.stage
+        sources = [self._spec.sources[i] for i in message.sources]
+        windows = {source.stage_id: source.window.for_request(message.streams) for source in sources}
         return RequestState(
             submit=message,
             request=request,
             inputs=InputStreams(windows),
             outputs=self._outlet.segmenter(message),
-            metrics=StageMetrics(stage_id=self._stage_id, name=self._spec.stage.name),
+            metrics=StageMetrics(stage_id=stage.stage_id, name=instance.name, replica=instance.replica),
         )
+
+    def on_input(self, message: InputMessage, frames: list[memoryview]) -> None:
+        """More of the prompt. It is small and costs no credit."""
+        state = self._requests.get(message.request_id)
+        if state is None:
+            self._payloads.discard(message.payload)  # The request has ended.
+            return
+        try:
+            information = self._payloads.get(AdditionalInformationPayload, message.payload, frames)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            self.on_error(Error.from_exception(message.request_id, error))
+            return
+        more = StageInput(additional_information=information.to_dict(), num_ready_tokens=message.num_ready_tokens)
+        state.more_input.append(StreamChunk(message.request_id, more, is_last=message.is_last))
+        if state.is_in_engine:
+            self._pass_more_input(state)
+
+    def _pass_more_input(self, state: RequestState) -> None:
+        self._for_engine += state.more_input
+        state.more_input.clear()
 
     def on_data(self, message: DataMessage, frames: list[memoryview]) -> None:
         state = self._requests.get(message.request_id)
@@ -142,7 +178,7 @@ class RequestHandler:
         if state is None:
             self._discard(message)
             return
-        self._recorder.received(message.source, message.payload.num_bytes, time.monotonic() - message.sent)
+        self._recorder.received(self._source_stage(message), message.payload.num_bytes, time.monotonic() - message.sent)
         try:
             self._take_piece(state, message, frames)
         except Exception as error:
@@ -162,15 +198,19 @@ class RequestHandler:
         """
         piece = self._payloads.get(StageOutput, message.payload, frames)
         if message.sequence != state.num_received.get(message.source, 0):
-            raise RuntimeError(f"a piece of the output of stage {message.source} was lost")
+            raise RuntimeError(f"a piece of the output of stage {self._source_stage(message)} was lost")
         state.num_received[message.source] = message.sequence + 1
         piece.is_last = message.is_last
-        for _ in range(state.inputs.add(message.source, piece)):
-            self._recorder.window(message.source)
+        source = self._source_stage(message)
+        for _ in range(state.inputs.add(source, piece)):
+            self._recorder.window(source)
         if state.is_running:
             self._feed(state)
         elif not state.is_queued and state.inputs.is_ready:
             self._enqueue(state)
+
+    def _source_stage(self, message: DataMessage) -> int:
+        return self._spec.sources[message.source].stage_id
 
     def _discard(self, message: DataMessage) -> None:
         self._payloads.discard(message.payload)
@@ -187,6 +227,12 @@ class RequestHandler:
         while self.num_running < self.capacity and (state := self._waiting.first()) is not None:
             self._start(state)
         self._recorder.set_blocked(self.num_running < self.capacity and len(self._waiting) > 0)
+
+    def wake_engine(self) -> None:
+        """Passes all new items to the engine: its thread needs the interpreter's lock from now on."""
+        for item in self._for_engine:
+            self._engine.inbox.put(item)
+        self._for_engine.clear()
 
     def _leave_queue(self, state: RequestState) -> None:
         state.is_queued = False
@@ -221,11 +267,13 @@ class RequestHandler:
         if state.is_in_engine:
             if is_last or not has_nothing_to_do:
                 sources = {} if has_nothing_to_do else sources
-                self._engine.inbox.put(StreamChunk(state.request_id, stage_input, sources, is_last))
+                self._for_engine.append(StreamChunk(state.request_id, stage_input, sources, is_last))
         elif not has_nothing_to_do:
             state.is_in_engine = True
             streams, reads_rows = self._outlet.streams(state), self._outlet.reads_tensors(state)
-            self._engine.inbox.put(NewRequest(state.request, stage_input, sources, is_last, streams, reads_rows))
+            is_last = is_last and state.request.is_complete
+            self._for_engine.append(NewRequest(state.request, stage_input, sources, is_last, streams, reads_rows))
+            self._pass_more_input(state)
         elif is_last:
             assert self._processor is not None
             self.on_result(Result(state.request_id, self._empty_output(state, self._processor)))
@@ -233,7 +281,7 @@ class RequestHandler:
     def _empty_output(self, state: RequestState, processor: StageInputProcessor) -> StageOutput:
         return StageOutput(
             request_id=state.request_id,
-            stage_id=self._stage_id,
+            stage_id=self._spec.stage.stage_id,
             completions=[Completion(finish_reason="stop")],
             tensors=processor.empty_output(),
             is_last=True,
@@ -276,6 +324,7 @@ class RequestHandler:
             metrics.first_output = None
         metrics.finished = time.monotonic()
         metrics.num_input_tokens, metrics.num_output_tokens = result.num_input_tokens, result.num_output_tokens
+        metrics.num_cached_tokens = result.num_cached_tokens
         try:
             message, frames = self._outlet.finish(state, result.output)
         except Exception as error:
@@ -297,7 +346,7 @@ class RequestHandler:
         self._record_end(state, error.error.partition(":")[0])
         message = ErrorMessage(
             request_id=error.request_id,
-            stage_id=self._stage_id,
+            instance_id=self._instance_id,
             error=error.error,
             traceback=error.traceback,
             invalid=error.invalid,
@@ -338,13 +387,13 @@ class RequestHandler:
             state.is_running = False
             self.num_running -= 1
         if state.is_in_engine and abort_engine:
-            self._engine.abort(request_id)
+            self._for_engine.append(AbortRequest(request_id))
         return state
 
     # Peers.
 
     def on_peer_down(self, message: PeerDownMessage) -> None:
-        peer = message.stage_id
+        peer = message.instance_id
         if peer in self._outlet.targets:
             self._outlet.targets[peer].disconnect()
             for state in list(self._requests.values()):
@@ -352,25 +401,33 @@ class RequestHandler:
                     self._report_lost(state.request_id, peer)
         if peer in self._feeders:
             self._feeders.disconnect(peer)
-            self._lost.append((time.monotonic() + _LOST_AFTER_S, peer, message.finished))
+            self._lost.append((time.monotonic() + _LOST_AFTER_S, message))
 
-    def _fail_lost(self, source: int, request_ids: list[str]) -> None:
+    def is_current(self, sender: int, epoch: int) -> bool:
+        """Whether messages of a process are received: no longer after its death, and some time for its last ones."""
+        return epoch > self._dead.get(sender, -1)
+
+    def _fail_lost(self, message: PeerDownMessage) -> None:
         """Fails the requests that the dead source had finished, but whose output has not arrived."""
-        for request_id in request_ids:
+        source = message.instance_id
+        self._dead[source] = message.epoch
+        for request_id in message.finished:
             state = self._requests.get(request_id)
-            if state is not None and not state.inputs.has_ended(source):
+            if state is not None and not state.inputs.has_ended(self._spec.sources[source].stage_id):
                 self._report_lost(request_id, source)
 
-    def _report_lost(self, request_id: str, dead_stage: int) -> None:
+    def _report_lost(self, request_id: str, dead_instance: int) -> None:
         self._forget(request_id)
         self._outlet.forget(request_id)
         text = "it died with data of the request"
-        message = ErrorMessage(request_id=request_id, stage_id=self._stage_id, error=text, dead_stage=dead_stage)
+        message = ErrorMessage(
+            request_id=request_id, instance_id=self._instance_id, error=text, dead_instance=dead_instance
+        )
         self._outlet.send(message)
 
     def on_peer_up(self, message: PeerUpMessage) -> None:
-        if message.stage_id in self._feeders:
+        if message.instance_id in self._feeders:
             self._feeders.connect(message)
-        if message.stage_id in self._outlet.targets:
+        if message.instance_id in self._outlet.targets:
             for request_id, error in self._outlet.on_target_up(message).items():
                 self._fail(Error.from_exception(request_id, error))

@@ -10,6 +10,7 @@ from vllm_omni.distributed.messages import SubmitMessage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.engines.base import StreamChunk
 from vllm_omni.stage.segments import Segmenter
 from vllm_omni.stage.window import WindowState
 
@@ -65,6 +66,7 @@ class RequestState:
     Attributes:
         num_received, num_sent: Pieces received from each source, and sent to each target.
         owed: Feeders, requests and bytes to refund when the request leaves the queue.
+        more_input: Of its prompt, for the engine when it has the request.
     """
 
     submit: SubmitMessage
@@ -78,6 +80,7 @@ class RequestState:
     num_received: dict[int, int] = field(default_factory=dict)
     num_sent: dict[int, int] = field(default_factory=dict)
     owed: list[tuple[int, int, int]] = field(default_factory=list)  # (feeder, requests, bytes)
+    more_input: list[StreamChunk] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:

@@ -31,7 +31,12 @@ class Reader(ABC):
 
 
 class CallerReader(Reader):
-    """The pipeline's caller: due after a number of tokens or a time. The first token is sent at once."""
+    """The pipeline's caller: due after a number of tokens, or with the first token after an interval. The very first
+    token is sent at once.
+
+    Held tokens wait for the next one up to a second interval. So segments are sent at the ends of steps, those of
+    several requests together, and timers of single requests do not interrupt the steps.
+    """
 
     def __init__(self, config: SegmentConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """
@@ -39,17 +44,19 @@ class CallerReader(Reader):
             clock: Seconds.
         """
         self._config = config
+        self._interval = config.min_flush_interval_ms / 1000
         self._clock = clock
         self._num_tokens = 0
         self._last_flush = float("-inf")
 
     def add(self, piece: StageOutput) -> bool:
         self._num_tokens += sum(len(completion.token_ids) for completion in piece.completions)
-        return self._num_tokens >= self._config.max_segment_tokens or self._clock() >= self.due
+        is_long_ago = self._clock() >= self._last_flush + self._interval
+        return self._num_tokens >= self._config.max_segment_tokens or is_long_ago
 
     @property
     def due(self) -> float:
-        return self._last_flush + self._config.min_flush_interval_ms / 1000
+        return self._last_flush + 2 * self._interval
 
     def flushed(self) -> None:
         self._num_tokens, self._last_flush = 0, self._clock()

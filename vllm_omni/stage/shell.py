@@ -12,12 +12,15 @@ from pathlib import Path
 
 import zmq
 
+from vllm_omni.distributed.inbound import Inbound
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     AbortMessage,
     DataMessage,
     FaultMessage,
+    InputMessage,
     MessageError,
+    MetricsMessage,
     PeerDownMessage,
     PeerUpMessage,
     ReadyMessage,
@@ -27,6 +30,7 @@ from vllm_omni.distributed.messages import (
     SubmitMessage,
     recv_at_stage,
 )
+from vllm_omni.distributed.network import Network
 from vllm_omni.distributed.run_dir import stage_address
 from vllm_omni.metrics.logs import about, get_logger
 from vllm_omni.metrics.recorder import StageRecorder
@@ -54,20 +58,25 @@ class StageShell:
         tracer: StageTracer | None = None,
     ) -> None:
         self._spec = spec
-        self._stage_id = spec.stage.stage_id
-        self._log = about(logger, stage=spec.stage.label)
+        self._instance_id = spec.instance.instance_id
+        self._log = about(logger, stage=spec.instance.label)
         self._lifeline = lifeline
         self._outbox = outbox
         self._recorder = recorder
         self._engine: StageEngine
         self._is_running = True
         self._context = zmq.Context()
-        self._inbound = make_socket(self._context, zmq.PULL)
-        self._address = stage_address(Path(spec.run_dir), self._stage_id, spec.epoch)
-        self._inbound.bind(self._address)
-        self._outlet = Outlet(spec, self._context)
-        self._feeders = Feeders(spec, self._context, self._outlet.send)
+        self._network = None if spec.network is None else Network(self._context, spec.network)
+        local = make_socket(self._context, zmq.PULL)
+        self._address = stage_address(Path(spec.run_dir), self._instance_id, spec.epoch)
+        local.bind(self._address)
+        self._outlet = Outlet(spec, self._context, self._network)
+        self._feeders = Feeders(spec, self._context, self._outlet.send, self._network)
         self._requests = RequestHandler(spec, self._outlet, self._feeders, recorder, tracer)
+        sockets, fetcher = [local], None
+        if self._network is not None:
+            sockets, fetcher = [local, self._network.inbound], self._network.fetcher
+        self._inbound = Inbound(sockets, recv_at_stage, self._requests.is_current, fetcher)
 
     def attach(self, engine: StageEngine, processor: StageInputProcessor | None) -> None:
         """Sets the engine and the stage input processor. Called before the outbox reports `Started`."""
@@ -76,29 +85,36 @@ class StageShell:
 
     def run(self) -> None:
         poller = zmq.Poller()
-        for readable in (self._inbound, self._outbox.fileno(), self._lifeline.fileno()):
+        served = [] if self._network is None else [self._network.server.socket]
+        for readable in (*self._inbound.readables, *served, self._outbox.fileno(), self._lifeline.fileno()):
             poller.register(readable, zmq.POLLIN)
         while self._is_running:
             ready = dict(poller.poll(self._timeout()))
             if self._lifeline.fileno() in ready:
                 os._exit(1)  # The parent is gone: the engine's work has no consumer.
             self._take_messages()
+            if self._network is not None:
+                self._network.server.serve()
             if self._outbox.fileno() in ready:
                 self._take_outbox()
             self._requests.start_waiting()
             self._feeders.send_refunds()
             self._act_on_time()
+            self._outlet.flush()
+            self._requests.wake_engine()
+        if self._network is not None:
+            self._network.close()
         self._context.destroy(linger=0)  # Unsent messages have no consumer any more.
 
     def _timeout(self) -> int | None:
         """Milliseconds until something is due; None while nothing is."""
-        times = [due for due in (self._requests.due, self._recorder.due) if due is not None]
+        times = [due for due in (self._requests.due, self._recorder.due, self._recorder.metrics_due) if due is not None]
         return max(0, math.ceil((min(times) - time.monotonic()) * 1000)) if times else None
 
     def _take_messages(self) -> None:
         while self._is_running:
             try:
-                received = recv_at_stage(self._inbound)
+                received = self._inbound.receive()
             except MessageError as error:
                 self._on_fault(error)
                 continue
@@ -111,15 +127,18 @@ class StageShell:
         match message:
             case SubmitMessage():
                 self._requests.on_submit(message, frames)
+            case InputMessage():
+                self._requests.on_input(message, frames)
             case DataMessage():
                 self._requests.on_data(message, frames)
             case AbortMessage():
                 for request_id in message.request_ids:
                     self._requests.abort(request_id)
             case RefundMessage():
-                self._outlet.targets[message.stage_id].credit.refund(message.num_requests, message.num_bytes)
+                self._outlet.targets[message.instance_id].credit.refund(message.num_requests, message.num_bytes)
             case PeerDownMessage():
                 self._requests.on_peer_down(message)
+                self._inbound.drop_sender(message.instance_id)
             case PeerUpMessage():
                 self._requests.on_peer_up(message)
             case ShutdownMessage():
@@ -142,15 +161,30 @@ class StageShell:
     def _on_started(self) -> None:
         self._requests.capacity = self._spec.max_inflight or self._engine.capacity
         self._requests.send_stats()
-        self._outlet.send(ReadyMessage(stage_id=self._stage_id, epoch=self._spec.epoch, address=self._address))
+        remote_address = "" if self._network is None else self._network.address
+        self._outlet.send(
+            ReadyMessage(
+                instance_id=self._instance_id,
+                epoch=self._spec.epoch,
+                address=self._address,
+                remote_address=remote_address,
+            )
+        )
 
     def _act_on_time(self) -> None:
         now = time.monotonic()
         self._requests.act_on_time(now)
         if self._recorder.due is not None and self._recorder.due <= now:
             self._requests.send_stats()
+        if self._recorder.metrics_due is not None and self._recorder.metrics_due <= now:
+            self._send_metrics()
+
+    def _send_metrics(self) -> None:
+        if families := self._engine.metrics():
+            self._outlet.send(MetricsMessage(instance_id=self._instance_id, families=families))
+        self._recorder.metrics_sent()
 
     def _on_fault(self, error: MessageError) -> None:
         self._log.error("a message from stage %s cannot be decoded: %s", error.sender, error)
         if error.sender is not None and error.sender != ORCHESTRATOR:
-            self._outlet.send(FaultMessage(stage_id=self._stage_id, peer=error.sender, error=str(error)))
+            self._outlet.send(FaultMessage(instance_id=self._instance_id, peer=error.sender, error=str(error)))

@@ -28,12 +28,16 @@ from vllm_omni.model_executor.stage_input_processor import load_stage_input_proc
 from vllm_omni.stage.cores import bind_cores
 from vllm_omni.stage.devices import alone_on_devices, set_stage_gpu_devices
 from vllm_omni.stage.engines.base import Outbox, StageEngine, Started
+from vllm_omni.stage.share import take_share
 from vllm_omni.stage.shell import StageShell
-from vllm_omni.stage.spec import StageSpec
+from vllm_omni.stage.spec import RayWorkers, StageSpec
 from vllm_omni.stage.watchdog import Watchdog
 
 _T = TypeVar("_T")
 _FUNCTION_BATCH_SIZE = 8
+_SWITCH_INTERVAL_S = 0.0001
+"""After which the engine's thread gives up the interpreter's lock, if the IO thread waits for it. With Python's 5 ms a
+first token waits for most of the next step."""
 
 
 class HostedStage:
@@ -44,10 +48,10 @@ class HostedStage:
     def __init__(self, spec: StageSpec, lifeline: socket.socket, watchdog: Watchdog) -> None:
         self.spec = spec
         self._watchdog = watchdog
-        self.label = spec.stage.label
+        self.label = spec.instance.label
         self._lifeline = lifeline
         self._outbox = Outbox()
-        self._recorder = StageRecorder(spec.stage.stage_id, spec.stage.name)
+        self._recorder = StageRecorder(spec.stage.stage_id, spec.instance.name, spec.instance.replica)
         self._tracer = None if spec.otlp_traces_endpoint is None else StageTracer(spec.otlp_traces_endpoint)
         self._shell = StageShell(spec, lifeline, self._outbox, self._recorder, self._tracer)
         self._threads: list[threading.Thread] = []
@@ -55,7 +59,8 @@ class HostedStage:
 
     def make_engine(self) -> None:
         stage = self.spec.stage
-        self.engine = make_stage_engine(stage, self.spec.model, self._outbox)
+        self.engine = make_stage_engine(stage, self.spec.model, self._outbox, self.spec.workers, self.spec.log_stats)
+        self.engine.on_failure = partial(_exit_process, self._lifeline, f"{self.label}: a worker of its engine ended")
         self.engine.recorder = self._recorder
         if limit_s := stage.runtime.step_timeout_s:
             self.engine.step_timer = self._watchdog.watch(self.label, limit_s, self.engine.always_compiles)
@@ -76,7 +81,7 @@ class HostedStage:
 
     def start_thread(self, what: str, work: Callable[[], None]) -> None:
         thread = threading.Thread(
-            target=self.run_or_exit, args=(work,), name=f"{self.spec.stage.name}-{what}", daemon=True
+            target=self.run_or_exit, args=(work,), name=f"{self.spec.instance.name}-{what}", daemon=True
         )
         thread.start()
         self._threads.append(thread)
@@ -114,7 +119,7 @@ def main(spec_bytes: bytes, lifeline: socket.socket) -> list[HostedStage]:
     Raises:
         Exception: The only stage of the process could not start, or its engine broke; the caller reports it.
     """
-    specs = msgspec.json.decode(spec_bytes, type=list[StageSpec])
+    specs = [take_share(spec) for spec in msgspec.json.decode(spec_bytes, type=list[StageSpec])]
     _set_up_process(specs)
     watchdog = Watchdog(partial(_exit_process, lifeline))
     stages = [HostedStage(spec, lifeline, watchdog) for spec in specs]
@@ -156,25 +161,33 @@ def _run_together(stages: list[HostedStage], watchdog: Watchdog) -> None:
 
 def _set_up_process(specs: list[StageSpec]) -> None:
     hold(Path(specs[0].run_dir))
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # vLLM leaves a rendezvous file in the temporary directory; it is removed with the run directory.
     tempfile.tempdir = specs[0].run_dir
-    name = "+".join(spec.stage.name for spec in specs)
+    name = "+".join(spec.instance.name for spec in specs)
     set_process_title(name, prefix="vllm_omni")
     decorate_logs(name)
     bind_cores(specs[0].placement)
     for spec in specs:  # All stages that name devices name the same.
         if spec.stage.runtime.devices is not None:
-            set_stage_gpu_devices(spec.stage.runtime.devices, spec.stage.label)
+            set_stage_gpu_devices(spec.stage.runtime.devices, spec.instance.label)  # type: ignore[arg-type]
             break
 
 
-def make_stage_engine(stage: OmniStageConfig, model: str, outbox: Outbox) -> StageEngine:
+def make_stage_engine(
+    stage: OmniStageConfig,
+    model: str,
+    outbox: Outbox,
+    workers: RayWorkers | None = None,
+    log_stats: bool = False,
+) -> StageEngine:
     """The engine of a stage, not started."""
     # Engines are imported here: each stage loads only its own libraries.
     if stage.runs_vllm:
         from vllm_omni.stage.engines.llm import LLMStageEngine
 
-        return LLMStageEngine(outbox, stage.stage_id, model, stage.kind.lower(), stage.vllm_engine_args)
+        kind, engine_args = stage.kind.lower(), stage.vllm_engine_args
+        return LLMStageEngine(outbox, stage.stage_id, model, kind, engine_args, workers, log_stats)
     if stage.kind == "function":
         from vllm_omni.stage.engines.function import BatchFunctionStageEngine, FunctionStageEngine
 

@@ -47,6 +47,13 @@ class DiffusersOracle:
             float32 on the CPU: an image `[height, width, channels]` or a video `[frames, height, width, channels]` in
             [0, 1], sound `[channels, samples]` in [-1, 1], or latents in the pipeline's shape.
         """
+        return self.generate_all(prompt, seed=seed, images=images, **call_arguments)[0]
+
+    def generate_all(
+        self, prompt: str, *, seed: int, images: Sequence[Image.Image] | None = None, **call_arguments: Any
+    ) -> list[torch.Tensor]:
+        """The same with everything else that the call makes: the sound of a video; the layers of an image, in one
+        tensor."""
         pipe = self.pipe
         arguments = {"output_type": "pt", **call_arguments}
         if images:
@@ -54,10 +61,10 @@ class DiffusersOracle:
             arguments["image"] = images[0] if len(images) == 1 else list(images)
         with torch_threads(self.num_threads):
             result = pipe(prompt=prompt, generator=torch.Generator().manual_seed(seed), **arguments)
-        output = next(iter(result.values()))[0].float()
-        if arguments["output_type"] == "latent" or "audios" in result:
-            return output
-        return output.movedim(-3, -1)  # channels last
+        outputs = [values[0].float() for values in result.values()]
+        if arguments["output_type"] != "latent" and "audios" not in result:
+            outputs[0] = outputs[0].movedim(-3, -1)  # channels last
+        return outputs
 
     def _pipe_with_images(self) -> DiffusionPipeline:
         if "image" in inspect.signature(self.pipe.__call__).parameters:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model runner of talkers: what a step sampled becomes the next step's input, inside the step.
+"""The model runner of models with feedback: what a step sampled becomes the next step's input, inside the step.
 
 It keeps requests in slots and sorts the rows of a step; the model's `FeedbackStrategy` computes the rows. A request
 takes a slot with its first step and releases it when it ends, however it ends.
@@ -15,8 +15,15 @@ from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOu
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from vllm_omni.core.sched.output import InputChunk, OmniModelRunnerOutput
-from vllm_omni.model_executor.feedback import FedBackRows, FeedbackStrategy, InputPiece, SupportsFeedback
-from vllm_omni.worker.feedback_rows import RequestSlots, StepRows, TokenRows, sort_rows
+from vllm_omni.model_executor.feedback import (
+    FedBack,
+    FedBackRows,
+    FeedbackStrategy,
+    InputPiece,
+    RequestInput,
+    SupportsFeedback,
+)
+from vllm_omni.worker.feedback_rows import PromptRows, RequestSlots, StepRows, TokenRows, sort_rows
 from vllm_omni.worker.gpu_model_runner import HostCopy, OmniGPUModelRunner, Outputs
 
 
@@ -57,10 +64,16 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
 
     def _add_input(self, data: NewRequestData) -> None:
         super()._add_input(data)
+        if len(self.guided_pairs):
+            raise NotImplementedError("guidance is for models without a feedback strategy")
         assert data.sampling_params is not None, "stages take no pooling requests"
-        information = dict(self.omni_info.get(data.req_id, {}))
-        is_complete = data.req_id not in self.open_inputs
-        self.strategy.begin(self.slots.lowest_free, information, data.sampling_params, is_complete)
+        request = RequestInput(
+            token_ids=data.prompt_token_ids or [],
+            information=dict(self.omni_info.get(data.req_id, {})),
+            params=data.sampling_params,
+            is_complete=data.req_id not in self.open_inputs,
+        )
+        self.strategy.begin(self.slots.lowest_free, request)
         self.slots.take(data.req_id)
         self._batch.clear()
 
@@ -105,21 +118,32 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         for prompt in step.prompts:
             stop = prompt.row + prompt.stop - prompt.start
             embeds[prompt.row : stop] = self.strategy.prompt_rows(prompt.slot, prompt.start, prompt.stop)
-        emitted: list[tuple[np.ndarray, Outputs]] = []
+        emitted: list[tuple[np.ndarray, FedBack]] = []
         if step.new.num_rows:
             where, rows = self._take_rows(step.new, len(embeds))
             fed_back = self.strategy.feed_back(rows)
             embeds[where] = fed_back.embeds
             self.slots.num_frames[step.new.slots] += 1
-            emitted.append((step.new.requests, fed_back.outputs))
+            emitted.append((step.new.requests, fed_back))
         if step.known is not None:
             where, rows = self._take_rows(step.known, len(embeds))
             fed_back = self.strategy.replay(rows)
             embeds[where] = fed_back.embeds
-            emitted += self._unemitted(step.known, fed_back.outputs)
-        self._emitted = EmittedRows.join(emitted) if emitted else None
+            emitted += self._unemitted(step.known, fed_back)
+        first = self._first_outputs(step.prompts)
+        self._emitted = EmittedRows.join(emitted, first) if emitted or first else None
 
-    def _unemitted(self, known: TokenRows, outputs: Outputs) -> list[tuple[np.ndarray, Outputs]]:
+    def _first_outputs(self, prompts: list[PromptRows]) -> dict[int, Outputs]:
+        """Of the requests that sample their first token in this step, by their index in the batch."""
+        first = {}
+        for prompt in prompts:
+            index = int(np.flatnonzero(self._batch.slots == prompt.slot)[0])
+            samples = prompt.stop == self.input_batch.num_tokens_no_spec[index]
+            if samples and (outputs := self.strategy.first_outputs(prompt.slot)):
+                first[index] = outputs
+        return first
+
+    def _unemitted(self, known: TokenRows, fed_back: FedBack) -> list[tuple[np.ndarray, FedBack]]:
         """Of the rows that are computed again those that have not left. A row leaves with the step that samples the
         next token, so only a step that raised can have computed the last token's row."""
         num_reqs = self.input_batch.num_reqs
@@ -128,7 +152,12 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         if not len(indices):
             return []
         where = self._to_device(indices)
-        return [(known.requests[indices], {name: output[where] for name, output in outputs.items()})]
+        selected = FedBack(
+            embeds=fed_back.embeds[where],
+            outputs={name: output[where] for name, output in fed_back.outputs.items()},
+            is_last=None if fed_back.is_last is None else fed_back.is_last[where],
+        )
+        return [(known.requests[indices], selected)]
 
     def _take_rows(self, rows: TokenRows, num_tokens: int) -> tuple[torch.Tensor | slice, FedBackRows]:
         """The rows' indices in the step, and what they feed back, in one copy to the device."""
@@ -154,7 +183,9 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         if state is None or self._emitted is None:
             return output
         emitted, self._emitted = self._emitted, None
-        return OmniModelRunnerOutput.from_base(output, pooler_output=emitted.wait(len(output.req_ids)))
+        rows, ended = emitted.wait(len(output.req_ids))
+        ended_req_ids = frozenset(output.req_ids[index] for index in ended)
+        return OmniModelRunnerOutput.from_base(output, pooler_output=rows, ended_req_ids=ended_req_ids)
 
     def _save_hidden_states(self, state: ExecuteModelState) -> None:
         """A request samples unless its prompt, or what it computes again, continues in the next step."""
@@ -196,28 +227,40 @@ class EmittedRows:
     """The outputs of rows, while they are copied to the CPU."""
 
     @classmethod
-    def join(cls, parts: list[tuple[np.ndarray, Outputs]]) -> "EmittedRows":
-        """Of one or several parts, of different requests and with outputs of the same names."""
-        (requests, outputs), *others = parts
-        for more_requests, more in others:
-            requests = np.concatenate((requests, more_requests))
-            outputs = {name: torch.cat((output, more[name])) for name, output in outputs.items()}
-        return cls(requests, outputs)
+    def join(cls, parts: list[tuple[np.ndarray, FedBack]], first: dict[int, Outputs]) -> "EmittedRows":
+        """Of several parts, of different requests and with outputs of the same names."""
+        if not parts:
+            return cls(np.zeros(0, dtype=np.int64), {}, None, first)
+        requests = np.concatenate([requests for requests, _ in parts])
+        fed_back = [part for _, part in parts]
+        outputs = {name: torch.cat([part.outputs[name] for part in fed_back]) for name in fed_back[0].outputs}
+        is_last = [part.is_last for part in fed_back if part.is_last is not None]
+        return cls(requests, outputs, torch.cat(is_last) if is_last else None, first)
 
-    def __init__(self, requests: np.ndarray, outputs: Outputs) -> None:
+    def __init__(
+        self, requests: np.ndarray, outputs: Outputs, is_last: torch.Tensor | None, first: dict[int, Outputs]
+    ) -> None:
         """
         Args:
             requests: `[N]`, the rows' requests, by their index in the batch; at most one row each.
             outputs: By name, `[N, ...]`.
+            is_last: `[N]` bool, the rows that end their request; None for no row.
+            first: The first outputs of other requests, by index in the batch.
         """
         self._requests = requests
         self._names = list(outputs)
-        self._copy = HostCopy(list(outputs.values()))
+        self._copy = HostCopy([*outputs.values(), *(() if is_last is None else (is_last,))])
+        self._has_last = is_last is not None
+        self._first = [(index, list(tensors), HostCopy(list(tensors.values()))) for index, tensors in first.items()]
 
-    def wait(self, num_reqs: int) -> list[dict[str, torch.Tensor] | None]:
-        """For each request of the batch its row `[1, ...]` of each output, or None."""
+    def wait(self, num_reqs: int) -> tuple[list[dict[str, torch.Tensor] | None], list[int]]:
+        """For each request of the batch the rows `[n, ...]` of each output, or None; and the requests that end."""
         emitted: list[dict[str, torch.Tensor] | None] = [None] * num_reqs
-        rows = [tensor.clone().split(1) for tensor in self._copy.wait()]
+        copies = self._copy.wait()
+        ended = self._requests[copies.pop().numpy()].tolist() if self._has_last else []
+        rows = [tensor.clone().split(1) for tensor in copies]
         for request, *parts in zip(self._requests.tolist(), *rows, strict=True):
             emitted[request] = dict(zip(self._names, parts, strict=True))
-        return emitted
+        for index, names, copy in self._first:
+            emitted[index] = dict(zip(names, (tensor.clone() for tensor in copy.wait()), strict=True))
+        return emitted, ended

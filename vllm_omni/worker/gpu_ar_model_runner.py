@@ -87,7 +87,8 @@ class RowTracker:
     """Tracks which rows of each request have left. A request has rows for its prompt and its generated tokens but one.
 
     Rows leave with the step that samples a token, and a request has the token only if that step succeeded. So of a
-    request with tokens all rows but the last one's have left; only requests without a token need an entry here.
+    request with tokens all rows but the last one's have left; only requests without a token need an entry here, and
+    those that wait for their twin.
     """
 
     def __init__(self, emits_prompt_rows: bool) -> None:
@@ -117,7 +118,7 @@ class RowTracker:
     def _num_new(self, span: RequestSpan) -> int:
         first = 0 if self._emits_prompt_rows else span.num_prompt_tokens
         has_tokens = span.num_tokens > span.num_prompt_tokens
-        first = max(first, span.num_tokens - 1 if has_tokens else self._next_position.get(span.req_id, 0))
+        first = max(first, self._next_position.get(span.req_id, 0), span.num_tokens - 1 if has_tokens else 0)
         return min(max(span.position + span.num_rows - first, 0), span.num_rows)
 
     def _emit_one(self, span: RequestSpan, rows: Outputs) -> Outputs | None:

@@ -5,6 +5,7 @@ It knows no pipeline by name; the executor decides what is computed when.
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,14 @@ from vllm_omni.diffusion.pipeline_call import (
     set_dtypes,
     set_execution_device,
 )
-from vllm_omni.diffusion.pipeline_info import call_parameters
+from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, call_parameters
 from vllm_omni.diffusion.pipeline_settings import follow
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
+from vllm_omni.diffusion.prompt_cache import PromptCache
+
+# Components that make sound, the last of a pipeline first, and their names for its samples per second.
+_SOUND_MAKERS = ("vocoder", "vae")
+_RATES = ("output_sampling_rate", "sampling_rate", "sample_rate")
 
 
 class _PromptsEncoded(BaseException):
@@ -40,6 +46,7 @@ class DiffusionModelRunner:
     Attributes:
         running: Jobs that wait for a module call, the longest-waiting first.
         sample_rate: Samples per second of the pipeline's audio, if it makes any.
+        prompt_cache: Encoded prompts.
     """
 
     def __init__(self, pipe: DiffusionPipeline, config: DiTConfig, device: torch.device) -> None:
@@ -52,12 +59,13 @@ class DiffusionModelRunner:
         self._pipe = pipe
         self._device = device
         self._pipes: dict[type, DiffusionPipeline] = {}
-        self._adapters = AdapterManager(pipe, config.max_loras)
+        # Other processes of the denoiser have no adapters.
+        self._adapters = AdapterManager(pipe, config.max_loras if config.world_size == 1 else 0)
         for name, path in config.lora_modules.items():
             self._adapters.check(name, path)
         set_dtypes(pipe)
-        vae = pipe.components.get("vae")
-        self.sample_rate: int | None = None if vae is None else vae.config.get("sampling_rate")
+        self.sample_rate = _find_sample_rate(pipe)
+        self.prompt_cache = PromptCache(config.prompt_cache_bytes)
 
     def start(self, job: DiffusionJob) -> JobEnd | None:
         """Calls the pipeline, up to its first module call. Returns the end of the job if it ends before.
@@ -124,9 +132,10 @@ class DiffusionModelRunner:
             ValueError: The pipeline cannot make this size, or has no previews.
         """
         job, pipe = running.job, running.call.pipe
-        arguments = job.arguments
+        arguments = _on_device(job.arguments, self._device)
         if job.pipeline_class is not type(self._pipe):
             arguments = fit_image(pipe, arguments)
+        arguments = add_alpha(pipe, arguments)
         check_size(pipe, arguments)
         if job.preview_every:
             check_previews(pipe)
@@ -134,9 +143,12 @@ class DiffusionModelRunner:
             follow(pipe)
         on_method(pipe, "prepare_latents", lambda method, arguments: self._on_prepare(running, method, arguments))
         if job.encoded_prompts is not None:
-            results = iter(job.encoded_prompts)
+            results = iter(_on_device(job.encoded_prompts, self._device))
             on_method(pipe, "encode_prompt", lambda method, arguments: next(results))
-        elif self._config.part == "encoder":
+        else:
+            cache = self.prompt_cache
+            on_method(pipe, "encode_prompt", lambda *called: cache.encode(pipe, job.adapter, *called))
+        if self._config.part == "encoder":
             encoded = running.call.result = []
             on_method(pipe, "encode_prompt", lambda method, arguments: _keep(encoded, method()))
         return {
@@ -152,6 +164,7 @@ class DiffusionModelRunner:
         if height and width:
             check_pixels(height, width, self._config.max_pixels)
             running.size = (height, width)
+        check_frames(arguments.get("num_frames") or 1, self._config.max_frames)
         if self._config.part == "encoder":
             raise _PromptsEncoded
         prepared = method()
@@ -160,7 +173,7 @@ class DiffusionModelRunner:
         return prepared
 
     def _callbacks(self, running: RunningJob) -> dict[str, Any]:
-        """The pipeline's callback after each step; the older one where it has no other."""
+        """The pipeline's callback after each step; the older one where it has no other, or the scheduler's steps."""
         parameters = call_parameters(running.job.pipeline_class)
         if "callback_on_step_end" in parameters:
 
@@ -171,6 +184,14 @@ class DiffusionModelRunner:
             return {"callback_on_step_end": on_step_end, "callback_on_step_end_tensor_inputs": ["latents"]}
         if "callback" in parameters:
             return {"callback": lambda step, timestep, latents: self._on_step(running, step, latents)}
+        steps = itertools.count()
+
+        def on_scheduler_step(method: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+            result = method()
+            self._on_step(running, next(steps), result[0])
+            return result
+
+        on_method(getattr(running.call.pipe, "scheduler", None), "step", on_scheduler_step)
         return {}
 
     def _on_step(self, running: RunningJob, step: int, latents: torch.Tensor) -> None:
@@ -201,7 +222,7 @@ class DiffusionModelRunner:
             if running.waiting is not None:
                 self.running.append(running)
                 return None
-            end = JobEnd(job, _as_output(call.result, job.latents_only))
+            end = JobEnd(job, _as_output(call.result, job.latents_only), _sound_of(call.result))
         except _PromptsEncoded:
             end = JobEnd(job, call.result)
         except torch.AcceleratorError:
@@ -219,6 +240,24 @@ def _keep(results: list[Any], result: Any) -> Any:
     return result
 
 
+def _on_device(value: Any, device: torch.device) -> Any:
+    """A value with its tensors, in dicts, lists and tuples, on a device. Other stages' are on the CPU."""
+    match value:
+        case torch.Tensor():
+            return value.to(device)
+        case dict():
+            return {key: _on_device(item, device) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(_on_device(item, device) for item in value)
+        case _:
+            return value
+
+
+def _find_sample_rate(pipe: DiffusionPipeline) -> int | None:
+    configs = [pipe.components[name].config for name in _SOUND_MAKERS if pipe.components.get(name) is not None]
+    return next((getattr(config, name) for config in configs for name in _RATES if hasattr(config, name)), None)
+
+
 def _as_output(result: Any, latents_only: bool) -> torch.Tensor:
     """The only output of a pipeline's call, as `JobEnd` describes it.
 
@@ -226,10 +265,16 @@ def _as_output(result: Any, latents_only: bool) -> torch.Tensor:
         TypeError: It is not one tensor for each output.
     """
     outputs = result[0]  # the first field of every output class
-    if not isinstance(outputs, torch.Tensor) or len(outputs) != 1:
+    if len(outputs) != 1 or not isinstance(outputs[0], torch.Tensor):
         raise TypeError(f"the pipeline returned {type(outputs).__name__} where one tensor was expected")
     output = outputs[0].float().cpu()
     return output if latents_only or output.ndim < 3 else output.movedim(-3, -1)  # channels last
+
+
+def _sound_of(result: Any) -> torch.Tensor | None:
+    """That of the only video of a pipeline's call, as `JobEnd` describes it."""
+    sound = result.get(SOUND_FIELD) if isinstance(result, dict) else None
+    return None if sound is None else sound[0].float().cpu()
 
 
 _PROCESSORS = ("image_processor", "video_processor")
@@ -282,6 +327,14 @@ def fit_image(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> dict[str, A
     return {**arguments, "width": width, "height": height, "image": image}
 
 
+def add_alpha(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Gives an input image an opaque alpha channel where the pipeline's autoencoder reads one."""
+    image, vae = arguments.get("image"), pipe.components.get("vae")
+    if not isinstance(image, Image.Image) or vae is None or vae.config.get("input_channels") != 4:
+        return arguments
+    return {**arguments, "image": image.convert("RGBA")}
+
+
 def check_pixels(height: int, width: int, max_pixels: int) -> None:
     """
     Raises:
@@ -290,6 +343,18 @@ def check_pixels(height: int, width: int, max_pixels: int) -> None:
     if height * width > max_pixels:
         raise ValueError(
             f"{height} x {width} is {height * width} pixels; this stage makes at most {max_pixels} (max_pixels)"
+        )
+
+
+def check_frames(num_frames: int, max_frames: int) -> None:
+    """
+    Raises:
+        ValueError: The pipeline has chosen a longer video than the stage allows.
+    """
+    if num_frames > max_frames:
+        raise ValueError(
+            f"the pipeline would make {num_frames} frames; this stage makes at most {max_frames} (max_frames): set "
+            "num_frames"
         )
 
 

@@ -2,7 +2,7 @@
 """The device of a diffusion stage: its weights, and smaller batches where its memory is too small."""
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from vllm.platforms import current_platform
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import CannotSplitError, ModuleCall, compute
 from vllm_omni.diffusion.job import JobEnd, RunningJob
-from vllm_omni.diffusion.loader import load_pipeline
+from vllm_omni.diffusion.loader import denoiser_names, load_pipeline
 from vllm_omni.metrics.logs import get_logger
 from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
+from vllm_omni.worker.parallel_denoiser import FollowerError, ParallelDenoisers, init_device
 
 logger = get_logger(__name__)
 
@@ -33,25 +34,37 @@ class DiffusionGPUWorker:
         self._memory = memory
         self._device = torch.device(current_platform.device_type)
         self._limits: dict[Hashable, int] = {}  # by function or layout: the largest batch to try
+        self._ranks: ParallelDenoisers | None = None
         self._runner: DiffusionModelRunner
 
     def init_device(self) -> None:
-        if self._device.type == "cuda":
-            self._device = torch.device("cuda", 0)  # the first visible one
-            torch.cuda.set_device(self._device)
-            if self._memory is not None:
-                total = torch.cuda.get_device_properties(self._device).total_memory
-                fraction = self._memory if isinstance(self._memory, float) else self._memory / total
-                torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+        self._device = init_device(0, self._memory)
 
-    def load_model(self) -> DiffusionModelRunner:
+    def load_model(self, on_failure: Callable[[], None]) -> DiffusionModelRunner:
         """
+        Args:
+            on_failure: Called from any thread when a process of the denoiser has ended.
+
         Raises:
             StageConfigError: The checkpoint or a setting cannot be used.
         """
-        pipe = load_pipeline(self._model, self._config, self._device)
-        self._runner = DiffusionModelRunner(pipe, self._config, self._device)
+        if self._config.world_size > 1:
+            names = denoiser_names(self._model, self._config)
+            self._ranks = ParallelDenoisers(self._model, self._config, self._memory, on_failure)
+        try:
+            pipe = load_pipeline(self._model, self._config, self._device)
+            if self._ranks is not None:
+                self._ranks.join({name: pipe.components[name] for name in names}, self._device)
+            self._runner = DiffusionModelRunner(pipe, self._config, self._device)
+        except BaseException:
+            self.close()
+            raise
         return self._runner
+
+    def close(self) -> None:
+        """Ends the denoiser's other processes."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     def max_batch_size(self, call: ModuleCall) -> int:
         """How many calls like this one can be computed as one, as far as known."""
@@ -77,10 +90,11 @@ class DiffusionGPUWorker:
 
         Raises:
             torch.AcceleratorError: The device is in an unusable state.
+            FollowerError: The denoiser's processes are.
         """
         try:
             return compute(batch)
-        except torch.AcceleratorError:
+        except (torch.AcceleratorError, FollowerError):
             raise
         except Exception as error:
             if len(batch) == 1:

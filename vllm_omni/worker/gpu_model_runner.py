@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -26,6 +27,7 @@ from vllm_omni.model_executor.interfaces import (
     SupportsPostprocess,
     SupportsPreprocess,
 )
+from vllm_omni.worker.guided_pairs import NO_PAIRS, GuidedPairs
 
 Outputs = dict[str, torch.Tensor]
 """Outputs of a model by name."""
@@ -73,6 +75,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         open_inputs: Requests whose input is not complete.
         num_chunks: How many chunks of its input a request has received; absent for none.
         without_rows: Requests that emit tokens only.
+        guided_pairs: Of the requests with guidance.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -82,6 +85,8 @@ class OmniGPUModelRunner(GPUModelRunner):
         self.open_inputs: set[str] = set()
         self.num_chunks: dict[str, int] = {}
         self.without_rows: set[str] = set()
+        self.guided_pairs = GuidedPairs()
+        self._step_pairs = NO_PAIRS
         self.hooks = ModelHooks()
         self.preprocessed: Outputs = {}
         self._num_scheduled: dict[str, int] = {}
@@ -114,7 +119,18 @@ class OmniGPUModelRunner(GPUModelRunner):
             self._add_input(data)
         if isinstance(scheduler_output, OmniSchedulerOutput):
             self._extend_inputs(scheduler_output.input_chunks)
-        return super()._update_states(scheduler_output)
+        corrections = super()._update_states(scheduler_output)
+        self._step_pairs = self.guided_pairs.select(self._sampling_index)
+        return corrections
+
+    def _sampling_index(self, req_id: str) -> int | None:
+        """The index in the batch of a request whose last token this step computes; None for any other."""
+        num_scheduled = self._num_scheduled.get(req_id)
+        if num_scheduled is None:
+            return None
+        index = self.input_batch.req_id_to_index[req_id]
+        stop = int(self.input_batch.num_computed_tokens_cpu[index]) + num_scheduled
+        return index if stop >= self.requests[req_id].num_tokens else None
 
     def _add_input(self, data: NewRequestData) -> None:
         if not isinstance(data, OmniNewRequestData):
@@ -125,6 +141,8 @@ class OmniGPUModelRunner(GPUModelRunner):
             self.open_inputs.add(data.req_id)
         if not data.emits_rows:
             self.without_rows.add(data.req_id)
+        if data.pair is not None:
+            self.guided_pairs.add(data.pair)
 
     def _extend_inputs(self, input_chunks: dict[str, list[InputChunk]]) -> None:
         for req_id, chunks in input_chunks.items():
@@ -156,13 +174,24 @@ class OmniGPUModelRunner(GPUModelRunner):
         self.num_chunks.pop(req_id, None)
         self.without_rows.discard(req_id)
         self._draws.pop(req_id, None)
+        self.guided_pairs.remove(req_id)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
         if self.execute_model_state is not None:
+            for req_id in self._step_pairs.waiting:
+                # As in a chunk of a prompt that continues: its sample is dropped.
+                self.discard_request_mask.np[self.input_batch.req_id_to_index[req_id]] = True
             self._prepare_draws()
         sample_tokens: Any = super().sample_tokens  # its decorator hides the type
         return sample_tokens(grammar_output)
+
+    def _sample(self, logits: torch.Tensor | None, *args: Any, **kwargs: Any) -> SamplerOutput:
+        if logits is not None:
+            self._step_pairs.combine(logits)
+        output = super()._sample(logits, *args, **kwargs)
+        self._step_pairs.share_tokens(output.sampled_token_ids)
+        return output
 
     def _prepare_draws(self) -> None:
         """A request with a seed draws each token from the same state of its generator, also after a step that raised
@@ -182,8 +211,23 @@ class OmniGPUModelRunner(GPUModelRunner):
             super()._init_mrope_positions(req_state)
             return
         req_state.mrope_positions = positions
-        # A generated token's position is its index plus this.
+        # The position of a token without a given one is its index plus this.
         req_state.mrope_position_delta = int(positions.max()) + 1 - positions.shape[1]
+
+    def _calc_mrope_positions(self, scheduler_output: SchedulerOutput) -> None:
+        """vLLM counts on after the prompt; a request can have positions of its generated tokens as well."""
+        super()._calc_mrope_positions(scheduler_output)
+        stop = 0
+        for index, req_id in enumerate(self.input_batch.req_ids):
+            start, stop = stop, stop + scheduler_output.num_scheduled_tokens[req_id]
+            request = self.requests[req_id]
+            positions = request.mrope_positions
+            assert positions is not None
+            if positions.shape[1] <= request.num_prompt_tokens:
+                continue  # vLLM has used them.
+            first = int(self.input_batch.num_computed_tokens_cpu[index])
+            given = positions[:, first : first + stop - start]
+            self.mrope_positions.cpu[:, start : start + given.shape[1]] = given
 
     def _preprocess(self, scheduler_output: SchedulerOutput, num_input_tokens: int, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._preprocess(scheduler_output, num_input_tokens, *args, **kwargs)
@@ -229,6 +273,7 @@ class OmniGPUModelRunner(GPUModelRunner):
                     additional_information=self.omni_info.setdefault(req_id, {}),
                     is_input_complete=req_id not in self.open_inputs,
                     emits_rows=req_id not in self.without_rows,
+                    waits_for_twin=req_id in self._step_pairs.waiting,
                 )
             )
             start = stop

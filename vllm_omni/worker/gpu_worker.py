@@ -15,6 +15,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.engine.engine_args import SHARES_PROCESS
 from vllm_omni.model_executor.feedback import SupportsFeedback
+from vllm_omni.model_executor.interfaces import SupportsBatchSize
 from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
 from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner
@@ -90,6 +91,11 @@ class GPUGenerationWorker(OmniGPUWorker):
         additional = cast(dict[str, Any], self.vllm_config.additional_config)
         if self.device.type == "cuda" and not additional.get(SHARES_PROCESS):
             torch.cuda.set_per_process_memory_fraction(self.cache_config.gpu_memory_utilization, self.device)
+
+    def batch_tokens(self) -> int | None:
+        """See `OmniGenerationScheduler`."""
+        model = self.get_model()
+        return model.batch_rows if isinstance(model, SupportsBatchSize) else None
 
     def release_state(self, request_id: str) -> None:
         """Removes the model's state of a request."""

@@ -83,6 +83,7 @@ def test_a_flag_with_its_default_value_is_explicit(run, server: Server, tiny_qwe
 def test_every_pipeline_option_is_a_flag(run, server: Server, tiny_qwen3: Path) -> None:
     given = ["--stage-configs-path", "text", "--trace-file", "t.json", "--init-timeout", "1", "--max-queued", "2"]
     given += ["--stage-init-timeout", "3", "--request-timeout-s", "0.5", "--max-inflight", "4"]
+    given += ["--distributed-backend", "ray", "--ray-address", "10.0.0.1:6379"]
 
     run("serve", tiny_qwen3, *given, "--shm-threshold-bytes", "5")
 
@@ -94,6 +95,8 @@ def test_every_pipeline_option_is_a_flag(run, server: Server, tiny_qwen3: Path) 
         "request_timeout_s": 0.5,
         "max_inflight": 4,
         "max_queued": 2,
+        "distributed_backend": "ray",
+        "ray_address": "10.0.0.1:6379",
         "shm_threshold_bytes": 5,
     }
     assert OmniArgs.from_kwargs(**server.llm_args).engine_args == {}
@@ -158,7 +161,7 @@ def test_the_server_loads_adapters_of_a_vllm_stage(run, server: Server, tiny_qwe
         (["--grpc"], "--grpc has no effect"),
         (["--runner", "pooling"], "without --omni"),
         (["--max-num-queued-reqs", "4"], "use --max-queued"),
-        (["--mm-processor-cache-gb", "4"], "--mm-processor-cache-gb has no effect"),
+        (["--mm-processor-cache-type", "shm"], "--mm-processor-cache-type has no effect"),
         (["--max-modl-len", "3"], "unrecognized arguments: --max-modl-len 3; did you mean '--max-model-len'?"),
         (["--max-inflght=3"], "did you mean '--max-inflight'?"),
         (["--max-inflight", "many"], "--max-inflight: Value many cannot be converted"),
@@ -307,4 +310,21 @@ def test_a_wrong_voice_map_is_refused_before_anything_starts(
 ) -> None:
     result = run("serve", tiny_qwen3_omni_moe, "--voice-map", voice_map)
     assert result.code == 2 and "--voice-map" in result.err and words in result.err
+    assert not hasattr(server, "args")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--api-key=secret"], "give --playground-auth NAME:PASSWORD"),
+        (["--playground-auth=ann"], "is not of the form NAME:PASSWORD"),
+        (["--uds=/tmp/socket"], "browsers cannot reach --uds"),
+    ],
+)
+def test_a_playground_that_cannot_be_served_is_refused(
+    run, server: Server, tiny_qwen3: Path, flags: list[str], words: str
+) -> None:
+    pytest.importorskip("gradio")
+    result = run("serve", tiny_qwen3, "--playground", *flags)
+    assert result.code == 2 and words in result.err
     assert not hasattr(server, "args")

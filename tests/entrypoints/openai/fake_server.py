@@ -64,9 +64,11 @@ def over_http(app: FastAPI) -> Iterator[str]:
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical"))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 async def _all(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

@@ -38,6 +38,12 @@ def serving(model: Path, **arguments: Any) -> Iterator[FastAPI]:
         yield asyncio.run(build_omni_app(OmniEngineClient(llm), args))
 
 
+def app_of(client: OmniEngineClient, model: Path) -> FastAPI:
+    """The application of a pipeline that runs already."""
+    envs.disable_envs_cache()  # as above
+    return asyncio.run(build_omni_app(client, server_args(model)))
+
+
 def server_args(model: Path | str, *flags: str) -> Namespace:
     return OmniServeCommand().parse([str(model), "--served-model-name", MODEL, *flags]).args
 

@@ -24,7 +24,7 @@ class Question(BaseModel):
 def make_app(fail: Callable[[], None] = lambda: None, **args: Any) -> FastAPI:
     """`fail` is called by every request to `/v1/fail`; `args` are flags of the server."""
     app = FastAPI()
-    app.state.args = argparse.Namespace(**{"api_key": None, "log_error_stack": False, **args})
+    app.state.args = argparse.Namespace(**{"api_key": None, "log_error_stack": False, "playground": False, **args})
     init_exception_handler(app)
     register_error_handlers(app)
     add_middleware(app, app.state.args)

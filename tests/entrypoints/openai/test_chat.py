@@ -61,7 +61,10 @@ def folder(tiny_qwen3: Path, tiny_diffusion: Callable[[str], Path], tmp_path_fac
 def open_llm(folder: Path, shows_text: bool) -> AsyncOmniLLM:
     path = folder / f"shows_text_{shows_text}.yaml"
     path.write_text(yaml.safe_dump(configuration(shows_text)))
-    options: dict[str, Any] = {"dtype": "float32", "stage_overrides": {"writer": {"max_num_seqs": 4}}}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "stage_overrides": {"writer": {"max_num_seqs": 4, "enforce_eager": True}},
+    }
     with quick_servers():
         return AsyncOmniLLM(str(folder), str(path), log_stats=True, **options)
 

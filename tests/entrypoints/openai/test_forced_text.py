@@ -14,11 +14,10 @@ from vllm.sampling_params import SamplingParams
 
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.openai.fake_server import AppRequest
-from tests.entrypoints.openai.media_apps import server_args
+from tests.entrypoints.openai.media_apps import app_of
 from tests.entrypoints.openai.small_apps import send
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder, token_grammar
 from vllm_omni.events import CompletedEvent
@@ -38,7 +37,7 @@ TEXTS = {
 
 
 def make_app(llm: AsyncOmniLLM, model: Any) -> FastAPI:
-    return asyncio.run(build_omni_app(OmniEngineClient(llm), server_args(model)))
+    return app_of(OmniEngineClient(llm), model)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def qwen2_5_app(qwen2_5_async_llm: AsyncOmniLLM, tiny_qwen2_5_omni: Any) -> Fast
     return make_app(qwen2_5_async_llm, tiny_qwen2_5_omni)
 
 
-@pytest.fixture(params=["qwen3_app", "qwen2_5_app"])
+@pytest.fixture(params=["qwen3_app", pytest.param("qwen2_5_app", marks=pytest.mark.slow)])
 def app(request: pytest.FixtureRequest) -> FastAPI:
     return request.getfixturevalue(request.param)
 

@@ -57,6 +57,21 @@ def test_videos_in_any_form_are_data_uris_of_mp4s(output_format: str) -> None:
     assert name == "videos"
 
 
+@pytest.mark.parametrize("output_format", ["np", "mp4"])
+def test_videos_of_a_message_have_their_sound(output_format: Any) -> None:
+    params = DiffusionSamplingParams(output_format=output_format, fps=8.0)
+    sounds = [torch.full((2, 8000), level) for level in (0.0, 0.5)]
+    tensors, data = encode_outputs("video", [torch.zeros(4, 16, 16, 3)] * 2, params, 16_000, sounds)
+    output = StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data)
+
+    parts = message_fields(OmniRequestOutput("r", output, "video", []))["videos"]
+
+    for part, level in zip(parts, (0.0, 0.5), strict=True):
+        with av.open(opened(part["video_url"]["url"], "video/mp4")) as container:
+            samples = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)
+        assert abs(float(np.median(samples)) - level) < 0.01
+
+
 def test_settings_are_read_from_both_places() -> None:
     settings = diffusion_settings(
         {"height": 64, "messages": [], "seed": None, "extra_body": {"width": 32, "seed": 7, "guidance_scale": 1}}

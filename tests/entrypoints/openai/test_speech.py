@@ -209,7 +209,7 @@ def test_a_failed_stream_of_events_ends_with_an_error(server: FakeServer) -> Non
         ({"stream": False, "stream_format": "sse"}, "stream"),
         ({"voice": {"id": "nobody"}}, "voice"),
         ({"voice": {"name": "alloy"}}, "body.voice"),
-        ({"colour": "red"}, "body.colour"),
+        ({"colour": "red"}, "colour"),
         ({"sampling_params_list": [None, None]}, "sampling_params_list"),
         ({"sampling_params_list": [{"temperature": 1.0}]}, "sampling_params_list[0]"),
     ],
@@ -222,7 +222,7 @@ def test_a_wrong_field_is_named(server: FakeServer, fields: dict[str, Any], para
 def test_a_model_without_voices_has_a_default_one(server: FakeServer, voice: Any) -> None:
     """OpenAI's client requires a voice."""
     assert speak(server, "1 pieces", voice=voice).status_code == 200
-    expected = {"voices": [], "voice_map": dict.fromkeys(OPENAI_VOICES, "default")}
+    expected = {"voices": [], "voice_map": dict.fromkeys(OPENAI_VOICES, "default"), "uploaded_voices": []}
     assert send(server.app, "GET", "/v1/audio/voices").json() == expected
 
 

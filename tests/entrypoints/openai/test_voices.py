@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of voices: the model's own, OpenAI's, and those of `--voice-map`."""
 
-from typing import Any
-
 import pytest
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.voices import OPENAI_VOICES, Voices
 
 
-def speaker(voices: Voices, name: str | None) -> Any:
-    return voices.read(name, "voice").get("additional_information", {}).get("speaker")
+def speaker(voices: Voices, name: str | None) -> str | None:
+    return voices.read(name, "voice")
 
 
 def test_the_models_own_voices_are_found_in_any_case() -> None:

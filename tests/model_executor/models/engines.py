@@ -23,9 +23,8 @@ def start_engine(model: Path, **engine_args: Any) -> OmniLLMEngine:
     register()
     make_expert_group()
     gc.freeze()  # vLLM collects garbage at every start
-    args = create_engine_args(
-        str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=16 << 20, **engine_args
-    )
+    defaults = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "enforce_eager": True}
+    args = create_engine_args(str(model), **(defaults | engine_args))
     return OmniLLMEngine.from_omni_engine_args(args)
 
 

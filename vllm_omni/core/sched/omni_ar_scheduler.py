@@ -1,25 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler of autoregressive stages."""
 
-from typing import Any
+from typing import Any, cast
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
-from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
-from vllm_omni.core.sched.output import OmniSchedulerOutput
+from vllm_omni.core.sched.guided_scheduler import GuidedScheduler
+from vllm_omni.core.sched.output import OmniModelRunnerOutput, OmniRequest, OmniSchedulerOutput
+from vllm_omni.core.sched.row_cache import RequestRows, RowCache
 from vllm_omni.payloads import AdditionalInformationPayload
 
 
-class OmniARScheduler(OmniSchedulerMixin):
-    """vLLM's scheduler, with requests whose input arrives while they run.
+class OmniARScheduler(GuidedScheduler):
+    """vLLM's scheduler, with requests whose input arrives while they run, requests that the model ends, and guidance.
 
-    Such a request is scheduled only while it has the input that the step needs. This includes its computation after a
-    preemption, since the input for its last token may still be missing.
+    Of the first, one is scheduled only while it has the input that the step needs. This includes its computation after
+    a preemption, since the input for its last token may still be missing.
+
+    Where rows leave the engine and prefixes are cached, a request whose rows are read gets those of the tokens that
+    were found in the cache with the first rows that it computes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._with_chunks: set[str] = set()
+        self._ended: frozenset[str] = frozenset()
+        self._row_cache: RowCache | None = None
+
+    def cache_rows(self, max_bytes: int) -> None:
+        """Keeps the rows of tokens in the prefix cache. Call it before the first request, where rows leave the engine.
+
+        Args:
+            max_bytes: Memory of the host for these rows, at most.
+        """
+        num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
+        self._row_cache = RowCache(self.hash_block_size, num_blocks, max_bytes)
 
     def add_input(
         self, req_id: str, information: AdditionalInformationPayload | None, num_ready_tokens: int | None, is_last: bool
@@ -36,7 +54,72 @@ class OmniARScheduler(OmniSchedulerMixin):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = super().schedule(throttle_prefills)
+        if self._row_cache is not None:
+            for data in output.scheduled_new_reqs:
+                self._read_rows(self._row_cache, self.requests[data.req_id], data.num_computed_tokens)
         return self._with_input_chunks(output) if self._with_chunks else output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if isinstance(model_runner_output, OmniModelRunnerOutput):
+            self._ended = model_runner_output.ended_req_ids
+        else:
+            self._ended = frozenset()
+        if self._row_cache is None or model_runner_output.pooler_output is None:
+            return super().update_from_output(scheduler_output, model_runner_output)
+        with_rows = self._add_found_rows(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request in with_rows:  # Only now they have the tokens of the step, and the hashes of blocks with these.
+            request.rows.keep_blocks(self._row_cache, request.block_hashes)
+        return outputs
+
+    # Rows of tokens that were found in the prefix cache.
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> Any:
+        """Without blocks whose rows would be missing."""
+        if self._row_cache is None or not _needs_rows(request):
+            return super()._get_local_prefix_cache_hit(request)
+        hashes = request.block_hashes
+        # What the runner has of a preempted request begins with the token after those that were found.
+        num_blocks = self._row_cache.count(hashes)
+        if request.num_preemptions:
+            num_blocks = cast(OmniRequest, request).rows.num_found // self._row_cache.block_size
+        request.block_hashes = hashes[:num_blocks]
+        try:
+            return super()._get_local_prefix_cache_hit(request)
+        finally:
+            request.block_hashes = hashes
+
+    def _read_rows(self, cache: RowCache, request: Request, num_found: int) -> None:
+        if _needs_rows(request):
+            found = cache.read(request.block_hashes, num_found) if num_found else {}
+            cast(OmniRequest, request).rows = RequestRows(found, num_found)
+
+    def _add_found_rows(self, output: ModelRunnerOutput) -> list[OmniRequest]:
+        """The requests of which rows leave."""
+        all_rows: Any = output.pooler_output
+        with_rows = []
+        for index, req_id in enumerate(output.req_ids):
+            request = self.requests.get(req_id)
+            if all_rows[index] is not None and isinstance(request, OmniRequest) and _emits_all_rows(request):
+                all_rows[index] = request.rows.leave(all_rows[index], request.num_tokens)
+                with_rows.append(request)
+        return with_rows
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        is_reset = super().reset_prefix_cache(*args, **kwargs)
+        if is_reset and self._row_cache is not None:
+            self._row_cache.clear()
+        return is_reset
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        if request.request_id not in self._ended or not _can_end(request):
+            return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        request.status = RequestStatus.FINISHED_STOPPED
+        return [], True
 
     def _with_input_chunks(self, output: SchedulerOutput) -> SchedulerOutput:
         self._with_chunks &= self.requests.keys()
@@ -51,3 +134,20 @@ class OmniARScheduler(OmniSchedulerMixin):
     def restart_requests(self, known_to_workers: set[str]) -> None:
         super().restart_requests(known_to_workers)
         self._with_chunks |= {req_id for req_id in self.requests if self.omni_request(req_id).input_chunks}
+
+
+def _needs_rows(request: Request) -> bool:
+    """Whether rows of its prompt are still to leave."""
+    return isinstance(request, OmniRequest) and _emits_all_rows(request) and not request.num_output_tokens
+
+
+def _emits_all_rows(request: OmniRequest) -> bool:
+    """Whether rows of its prompt leave, besides those of tokens that it generates."""
+    return request.emits_rows and not request.reads_rows
+
+
+def _can_end(request: Request) -> bool:
+    """As vLLM decides it for stop tokens."""
+    params = request.sampling_params
+    assert params is not None, "stages take no pooling requests"
+    return not params.ignore_eos and request.num_output_tokens >= params.min_tokens

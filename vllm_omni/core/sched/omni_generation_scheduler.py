@@ -1,32 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler of stages that turn a whole request into its output in one step."""
+"""The scheduler of stages that turn a whole request, or a window of one, into its output in one step."""
 
+import time
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
+from vllm_omni.core.sched.output import OmniRequest
 
 
 class OmniGenerationScheduler(OmniSchedulerMixin):
-    """Schedules whole prompts, many in one step, and ends each request after its step.
+    """Schedules whole prompts, as many in one step as make one batch of the model, and ends each after its step.
 
-    Without KV cache and chunked prefill vLLM itself schedules a prompt whole or not at all, so only two things
-    differ: a request ends without a sampled token, and a prompt that can never fit into a step fails instead of
-    blocking all others (`OmniInputProcessor` refuses it before that).
+    Without KV cache and chunked prefill vLLM itself schedules a prompt whole or not at all. So a request ends without a
+    sampled token, a prompt that can never fit into a step fails instead of blocking all others (`OmniInputProcessor`
+    refuses it before that), and the order is one for windows of streams:
+
+    1. by priority;
+    2. the first windows of streamed requests, in order of arrival: a client waits for the first sound;
+    3. the request whose output has been made slowest, which is the first that a player would have to wait for. For a
+       request that is not streamed this is the rate that it has if it is computed now, so it is not overtaken forever.
+
+    Attributes:
+        batch_tokens: Tokens of a step, unless its first prompt alone has more. By default as many as fit into it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.batch_tokens = self._max_prompt_tokens = self.max_num_scheduled_tokens
+        self.policy = SchedulingPolicy.FCFS  # The order of the queue is that of `_order_requests`.
+        self.waiting = create_request_queue(self.policy)
         self._unschedulable: list[str] = []
         self._refused: list[Request] = []
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        if request.num_prompt_tokens > self.max_num_scheduled_tokens:
+        if request.num_prompt_tokens > self._max_prompt_tokens:
             self._unschedulable.append(request.request_id)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -34,6 +48,19 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
             self._refused += self.finish_requests(self._unschedulable, RequestStatus.FINISHED_ERROR)
             self._unschedulable = []
         return super().schedule(throttle_prefills)
+
+    def _order_requests(self) -> None:
+        super()._order_requests()
+        now = time.monotonic()
+        waiting = sorted(self.waiting, key=lambda request: _urgency(request, now))
+        self.waiting = create_request_queue(self.policy)
+        for request in waiting:
+            self.waiting.add_request(request)
+        self.max_num_scheduled_tokens = self._step_tokens(waiting)
+
+    def _step_tokens(self, waiting: list[Request]) -> int:
+        first = next((request.num_prompt_tokens for request in waiting if not self._is_held(request)), 0)
+        return max(self.batch_tokens, first)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -62,3 +89,14 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
                 )
             )
         self._refused = []
+
+
+def _urgency(request: Request, now: float) -> tuple[int, bool, float]:
+    """The key of the order: least first."""
+    window = request.window if isinstance(request, OmniRequest) else None
+    if window is None:
+        return request.priority, False, request.arrival_time
+    if window.streams and window.is_first:
+        return request.priority, False, window.since
+    num_tokens = window.num_before or request.num_prompt_tokens
+    return request.priority, True, num_tokens / max(now - window.since, 1e-6)

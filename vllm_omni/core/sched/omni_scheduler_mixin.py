@@ -43,7 +43,7 @@ class OmniSchedulerMixin(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self.last_batch, self.has_output = [], False
         self._alone = self._next_alone()
-        self._hold_running()
+        self._order_requests()
         output = super().schedule(throttle_prefills)
         self.last_batch = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
         if not output.num_scheduled_tokens:
@@ -141,7 +141,8 @@ class OmniSchedulerMixin(Scheduler):
             return request is not self._alone
         return request.request_id in self._quarantined
 
-    def _hold_running(self) -> None:
+    def _order_requests(self) -> None:
+        """Called before vLLM's scheduling: it takes running requests, then waiting ones, in the order of the lists."""
         held = [request for request in self.running if self._is_held(request)]
         if not held:
             return
@@ -164,7 +165,7 @@ class OmniSchedulerMixin(Scheduler):
         if not isinstance(request, OmniRequest):
             return data
         is_plain = request.additional_information is None and request.is_input_complete and request.emits_rows
-        if is_plain and request.window is None:
+        if is_plain and request.window is None and request.pair is None:
             return data
         # The runner keeps it until the request ends, preemptions included: with the first token it is dropped here.
         self._sent[data.req_id] = request
@@ -174,6 +175,7 @@ class OmniSchedulerMixin(Scheduler):
             is_input_complete=request.is_input_complete,
             emits_rows=request.emits_rows,
             window=request.window,
+            pair=request.pair,
         )
 
 

@@ -10,6 +10,8 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from vllm_omni.core.sched.row_cache import RequestRows
+from vllm_omni.core.sched.row_hashes import RowHasher, digest_rows
 from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
 
 
@@ -21,15 +23,36 @@ class RequestWindow:
         request_id: The pipeline's.
         index: Counts the request's windows, from 0.
         is_last: No window follows.
+        streams: The output is read while it is made.
+        num_before: Tokens of the windows before it.
+        since: When the request's first output was made; before that: when it arrived (`time.monotonic()`).
     """
 
     request_id: str
     index: int
     is_last: bool
+    streams: bool = False
+    num_before: int = 0
+    since: float = 0.0
 
     @property
     def is_first(self) -> bool:
         return self.index == 0
+
+
+@dataclass(frozen=True, slots=True)
+class GuidedPair:
+    """The two sequences of a request with guidance, by id.
+
+    Attributes:
+        guided: The request.
+        twin: Its unconditional sequence.
+        scale: See `payloads.Guidance`.
+    """
+
+    guided: str
+    twin: str
+    scale: float
 
 
 @dataclass
@@ -61,8 +84,12 @@ class OmniRequest(Request):
         num_ready_tokens: Tokens, prompt and generated, that can be computed with the input so far; None: all.
         is_input_complete: No chunk follows.
         emits_rows: The model's rows leave the engine, besides tokens.
+        reads_rows: The model reads rows instead of tokens, which identify its prompt in the prefix cache.
+        rows: What it has of the emitted ones, where these are cached; from its first step on.
         alone_until: Tokens to compute in steps of its own before it can share one; see `OmniSchedulerMixin.quarantine`.
         window: Of a one-step stage; None: the request is whole.
+        pair: Of both sequences of a request with guidance; see `GuidedScheduler`.
+        twin: The other one of the two, until they end.
     """
 
     external_req_id: str
@@ -73,8 +100,12 @@ class OmniRequest(Request):
     num_ready_tokens: int | None = None
     is_input_complete: bool = True
     emits_rows: bool = True
+    reads_rows: bool = False
+    rows: RequestRows
     alone_until: int = 0
     window: RequestWindow | None = None
+    pair: GuidedPair | None = None
+    twin: "OmniRequest | None" = None
 
     @classmethod
     def adopt(cls, request: Request, source: OmniEngineCoreRequest) -> None:
@@ -84,6 +115,35 @@ class OmniRequest(Request):
         request.external_req_id = source.external_req_id or source.request_id
         request.additional_information = source.additional_information
         request.input_chunks = []
+
+    def hash_rows(self, names: list[str], block_size: int) -> None:
+        """Identifies its blocks by rows that it reads, see `StageInput.token_information`. Call it before scheduling.
+
+        Args:
+            block_size: Tokens of a hash.
+
+        Raises:
+            ValueError: The additional information lacks a name.
+        """
+        self.reads_rows = True
+        if self._block_hasher is not None:
+            information = self.additional_information or AdditionalInformationPayload({})
+            self._block_hasher = RowHasher(self._block_hasher, digest_rows(information, names, block_size))
+            self.block_hashes.clear()
+            self.update_block_hashes()
+
+    def pair_with(self, twin: "OmniRequest", scale: float) -> None:
+        """
+        Args:
+            twin: The unconditional sequence. Only tokens are computed for it.
+        """
+        self.pair = twin.pair = GuidedPair(self.request_id, twin.request_id, scale)
+        self.twin, twin.twin = twin, self
+        twin.emits_rows = False
+
+    @property
+    def is_unconditional(self) -> bool:
+        return self.pair is not None and self.pair.twin == self.request_id
 
     @property
     def is_starved(self) -> bool:
@@ -127,6 +187,7 @@ class OmniNewRequestData(_Extended, NewRequestData):
     is_input_complete: bool = True
     emits_rows: bool = True
     window: RequestWindow | None = None
+    pair: GuidedPair | None = None
 
 
 @dataclass
@@ -143,6 +204,8 @@ class OmniModelRunnerOutput(_Extended, ModelRunnerOutput):
     Attributes:
         pooler_output: For each request, in the order of `req_ids`: outputs by name on the CPU, `[rows, ...]` each, or
             None for no output in this step.
+        ended_req_ids: Requests that the model ends with this step, without the token that it has sampled.
     """
 
     pooler_output: list[dict[str, torch.Tensor] | None] | None = None  # type: ignore[assignment]
+    ended_req_ids: frozenset[str] = frozenset()

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from vllm_omni.config.stage_config import ConnectorConfig
 from vllm_omni.distributed.connectors.base import Connector, InlineConnector, Receiver
+from vllm_omni.distributed.connectors.network import FetchedReceiver
 from vllm_omni.distributed.connectors.shared_memory import SharedMemoryConnector, SharedMemoryReceiver
-from vllm_omni.distributed.messages import InlineRef, SharedMemoryRef
+from vllm_omni.distributed.messages import InlineRef, NetworkRef, SharedMemoryRef
 from vllm_omni.distributed.run_dir import payload_prefix
 
 __all__ = [
@@ -35,4 +36,4 @@ def make_connector(config: ConnectorConfig, run_dir: Path, sender: int, receiver
 
 def make_receivers() -> dict[type, Receiver]:
     """A receiver for each type of reference."""
-    return {InlineRef: InlineConnector(), SharedMemoryRef: SharedMemoryReceiver()}
+    return {InlineRef: InlineConnector(), SharedMemoryRef: SharedMemoryReceiver(), NetworkRef: FetchedReceiver()}

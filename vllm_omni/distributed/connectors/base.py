@@ -8,9 +8,9 @@ from typing import Generic, TypeVar
 
 from vllm.utils.math_utils import round_up
 
-from vllm_omni.distributed.messages import Frames, InlineRef, PayloadRef, SharedMemoryRef
+from vllm_omni.distributed.messages import Frames, InlineRef, NetworkRef, PayloadRef, SharedMemoryRef
 
-Ref = TypeVar("Ref", InlineRef, SharedMemoryRef)
+Ref = TypeVar("Ref", InlineRef, SharedMemoryRef, NetworkRef)
 
 _ALIGNMENT = 16  # of tensors in a bytearray
 

@@ -2,7 +2,7 @@
 """The parser of `vllm serve MODEL --omni`: vLLM's parser with our flags, which separates explicit values from defaults.
 
 A stage gets explicit flags only, never vLLM's defaults: each stage has its own values in the stage configuration.
-Flags for single stages (`--stage.talker.engine_args.max_num_seqs 16`) become one value, as `stage_overrides` takes it.
+Flags for single stages (`--stage.NAME.engine_args.max_num_seqs 16`) become one value, as `stage_overrides` takes it.
 """
 
 import argparse

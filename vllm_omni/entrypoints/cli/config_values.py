@@ -19,6 +19,8 @@ from vllm_omni.config.overrides import overridden_keys
 from vllm_omni.config.stage_config import OmniStageConfig, find_stage
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, make_engine_args
+from vllm_omni.stage.cores import place_cores
+from vllm_omni.stage.devices import stage_devices
 
 KeyPath = tuple[str | int, ...]
 """Keys from the top to a value. A stage's key is its id: `("stage_args", 0, "runtime", "devices")`."""
@@ -68,6 +70,8 @@ class ConfigValues:
         for stage in self._resolved.with_arguments.stage_args:
             for name, value in _fields(stage):
                 yield from self._of_key(("stage_args", stage.stage_id, name), value)
+                if name == "runtime":
+                    yield from self._placements(stage)
                 if name == "engine_args":
                     yield from self._computed(self._resolved.config.stages[stage.stage_id], stage)
         for name, value in _fields(self._resolved.with_arguments.runtime):
@@ -107,6 +111,15 @@ class ConfigValues:
             return "vllm_omni"
         is_inferred = self._resolved.source is None and name in ("stage_id", "engine_type", "final_output")
         return "checkpoint: is a diffusers pipeline" if is_inferred else DEFAULT
+
+    def _placements(self, stage: OmniStageConfig) -> Iterator[ConfigValue]:
+        """Where the replicas of a stage with several will be."""
+        config = self._resolved.config
+        cores, devices = place_cores(config), stage_devices(config)
+        for replica in config.replicas[stage.stage_id] if stage.runtime.replicas > 1 else ():
+            where = {"devices": ",".join(devices[replica.instance_id]), "cpus": cores[replica.instance_id].cpus}
+            path = ("stage_args", stage.stage_id, "runtime", replica.name)
+            yield ConfigValue(path, {key: value for key, value in where.items() if value}, "computed", is_computed=True)
 
     def _computed(self, stage: OmniStageConfig, before: OmniStageConfig) -> Iterator[ConfigValue]:
         """The other arguments of a stage's engine."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_omni.errors import StageConfigError, VllmRequirementError
+from vllm_omni.model_packages import OWN_PACKAGE, find_models
 from vllm_omni.vllm_requirement import find_vllm, require_vllm
 
 _DESCRIPTION = """\
@@ -137,6 +138,7 @@ def _check_all(args: argparse.Namespace, arguments: list[str], devices: tuple[in
     """
     yield from check_python()
     yield from check_packages()
+    yield from check_model_packages()
     yield from check_companions()
     platform, found = probe_platform()
     yield from found
@@ -207,6 +209,17 @@ def check_packages() -> Iterator[Finding]:
         shown = ("torch", "transformers", "diffusers")
         versions = [f"{name} {_metadata_of(name)}" for name in shown if find_spec(name)]
         yield Finding("OK", "packages", ", ".join(versions))
+
+
+def check_model_packages() -> Iterator[Finding]:
+    """Installed packages with models, other than this one."""
+    models = find_models()
+    for package, declared in models.packages.items():
+        if package != OWN_PACKAGE:
+            names = ", ".join((*declared.stage_config_files, *declared.architectures)) or "nothing"
+            yield Finding("OK", "models", f"{package}: {names}")
+    for package, reason in models.broken.items():
+        yield Finding("WARN", "models", f"{package} is left out: {reason}", "fix it, or uninstall it")
 
 
 def _wrong_versions(requirements: Iterable[Any]) -> Iterator[Finding]:

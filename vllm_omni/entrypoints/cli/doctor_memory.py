@@ -13,14 +13,14 @@ import psutil
 from vllm.config import CacheConfig
 
 from vllm_omni.config.resources import parse_memory, process_devices
-from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
 from vllm_omni.config.utils import shipped_variants
 from vllm_omni.entrypoints.cli.doctor import Finding, Platform
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args
 from vllm_omni.entrypoints.resolve import ReadPipeline, read_pipeline, resolve_pipeline
 from vllm_omni.errors import StageConfigError, UsageError
 from vllm_omni.stage.cores import place_cores
-from vllm_omni.stage.devices import num_devices, stage_devices
+from vllm_omni.stage.devices import stage_devices, world_size
 from vllm_omni.stage.memory_needs import CONTEXT_BYTES, StageNeeds, stage_needs
 
 _GIB = 1 << 30
@@ -64,11 +64,15 @@ class StagePlan:
         budget: Upper bound of the stage's memory; None: no bound.
     """
 
-    stage: OmniStageConfig
+    instance: StageInstance
     devices: Sequence[int]
     needs: StageNeeds | None
     budget: int | None
     error: str = ""
+
+    @property
+    def stage(self) -> OmniStageConfig:
+        return self.instance.stage
 
     @property
     def needed(self) -> int:
@@ -123,20 +127,22 @@ class MemoryPlanner:
         """Bytes of all stages' weights; None if those of a stage cannot be computed."""
         if any(error for _, error in self._needs.values()):
             return None
-        return sum(needs.weights for needs, _ in self._needs.values() if needs is not None)
+        counted = ((self._needs[instance.stage.stage_id][0]) for instance in self._config.instances.values())
+        return sum(needs.weights for needs in counted if needs is not None)
 
     def plan(self, machine: Machine) -> MemoryPlan:
         stages = []
         for process in self._config.processes:
             named = process_devices(process)
-            for stage in process:
+            for instance in process:
+                stage = instance.stage
                 needs, error = self._needs[stage.stage_id]
-                entries = named or [str(index) for index in range(num_devices(stage))]
+                entries = named or [str(index) for index in range(world_size(stage))]
                 if not all(entry.isdigit() for entry in entries):
                     needs, error = None, f"runtime.devices {','.join(entries)}: give devices by number to check them"
                 devices = [int(entry) for entry in entries if entry.isdigit()]
-                stages.append(StagePlan(stage, devices, needs, _budget(stage, devices, machine), error))
-        stages.sort(key=lambda plan: plan.stage.stage_id)
+                stages.append(StagePlan(instance, devices, needs, _budget(stage, devices, machine), error))
+        stages.sort(key=lambda plan: (plan.stage.stage_id, plan.instance.replica))
         return MemoryPlan(machine, stages, list(_problems(stages, machine, self._config)))
 
 
@@ -166,14 +172,14 @@ def _problems(stages: Sequence[StagePlan], machine: Machine, config: PipelineCon
     for plan in stages:
         if any(device >= count for device in plan.devices):
             needed = max(plan.devices) + 1
-            yield f"{plan.stage.name} needs device {max(plan.devices)}: {needed} devices, and there are {count}"
+            yield f"{plan.instance.name} needs device {max(plan.devices)}: {needed} devices, and there are {count}"
         elif plan.exceeds_budget:
             yield _shortage(plan)
     for device, size in enumerate(machine.devices):
         on_device = [plan for plan in stages if device in plan.devices]
         taken = sum(plan.needed if plan.budget is None else plan.budget for plan in on_device)
         contexts = CONTEXT_BYTES * sum(
-            any(plan.stage in process for plan in on_device if plan.needs is not None or plan.error)
+            any(plan.instance in process for plan in on_device if plan.needs is not None or plan.error)
             for process in config.processes
         )
         if taken + contexts > size:
@@ -204,7 +210,7 @@ def as_table(plan: MemoryPlan) -> str:
 
 
 def _row(plan: StagePlan) -> tuple[str, ...]:
-    name, devices = plan.stage.name, ",".join(map(str, plan.devices))
+    name, devices = plan.instance.name, ",".join(map(str, plan.devices))
     budget = "-" if plan.budget is None else _gib(plan.budget)
     if plan.needs is None:
         return name, devices, "-", "-", "-", "-", "-", budget, plan.error and f"not computed: {plan.error}"
@@ -261,7 +267,7 @@ def check_model(
 
 def shared_memory_needed(config: PipelineConfig) -> int:
     """Bytes that may wait for all stages together: up to the watermark in each stage with sources."""
-    consumers = [stage for stage in config.stage_args if stage.engine_input_source]
+    consumers = [instance for instance in config.instances.values() if instance.stage.engine_input_source]
     return config.runtime.defaults.high_watermark_bytes * max(1, len(consumers))
 
 

@@ -20,6 +20,7 @@ usage: vllm-omni serve MODEL [options]         serve a model over HTTP; the same
        vllm-omni config show MODEL [options]   print its stage configuration, and the source of each value
        vllm-omni bench serve [options]         benchmark a server; the same as: vllm bench serve --omni
        vllm-omni demo [FOLDER] [options]       two small models of the package hear, see, speak and paint
+       vllm-omni playground URL [options]      a page to try the model of a running server in a browser
        vllm-omni doctor [MODEL] [options]      check this installation and machine, and print remedies
        vllm-omni COMMAND ...                   any other command is vLLM's: vllm COMMAND ...
        vllm-omni [--help] [--version]
@@ -137,6 +138,16 @@ def _demo(arguments: list[str]) -> None:
     run_demo(arguments)
 
 
+def _playground(arguments: list[str]) -> None:
+    try:
+        import gradio  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError("the playground needs Gradio: pip install 'vllm-omni[ui]'") from error
+    from vllm_omni.entrypoints.playground.command import run_playground
+
+    run_playground(arguments)
+
+
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -155,4 +166,11 @@ def _run_vllm(arguments: list[str]) -> None:
     vllm_main()
 
 
-_COMMANDS = {"serve": _serve, "config": _config, "bench": _bench, "demo": _demo, "doctor": _doctor}
+_COMMANDS = {
+    "serve": _serve,
+    "config": _config,
+    "bench": _bench,
+    "demo": _demo,
+    "playground": _playground,
+    "doctor": _doctor,
+}

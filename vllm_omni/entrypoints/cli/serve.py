@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 from typing import Any
 
@@ -20,11 +21,13 @@ from vllm_omni.config.omni_args import OmniArgs, PipelineOptions
 from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.cli import unsupported_flags
 from vllm_omni.entrypoints.cli.arguments import ParsedCommand, add_diffusion_flags, add_pipeline_flags, parse_command
+from vllm_omni.entrypoints.openai.middleware import api_keys
 from vllm_omni.entrypoints.openai.server_args import add_api_arguments, add_limit_arguments, check_limits
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import list_voices, load_processors
 from vllm_omni.entrypoints.resolve import has_vllm_stages, resolve_pipeline
 from vllm_omni.errors import UsageError
+from vllm_omni.model_executor.prompt_processor import load_prompt_processors
 from vllm_omni.orchestrator.fork_server import ForkServer
 
 DESCRIPTION = """Serve a model as a pipeline of stages, each an engine in its own process, with vLLM's
@@ -129,6 +132,8 @@ def _check(parsed: ParsedCommand) -> None:
     ]
     if unsupported:
         raise UsageError("\n".join(unsupported))
+    if args.playground:
+        _check_playground(args)
     args.api_server_count = None
     # The server reads these there; in vLLM the engine sets them.
     names = {"reasoning_parser", "reasoning_parser_plugin"} & parsed.explicit.keys()
@@ -136,11 +141,27 @@ def _check(parsed: ParsedCommand) -> None:
     args.structured_outputs_config = dataclasses.replace(args.structured_outputs_config, **reasoning)
 
 
+def _check_playground(args: argparse.Namespace) -> None:
+    if not importlib.util.find_spec("gradio"):
+        raise UsageError("--playground needs Gradio: pip install 'vllm-omni[ui]'")
+    if args.uds:
+        raise UsageError("--playground: browsers cannot reach --uds; run `vllm-omni playground` beside a --port")
+    if api_keys(args) and not args.playground_auth:
+        raise UsageError(
+            "--playground would let everybody use the model without the API key; give --playground-auth NAME:PASSWORD"
+        )
+    name, _, password = (args.playground_auth or "-:-").partition(":")
+    if not (name and password):
+        raise UsageError("--playground-auth is not of the form NAME:PASSWORD")
+
+
 def _check_voice_map(parsed: ParsedCommand) -> None:
     """Before the stages start, which can take minutes."""
     config = resolve_pipeline(make_omni_args(parsed)).config
     try:
-        Voices(list_voices(load_processors(config, parsed.args.model)), parsed.args.voice_map)
+        model = parsed.args.model
+        names = list_voices(load_prompt_processors(config, model), load_processors(config, model))
+        Voices(names, parsed.args.voice_map)
     except ValueError as error:
         raise UsageError(f"--voice-map: {error}") from error
 

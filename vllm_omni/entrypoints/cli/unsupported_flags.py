@@ -24,8 +24,8 @@ _REASONS = {
         max_num_queued_reqs max_num_queued_tokens""",
     "a stage that dies is restarted; set runtime.restart in the stage configuration": """
         enable_fault_tolerance fault_tolerance_config""",
-    "media are preprocessed for each request, without a cache; leave it out": """
-        mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_tensor_ipc""",
+    "the cache of preprocessed media is in the server's process; leave it out": """
+        mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_tensor_ipc""",
     "the server does not expose single engines; leave it out": """
         tokens_only enable_scale_out weight_transfer_config enable_sleep_mode sleep_mode_offload_cudagraph
         sleep_preserve_parameter_names profiler_config""",
@@ -41,7 +41,6 @@ NAMES = frozenset(_REASON_BY_NAME)
 _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "api_server_count": (None, 1),
     "runner": ("auto", "generate"),
-    "mm_processor_cache_gb": (0,),
     "data_parallel_size_local": (None, 1),
 }
 

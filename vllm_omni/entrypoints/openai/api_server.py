@@ -30,13 +30,23 @@ from vllm.lora.request import LoRARequest
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
-from vllm_omni.entrypoints.openai import chat, images, media_input, speech, videos
+from vllm_omni.entrypoints.openai import (
+    chat,
+    custom_voices,
+    description,
+    images,
+    media_input,
+    speech,
+    transcriptions,
+    videos,
+)
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
 from vllm_omni.entrypoints.openai.media_stage import final_stage
-from vllm_omni.entrypoints.openai.middleware import add_middleware
-from vllm_omni.entrypoints.openai.server_args import MIB
+from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
+from vllm_omni.entrypoints.openai.realtime import serving as realtime
+from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, limits_from
 from vllm_omni.errors import StageConfigError
 from vllm_omni.orchestrator.fork_server import ForkServer
 
@@ -120,6 +130,7 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
         timeout_graceful_shutdown=_FLUSH_S,
+        ws_max_size=limits_from(args, RealtimeLimits).max_realtime_message_bytes,
         **options,
     )
     await shutdown
@@ -149,12 +160,14 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     level = root.level
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
     root.setLevel(level)  # One of the imports of vLLM's endpoints changes it, which hides warnings of other libraries.
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in VLLM_PATHS]
+    paths = VLLM_PATHS if client.has_renderer else VLLM_PATHS.difference(TEXT_PATHS)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in paths]
     app.title = "vLLM-Omni"
     if not client.has_renderer:
         _refuse_text(app, client.config)
-    for endpoint_router in (chat.router, router, speech.router, images.router, videos.router):
-        app.include_router(endpoint_router)
+    for endpoints in (chat, speech, custom_voices, transcriptions, images, videos, realtime, description):
+        app.include_router(endpoints.router)
+    app.include_router(router)
     app.middleware_stack = None  # vLLM has built it; it is built again with ours, at the first request.
     register_error_handlers(app)
     add_middleware(app, args)
@@ -168,7 +181,29 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         for output_type, make in MEDIA_HANDLERS.items()
         if (stage := final_stage(client.config, output_type))
     }
+    app.state.omni_transcriptions = None
+    if transcriptions.can_transcribe(client):
+        app.state.omni_transcriptions = transcriptions.ServingTranscriptions(app.state.openai_serving_chat, args)
+    app.state.omni_realtime = None
+    if realtime.can_converse(client):
+        app.state.omni_realtime = realtime.ServingRealtime(app.state.openai_serving_chat, app.state, args)
+    app.state.omni_description = description.describe(app, client)
+    if args.playground:
+        _add_playground(app, args)
     return app
+
+
+def _add_playground(app: FastAPI, args: Namespace) -> None:
+    """The page, a client of this server, over the network like any other."""
+    from vllm_omni.entrypoints.playground import client, page  # imports Gradio
+
+    host = "127.0.0.1" if args.host in (None, "", "0.0.0.0") else "::1" if args.host == "::" else args.host
+    scheme = "https" if args.ssl_certfile else "http"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}"
+    # The certificate has the name that clients know, which need not be this one.
+    server = client.Server(url, next(iter(api_keys(args)), None), verify=False)
+    known = client.Description.read(app.state.omni_description.model_dump())
+    page.add_page(app, server, known, PLAYGROUND_PATH, page.read_auth(args.playground_auth))
 
 
 async def _init_text_state(
@@ -237,14 +272,21 @@ class DiffusionModels(OpenAIModelRegistry):
 class StageStatus(BaseModel):
     """The state of one stage."""
 
-    name: str = Field(description="The stage, as the stage configuration names it.", examples=["talker"])
+    name: str = Field(
+        description="The stage, as the stage configuration names it; with `.0`, `.1`, ... where it has replicas.",
+        examples=["stage0"],
+    )
     status: str = Field(description="`starting`, `ready`, `restarting` or `dead`.", examples=["ready"])
+    node: str | None = Field(None, description="On a Ray cluster: its node.", examples=["10.0.0.2 (gpu-2)"])
+    waits_for: str | None = Field(
+        None, description="On a Ray cluster: what is missing to start it again.", examples=["a node with GPU 1"]
+    )
 
 
 class HealthResponse(BaseModel):
     """The state of the server."""
 
-    status: str = Field(description="`ok` if every stage is ready, else `unavailable`.", examples=["ok"])
+    status: str = Field(description="`ok` if a replica of every stage is ready, else `unavailable`.", examples=["ok"])
     stages: list[StageStatus] = Field(description="All stages, in stage order.")
 
 
@@ -258,7 +300,16 @@ class HealthResponse(BaseModel):
 async def health(raw_request: Request) -> JSONResponse:
     """Whether the server takes requests: 200 if so, 503 while a stage starts, restarts or is dead, or it shuts down."""
     client: OmniEngineClient = raw_request.app.state.engine_client
-    stages = [StageStatus(name=stage.name, status=stage.state) for stage in client.llm.health()]
-    is_ok = not client.is_stopped and all(stage.status == "ready" for stage in stages)
+    replicas = client.llm.health()
+    stages = [
+        StageStatus(
+            name=replica.name, status=replica.state, node=replica.node or None, waits_for=replica.waits_for or None
+        )
+        for replica in replicas
+    ]
+    ready = {replica.stage_id for replica in replicas if replica.state == "ready"}
+    is_ok = not client.is_stopped and ready == {replica.stage_id for replica in replicas}
     answer = HealthResponse(status="ok" if is_ok else "unavailable", stages=stages)
-    return JSONResponse(answer.model_dump(), HTTPStatus.OK if is_ok else HTTPStatus.SERVICE_UNAVAILABLE)
+    return JSONResponse(
+        answer.model_dump(exclude_none=True), HTTPStatus.OK if is_ok else HTTPStatus.SERVICE_UNAVAILABLE
+    )

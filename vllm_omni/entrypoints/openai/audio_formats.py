@@ -85,7 +85,7 @@ class AudioEncoder:
         self.sample_rate, self.num_channels = rate, num_channels
         self._filter = None
         if speed != 1.0 or rate != sample_rate:
-            self._filter = _Filter(sample_rate, rate, speed, num_channels)
+            self._filter = SpeechFilter(sample_rate, rate, speed, num_channels)
         self._is_quick = codec is None and self._filter is None and not is_whole
         self._coder: _PcmCoder | _WholeWavCoder | _FileCoder
         if codec is not None:
@@ -293,7 +293,7 @@ class _FileCoder:
         self._container.mux(self._stream.encode(frame))
 
 
-class _Filter:
+class SpeechFilter:
     """Another speed at the same pitch, and another sample rate."""
 
     def __init__(self, sample_rate: int, to_rate: int, speed: float, num_channels: int) -> None:

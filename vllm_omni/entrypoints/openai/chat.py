@@ -34,6 +34,7 @@ from vllm_omni.entrypoints.openai.server_args import Modality
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, explicit_fields, read_stage_params
 from vllm_omni.errors import StageConfigError
 from vllm_omni.events import CompletedEvent
+from vllm_omni.inputs import VOICE_FIELD
 
 AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16", "pcm"]
 
@@ -176,7 +177,9 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[Line, None]:
-        options = RequestContext.current().options
+        context = RequestContext.current()
+        context.mm_token_counts = kwargs.get("mm_token_counts") or {}
+        options = context.options
         own = (options, self.client.config, kwargs.get("mm_token_counts"), self.transcripts)
         media = MediaStream(result_generator, request_id, model_name, *own)
         text = super().chat_completion_stream_generator(request, media.text(), request_id, model_name, *args, **kwargs)
@@ -289,7 +292,8 @@ def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient, modalit
             "add 'audio' to modalities, or leave audio out",
             parameter="audio",
         )
-    return client.voices.read(request.audio.voice_name, "audio.voice")
+    voice = client.voices.read(request.audio.voice_name, "audio.voice")
+    return {} if voice is None else {"additional_information": {VOICE_FIELD: voice}}
 
 
 router = APIRouter()

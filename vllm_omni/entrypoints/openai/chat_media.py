@@ -20,7 +20,7 @@ from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, AudioEncoder
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
 from vllm_omni.entrypoints.openai.media_output import encode_speech, finish_reason_of, message_fields
-from vllm_omni.entrypoints.openai.request_context import RequestOptions
+from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
 
@@ -139,13 +139,13 @@ class ChatMedia:
     def _add_usage(self, usage: dict[str, Any], event: CompletedEvent) -> None:
         """Adds the tokens of speech to a usage, and which tokens of the prompt were audio."""
         # Speech is written by the stages between the text and the audio.
-        talkers = [
+        speaking = [
             stage.stage_id
             for stage in self._config.stage_args
             if stage.kind == "AR" and not stage.final_output and not stage.is_comprehension
         ]
         metrics = event.outputs[0].stage_metrics
-        audio_tokens = sum(stage.num_output_tokens for stage in metrics if stage.stage_id in talkers)
+        audio_tokens = sum(stage.num_output_tokens for stage in metrics if stage.stage_id in speaking)
         text_tokens = usage["completion_tokens"] or 0
         usage["completion_tokens"] = text_tokens + audio_tokens
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
@@ -175,6 +175,7 @@ class MediaStream(ChatMedia):
         }
         self._transcript: list[str] = []
         self._speaks = "audio" in self._options.modalities
+        self._shows_text_end = RequestContext.current().shows_text_end
         self._lines: asyncio.Queue[Line | None] = asyncio.Queue()
         self._encoders: dict[int, AudioEncoder] = {}
         # Clients join deltas, so role and id are sent once. vLLM's first line has the role.
@@ -230,7 +231,8 @@ class MediaStream(ChatMedia):
             (choice,) = chunk["choices"]
             if choice["index"] == 0:
                 self._end = {name: choice.pop(name) for name in ("finish_reason", "stop_reason") if name in choice}
-                line = _line({**chunk, "choices": [{**choice, "finish_reason": None}]}).decode()
+                shown = self._end if self._shows_text_end else {"finish_reason": None}
+                line = _line({**chunk, "choices": [{**choice, **shown}]}).decode()
         return line if self._options.shows_text else None
 
     def _put_transcript(self, output: RequestOutput) -> None:

@@ -63,6 +63,8 @@ class DiffusionChat:
         """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
         assert isinstance(request, OmniChatCompletionRequest)
         self._stage.check_model(request.model)
+        if self._stage.stage.runs_vllm:
+            raise VLLMValidationError("this model reads no conversation; POST /v1/audio/speech speaks a text")
         for name in _FOR_TEXT:
             if getattr(request, name):
                 raise VLLMValidationError(f"{name} is for models that write; this one does not", parameter=name)

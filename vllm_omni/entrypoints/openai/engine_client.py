@@ -8,8 +8,11 @@ events of the other outputs then come between the outputs of the text.
 from __future__ import annotations
 
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 from vllm.config import ModelConfig, VllmConfig
@@ -30,8 +33,11 @@ from vllm_omni.entrypoints.request_builder import StageSamplingParams, make_samp
 from vllm_omni.errors import OmniError, PipelineClosedError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
 from vllm_omni.inputs import OmniPrompt
+from vllm_omni.metrics.stats import StageMetrics
 
 EngineOutput = RequestOutput | OmniEvent
+
+MAX_RECENT = 256
 
 # The defaults that vLLM's handlers look up themselves, of those that a stage can have.
 _READ_BY_VLLM = {
@@ -116,6 +122,38 @@ class _UnsupportedEngineClient(EngineClient):
         return True
 
 
+@dataclass(frozen=True)
+class RecentRequest:
+    """A request that was completed.
+
+    Attributes:
+        owner: See `RequestContext`.
+        started: When it was submitted, in `time.monotonic()` seconds.
+        stages: What each stage did for it.
+    """
+
+    owner: bytes
+    started: float
+    stages: Sequence[StageMetrics]
+
+
+class RecentRequests:
+    """The metrics of the last `MAX_RECENT` completed requests, by their ids. For the event loop."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, RecentRequest] = OrderedDict()
+
+    def add(self, request_id: str, request: RecentRequest) -> None:
+        self._requests[request_id] = request
+        if len(self._requests) > MAX_RECENT:
+            self._requests.popitem(last=False)
+
+    def find(self, request_id: str, owner: bytes) -> RecentRequest | None:
+        """None: it is unknown, or another owner's."""
+        request = self._requests.get(request_id)
+        return request if request is not None and request.owner == owner else None
+
+
 class OmniEngineClient(_UnsupportedEngineClient):
     """What vLLM's server calls in place of `AsyncLLM`.
 
@@ -123,6 +161,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
         llm: The pipeline.
         config: Its stages.
         voices: The names of its voices in requests.
+        recent: The requests that were completed last.
         stage: The vLLM stage that reads and samples prompts; None if there is none.
         vllm_config, model_config, renderer, input_processor: Those of `stage`; only where the pipeline `has_renderer`.
         default_sampling_params: Its default sampling parameters; only there, too.
@@ -142,6 +181,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
         self.llm = llm
         self.config = llm.config
         self.voices = Voices(llm.voices, voice_map or {})
+        self.recent = RecentRequests()
         self._gate = Gate()
         self._shutdown_timeout = shutdown_timeout
         self.stage = llm.builder.prompt_stage
@@ -160,6 +200,11 @@ class OmniEngineClient(_UnsupportedEngineClient):
         """Whether a vLLM stage reads the prompts, which vLLM's renderer then renders."""
         return self.stage is not None
 
+    @property
+    def prompt_fields(self) -> frozenset[str]:
+        """See `RequestBuilder`."""
+        return self.llm.builder.prompt_fields
+
     async def run(
         self,
         prompt: str | OmniPrompt,
@@ -175,12 +220,15 @@ class OmniEngineClient(_UnsupportedEngineClient):
         Raises:
             OmniError: The request was refused, or failed.
         """
+        started, owner = time.monotonic(), RequestContext.current().owner
         with self._gate:
             events = self.llm.generate(prompt, sampling_params_list, request_id, **options)
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, ErrorEvent):
                         raise event.error
+                    if isinstance(event, CompletedEvent) and request_id is not None and event.outputs:
+                        self.recent.add(request_id, RecentRequest(owner, started, event.outputs[0].stage_metrics))
                     yield event
 
     def generate(  # type: ignore[override]
@@ -214,8 +262,8 @@ class OmniEngineClient(_UnsupportedEngineClient):
             keep_outputs=False,  # Streamed outputs are not read again.
             trace_headers=trace_headers,
             lora_request=lora_request,
+            priority=priority,
             request_fields={
-                "priority": priority,
                 "session_id": session_id,
                 "reasoning_ended": reasoning_ended,
                 "reasoning_parser_kwargs": reasoning_parser_kwargs,

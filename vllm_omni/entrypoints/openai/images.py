@@ -164,6 +164,8 @@ class ServingImages:
             file_format = "png"
         if self._stage.info is not None:
             settings["output_format"] = file_format  # The stage encodes files in a thread beside its other work.
+        else:
+            settings.pop("output_format", None)  # Any other stage makes pixels, which are encoded here.
         if request.partial_images:
             num_steps = self._stage.expected("num_inference_steps", settings) or 1
             settings["preview_every"] = math.ceil(num_steps / (request.partial_images + 1))

@@ -120,6 +120,9 @@ def _client_errors(label: str, kind: str) -> Iterator[None]:
     except VLLMUnprocessableEntityError as error:
         # vLLM's, for an error status of the host.
         raise VLLMUnprocessableEntityError(f"{label}: {error.args[0]}", parameter=f"{kind}_url") from error
+    except VLLMValidationError as error:
+        error.parameter = error.parameter or f"{kind}_url"  # Of an `AddressGuard`.
+        raise
     except VLLMClientError:
         raise
     except (OSError, aiohttp.ClientError, TimeoutError) as error:

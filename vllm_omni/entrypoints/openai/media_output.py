@@ -6,6 +6,7 @@ Knows no endpoint. Encoding and base64 of large files take long: call it in a th
 
 import base64
 import io
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ def message_fields(output: OmniRequestOutput) -> dict[str, Any]:
         file_format = output.output_format if output.output_format in IMAGE_FORMATS else "png"
         files = [as_image_file(image, "png") for image in output.images]
         return {"images": [_part("image_url", f"image/{file_format}", file) for file in files]}
-    files = [as_video_file(video, output.fps) for video in output.videos]
-    return {"videos": [_part("video_url", "video/mp4", file) for file in files]}
+    return {"videos": [_part("video_url", "video/mp4", file) for file in as_video_files(output)]}
 
 
 def as_image_file(image: Any, file_format: str) -> bytes:
@@ -53,22 +53,26 @@ def as_image_file(image: Any, file_format: str) -> bytes:
     return encode_image(torch.as_tensor(image), file_format, DiffusionSamplingParams().output_quality)
 
 
-def as_video_file(video: Any, fps: float | None) -> bytes:
-    """
-    Args:
-        video: One of `OmniRequestOutput.videos`; a file is returned as it is, any other becomes an MP4.
-        fps: Frames per second; not needed for a file.
-    """
+def as_video_files(output: OmniRequestOutput) -> list[bytes]:
+    """Its videos: files as they are, all others as MP4 files with their sound, if there is one."""
+    sounds = output.multimodal_output.get("audio", ())
+    return [
+        _as_video_file(video, output.fps, sound, output.sample_rate)
+        for video, sound in zip_longest(output.videos, sounds)
+    ]
+
+
+def _as_video_file(video: Any, fps: float | None, sound: torch.Tensor | None, sample_rate: int | None) -> bytes:
     if isinstance(video, bytes):
         return video
     assert fps is not None, "every video has a speed"
     if isinstance(video, list):
         video = np.stack([np.asarray(frame) for frame in video]).astype(np.float32) / 255
-    return encode_mp4(torch.as_tensor(video), fps)
+    return encode_mp4(torch.as_tensor(video), fps, sound, sample_rate)
 
 
 def describe_video(file: bytes) -> tuple[str, str]:
-    """`WIDTHxHEIGHT`, and the length in seconds, of an MP4 from `as_video_file`."""
+    """`WIDTHxHEIGHT`, and the length in seconds, of an MP4 from `as_video_files`."""
     with av.open(io.BytesIO(file)) as container:
         (stream,) = container.streams.video
         assert stream.guessed_rate is not None

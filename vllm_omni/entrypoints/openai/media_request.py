@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for images and videos: JSON or a form, their common settings, and the images that come with them.
+"""Requests with media: JSON or a form, the images and sounds that come with them, and the settings of diffusion models.
 
-vLLM's media connector reads the images: uploads, data URIs and addresses alike, so that its rules and limits apply.
+vLLM's media connector reads the media: uploads, data URIs and addresses alike, so that its rules and limits apply.
 """
 
 import asyncio
 import base64
+from argparse import Namespace
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
+import vllm.envs as envs
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from PIL import Image
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.datastructures import UploadFile
-from vllm.exceptions import VLLMClientError, VLLMValidationError
-from vllm.multimodal.media import MediaConnector, MediaWithBytes
+from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaWithBytes
 
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS, diffusion_settings
 
@@ -38,18 +41,26 @@ def as_urls(value: Any) -> Any:
     `url`).
     """
     entries = value if isinstance(value, list) else [value]
-    return [_as_url(entry) for entry in entries]
+    return [_as_url(entry, "image_url") for entry in entries]
 
 
-def _as_url(entry: Any) -> Any:
-    for key in ("image_url", "url"):
+def _as_url(entry: Any, field: str) -> Any:
+    for key in (field, "url"):
         if isinstance(entry, dict) and set(entry) == {key}:
             entry = entry[key]
     return entry
 
 
+def _as_sound_url(value: Any) -> Any:
+    """The address of one sound, which a form has in a list."""
+    return _as_url(value[0] if isinstance(value, list) and len(value) == 1 else value, "audio_url")
+
+
 ImageUrls = Annotated[list[str], BeforeValidator(as_urls)]
 """Addresses or data URIs of images; also a single one, and objects with an `image_url`."""
+
+SoundUrl = Annotated[str, BeforeValidator(_as_sound_url), Field(min_length=1)]
+"""The address or data URI of a sound; also an object with an `audio_url`."""
 
 Prompt = Annotated[
     str, Field(min_length=1, max_length=32_000, description="Describes the result.", examples=["A hen."])
@@ -109,6 +120,16 @@ class DiffusionRequest(BaseModel):
         return [("width", width, "size"), ("height", height, "size")]
 
 
+def load_connector(args: Namespace) -> MediaConnector:
+    """vLLM's media connector, with the rules of the server's flags."""
+    return MEDIA_CONNECTOR_REGISTRY.load(
+        envs.VLLM_MEDIA_CONNECTOR,
+        media_io_kwargs={"image": {"image_mode": None}},  # Keeps transparency, which some models read.
+        allowed_local_media_path=args.allowed_local_media_path,
+        allowed_media_domains=args.allowed_media_domains,
+    )
+
+
 async def fetch_image(connector: MediaConnector, url: str, parameter: str) -> Image.Image:
     """The image at an address, or in a data URI.
 
@@ -127,11 +148,30 @@ async def fetch_image(connector: MediaConnector, url: str, parameter: str) -> Im
     return image.media if isinstance(image, MediaWithBytes) else image
 
 
-async def read_request(request: Request, model: type[_Model], image_field: str) -> _Model:
+async def fetch_sound(connector: MediaConnector, url: str, parameter: str) -> tuple[np.ndarray, float]:
+    """The sound at an address, or in a data URI.
+
+    Args:
+        parameter: The request's field, for messages.
+
+    Returns:
+        float32 `[samples]` in [-1, 1], channels averaged, and its samples per second.
+
+    Raises:
+        VLLMClientError: It may not be fetched, does not exist, is no sound, or too long.
+    """
+    try:
+        return await connector.fetch_audio_async(url)
+    except (VLLMValidationError, VLLMUnprocessableEntityError) as error:
+        error.parameter = parameter
+        raise
+
+
+async def read_request(request: Request, model: type[_Model], file_field: str) -> _Model:
     """The body of a request that may be JSON or a form.
 
     Args:
-        image_field: The field whose values may be uploaded files; in the result they are data URIs.
+        file_field: The field whose values may be uploaded files; in the result they are data URIs.
 
     Raises:
         RequestValidationError: The model refuses it.
@@ -139,9 +179,9 @@ async def read_request(request: Request, model: type[_Model], image_field: str) 
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in _FORMS:
-        fields = await _read_form(request, image_field)
+        fields = await _read_form(request, file_field)
     elif kind == "application/json":
-        fields = await request.json()
+        fields = await request.json() if await request.body() else {}
     else:
         raise HTTPException(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send application/json or {_FORMS[0]}, not {kind or 'nothing'}"
@@ -153,23 +193,25 @@ async def read_request(request: Request, model: type[_Model], image_field: str) 
         raise RequestValidationError([{**found, "loc": ("body", *found["loc"])} for found in errors]) from error
 
 
-def describe_form(model: type[BaseModel], image_field: str, *, several: bool) -> dict[str, Any]:
+def describe_form(model: type[BaseModel], file_field: str, *, several: bool) -> dict[str, Any]:
     """The body that `read_request` reads, in the API's description."""
-    schema = model.model_json_schema()
+    # Models of single fields are in the description already, by the endpoints that take JSON only.
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
     file = {"type": "string", "format": "binary"}
     uploaded = {"type": "array", "items": file, "maxItems": MAX_IMAGES} if several else file
-    form = {**schema, "properties": {**schema["properties"], image_field: uploaded}}
+    form = {**schema, "properties": {**schema["properties"], file_field: uploaded}}
     content = {"application/json": {"schema": schema}, _FORMS[0]: {"schema": form}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-async def _read_form(request: Request, image_field: str) -> dict[str, Any]:
+async def _read_form(request: Request, file_field: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     async with request.form(max_files=MAX_IMAGES + 1, max_fields=_MAX_FIELDS) as form:
         for key, value in form.multi_items():
             # Clients write a list as `image[]`, and a field of an object as `input_reference[image_url]`.
-            name = key.removesuffix("[]").removesuffix("[image_url]")
-            if name == image_field:
+            name = key.removesuffix("[]").removesuffix("[image_url]").removesuffix("[audio_url]")
+            if name == file_field:
                 fields.setdefault(name, []).append(await _as_data_uri(value))
             elif key in fields:
                 raise VLLMValidationError(f"{key} is given more than once", parameter=key)

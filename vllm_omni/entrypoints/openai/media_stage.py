@@ -9,12 +9,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import vllm.envs as envs
 from fastapi import Request
 from PIL import Image
 from starlette.datastructures import State
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
-from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 from vllm.tracing import extract_trace_headers
 from vllm.utils import random_uuid
 
@@ -24,7 +22,7 @@ from vllm_omni.config.utils import nearest
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
 from vllm_omni.diffusion.request_settings import default_fps
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_request import MAX_IMAGES, fetch_image
+from vllm_omni.entrypoints.openai.media_request import MAX_IMAGES, fetch_image, load_connector
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.media import DEFAULT_FPS
@@ -36,7 +34,8 @@ class MediaStage:
     Attributes:
         client: The pipeline.
         stage: The stage.
-        info: The diffusers pipeline that it runs; None for another engine, which has no settings.
+        info: The diffusers pipeline that it runs; None for another engine, whose settings are the fields that the
+            model's prompt processor reads.
     """
 
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
@@ -52,12 +51,7 @@ class MediaStage:
             dit_config = parse_dit_config(stage.dit_engine_args, stage.name)
             self.info = PipelineInfo.load(stage.checkpoint(args.model), dit_config)
         self._models = state.openai_serving_models
-        self._connector = MEDIA_CONNECTOR_REGISTRY.load(
-            envs.VLLM_MEDIA_CONNECTOR,
-            media_io_kwargs={"image": {"image_mode": None}},  # Keeps transparency, which some models read.
-            allowed_local_media_path=args.allowed_local_media_path,
-            allowed_media_domains=args.allowed_media_domains,
-        )
+        self._connector = load_connector(args)
 
     @property
     def config(self) -> PipelineConfig:
@@ -154,12 +148,13 @@ class MediaStage:
             options: Further arguments of `OmniEngineClient.run`.
 
         Raises:
-            VLLMValidationError: There are settings, and the stage takes none.
+            VLLMValidationError: There are settings that neither the stage nor the model's prompt takes.
         """
         own = {name: value for name, value in settings.items() if name != "lora"}
-        if own and self.info is None:
-            raise VLLMValidationError(f"this model's {self.makes}s have no settings", parameter=next(iter(own)))
         omni_prompt = OmniPrompt(prompt=prompt, modalities=[self.makes])
+        if own and self.info is None:
+            omni_prompt["additional_information"] = self._prompt_fields(own)
+            own = {}
         if images:
             omni_prompt["multi_modal_data"] = {"image": list(images)}
         adapter = settings.get("lora")
@@ -171,6 +166,20 @@ class MediaStage:
             trace_headers=None if raw_request is None else extract_trace_headers(raw_request.headers),
             **options,
         )
+
+    def _prompt_fields(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings, as fields of the prompt.
+
+        Raises:
+            VLLMValidationError: The model's prompt does not have one of them.
+        """
+        known = self.client.prompt_fields
+        given = {name: value for name, value in settings.items() if (name, value) != ("num_outputs_per_prompt", 1)}
+        for name in given:
+            if name not in known:
+                have = f"have no {name}; they have {', '.join(sorted(known))}" if known else "have no settings"
+                raise VLLMValidationError(f"this model's {self.makes}s {have}", parameter=name)
+        return given
 
 
 def final_stage(config: PipelineConfig, output_type: str) -> OmniStageConfig | None:

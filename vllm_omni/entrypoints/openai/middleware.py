@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, HTTPException, Request
@@ -21,11 +22,15 @@ from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_omni.entrypoints.openai.http_errors import error_response
+from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, sent_key
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerLimits, flag, limits_from
 
 # Probes have no key, and the answers name no users or models. /metrics does, and Prometheus can send a key.
 OPEN_PATHS = ("/health", "/ping")
+
+PLAYGROUND_PATH = "/playground/"
+"""Below it the page asks for a name and a password: a browser sends no key."""
 
 COLLECT_AFTER_BYTES = 64 * MIB
 
@@ -33,13 +38,26 @@ _BODY_RETRY_S = 1
 
 
 def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
-    """Adds ours outside of vLLM's own: the request gets its context, then the key is checked, then the body."""
+    """Adds ours outside of vLLM's own: the request gets its context, then the key is checked, then the body.
+
+    Sets `app.state.client_secrets`. vLLM's check of the key, which ours replaces, is removed.
+    """
+    vllms: Any = AuthenticationMiddleware
+    app.user_middleware[:] = [each for each in app.user_middleware if each.cls is not vllms]
+    app.state.client_secrets = ClientSecrets()
     total = limits_from(args, ServerLimits).max_total_request_bytes
     app.add_middleware(GarbageMiddleware)
     app.add_middleware(BodyMiddleware, limits=limits_from(args, RequestLimits), max_total_bytes=total)
-    if tokens := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
-        app.add_middleware(ApiKeyMiddleware, tokens=tokens)
+    if tokens := api_keys(args):
+        app.add_middleware(
+            ApiKeyMiddleware, tokens=tokens, secrets=app.state.client_secrets, has_playground=args.playground
+        )
     app.add_middleware(ContextMiddleware)
+
+
+def api_keys(args: argparse.Namespace) -> list[str]:
+    """The keys of the server, any of which a request must have; empty: none."""
+    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
 
 
 class ContextMiddleware:
@@ -54,19 +72,28 @@ class ContextMiddleware:
 
 
 class ApiKeyMiddleware(AuthenticationMiddleware):
-    """vLLM's checks the key for the paths in its own list; this one for every path but `OPEN_PATHS`."""
+    """vLLM's checks the key for the paths in its own list; this one for every path but `OPEN_PATHS` and the page.
+
+    A WebSocket may have an ephemeral key.
+    """
+
+    def __init__(self, app: ASGIApp, tokens: list[str], secrets: ClientSecrets, has_playground: bool) -> None:
+        super().__init__(app, tokens)
+        self._secrets, self._has_playground = secrets, has_playground
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         # A browser's preflight request has no key.
         if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
             return self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        headers = Headers(scope=scope)
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or (self._has_playground and f"{path}/".startswith(PLAYGROUND_PATH)):
             return self.app(scope, receive, send)
-        if self.verify_token(headers):
-            key = headers["Authorization"].partition(" ")[2]
+        key = sent_key(scope)
+        if self.verify_token(Headers({"Authorization": f"Bearer {key}"})):
             RequestContext.current().owner = hashlib.sha256(key.encode()).digest()
+            return self.app(scope, receive, send)
+        if scope["type"] == "websocket" and (secret := self._secrets.find(key)):
+            RequestContext.current().owner = secret.owner
             return self.app(scope, receive, send)
         response = error_response(
             "the API key is missing or wrong; send 'Authorization: Bearer KEY'",

@@ -52,12 +52,16 @@ class RequestContext:
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
         options: What it sets for the pipeline.
         outputs: Those of its requests to the engine, in the order of their submission.
+        shows_text_end: Whether the chunk that ends a text has its finish reason, also if other outputs follow.
+        mm_token_counts: Tokens of the rendered prompt by type of media.
     """
 
     owner: bytes = b""
     num_media_parts: int = 0
     options: RequestOptions = RequestOptions()
     outputs: list[Peekable[Any]] = field(default_factory=list)
+    shows_text_end: bool = False
+    mm_token_counts: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def start(cls) -> RequestContext:
@@ -81,8 +85,12 @@ class RequestContext:
             for outputs in self.outputs:
                 await outputs.peek()
         except BaseException:
-            await asyncio.gather(*(outputs.aclose() for outputs in self.outputs))
+            await self.abort()
             raise
+
+    async def abort(self) -> None:
+        """Ends its requests to the engine, if they have not ended."""
+        await asyncio.gather(*(outputs.aclose() for outputs in self.outputs))
 
 
 _current: ContextVar[RequestContext] = ContextVar("request_context")

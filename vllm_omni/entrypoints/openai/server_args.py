@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of the server beside vLLM's: limits of requests and of the server, default outputs and names of voices.
 
-`middleware.py`, `media_input.py` and `video_store.py` apply the limits.
+`middleware.py`, `media_input.py`, `video_store.py`, `voice_store.py` and the endpoints apply the limits.
 """
 
 import argparse
@@ -44,6 +44,12 @@ class RequestLimits:
     max_video_seconds: float = 600.0
     """Length of a video in a request, in seconds."""
 
+    max_voice_seconds: float = 60.0
+    """Length of the recording of an uploaded voice, in seconds."""
+
+    max_speech_inputs: int = 32
+    """Texts of a batch of speech. They are spoken at the same time."""
+
 
 @dataclass(frozen=True)
 class ServerLimits:
@@ -65,18 +71,54 @@ class ServerLimits:
     video_expires_after_s: float = 3600.0
     """Seconds that a video job and its file are kept after it has ended."""
 
+    max_stored_voices: int = 100
+    """Uploaded voices that are kept for each API key."""
 
-Limits = TypeVar("Limits", RequestLimits, ServerLimits)
+    max_stored_voice_bytes: int = 256 * MIB
+    """Bytes of decoded recordings of uploaded voices that are kept, in memory, for each API key."""
+
+    voice_expires_after_s: float = 24 * 3600.0
+    """Seconds that an uploaded voice is kept."""
+
+
+@dataclass(frozen=True)
+class RealtimeLimits:
+    """Limits of realtime sessions."""
+
+    max_realtime_sessions: int = 128
+    """Realtime sessions at once; a further one is answered with 429."""
+
+    max_realtime_message_bytes: int = 24 * MIB
+    """Bytes of a client's realtime event. The default fits OpenAI's 15 MiB of sound as base64."""
+
+    max_realtime_audio_s: float = 600.0
+    """Seconds of users' sound that a realtime session keeps."""
+
+    max_realtime_text_bytes: int = 64 * MIB
+    """Bytes of texts and images that clients put into a realtime session."""
+
+    max_realtime_session_s: float = 3600.0
+    """Seconds after which a realtime session ends."""
+
+    realtime_idle_timeout_s: float = 600.0
+    """Seconds without an event or a response after which a realtime session ends."""
+
+    realtime_lead_s: float = 5.0
+    """How far speech that is sent in a realtime session may be ahead of its playing, in seconds. What has not been sent
+    can still be cut."""
+
+
+Limits = TypeVar("Limits", RequestLimits, ServerLimits, RealtimeLimits)
 
 
 def add_limit_arguments(group: argparse._ActionsContainer) -> None:
-    """Adds a flag for each limit; its default is that of `RequestLimits` or `ServerLimits`."""
-    for limits in (RequestLimits, ServerLimits):
+    """Adds a flag for each limit; its default is that of one of the classes above."""
+    for limits in (RequestLimits, ServerLimits, RealtimeLimits):
         add_cli_args(group, limits, types={field.name: _PARSERS[field.type] for field in fields(limits)})
 
 
 def add_api_arguments(group: argparse._ActionsContainer) -> None:
-    """Adds `--default-modalities` and `--voice-map`."""
+    """Adds `--default-modalities`, `--voice-map` and the flags of the playground."""
     group.add_argument(
         "--default-modalities",
         nargs="+",
@@ -93,6 +135,17 @@ def add_api_arguments(group: argparse._ActionsContainer) -> None:
         help="Further names of voices in requests for speech, each with the model's voice that it means: --voice-map "
         '\'{"alloy": "ethan"}\', or --voice-map.alloy ethan. The names of OpenAI\'s voices that are not given are '
         "mapped to the model's voices in turn; GET /v1/audio/voices shows the mapping.",
+    )
+    group.add_argument(
+        "--playground",
+        action="store_true",
+        help="Serve a page to try the model in a browser, at /playground. It needs the extra `ui`.",
+    )
+    group.add_argument(
+        "--playground-auth",
+        metavar="NAME:PASSWORD",
+        help="The name and the password that the page asks visitors for. Needed with --api-key: who can use the page "
+        "can use the model, without a key.",
     )
 
 

@@ -1,58 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/audio/speech, as in OpenAI's API, and GET /v1/audio/voices, for any pipeline that makes audio.
+"""POST /v1/audio/speech, as in OpenAI's API, and /v1/audio/speech/batch, for any pipeline that makes audio.
 
 A model that speaks the text it writes is forced to write the input (`forced_text.py`); any other gets it as its prompt.
-The answer is a stream of the file's bytes or of server-sent events, or the whole file.
+The answer is a stream of the file's bytes or of server-sent events, or the whole file; of a batch, all files in JSON.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-import numpy as np
-import torch
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field
 from starlette.datastructures import State
 from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.tracing import extract_trace_headers
 
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.entrypoints.openai.audio_formats import (
-    AUDIO_FORMATS,
-    DEFAULT_SAMPLE_RATE,
-    MAX_SPEED,
-    MIN_SPEED,
-    AudioEncoder,
-    BrokenAudioError,
-    count_channels,
-    first_clip,
-)
+from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS
+from vllm_omni.entrypoints.openai.custom_voices import CustomVoices
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, describe_errors, to_http_error
-from vllm_omni.entrypoints.openai.media_output import finish_reason_of
+from vllm_omni.entrypoints.openai.images import RESPONSES as FORM_RESPONSES
+from vllm_omni.entrypoints.openai.media_output import finish_reason_of, to_base64
+from vllm_omni.entrypoints.openai.media_request import describe_form, load_connector, read_request
 from vllm_omni.entrypoints.openai.media_stage import check_model, get_handler, new_id, served_names
-from vllm_omni.entrypoints.openai.request_context import started
+from vllm_omni.entrypoints.openai.request_context import RequestContext, started
+from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag, limits_from
+from vllm_omni.entrypoints.openai.speech_file import SpeechFile
+from vllm_omni.entrypoints.openai.speech_request import (
+    SpeechBatchRequest,
+    SpeechFormat,
+    SpeechPromptReader,
+    SpeechRequest,
+    SpeechSettings,
+)
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params
 from vllm_omni.entrypoints.request_builder import StageSamplingParams
 from vllm_omni.errors import OmniError
-from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
+from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.outputs import OmniRequestOutput
-
-logger = logging.getLogger("vllm.omni.server")
 
 router = APIRouter()
 
@@ -72,80 +73,60 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         },
         "content": {**dict.fromkeys(AUDIO_FORMATS.values(), _BINARY), "text/event-stream": {}},
     },
-    **describe_errors(HTTPStatus.INTERNAL_SERVER_ERROR),
+    **FORM_RESPONSES,
 }
 
 
-MAX_INPUT_CHARS = 4096
-
-SpeechFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
-
-
-class VoiceId(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    id: str = Field(description="Its name.", examples=["ethan"])
+class SpeechUsage(BaseModel):
+    input_tokens: int = Field(description="Of the prompt and the text.")
+    output_tokens: int = Field(description="Of the speech.")
+    total_tokens: int
 
 
-class SpeechRequest(BaseModel):
-    """A text to be spoken."""
+class BatchItem(BaseModel):
+    """The result of one text: its file, or an error."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    input: str = Field(
-        min_length=1,
-        max_length=MAX_INPUT_CHARS,
-        description="The text to speak; for a model of sounds or music, its prompt.",
-        examples=["Hello. How are you?"],
+    index: int = Field(description="Of the text in inputs.")
+    audio: str | None = Field(default=None, description="The file, as base64.")
+    sample_rate: int | None = Field(default=None, description="Samples per second of each channel.")
+    channels: int | None = None
+    finish_reason: str | None = Field(
+        default=None,
+        description="stop, or length: the speech was cut at the model's limit, and the end of the text is missing.",
     )
-    model: str | None = Field(None, description="A name of GET /v1/models; default: the model that is served.")
-    voice: str | VoiceId | None = Field(
-        None, description="One of GET /v1/audio/voices; default, or 'default': the first of them.", examples=["alloy"]
-    )
-    instructions: str | None = Field(
-        None,
-        max_length=MAX_INPUT_CHARS,
-        description="How to speak it: the system message of models that write what they speak. Other models do not "
-        "use it.",
-        examples=["Speak slowly and kindly."],
-    )
-    response_format: SpeechFormat = Field(
-        "mp3",
-        description="The file's format. pcm: 16-bit little-endian samples without a header, channels interleaved.",
-    )
-    speed: float = Field(1.0, ge=MIN_SPEED, le=MAX_SPEED, description="Factor of the speed, at the same pitch.")
-    stream_format: Literal["audio", "sse"] = Field(
-        "audio", description="How the speech is sent while it is made: the bytes of the file, or server-sent events."
-    )
-    stream: bool = Field(True, description="false: send the file when it is complete; its headers have its length.")
-    sampling_params_list: list[dict[str, Any] | None] | None = Field(
-        None,
-        description="Sampling parameters of each stage, in stage order; null for a stage's defaults, and for the stage "
-        "that writes the text.",
-        examples=[[None, {"temperature": 0.7}, None]],
-    )
-
-    @field_validator("input")
-    @classmethod
-    def _is_not_blank(cls, value: str) -> str:
-        if not value.strip():
-            raise ValueError("the text is blank")
-        return value
-
-    @model_validator(mode="after")
-    def _is_consistent(self) -> SpeechRequest:
-        if not self.stream and self.stream_format == "sse":
-            raise VLLMValidationError("stream_format 'sse' is a stream; leave stream out", parameter="stream")
-        return self
+    usage: SpeechUsage | None = None
+    error: ErrorInfo | None = Field(default=None, description="Why there is no file; the other texts have theirs.")
 
 
-class VoiceList(BaseModel):
-    voices: list[str] = Field(description="The model's voices, the default one first; empty if there is no choice.")
-    voice_map: dict[str, str] = Field(description="Further names, each with the voice that it means.")
+class SpeechBatch(BaseModel):
+    """The files of a batch, in the order of its texts."""
+
+    object: Literal["list"] = "list"
+    model: str
+    response_format: SpeechFormat
+    data: list[BatchItem]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What all texts of a request share.
+
+    Attributes:
+        information: The prompt's `additional_information`.
+        params: The sampling parameters of all stages.
+    """
+
+    request: SpeechSettings
+    information: Mapping[str, Any]
+    params: list[StageSamplingParams]
 
 
 class ServingSpeech:
-    """The handler of the endpoint."""
+    """The handler of both endpoints.
+
+    Attributes:
+        custom_voices: The voices that clients have uploaded.
+    """
 
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
         """
@@ -156,6 +137,10 @@ class ServingSpeech:
         self._stage = stage
         self._model_names = served_names(state)
         self._keep_alive_s = float(args.sse_keep_alive_interval)
+        self._max_inputs = limits_from(args, RequestLimits).max_speech_inputs
+        connector = load_connector(args)
+        self.custom_voices = CustomVoices(client, connector, args)
+        self._reader = SpeechPromptReader(client, connector, self.custom_voices.store)
         self._forced_text: ForcedTextBuilder | None = None  # None: the input is the pipeline's prompt.
         if client.stage is not None and client.stage.final_output and client.stage.final_output_type == "text":
             tokenizer = client.renderer.get_tokenizer()
@@ -164,58 +149,106 @@ class ServingSpeech:
 
     async def create(self, request: SpeechRequest, raw_request: Request) -> Response:
         """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
-        check_model(request.model, self._model_names)
-        prompt, params = await self._read(request)
-        file = _AudioFile(self._stage, request)
-        events = self._client.run(
-            prompt,
-            params,
-            new_id("speech", raw_request),
-            stream=file.is_streamed,
-            keep_outputs=False,  # Streamed outputs are not read again.
-            trace_headers=extract_trace_headers(raw_request.headers),
-        )
+        settings = await self._read(request)
+        file = self._file(request, stream=request.stream)
+        events = await self._events(request.input, settings, raw_request, stream=file.is_streamed)
         if not request.stream:
-            return await _whole(file, events)
+            data = await file.whole(events)
+            headers = {**_headers(file), FINISH_REASON_HEADER: finish_reason_of(file.output)}
+            return Response(data, headers=headers, media_type=file.media_type)
         parts = await started(file.parts(events))
         if request.stream_format == "sse":
             lines = with_sse_keep_alive(self._sse_lines(file, parts), self._keep_alive_s)
-            return _ClosingResponse(lines, "text/event-stream", file.headers)
-        return _ClosingResponse(parts, file.media_type, file.headers)
+            return ClosingResponse(lines, "text/event-stream", _headers(file))
+        return ClosingResponse(parts, file.media_type, _headers(file))
 
-    async def _read(self, request: SpeechRequest) -> tuple[OmniPrompt, list[StageSamplingParams]]:
-        """The prompt and the sampling parameters of all stages."""
-        voice = request.voice.id if isinstance(request.voice, VoiceId) else request.voice
-        speaker = self._client.voices.read(voice, "voice")
+    async def create_batch(self, request: SpeechBatchRequest, raw_request: Request) -> Response:
+        """The answer has the errors of single texts. Raises as `create` if the request is wrong for all of them."""
+        if len(request.inputs) > self._max_inputs:
+            raise VLLMValidationError(
+                f"{len(request.inputs)} texts; a batch takes at most {self._max_inputs} ({flag('max_speech_inputs')})",
+                parameter="inputs",
+            )
+        settings = await self._read(request)
+        self._client.check_admission()
+        speaking = [self._speak(index, text, settings, raw_request) for index, text in enumerate(request.inputs)]
+        results = await asyncio.gather(*speaking, return_exceptions=True)
+        answer = SpeechBatch(
+            model=request.model or self._model_names[0],
+            response_format=request.response_format,
+            data=[_as_item(index, result) for index, result in enumerate(results)],
+        )
+        body = await asyncio.to_thread(answer.model_dump_json, exclude_none=True)
+        return Response(body, media_type="application/json")
+
+    async def _speak(self, index: int, text: str, settings: _Settings, raw_request: Request) -> BatchItem:
+        file = self._file(settings.request, stream=False)
+        data = await file.whole(await self._events(text, settings, raw_request, stream=False))
+        return BatchItem(
+            index=index,
+            audio=await asyncio.to_thread(to_base64, data),
+            sample_rate=file.sample_rate,
+            channels=file.num_channels,
+            finish_reason=finish_reason_of(file.output),
+            usage=self._usage(file.output),
+        )
+
+    def _file(self, request: SpeechSettings, *, stream: bool) -> SpeechFile:
+        return SpeechFile(self._stage, request.response_format, request.speed, stream=stream)
+
+    async def _read(self, request: SpeechSettings) -> _Settings:
+        check_model(request.model, self._model_names)
         params: list[StageSamplingParams] = [*read_stage_params(request.sampling_params_list, self._client.config)]
-        prompt = OmniPrompt(modalities=["audio"], **speaker)  # type: ignore[typeddict-item]
-        if self._forced_text is None:
-            prompt["prompt"] = request.input
-            return prompt, params
-        assert self._client.stage is not None
-        writer = self._client.config.stage_args.index(self._client.stage)
-        if params[writer] is not None:
+        if self._forced_text is not None and params[self._writer] is not None:
+            assert self._client.stage is not None
             raise VLLMValidationError(
                 f"stage {self._client.stage.name!r} writes the input and does not sample; give it null",
-                parameter=f"sampling_params_list[{writer}]",
+                parameter=f"sampling_params_list[{self._writer}]",
             )
-        prompt["engine_input"], params[writer] = await self._forced_text.prepare(request.input, request.instructions)
-        return prompt, params
+        information = await self._reader.read(request, RequestContext.current().owner)
+        return _Settings(request=request, information=information, params=params)
 
-    async def _sse_lines(self, file: _AudioFile, parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[str, None]:
+    @property
+    def _writer(self) -> int:
+        """The index of the stage that writes the text."""
+        assert self._client.stage is not None
+        return self._client.config.stage_args.index(self._client.stage)
+
+    async def _events(
+        self, text: str, settings: _Settings, raw_request: Request, *, stream: bool
+    ) -> AsyncGenerator[OmniEvent, None]:
+        prompt = OmniPrompt(modalities=["audio"])
+        if settings.information:
+            prompt["additional_information"] = dict(settings.information)
+        params = list(settings.params)
+        if self._forced_text is None:
+            prompt["prompt"] = text
+        else:
+            prompt["engine_input"], params[self._writer] = await self._forced_text.prepare(
+                text, settings.request.instructions
+            )
+        return self._client.run(
+            prompt,
+            params,
+            new_id("speech", raw_request),
+            stream=stream,
+            keep_outputs=False,  # Streamed outputs are not read again.
+            trace_headers=extract_trace_headers(raw_request.headers),
+        )
+
+    async def _sse_lines(self, file: SpeechFile, parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[str, None]:
         """OpenAI's server-sent events, with `finish_reason`; an error is the last of them."""
         try:
             async with aclosing(parts):
                 async for part in parts:
-                    yield _line({"type": "speech.audio.delta", "audio": part})
+                    yield sse_line({"type": "speech.audio.delta", "audio": part})
             reason, usage = finish_reason_of(file.output), self._usage(file.output)
-            yield _line({"type": "speech.audio.done", "finish_reason": reason, "usage": usage})
+            yield sse_line({"type": "speech.audio.done", "finish_reason": reason, "usage": usage.model_dump()})
         except (OmniError, OmniHTTPError) as error:
             error = to_http_error(error) if isinstance(error, OmniError) else error
-            yield "event: error\n" + _line(create_error_response(error).model_dump())
+            yield "event: error\n" + sse_line(create_error_response(error).model_dump())
 
-    def _usage(self, output: OmniRequestOutput) -> dict[str, int]:
-        """Input: tokens of the prompt and the text. Output: tokens of the speech."""
+    def _usage(self, output: OmniRequestOutput) -> SpeechUsage:
         writer = None if self._client.stage is None else self._client.stage.stage_id
         read = written = 0
         for stage in output.stage_metrics:
@@ -223,84 +256,10 @@ class ServingSpeech:
                 read = stage.num_input_tokens + stage.num_output_tokens
             elif stage.stage_id != self._stage.stage_id:
                 written += stage.num_output_tokens
-        return {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
+        return SpeechUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
 
 
-class _AudioFile:
-    """The file of one request, encoded while the final stage makes its audio.
-
-    Attributes:
-        is_streamed: The file is sent while it is encoded. Audio of a diffusion stage comes as a whole.
-        output: The pipeline's, after the last of the `parts`.
-    """
-
-    output: OmniRequestOutput
-
-    def __init__(self, stage: OmniStageConfig, request: SpeechRequest) -> None:
-        self.is_streamed = request.stream and stage.kind != "DiT"
-        self._stage = stage
-        self._request = request
-        self._encoder: AudioEncoder | None = None
-
-    @property
-    def media_type(self) -> str:
-        return AUDIO_FORMATS[self._request.response_format]
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers that describe the file; known with its first bytes."""
-        assert self._encoder is not None
-        return {
-            SAMPLE_RATE_HEADER: str(self._encoder.sample_rate),
-            CHANNELS_HEADER: str(self._encoder.num_channels),
-        }
-
-    async def parts(self, events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[bytes, None]:
-        """The file's bytes as they are encoded; no part is empty.
-
-        Raises:
-            OmniError, OmniHTTPError: It failed.
-        """
-        async with aclosing(events):
-            async for event in events:
-                samples, rate = self._samples(event)
-                if samples.size and (data := await self._encode(samples, rate)):
-                    yield data
-                if isinstance(event, CompletedEvent):
-                    if self._encoder is None:
-                        raise OmniHTTPError("the model made no audio for this input", HTTPStatus.INTERNAL_SERVER_ERROR)
-                    (self.output,) = event.outputs
-                    if rest := await self._encoder.finish_async():
-                        yield rest
-
-    def _samples(self, event: OmniEvent) -> tuple[np.ndarray, int]:
-        """The samples of an event, float32 `[n]` or `[channels, n]`, and their sample rate."""
-        tensors: Mapping[str, torch.Tensor] = {}
-        rate = self._stage.sample_rate
-        if isinstance(event, ARSegmentEvent) and event.stage_id == self._stage.stage_id:
-            tensors = event.multimodal_output
-        elif isinstance(event, CompletedEvent) and self._encoder is None:  # Nothing was streamed: it has all samples.
-            (output,) = event.outputs
-            tensors, rate = output.multimodal_output, output.sample_rate
-        return first_clip(tensors.get("audio", torch.empty(0))), rate or DEFAULT_SAMPLE_RATE
-
-    async def _encode(self, samples: np.ndarray, rate: int) -> bytes:
-        try:
-            if self._encoder is None:
-                self._encoder = AudioEncoder(
-                    self._request.response_format,
-                    rate,
-                    self._request.speed,
-                    num_channels=count_channels(samples),
-                    is_whole=not self.is_streamed,
-                )
-            return await self._encoder.encode_async(samples)
-        except BrokenAudioError as error:
-            logger.error("a stage made broken audio: %s", error)
-            raise OmniHTTPError("the model made broken audio", HTTPStatus.INTERNAL_SERVER_ERROR) from error
-
-
-class _ClosingResponse(StreamingResponse):
+class ClosingResponse(StreamingResponse):
     """Closes its generator when it ends for any reason, which aborts the request at once."""
 
     def __init__(self, parts: AsyncGenerator[Any, None], media_type: str, headers: Mapping[str, str]) -> None:
@@ -312,32 +271,48 @@ class _ClosingResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _whole(file: _AudioFile, events: AsyncGenerator[OmniEvent, None]) -> Response:
-    """
-    Raises:
-        OmniError, OmniHTTPError: It failed.
-    """
-    async with aclosing(file.parts(events)) as parts:
-        data = b"".join([part async for part in parts])
-    headers = {**file.headers, FINISH_REASON_HEADER: finish_reason_of(file.output)}
-    return Response(data, headers=headers, media_type=file.media_type)
+def _headers(file: SpeechFile) -> dict[str, str]:
+    """Headers that describe a file."""
+    return {SAMPLE_RATE_HEADER: str(file.sample_rate), CHANNELS_HEADER: str(file.num_channels)}
 
 
-def _line(data: dict[str, Any]) -> str:
-    """msgspec writes bytes as base64."""
+def _as_item(index: int, result: BatchItem | BaseException) -> BatchItem:
+    if isinstance(result, BatchItem):
+        return result
+    error = to_http_error(result) if isinstance(result, OmniError) else result
+    if not isinstance(error, (OmniHTTPError, VLLMClientError)):
+        raise error
+    return BatchItem(index=index, error=create_error_response(error).error)
+
+
+def sse_line(data: dict[str, Any]) -> str:
+    """One server-sent event. msgspec writes bytes as base64."""
     return f"data: {msgspec.json.encode(data).decode()}\n\n"
 
 
-@router.post("/v1/audio/speech", dependencies=[Depends(validate_json_request)], responses=RESPONSES)
+async def _speech_request(raw_request: Request) -> SpeechRequest:
+    return await read_request(raw_request, SpeechRequest, "ref_audio")
+
+
+@router.post(
+    "/v1/audio/speech",
+    responses=RESPONSES,
+    openapi_extra=describe_form(SpeechRequest, "ref_audio", several=False),
+)
 @with_cancellation
 @load_aware_call
-async def create_speech(request: SpeechRequest, raw_request: Request) -> Response:
+async def create_speech(request: Annotated[SpeechRequest, Depends(_speech_request)], raw_request: Request) -> Response:
     """The speech of a text: streamed while it is made, or as a whole file."""
     return await get_handler(raw_request, "audio").create(request, raw_request)
 
 
-@router.get("/v1/audio/voices")
-async def list_voices(raw_request: Request) -> VoiceList:
-    """The voices that a request can choose, and further names for them."""
-    voices = raw_request.app.state.engine_client.voices
-    return VoiceList(voices=voices.names, voice_map=voices.map)
+@router.post(
+    "/v1/audio/speech/batch",
+    dependencies=[Depends(validate_json_request)],
+    responses={HTTPStatus.OK.value: {"model": SpeechBatch}, **describe_errors(HTTPStatus.INTERNAL_SERVER_ERROR)},
+)
+@with_cancellation
+@load_aware_call
+async def create_speech_batch(request: SpeechBatchRequest, raw_request: Request) -> Response:
+    """The speech of several texts, which are spoken at the same time."""
+    return await get_handler(raw_request, "audio").create_batch(request, raw_request)

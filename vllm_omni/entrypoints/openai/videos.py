@@ -27,7 +27,7 @@ from vllm_omni.diffusion.pipeline_info import nearest_num_frames, temporal_facto
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
 from vllm_omni.entrypoints.openai.images import RESPONSES
-from vllm_omni.entrypoints.openai.media_output import as_video_file, describe_video, read_first_frame
+from vllm_omni.entrypoints.openai.media_output import as_video_files, describe_video, read_first_frame
 from vllm_omni.entrypoints.openai.media_request import (
     DiffusionRequest,
     ImageUrls,
@@ -183,7 +183,7 @@ class ServingVideos:
                     job.video.progress = min(99, 100 * (event.step + 1) // event.num_steps)
                 elif isinstance(event, CompletedEvent):
                     output = event.outputs[0]
-                    file = await asyncio.to_thread(as_video_file, output.videos[0], output.fps)
+                    (file,) = await asyncio.to_thread(as_video_files, output)
                     job.video.size, job.video.seconds = await asyncio.to_thread(describe_video, file)
                     await self.store.complete(job, file)
 

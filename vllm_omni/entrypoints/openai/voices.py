@@ -2,7 +2,6 @@
 """The names of voices in requests: the model's own, and others mapped to these, as OpenAI's are for all models."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
@@ -43,8 +42,12 @@ class Voices:
         spread = {name: targets[i % len(targets)] for i, name in enumerate(OPENAI_VOICES) if name not in own}
         self.map = spread | given
 
-    def read(self, voice: str | None, parameter: str) -> dict[str, Any]:
-        """The keys of a prompt (`OmniPrompt`) for a request's voice; none for the default voice.
+    def __contains__(self, name: str) -> bool:
+        """Whether a name, in lower case, means a voice of the model."""
+        return name == DEFAULT_VOICE or name in self.names or name in self.map
+
+    def read(self, voice: str | None, parameter: str) -> str | None:
+        """The model's voice that a request names; None: the default one.
 
         Args:
             voice: A name; None: the default.
@@ -56,8 +59,8 @@ class Voices:
         name = DEFAULT_VOICE if voice is None else voice.lower()
         name = self.map.get(name, name)
         if name == DEFAULT_VOICE:
-            return {}
+            return None
         if name not in self.names:
             known = ", ".join([*(self.names or [DEFAULT_VOICE]), *self.map])
             raise VLLMValidationError(f"unknown voice {voice!r}; there are {known}", parameter=parameter)
-        return {"additional_information": {"speaker": name}}
+        return name

@@ -12,12 +12,13 @@ import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.recorder import StageRecorder
+from vllm_omni.metrics.stats import CacheCounts, MetricFamily
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.watchdog import StepTimer
 
@@ -88,6 +89,7 @@ class Result:
     output: StageOutput
     num_input_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -211,6 +213,7 @@ class StageEngine(ABC):
         step_timer: Entered around every step.
         always_compiles: Any step may compile something, not only the first one.
         lock: Held while it reads an item of the inbox, and during every step.
+        on_failure: Called from any thread when the engine is broken outside of a step.
     """
 
     capacity: int
@@ -222,6 +225,7 @@ class StageEngine(ABC):
         self.outbox = outbox
         self.recorder = StageRecorder(-1, "")  # replaced by the stage's
         self.step_timer = StepTimer()
+        self.on_failure: Callable[[], None] = lambda: None
         self._is_stopping = False
 
     def abort(self, request_id: str) -> None:
@@ -279,6 +283,14 @@ class StageEngine(ABC):
     def kv_blocks(self) -> tuple[int, int]:
         """KV cache blocks in use, and in total. Called from any thread."""
         return 0, 0
+
+    def cache_counts(self) -> dict[str, CacheCounts]:
+        """As in `StageStats.caches`. Called from any thread."""
+        return {}
+
+    def metrics(self) -> list[MetricFamily]:
+        """The engine's own metrics, if it has any. Called from any thread."""
+        return []
 
     def close(self) -> None:  # noqa: B027 (optional)
         """Releases what `start` took."""

@@ -26,11 +26,12 @@ from vllm_omni.diffusion.job import (
     pack_encoded_prompts,
     unpack_encoded_prompts,
 )
-from vllm_omni.diffusion.pipeline_info import PipelineInfo
+from vllm_omni.diffusion.pipeline_info import PipelineInfo, takes_several_images
 from vllm_omni.diffusion.request_settings import call_arguments, default_fps
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.inputs import StageInput
 from vllm_omni.media import encode_outputs, to_pil
+from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.outputs import StageOutput
 from vllm_omni.sampling_params import DiffusionRequest
 from vllm_omni.stage.engines.base import (
@@ -50,12 +51,12 @@ class _Request:
     """A running request.
 
     Attributes:
-        outputs: Finished outputs, by index.
+        ends: Those of its finished outputs, by index.
     """
 
     diffusion: DiffusionRequest
     streams_output: bool
-    outputs: dict[int, Any] = field(default_factory=dict)
+    ends: dict[int, JobEnd] = field(default_factory=dict)
 
 
 class DiffusionStageEngine(StageEngine):
@@ -81,7 +82,7 @@ class DiffusionStageEngine(StageEngine):
 
     def start(self) -> None:
         self._info = PipelineInfo.load(self._model, self._config)
-        self._executor.start()
+        self._executor.start(lambda: self.on_failure())
         self.capacity = 2 * self._executor.max_batch_size  # one batch to compute, and the next one
 
     def run(self) -> None:
@@ -97,6 +98,10 @@ class DiffusionStageEngine(StageEngine):
 
     def close(self) -> None:
         self._encoding.shutdown()
+        self._executor.close()
+
+    def cache_counts(self) -> dict[str, CacheCounts]:
+        return {"prompt": self._executor.prompt_cache_counts}
 
     # Inbox.
 
@@ -142,9 +147,9 @@ class DiffusionStageEngine(StageEngine):
         params = diffusion.params
         pipeline_class = self._info.class_for(bool(diffusion.images))
         arguments = {**call_arguments(pipeline_class, params), **_prompt_arguments(pipeline_class, item)}
-        if diffusion.images:
+        if diffusion.images and "image" not in arguments:  # The stage input processor may have changed them.
             images = [to_pil(image) for image in diffusion.images]
-            arguments["image"] = images if len(images) > 1 else images[0]
+            arguments["image"] = images if takes_several_images(pipeline_class) else images[0]
         sources = item.sources.values()
         encoded_prompts = next(filter(None, map(unpack_encoded_prompts, sources)), None)
         return [
@@ -196,21 +201,22 @@ class DiffusionStageEngine(StageEngine):
             text = f"{type(end.error).__name__}: {end.error}"
             self.outbox.put(Error(request_id, text, end.traceback, end.is_invalid))
             return
-        request.outputs[end.job.index] = end.output
+        request.ends[end.job.index] = end
         if self._config.part == "encoder":
             del self._requests[request_id]
             self._emit(request_id, *pack_encoded_prompts(end.output))
-        elif len(request.outputs) == len(request.diffusion.seeds):
+        elif len(request.ends) == len(request.diffusion.seeds):
             del self._requests[request_id]
             self._encoding.submit(self._encode, request_id, request)
 
     def _encode(self, request_id: str, request: _Request) -> None:
         """Runs on the encoding thread: encoding files is slow and needs no device."""
-        outputs = [request.outputs[index] for index in range(len(request.outputs))]
+        ends = [request.ends[index] for index in range(len(request.ends))]
+        outputs, sounds = [end.output for end in ends], [end.sound for end in ends if end.sound is not None]
         params = request.diffusion.params
         params = msgspec.structs.replace(params, fps=params.fps or default_fps(self._info.pipeline_class))
         try:
-            tensors, data = encode_outputs(self._info.output_type, outputs, params, self._executor.sample_rate)
+            tensors, data = encode_outputs(self._info.output_type, outputs, params, self._executor.sample_rate, sounds)
             self._emit(request_id, tensors, data)
         except Exception as error:
             self.outbox.put(Error.from_exception(request_id, error))

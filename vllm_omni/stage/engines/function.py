@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages that compute in calls of Python, in order of arrival: a plain function, or a function for a batch."""
+"""Stages that compute in calls of Python: a plain function, or a function for a batch."""
 
 import contextlib
 import time
@@ -50,6 +50,7 @@ class SerialEngine(StageEngine):
         super().__init__(outbox)
         self._stage_id = stage_id
         self._requests: dict[str, StageRequest] = {}
+        self._first_windows: deque[WorkItem] = deque()
         self._work: deque[WorkItem] = deque()
 
     @abstractmethod
@@ -61,18 +62,20 @@ class SerialEngine(StageEngine):
         """
 
     def has_work(self) -> bool:
-        return bool(self._work)
+        return bool(self._first_windows or self._work)
 
     def step(self) -> None:
         """Computes one work item."""
-        item = self._work.popleft()
+        item = self._next_item()
         started = time.monotonic()
         try:
-            pieces = self.compute(self._requests[item.request_id], item.sources)
-            self._emit(item, pieces)
+            last = self._stream(item.request_id, self.compute(self._requests[item.request_id], item.sources))
         except Exception as error:
             self._fail(item.request_id, error)
+            last = None
         self.recorder.step(time.monotonic() - started, 1)
+        if last is not None:
+            self._emit(item, last)
 
     def is_live(self, request_id: str) -> bool:
         """Reads the inbox; whether the request has not been aborted."""
@@ -86,27 +89,33 @@ class SerialEngine(StageEngine):
                 self._forget(item.request_id)
             case NewRequest():
                 self._requests[item.request_id] = item.request
-                self._work.append(item)
+                (self._work if item.is_last else self._first_windows).append(item)
             case StreamChunk():
                 if item.request_id in self._requests:
                     self._work.append(item)
 
-    def _emit(self, item: WorkItem, pieces: Pieces) -> None:
-        request_id = item.request_id
+    def _next_item(self) -> WorkItem:
+        """The first window of a stream passes everything else: a client waits for it."""
+        return (self._first_windows or self._work).popleft()
+
+    def _stream(self, request_id: str, pieces: Pieces) -> StageOutput | None:
+        """Emits the pieces as they are made. Returns what follows them; None if the request was aborted."""
         if isinstance(pieces, StageOutput):
-            last = pieces
-        else:
-            for piece in pieces:
-                if not self.is_live(request_id):
-                    return
-                self.outbox.put(Stream(request_id, piece))
-                self.step_timer.restart()
-            last = StageOutput(request_id=request_id, stage_id=self._stage_id)
+            return pieces
+        for piece in pieces:
+            if not self.is_live(request_id):
+                return None
+            self.outbox.put(Stream(request_id, piece))
+            self.step_timer.restart()
+        return StageOutput(request_id=request_id, stage_id=self._stage_id)
+
+    def _emit(self, item: WorkItem, output: StageOutput) -> None:
+        """Emits the output of an item, the last act of a step: the IO thread wakes up, and both need the same lock."""
         if item.is_last:
-            self._requests.pop(request_id, None)
-            self.outbox.put(Result(request_id, last))
-        elif isinstance(pieces, StageOutput):
-            self.outbox.put(Stream(request_id, last))
+            self._requests.pop(item.request_id, None)
+            self.outbox.put(Result(item.request_id, output))
+        else:
+            self.outbox.put(Stream(item.request_id, output))
 
     def _fail(self, request_id: str, error: Exception) -> None:
         self._forget(request_id)
@@ -114,7 +123,9 @@ class SerialEngine(StageEngine):
 
     def _forget(self, request_id: str) -> None:
         if self._requests.pop(request_id, None) is not None:
-            self._work = deque(item for item in self._work if item.request_id != request_id)
+            for items in (self._first_windows, self._work):
+                for item in [item for item in items if item.request_id == request_id]:
+                    items.remove(item)
 
 
 class FunctionStageEngine(SerialEngine):
@@ -154,16 +165,17 @@ class BatchFunctionStageEngine(SerialEngine):
         self._function = resolve_dotted_path(self._function_path, "batch_function")
 
     def step(self) -> None:
-        batch = [self._work.popleft() for _ in range(min(len(self._work), self._max_batch_size))]
+        num_waiting = len(self._first_windows) + len(self._work)
+        batch = [self._next_item() for _ in range(min(num_waiting, self._max_batch_size))]
         started = time.monotonic()
         results = self._compute_batch(batch)
+        self.recorder.step(time.monotonic() - started, len(batch))
         with self.outbox.batch():
             for item, result in zip(batch, results, strict=True):
                 if isinstance(result, Exception):
                     self._fail(item.request_id, result)
                 elif item.request_id in self._requests:
                     self._emit(item, result)
-        self.recorder.step(time.monotonic() - started, len(batch))
 
     def compute(self, request: StageRequest, sources: Sources) -> StageOutput:
         (result,) = self._call([request], [sources])

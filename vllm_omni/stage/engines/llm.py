@@ -4,6 +4,7 @@
 The loop is vLLM's: read the inbox, step, emit outputs. All requests of the stage share the engine's continuous batch.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -12,11 +13,11 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
-from vllm.usage.usage_lib import UsageContext
 
-from vllm_omni.engine.engine_args import choose_v1_model_runner, create_engine_args
+from vllm_omni.engine.engine_args import USAGE_CONTEXT, choose_v1_model_runner, create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.errors import InvalidRequestError
+from vllm_omni.metrics.stats import CacheCounts, MetricFamily
 from vllm_omni.stage.engines.base import (
     AbortRequest,
     Error,
@@ -28,6 +29,7 @@ from vllm_omni.stage.engines.base import (
     StreamChunk,
 )
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest
+from vllm_omni.stage.spec import RayWorkers
 from vllm_omni.worker.gpu_worker import is_device_broken
 
 MAX_RETRIES = 3
@@ -43,10 +45,22 @@ class LLMStageEngine(StageEngine):
     """
 
     def __init__(
-        self, outbox: Outbox, stage_id: int, model: str, engine_type: str, engine_args: dict[str, Any]
+        self,
+        outbox: Outbox,
+        stage_id: int,
+        model: str,
+        engine_type: str,
+        engine_args: dict[str, Any],
+        workers: RayWorkers | None = None,
+        log_stats: bool = False,
     ) -> None:
         super().__init__(outbox)
         self._stage_id = stage_id
+        self._log_stats = log_stats
+        self._workers = workers
+        # The caller's process has the whole cache of preprocessed media. Of vLLM's two halves, in two processes, one
+        # would lack what a refused request has left in the other.
+        engine_args = engine_args | {"mm_processor_cache_gb": 0}
         self._engine_args = create_engine_args(model, engine_type=engine_type, **engine_args)
         choose_v1_model_runner()
         self._request_class: type[LLMRequest] = GenerationRequest if engine_type == "generation" else ARRequest
@@ -55,14 +69,19 @@ class LLMStageEngine(StageEngine):
 
     @cached_property
     def _vllm_config(self) -> VllmConfig:
-        return self._engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        config = self._engine_args.create_engine_config(USAGE_CONTEXT)
+        if self._workers is not None:
+            config.parallel_config.placement_group = _join_cluster(self._workers)
+        return config
 
     def must_start_first(self) -> bool:
         # vLLM makes the expert group of a process with its first engine, and only if that engine has experts.
         return self._vllm_config.model_config.is_moe
 
     def start(self) -> None:
-        self._engine = OmniLLMEngine.from_omni_config(self._vllm_config, not self._engine_args.disable_log_stats)
+        log_stats = self._log_stats or not self._engine_args.disable_log_stats
+        self._engine = OmniLLMEngine.from_omni_config(self._vllm_config, log_stats)
+        self._engine.model_executor.register_failure_callback(self.on_failure)
         self.capacity = self._engine.vllm_config.scheduler_config.max_num_seqs
 
     def close(self) -> None:
@@ -72,6 +91,13 @@ class LLMStageEngine(StageEngine):
 
     def kv_blocks(self) -> tuple[int, int]:
         return self._engine.kv_blocks()
+
+    def cache_counts(self) -> dict[str, CacheCounts]:
+        counts = self._engine.encoder_cache_counts()
+        return {"encoder": counts} if counts is not None else {}
+
+    def metrics(self) -> list[MetricFamily]:
+        return [] if self._engine.metrics is None else self._engine.metrics.families()
 
     # Inbox.
 
@@ -162,3 +188,11 @@ class LLMStageEngine(StageEngine):
                     self._engine.quarantine(engine_id, batch[engine_id])
             elif len(suspects) == 1:
                 request.num_retries = 0  # The cause was that request, not the batch.
+
+
+def _join_cluster(workers: RayWorkers) -> Any:
+    """Connects this process to a Ray cluster, for vLLM's Ray executor; returns its placement group."""
+    import ray  # an extra
+
+    ray.init(address=workers.address, namespace=workers.namespace, logging_level=logging.ERROR)
+    return ray.util.get_placement_group(workers.group)

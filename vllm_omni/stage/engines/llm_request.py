@@ -6,14 +6,14 @@ request of the engine for each window of its input, in order, each with the mode
 """
 
 import copy
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any
 
-import msgspec
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from vllm_omni.core.sched.output import RequestWindow
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
@@ -42,6 +42,7 @@ class LLMRequest(ABC):
         self._has_streamed = False
         self._num_input_tokens = 0
         self._num_output_tokens = 0
+        self._num_cached_tokens = 0
 
     @property
     @abstractmethod
@@ -85,7 +86,7 @@ class LLMRequest(ABC):
         return Stream(self.request_id, piece)
 
     def _result(self, piece: StageOutput) -> Result:
-        return Result(self.request_id, piece, self._num_input_tokens, self._num_output_tokens)
+        return Result(self.request_id, piece, self._num_input_tokens, self._num_output_tokens, self._num_cached_tokens)
 
     def _as_piece(self, output: Any, is_first: bool) -> StageOutput:
         completions = [_as_completion(completion) for completion in output.outputs]
@@ -93,6 +94,7 @@ class LLMRequest(ABC):
             raise RuntimeError("vLLM ended the request with an error; see the log of this stage")
         prompt_token_ids = list(output.prompt_token_ids or ()) if is_first else []
         self._num_input_tokens += len(prompt_token_ids)
+        self._num_cached_tokens = output.num_cached_tokens or 0
         self._num_output_tokens += sum(len(completion.token_ids) for completion in completions)
         return StageOutput(
             request_id=self.request_id,
@@ -124,8 +126,7 @@ class ARRequest(LLMRequest):
         # Consumers read the first completion only.
         self._engine.discard_rows(self.request_id, first=1 if item.emits_rows else 0)
         if not item.is_last:
-            num_ready_tokens = None if item.stage_input is None else item.stage_input.num_ready_tokens
-            self._engine.await_input(self.request_id, num_ready_tokens)
+            self._engine.await_input(self.request_id, (item.stage_input or item.request).num_ready_tokens)
         return []
 
     def extend(self, chunk: StreamChunk) -> Items:
@@ -150,6 +151,7 @@ class GenerationRequest(LLMRequest):
         self._waiting: deque[StageInput | None] = deque()
         self._running: RequestWindow | None = None
         self._num_done = 0
+        self._since = time.monotonic()
         self._has_stream = False
         self._finish_reason = "stop"
         self._pieces: list[StageOutput] = []
@@ -177,6 +179,8 @@ class GenerationRequest(LLMRequest):
         self._pieces.append(self._as_window(output))
         self._running = None
         self._num_done += 1
+        if self._num_done == 1:
+            self._since = time.monotonic()
         return self._continue()
 
     def abort(self) -> None:
@@ -186,9 +190,16 @@ class GenerationRequest(LLMRequest):
     def _continue(self) -> Items:
         """Starts the next window if none runs; returns the available outputs."""
         if self._running is None and self._waiting:
-            stage_input = self._waiting.popleft()
-            is_last = self._is_input_complete and not self._waiting
-            self._run(RequestWindow(self.request_id, self._num_done, is_last), stage_input)
+            stage_input = self._next_input()
+            window = RequestWindow(
+                self.request_id,
+                index=self._num_done,
+                is_last=self._is_input_complete and not self._waiting,
+                streams=self._streams_output,
+                num_before=self._num_input_tokens,
+                since=self._since,
+            )
+            self._run(window, stage_input)
         if self._is_input_complete and self._running is None:
             self._release_state()
             return [self._result(self._merged())]
@@ -197,15 +208,27 @@ class GenerationRequest(LLMRequest):
             pieces, self._pieces = self._pieces, pieces
         return [self._stream(piece) for piece in pieces]
 
+    def _next_input(self) -> StageInput | None:
+        """The next window, with those behind it that fit into one batch."""
+        stage_input = self._waiting.popleft()
+        while self._waiting:
+            later = self._waiting[0]
+            if stage_input is None or later is None or not stage_input.is_extensible:
+                break
+            if len(stage_input.prompt_token_ids) + len(later.prompt_token_ids) > self._engine.batch_tokens:
+                break
+            self._waiting.popleft()
+            stage_input = stage_input.extended_by(later)
+        return stage_input
+
     def _run(self, window: RequestWindow, stage_input: StageInput | None) -> None:
         engine_id = _window_id(window)
         if stage_input is not None and stage_input.finish_reason is not None:
             self._finish_reason = stage_input.finish_reason
         _add_to_engine(self._engine, engine_id, self._request, stage_input, RequestOutputKind.FINAL_ONLY)
         self._running = window
-        if not (window.is_first and window.is_last):
-            self._engine.set_window(engine_id, window)
-            self._has_stream = True
+        self._engine.set_window(engine_id, window)
+        self._has_stream |= not (window.is_first and window.is_last)
 
     def _release_state(self) -> None:
         if self._has_stream:
@@ -246,9 +269,10 @@ def _add_to_engine(
         return
     assert stage_input is not None, "a vLLM stage with sources has a stage input processor"
     assert request.sampling_params is not None, "requests of vLLM stages come with sampling parameters"
-    params = _with_stage_input(request.sampling_params, stage_input)
+    params = stage_input.apply_to(request.sampling_params)
     params.output_kind = output_kind
-    engine.add_request(engine_id, _as_prompt(stage_input), params, trace_headers=trace_headers)
+    prompt = stage_input.as_prompt(request.cache_salt)
+    engine.add_request(engine_id, prompt, params, trace_headers=trace_headers, priority=request.priority)
 
 
 def _with_engine_id(
@@ -264,28 +288,6 @@ def _with_engine_id(
     ready.sampling_params.output_kind = output_kind
     ready.trace_headers = trace_headers
     return ready
-
-
-def _as_prompt(stage_input: StageInput) -> dict[str, Any]:
-    prompt: dict[str, Any] = {"additional_information": stage_input.additional_information}
-    if stage_input.prompt_embeds is not None:
-        prompt["prompt_embeds"] = stage_input.prompt_embeds
-    else:
-        prompt["prompt_token_ids"] = stage_input.prompt_token_ids
-    return prompt
-
-
-def _with_stage_input(params: SamplingParams, stage_input: StageInput) -> SamplingParams:
-    """A copy of the request's parameters, with the additions of the stage input processor."""
-    if stage_input.stop_token_ids:
-        # This copy runs vLLM's own set-up again: min_tokens must include these ids.
-        stop_token_ids = [*(params.stop_token_ids or ()), *stage_input.stop_token_ids]
-        params = msgspec.structs.replace(params, stop_token_ids=stop_token_ids)
-    else:
-        params = copy.copy(params)
-    if stage_input.max_tokens is not None:
-        params.max_tokens = min(params.max_tokens or stage_input.max_tokens, stage_input.max_tokens)
-    return params
 
 
 def _as_prompt_logprobs(output: Any) -> list[dict[int, Logprob] | None] | None:

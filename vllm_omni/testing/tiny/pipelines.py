@@ -33,8 +33,12 @@ class Size:
     text_layers: int
 
 
-def make_image_vae(channels: tuple[int, ...] = (8, 16, 16, 16)) -> AutoencoderKL:
-    """The autoencoder of SD3, Flux and Z-Image: 8 pixels a latent on each side, 16 channels, no quantization layers."""
+def make_image_vae(channels: tuple[int, ...] = (8, 16, 16, 16), **settings: Any) -> AutoencoderKL:
+    """The autoencoder of SD3, Flux and Z-Image: 8 pixels a latent on each side, 16 channels, no quantization layers.
+
+    Args:
+        settings: Further ones of the class.
+    """
     blocks = len(channels)
     return AutoencoderKL(
         block_out_channels=channels,
@@ -48,6 +52,7 @@ def make_image_vae(channels: tuple[int, ...] = (8, 16, 16, 16)) -> AutoencoderKL
         use_quant_conv=False,
         use_post_quant_conv=False,
         force_upcast=False,
+        **settings,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny `Qwen3ForCausalLM`: text in, text out. Used by the engine tests and the overhead benchmark."""
+"""A tiny `Qwen3ForCausalLM`: text in, text out. Used by the engine tests and the benchmark against plain vLLM."""
 
 from pathlib import Path
 from typing import Any

@@ -32,15 +32,19 @@ GAINS = {"text_encoder": 2.0, "transformer": 1.5, "vae": 1.0}
 def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
     pipe = QwenImagePipeline(**make_components(SIZES[size]))
-    add_template_tokens(pipe)
+    add_template_tokens(pipe.tokenizer, pipe.prompt_template_encode)
     fill_components(pipe, seed, GAINS)
     negative = {"negative_prompt": "dark"}
     calibrate(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, height=64, width=64, **negative)
     pipe.save_pretrained(path, safe_serialization=True)
 
 
-def make_components(size: Size) -> dict[str, Any]:
-    """Arguments of the pipeline's class."""
+def make_components(size: Size, **transformer_settings: Any) -> dict[str, Any]:
+    """Arguments of the pipeline's class.
+
+    Args:
+        transformer_settings: Further ones of its class.
+    """
     tokenizer = make_qwen_tokenizer()
     transformer = QwenImageTransformer2DModel(
         in_channels=4 * LATENT_CHANNELS,  # 2 x 2 latents are one token
@@ -50,36 +54,40 @@ def make_components(size: Size) -> dict[str, Any]:
         num_attention_heads=size.heads,
         joint_attention_dim=size.text_hidden,
         axes_dims_rope=size.axes,
+        **transformer_settings,
     )
     return {
         "scheduler": FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
         ),
         "vae": AutoencoderKLQwenImage(base_dim=4, num_res_blocks=1),
-        "text_encoder": Qwen2_5_VLForConditionalGeneration(_text_config(size, tokenizer)),
+        "text_encoder": Qwen2_5_VLForConditionalGeneration(
+            qwen2_5_vl_config(tokenizer, size.text_hidden, size.text_layers)
+        ),
         "tokenizer": tokenizer,
         "transformer": transformer,
     }
 
 
-def add_template_tokens(pipe: Any) -> None:
+def add_template_tokens(tokenizer: Qwen2Tokenizer, template: str) -> None:
     """Adds a token for each word of the pipeline's instruction to its text encoder.
 
     The pipeline drops as many tokens as the instruction has in the real tokenizer. Encoded in bytes it would be longer,
     and the rest of it would dominate the prompt.
     """
-    instruction = pipe.prompt_template_encode.split("<|im_end|>")[0].removeprefix("<|im_start|>system\n")
+    instruction = template.split("<|im_end|>")[0].removeprefix("<|im_start|>system\n")
     words = dict.fromkeys(re.findall(r"'s| ?\w+| ?[^\w\s]+", instruction))
-    pipe.tokenizer.add_tokens([word for word in words if len(pipe.tokenizer.encode(word)) > 1])
+    tokenizer.add_tokens([word for word in words if len(tokenizer.encode(word)) > 1])
 
 
-def _text_config(size: Size, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
-    heads = size.text_hidden // 16
+def qwen2_5_vl_config(tokenizer: Qwen2Tokenizer, hidden: int, layers: int) -> Qwen2_5_VLConfig:
+    """Heads of 16; twice as many for queries as for keys and values."""
+    heads = hidden // 16
     text = {
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": size.text_hidden,
-        "intermediate_size": 2 * size.text_hidden,
-        "num_hidden_layers": size.text_layers,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
         "max_position_embeddings": 8192,
@@ -92,7 +100,7 @@ def _text_config(size: Size, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_heads": 2,
-        "out_hidden_size": size.text_hidden,
+        "out_hidden_size": hidden,
         "patch_size": PATCH,
         "window_size": 4 * PATCH,
         "fullatt_block_indexes": [1],

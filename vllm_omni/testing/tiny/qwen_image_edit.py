@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny `QwenImageEditPipeline`: an image and an instruction to another image.
+"""A tiny `QwenImageEditPipeline`: an image and an instruction to another image. Shared with `qwen_image_edit_plus`.
 
 The pipeline scales every input to a million pixels. Its autoencoder therefore has 16 pixels a latent on each side, not
 8 as the real one: sizes are multiples of 32.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,26 +25,46 @@ PROMPT_KEYS_GAIN = 3.0
 
 def write(path: Path, seed: int, size: str) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
+    write_pipeline(QwenImageEditPipeline, path, seed, size)
+
+
+def write_pipeline(pipeline_class: Any, path: Path, seed: int, size: str) -> None:
+    """The same for this class or another one of the same components."""
     components = make_components(SIZES[size])
     components["vae"] = AutoencoderKLQwenImage(**VAE)
-    pipe = QwenImageEditPipeline(**components, processor=_make_processor(components["tokenizer"]))
-    add_template_tokens(pipe)
+    pipe = pipeline_class(**components, processor=make_processor(components["tokenizer"]))
+    call = {"image": make_noise(3), "negative_prompt": "dark", "height": 64, "width": 64}
+    fill_and_save(pipe, path, seed, call)
+
+
+def make_noise(channels: int) -> Image.Image:
+    """An image of 64 x 64 random pixels."""
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, channels), np.uint8))
+
+
+def fill_and_save(pipe: Any, path: Path, seed: int, call: dict[str, Any], latents_gain: float = 1.0) -> None:
+    """
+    Args:
+        call: Arguments of the pipeline besides the prompt.
+        latents_gain: How much more the latents of two images differ.
+    """
+    add_template_tokens(pipe.tokenizer, pipe.prompt_template_encode)
     fill_components(pipe, seed, GAINS)
+    with torch.no_grad():
+        pipe.vae.encoder.conv_out.weight *= latents_gain
     _sharpen_attention(pipe)
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
-    call = {"image": Image.fromarray(pixels), "negative_prompt": "dark", "height": 64, "width": 64}
     calibrate(pipe, pipe.transformer.proj_out, pipe.vae.decoder.conv_out, **call)
     pipe.save_pretrained(path, safe_serialization=True)
 
 
-def _sharpen_attention(pipe: QwenImageEditPipeline) -> None:
+def _sharpen_attention(pipe: Any) -> None:
     """Makes attention prefer the few tokens of the prompt to the thousand of the image."""
     with torch.no_grad():
         for block in pipe.transformer.transformer_blocks:
             block.attn.norm_added_k.weight *= PROMPT_KEYS_GAIN
 
 
-def _make_processor(tokenizer: object) -> Qwen2VLProcessor:
+def make_processor(tokenizer: object) -> Qwen2VLProcessor:
     """Gives the text encoder at most 16 tokens of an image."""
     pixels = {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 16 * (2 * PATCH) ** 2}
     settings = {"size": pixels, "patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}

@@ -120,7 +120,7 @@ $AUDIO
 
 def make_tokenizer(dialect: Dialect = QWEN3) -> Qwen2Tokenizer:
     """The tokenizer of all tiny checkpoints of a dialect. `<|im_end|>` ends a turn, `<|endoftext|>` pads."""
-    vocab, merges = _vocabulary()
+    vocab, merges = byte_vocabulary()
     no_unknown: Any = None  # every byte is known; the constructor's annotation says str
     tokenizer = Qwen2Tokenizer(
         vocab=vocab,
@@ -172,7 +172,7 @@ def answer_token_ids(tokenizer: Qwen2Tokenizer) -> list[int]:
     return sorted({token_id(tokenizer, text) for text in (*words, *PUNCTUATION, "\n")})
 
 
-def _vocabulary() -> tuple[dict[str, int], Any]:
+def byte_vocabulary() -> tuple[dict[str, int], Any]:
     """256 bytes, then one merge for each prefix of each word.
 
     All words begin with a space, so that only the first symbol of a word grows while it is merged: merges of other

@@ -63,6 +63,7 @@ def thinker_engine(tiny_qwen2_5_omni: Path) -> Iterator[OmniLLMEngine]:
         tiny_qwen2_5_omni,
         model_arch="Qwen2_5OmniThinkerForConditionalGeneration",
         engine_output_type="latent",
+        enable_prefix_caching=True,  # as a pipeline has it
         limit_mm_per_prompt={"image": 2, "audio": 2, "video": 1},
         skip_mm_profiling=True,
         mm_processor_cache_gb=0,  # as a pipeline has it

@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.model_executor.models.engines import read_weights
 from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu, simulate_device
-from vllm_omni.model_executor.feedback import FedBackRows, InputPiece
+from vllm_omni.model_executor.feedback import FedBackRows, InputPiece, RequestInput
 from vllm_omni.model_executor.models.qwen2_5_omni import token2wav_dit
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import TalkerFeedback
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import OmniQwen2_5OmniToken2Wav
@@ -83,7 +83,7 @@ def feed_back(device: torch.device) -> list[torch.Tensor]:
     )
     for slot in range(2):  # more than the initial capacity
         information = {"prompt_rows": rows[slot], "reply_rows": rows[2 + slot], "speaker": "a"}
-        strategy.begin(slot, information, SamplingParams(), is_input_complete=slot == 0)
+        strategy.begin(slot, RequestInput([], information, SamplingParams(), slot == 0))
     strategy.extend([InputPiece(1, {"reply_rows": rows[2]}, False), InputPiece(1, {}, True)])
     slots = torch.tensor([1, 0], device=device)
     strategy.save_hidden_states(slots, torch.zeros(2, 8, device=device))

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from vllm.sampling_params import SamplingParams
 
-from vllm_omni.model_executor.feedback import FedBackRows, InputPiece
+from vllm_omni.model_executor.feedback import FedBackRows, InputPiece, RequestInput
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import TalkerFeedback
 
 WIDTH, HIDDEN, CODES, PAD, BOS = 12, 8, 20, 16, 17
@@ -58,7 +58,7 @@ def test_prompts_end_with_the_voice_and_the_first_token_of_the_reply() -> None:
     strategy = reference.strategy()
     for slot, voice in enumerate(("a", "b")):
         prompt, reply = rows(3 + slot, slot), rows(4, 10 + slot)
-        strategy.begin(slot, information(prompt, reply, voice), PARAMS, is_input_complete=True)
+        strategy.begin(slot, RequestInput([], information(prompt, reply, voice), PARAMS, True))
         expected = reference.prompt(prompt, reply, voice)
         assert_close(strategy.prompt_rows(slot, 0, len(expected)), [*expected])
         assert_close(strategy.prompt_rows(slot, 1, 3), [*expected[1:3]])
@@ -69,7 +69,7 @@ def test_each_token_is_read_with_a_row_of_text_then_the_end_then_padding() -> No
     strategy = reference.strategy()
     replies = {0: rows(1, 20), 1: rows(5, 21)}
     for slot, reply in replies.items():
-        strategy.begin(slot, information(rows(2, slot), reply, "a"), PARAMS, is_input_complete=True)
+        strategy.begin(slot, RequestInput([], information(rows(2, slot), reply, "a"), PARAMS, True))
     for frame in range(8):
         tokens = [frame, CODES - 1 - frame]
         step = fed_back(tokens, [1, 0], [frame, frame])
@@ -84,7 +84,7 @@ def test_text_in_pieces_equals_the_whole_text(pieces: list[int]) -> None:
     strategy = reference.strategy()
     reply, other = rows(6, 30), rows(6, 31)
     for slot, text in enumerate((reply, other)):
-        strategy.begin(slot, information(rows(2, slot), text[:1], "b"), PARAMS, is_input_complete=False)
+        strategy.begin(slot, RequestInput([], information(rows(2, slot), text[:1], "b"), PARAMS, False))
     start = 1
     for index, count in enumerate(pieces):
         more = {"reply_rows": reply[start : start + count]} if count else {}
@@ -102,7 +102,7 @@ def test_several_pieces_of_one_request_in_one_step() -> None:
     reference = Reference()
     strategy = reference.strategy()
     reply = rows(6, 40)
-    strategy.begin(0, information(rows(2, 0), reply[:2], "a"), PARAMS, is_input_complete=False)
+    strategy.begin(0, RequestInput([], information(rows(2, 0), reply[:2], "a"), PARAMS, False))
     strategy.extend(
         [
             InputPiece(0, {"reply_rows": reply[2:3]}, is_last=False),
@@ -118,10 +118,10 @@ def test_a_slot_keeps_nothing_of_the_request_before() -> None:
     reference = Reference()
     strategy = reference.strategy(max_batch_size=1)
     for slot in range(5):  # beyond the batch size as well
-        strategy.begin(slot, information(rows(2, slot), rows(200, slot), "a"), PARAMS, is_input_complete=True)
+        strategy.begin(slot, RequestInput([], information(rows(2, slot), rows(200, slot), "a"), PARAMS, True))
     strategy.end(3)
     prompt, reply = rows(4, 50), rows(2, 51)
-    strategy.begin(3, information(prompt, reply, "b"), PARAMS, is_input_complete=True)
+    strategy.begin(3, RequestInput([], information(prompt, reply, "b"), PARAMS, True))
     assert_close(strategy.prompt_rows(3, 0, 6), [*reference.prompt(prompt, reply, "b")])
     step = fed_back([1, 1, 1, 1], [3, 3, 3, 3], [0, 1, 2, 300])
     assert_close(strategy.feed_back(step).embeds, [reference.step(reply, 1, frame) for frame in (0, 1, 2, 300)])

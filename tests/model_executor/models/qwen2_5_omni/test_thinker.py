@@ -40,6 +40,19 @@ def test_a_prompt_alone(
     check(outputs[kind], cases[kind], config)
 
 
+@pytest.mark.parametrize("kind", [*PROMPT_KINDS, *HARD_KINDS])
+def test_a_prompt_that_is_found_in_the_cache(
+    kind: str, thinker_engine: OmniLLMEngine, cases: dict[str, Case], config: PretrainedConfig
+) -> None:
+    """Media that look like others' are told apart: `kind` and `kind2` have the same tokens before their questions."""
+    for name in (kind, f"{kind}2", kind):
+        if name in cases:
+            output = run_engine(thinker_engine, {name: cases[name].prompt}, GREEDY)[name]
+            check(output, cases[name], config)
+    block_size = thinker_engine.vllm_config.cache_config.block_size
+    assert output.num_cached_tokens >= (len(output.prompt_token_ids) - 1) // block_size * block_size > 0
+
+
 def test_all_at_once_with_chunks_and_preemptions(
     thinker_engine: OmniLLMEngine,
     cases: dict[str, Case],

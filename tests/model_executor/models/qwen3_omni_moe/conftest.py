@@ -16,7 +16,7 @@ from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.testing.hf_oracle import HFOracle, hf_inputs
 from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS, make_prompts
 
-from .helpers import TALKER_TOKENS, THINKER_TOKENS, Case
+from .helpers import TALKER_ENGINE_ARGS, TALKER_TOKENS, THINKER_TOKENS, Case
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +51,7 @@ def thinker_engine(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLMEngine]:
         tiny_qwen3_omni_moe,
         model_arch="Qwen3OmniMoeThinkerForConditionalGeneration",
         engine_output_type="latent",
+        enable_prefix_caching=True,  # as a pipeline has it
         limit_mm_per_prompt={"image": 2, "audio": 2, "video": 1},
         skip_mm_profiling=True,
         mm_processor_cache_gb=0,  # as a pipeline has it
@@ -62,14 +63,7 @@ def thinker_engine(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLMEngine]:
 
 @pytest.fixture(scope="session")
 def talker_engine(tiny_qwen3_omni_moe: Path) -> Iterator[OmniLLMEngine]:
-    engine = start_engine(
-        tiny_qwen3_omni_moe,
-        model_arch="Qwen3OmniMoeTalkerForConditionalGeneration",
-        hf_config_name="talker_config",
-        engine_output_type="codes",
-        enable_prompt_embeds=True,
-        **TIGHT,
-    )
+    engine = start_engine(tiny_qwen3_omni_moe, **TALKER_ENGINE_ARGS)
     yield engine
     engine.close()
 

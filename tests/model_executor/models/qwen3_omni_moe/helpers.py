@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from tests.model_executor.models.engines import TIGHT
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.models.qwen3_omni_moe.stage_input_processors import ThinkerToTalker
 from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import TALKER_INPUT
@@ -14,6 +15,13 @@ from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.testing.hf_oracle import OracleResult
 
 THINKER_TOKENS, TALKER_TOKENS = 20, 40
+TALKER_ENGINE_ARGS: dict[str, Any] = {
+    "model_arch": "Qwen3OmniMoeTalkerForConditionalGeneration",
+    "hf_config_name": "talker_config",
+    "engine_output_type": "codes",
+    "enable_prompt_embeds": True,
+    **TIGHT,
+}
 
 
 @dataclass

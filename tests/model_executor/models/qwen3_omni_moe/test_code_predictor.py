@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code predictor against HF's on the same weights, and its sampling against HF's filters."""
+"""The depth decoder with a talker's weights against HF's code predictor."""
 
 from typing import Any
 
 import pytest
 import torch
 from transformers import PretrainedConfig
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import CodePredictor
-from vllm_omni.model_executor.models.qwen3_omni_moe.residual_frames import (
-    SAMPLING_TOP_K,
-    SAMPLING_TOP_P,
-    ResidualSampling,
-)
+from vllm_omni.model_executor.layers.depth_decoder import DepthDecoder
+from vllm_omni.model_executor.layers.residual_codes import GREEDY, MAX_TOP_K, ResidualSampling
+from vllm_omni.model_executor.models.qwen3_omni_moe.talker import RESIDUAL_FILTER
 from vllm_omni.testing.hf_oracle import HFOracle
 
 BATCH = 8
@@ -32,9 +28,9 @@ class RecordLogits:
 
 
 @pytest.fixture(scope="module")
-def predictor(oracle: HFOracle) -> CodePredictor:
+def predictor(oracle: HFOracle) -> DepthDecoder:
     theirs = oracle.model.talker.code_predictor
-    predictor = CodePredictor(theirs.config, max_batch_size=BATCH)
+    predictor = DepthDecoder(theirs.config, theirs.config.num_code_groups, max_batch_size=BATCH)
     loaded = predictor.load_weights(theirs.named_parameters())
     assert loaded == {name for name, _ in predictor.named_parameters()}
     return predictor
@@ -61,7 +57,7 @@ def run_hf(oracle: HFOracle, inputs: tuple[torch.Tensor, torch.Tensor]) -> Any:
 
 
 @torch.inference_mode()
-def test_greedy_codes_and_logits_equal_hf(predictor: CodePredictor, inputs: Any, oracle: HFOracle) -> None:
+def test_greedy_codes_and_logits_equal_hf(predictor: DepthDecoder, inputs: Any, oracle: HFOracle) -> None:
     expected = run_hf(oracle, inputs)
     recorder = RecordLogits()
     recorded = predictor(*inputs, recorder)
@@ -72,7 +68,7 @@ def test_greedy_codes_and_logits_equal_hf(predictor: CodePredictor, inputs: Any,
 
 
 @torch.inference_mode()
-def test_a_row_alone_equals_the_row_in_a_batch(predictor: CodePredictor, inputs: Any) -> None:
+def test_a_row_alone_equals_the_row_in_a_batch(predictor: DepthDecoder, inputs: Any) -> None:
     batch = predictor(*inputs)
     for row in range(BATCH):
         alone = predictor(*(tensor[row : row + 1] for tensor in inputs))
@@ -81,7 +77,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(predictor: CodePredictor, inputs:
 
 
 @torch.inference_mode()
-def test_embeds_are_the_sum_of_the_codes_embeddings(predictor: CodePredictor, inputs: Any, oracle: HFOracle) -> None:
+def test_embeds_are_the_sum_of_the_codes_embeddings(predictor: DepthDecoder, inputs: Any, oracle: HFOracle) -> None:
     frame = predictor(*inputs)
     tables = oracle.model.talker.code_predictor.get_input_embeddings()
     expected = sum(table(codes) for table, codes in zip(tables, frame.codes.T, strict=True))
@@ -89,38 +85,17 @@ def test_embeds_are_the_sum_of_the_codes_embeddings(predictor: CodePredictor, in
     assert torch.equal(predictor.embed_codes(frame.codes), frame.embeds)  # a replay is exact
 
 
-def exponential_noise(batch: int, steps: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.empty(batch, steps, SAMPLING_TOP_K).exponential_(generator=generator)
-
-
-def test_sampling_draws_from_hf_s_filtered_distribution() -> None:
-    draws = 20_000
-    logits = 2.0 * torch.randn(1, 128, generator=torch.Generator().manual_seed(1))
-    filtered = TopPLogitsWarper(SAMPLING_TOP_P)(None, TopKLogitsWarper(SAMPLING_TOP_K)(None, logits.clone()))
-    expected = filtered.softmax(-1)[0]
-    sampling = ResidualSampling(top_p=torch.full((draws, 1), SAMPLING_TOP_P), noise=exponential_noise(draws, 1))
-    drawn = sampling.sample(logits.expand(draws, -1), 0).bincount(minlength=128) / draws
-    assert ((drawn > 0) <= (expected > 0)).all()
-    assert (expected > 0).sum() > 5
-    torch.testing.assert_close(drawn, expected, rtol=0, atol=0.015)
-
-
 @torch.inference_mode()
-def test_greedy_rows_stay_greedy_among_sampled_ones(predictor: CodePredictor, inputs: Any) -> None:
-    top_p = torch.tensor([[0.0], [SAMPLING_TOP_P]] * (BATCH // 2))
+def test_greedy_rows_stay_greedy_among_sampled_ones(predictor: DepthDecoder, inputs: Any) -> None:
+    filters = torch.tensor([GREEDY, RESIDUAL_FILTER] * (BATCH // 2))
+    noise = torch.empty(BATCH, predictor.num_steps, MAX_TOP_K).exponential_(generator=torch.Generator().manual_seed(0))
     greedy = predictor(*inputs).codes
-    mixed = predictor(*inputs, ResidualSampling(top_p, exponential_noise(BATCH, predictor.num_steps))).codes
+    mixed = predictor(*inputs, ResidualSampling(filters, noise)).codes
     assert torch.equal(mixed[::2], greedy[::2])
     assert not torch.equal(mixed[1::2], greedy[1::2])
 
 
-def test_a_codebook_smaller_than_top_k_can_be_sampled() -> None:
-    sampling = ResidualSampling(top_p=torch.full((3, 1), SAMPLING_TOP_P), noise=exponential_noise(3, 1))
-    assert sampling.sample(torch.randn(3, 8), 0).max() < 8
-
-
 def test_unsupported_attention_is_refused(config: PretrainedConfig) -> None:
     biased = type(config.talker_config.code_predictor_config)(attention_bias=True)
-    with pytest.raises(ValueError, match="attention biases"):
-        CodePredictor(biased, max_batch_size=1)
+    with pytest.raises(ValueError, match="no biases"):
+        DepthDecoder(biased, 4, max_batch_size=1)

@@ -15,11 +15,12 @@ from vllm.sampling_params import SamplingParams
 
 from tests.model_executor.models.engines import read_weights
 from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu, simulate_device
-from vllm_omni.model_executor.feedback import FedBackRows, InputPiece
+from vllm_omni.model_executor.feedback import FedBackRows, InputPiece, RequestInput
+from vllm_omni.model_executor.layers.depth_decoder import DepthDecoder
+from vllm_omni.model_executor.layers.frame_loop import FrameLoop
+from vllm_omni.model_executor.layers.residual_codes import Frame, FrameGraphs, ResidualSampling
 from vllm_omni.model_executor.models.qwen3_omni_moe.code2wav import OmniQwen3OmniMoeCode2Wav
-from vllm_omni.model_executor.models.qwen3_omni_moe.code_predictor import CodePredictor
-from vllm_omni.model_executor.models.qwen3_omni_moe.residual_frames import Frame, FrameGraphs, ResidualSampling
-from vllm_omni.model_executor.models.qwen3_omni_moe.talker import TalkerFeedback
+from vllm_omni.model_executor.models.qwen3_omni_moe.talker import RESIDUAL_FILTER, TalkerFeedback
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import TalkerPromptBuilder, ThinkerRows
 
 CPU = torch.device("cpu")
@@ -32,7 +33,8 @@ def talker(config: PretrainedConfig) -> nn.ModuleDict:
     """The modules of a talker's feedback, on the CPU, with random weights."""
     torch.manual_seed(0)
     talker_config = config.talker_config
-    predictor = CodePredictor(talker_config.code_predictor_config, max_batch_size=4)
+    num_codes = talker_config.num_code_groups
+    predictor = DepthDecoder(talker_config.code_predictor_config, num_codes, max_batch_size=4)
     for parameter in predictor.parameters():
         parameter.data.normal_(std=0.3)
     builder = TalkerPromptBuilder(talker_config)
@@ -45,14 +47,15 @@ def talker(config: PretrainedConfig) -> nn.ModuleDict:
 def speak(talker: nn.ModuleDict, device: torch.device) -> list[torch.Tensor]:
     """Inputs and outputs of three requests: greedy, sampled, and sampled with a seed."""
     parts: Any = copy.deepcopy(talker).to(device)
-    strategy = TalkerFeedback(parts["embedding"], parts["builder"], parts["predictor"], 2, max_model_len=80)
+    frames = FrameLoop(parts["predictor"], 2, max_frames=80)
+    strategy = TalkerFeedback(parts["embedding"], parts["builder"], frames, 2)
     torch.manual_seed(1)
     width = talker["builder"].config.thinker_hidden_size
     users, replies = torch.randn(3, 5, width), torch.randn(3, 6, width)  # of stage input processors: on the CPU
     is_media = torch.tensor([False, True, True, False, False])
     for slot, params in enumerate((GREEDY, DRAWN, SEEDED)):
         information = ThinkerRows(users[slot], is_media, replies[slot], speaker_id=2).to_information()
-        strategy.begin(slot, information, params, is_input_complete=slot == 0)
+        strategy.begin(slot, RequestInput([], information, params, slot == 0))
     strategy.extend([InputPiece(1, {"reply_rows": users[0]}, True), InputPiece(2, {}, True)])
     slots = torch.tensor([2, 0, 1], device=device)
     made = [strategy.prompt_rows(slot, 0, 9) for slot in range(3)]
@@ -99,7 +102,8 @@ def predict_with_graphs(talker: nn.ModuleDict, device: torch.device) -> list[tor
     for batch_size, is_sampled in ((3, False), (1, True), (3, True), (2, False)):
         hidden, first = torch.randn(2, batch_size, predictor.config.hidden_size).to(device)
         noise = torch.empty(batch_size, *noise_shape).exponential_().to(device)
-        sampling = ResidualSampling(torch.full((batch_size, 1), 0.8, device=device), noise) if is_sampled else None
+        filters = torch.tensor([RESIDUAL_FILTER] * batch_size, device=device)
+        sampling = ResidualSampling(filters, noise) if is_sampled else None
         made += graphs(hidden, first, sampling)
     return made
 

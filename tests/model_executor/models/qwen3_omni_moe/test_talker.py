@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The talker's frames against HF's: alone, in a batch, with chunked prefills and preemptions, greedy and sampled."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +9,11 @@ import torch
 from transformers import PretrainedConfig
 from vllm.sampling_params import SamplingParams
 
-from tests.model_executor.models.engines import PreemptionCounter, run_engine
+from tests.model_executor.models.engines import PreemptionCounter, run_engine, start_engine
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS
 
-from .helpers import TALKER_TOKENS, Case
+from .helpers import TALKER_ENGINE_ARGS, TALKER_TOKENS, Case
 
 
 @pytest.fixture
@@ -67,6 +68,17 @@ def test_all_at_once_with_chunks_and_preemptions(
     preemptions = PreemptionCounter(talker_engine, monkeypatch)
     outputs = run_engine(talker_engine, {name: make_prompt(case) for name, case in cases.items()}, make_params())
     assert preemptions.count > 0
+    for name, case in cases.items():
+        check(outputs[name], case)
+
+
+@pytest.mark.slow
+def test_compiled_as_on_a_gpu(
+    tiny_qwen3_omni_moe: Path, cases: dict[str, Case], make_prompt: Any, make_params: Any
+) -> None:
+    engine = start_engine(tiny_qwen3_omni_moe, enforce_eager=False, **TALKER_ENGINE_ARGS)
+    outputs = run_engine(engine, {name: make_prompt(case) for name, case in cases.items()}, make_params())
+    engine.close()
     for name, case in cases.items():
         check(outputs[name], case)
 
@@ -171,6 +183,6 @@ def test_a_seed_fixes_every_code_however_the_text_arrives(
         check(outputs[name], cases[name])
     talker_engine.engine_core.get_output()  # what has ended is dropped with the next step
     runner: Any = talker_engine.model_executor.driver_worker.model_runner  # type: ignore[union-attr]
-    sampler = runner.strategy._sampler
+    sampler = runner.strategy._frames._sampler
     assert (len(runner.slots), runner.omni_info, runner.open_inputs) == (0, {}, set())
     assert (runner.strategy._prompts, sampler._generators, sampler._sampled) == ({}, {}, set())

@@ -81,6 +81,7 @@ class ThinkerToTalker(QwenOmniThinkerToTalker):
                 SPEAKER: speaker,
                 "mrope_positions": self._mrope_positions(request),
             },
+            token_information=[PROMPT_ROWS],
             stop_token_ids=[config.tts_codec_pad_token_id, config.tts_codec_end_token_id],
         )
 

@@ -8,7 +8,7 @@ Reference: `Qwen2_5OmniTalkerForConditionalGeneration` of HF transformers.
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,13 +18,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.qwen2 import Qwen2Model
 from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
-from vllm.sampling_params import SamplingParams
 
-from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStrategy
+from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStrategy, RequestInput
+from vllm_omni.model_executor.layers.talker import TextFeedback
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
 from vllm_omni.model_executor.models.qwen2_5_omni.stage_input_processors import PROMPT_ROWS, SPEAKER
 from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import REPLY_ROWS
-from vllm_omni.model_executor.models.qwen_omni.talker import QwenOmniTalker, QwenOmniTalkerFeedback
+from vllm_omni.model_executor.models.qwen_omni.talker import QwenOmniTalker
 
 
 class OmniQwen2_5OmniTalker(QwenOmniTalker):
@@ -89,7 +89,7 @@ def _make_backbone(vllm_config: VllmConfig, prefix: str) -> Qwen2Model:
     return Qwen2Model(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=make_layer)  # type: ignore[arg-type]
 
 
-class TalkerFeedback(QwenOmniTalkerFeedback):
+class TalkerFeedback(TextFeedback):
     """The reference projects the sum of a token's embedding and a row of text. A projection of a sum is the sum of
     projections, so every codec token is projected once, when the weights are loaded, every row of text once, when it
     arrives, and a step is two look-ups and an addition, for all requests at once.
@@ -97,6 +97,8 @@ class TalkerFeedback(QwenOmniTalkerFeedback):
     A request's information: `prompt_rows` `[P, thinker_hidden]`, `reply_rows` `[at least 1, thinker_hidden]`, and
     `speaker`, a voice's name in lower case. Its prompt is two rows longer than the thinker's: the voice, and the first
     row of the reply."""
+
+    text_key: ClassVar[str] = REPLY_ROWS
 
     def __init__(
         self,
@@ -117,21 +119,22 @@ class TalkerFeedback(QwenOmniTalkerFeedback):
             voices: `[thinker_hidden]` by name.
         """
         end, pad = projection(torch.stack((text_end, text_pad)))
-        super().__init__(end, pad, max_batch_size)
+        super().__init__(end[None], pad, max_batch_size)
         self._projection = projection
         self._codec = functional.linear(codec_embeds, projection.weight)  # [codec vocabulary, hidden]; no bias here
         self._prompt_codec = self._codec[list(prompt_codec_ids)]
         self._voices = voices
 
-    def begin(self, slot: int, information: dict[str, Any], params: SamplingParams, is_input_complete: bool) -> None:
+    def begin(self, slot: int, request: RequestInput) -> None:
+        information = request.information
         first, later = self._to_device(information[REPLY_ROWS]).tensor_split((1,))
         voice = self._voices[information[SPEAKER]][None]
         prompt = self._projection(torch.cat((self._to_device(information[PROMPT_ROWS]), voice, first)))
         prompt[-2:] += self._prompt_codec
-        self._set_input(slot, prompt, self._projection(later), is_input_complete)
+        self.set_input(slot, prompt, self._projection(later), request.is_complete)
 
-    def project_reply(self, reply_rows: torch.Tensor) -> torch.Tensor:
-        return self._projection(self._to_device(reply_rows))
+    def embed_text(self, text: torch.Tensor) -> torch.Tensor:
+        return self._projection(self._to_device(text))
 
     def feed_back(self, rows: FedBackRows) -> FedBack:
         return FedBack(embeds=self._codec[rows.token_ids] + self._text.read(rows.slots, rows.frames), outputs={})

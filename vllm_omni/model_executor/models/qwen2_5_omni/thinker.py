@@ -8,15 +8,31 @@ Reference: `Qwen2_5OmniForConditionalGeneration.generate` of HF transformers.
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
+from vllm.model_executor.models.qwen2_5_omni_thinker import (
+    Qwen2_5OmniThinkerDummyInputsBuilder,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2_5OmniThinkerMultiModalProcessor,
+    Qwen2_5OmniThinkerProcessingInfo,
+)
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from vllm_omni.model_executor.interfaces import RequestSpan
 from vllm_omni.model_executor.models.qwen2_5_omni.stage_input_processors import MM_KEYS, make_rope_index
+from vllm_omni.model_executor.models.qwen_omni.processor import PairsSoundWithVideo
 from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import TALKER_INPUT
 from vllm_omni.model_executor.models.qwen_omni.thinker import QwenOmniThinker
 
 
+class OmniQwen2_5OmniProcessor(PairsSoundWithVideo, Qwen2_5OmniThinkerMultiModalProcessor):
+    """Preprocesses media."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    OmniQwen2_5OmniProcessor,
+    info=Qwen2_5OmniThinkerProcessingInfo,
+    dummy_inputs=Qwen2_5OmniThinkerDummyInputsBuilder,
+)
 class OmniQwen2_5OmniThinker(QwenOmniThinker, Qwen2_5OmniThinkerForConditionalGeneration):
     """Understands text, audio, images and video, answers in text, and emits what the talker reads."""
 

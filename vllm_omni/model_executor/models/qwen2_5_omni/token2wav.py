@@ -17,11 +17,11 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTo
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from vllm_omni.model_executor.layers.vocoder import Vocoder
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_bigvgan import BigVGAN
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_dit import DiTSolver
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_windows import VocoderState, Window, WindowPlanner
-from vllm_omni.model_executor.models.qwen_omni.vocoder import QwenOmniVocoder
 
 MAX_BATCH_FRAMES = 16384
 """Frames of the spectrogram in one batch: bounds the memory of the widest activation."""
@@ -29,14 +29,15 @@ MAX_BATCH_FRAMES = 16384
 ACTIVATION_COPIES = 12
 """Tensors of the size of the waveform times its channels that are needed at the same time, an upper estimate."""
 
-MAX_BATCH_FRAMES_CPU = 1024
-"""Larger batches are no faster on a CPU: their activations do not fit into its caches."""
+MAX_BATCH_FRAMES_CPU = 240
+"""Two first windows of the stage configuration, which take five sixths of the time of one after the other. A batch of
+more is hardly faster on a CPU, and the first of them has to wait."""
 
 STATE = "vocoder"
 """Key of the `VocoderState` in the request's `state`."""
 
 
-class OmniQwen2_5OmniToken2Wav(QwenOmniVocoder):
+class OmniQwen2_5OmniToken2Wav(Vocoder):
     checkpoint_prefix: ClassVar[str] = "token2wav."
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -63,6 +64,11 @@ class OmniQwen2_5OmniToken2Wav(QwenOmniVocoder):
         dit = self.token2wav.code2wav_dit_model
         samples_per_frame = self.bigvgan.samples_per_frame
         return WindowPlanner(dit.repeats, dit.mel_dim, dit.block_size, samples_per_frame, self.solver.device)
+
+    @property
+    def batch_rows(self) -> int:
+        """See `SupportsBatchSize`."""
+        return self.max_batch_frames // self.token2wav.code2wav_dit_model.repeats
 
     def activation_bytes(self, num_rows: int) -> int:
         """See `SupportsActivationEstimate`. The last level of BigVGAN is the widest; the solver takes less."""

@@ -241,7 +241,7 @@ class DiTSolver:
 
     def _time_points(self) -> torch.Tensor:
         """`[10]`, denser towards the start."""
-        linear = torch.linspace(0, 1, NUM_TIME_POINTS, device=self.device)
+        linear = torch.linspace(0, 1, NUM_TIME_POINTS, device=self.device, dtype=torch.float32)  # not vLLM's default
         return linear - (torch.cos(torch.pi / 2 * linear) - 1 + linear)
 
     def _make_modulations(

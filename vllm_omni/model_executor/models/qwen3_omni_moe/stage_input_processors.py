@@ -5,7 +5,6 @@ They select rows and compute positions; everything that needs weights happens in
 Reference: `Qwen3OmniMoeForConditionalGeneration.generate` of HF transformers.
 """
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,17 +14,15 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoePreTrainedModelForConditionalGeneration,
 )
 
-from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.model_executor.layers.frames_to_codec import FramesToCodec
 from vllm_omni.model_executor.models.qwen3_omni_moe.talker_prompt import NUM_HEADER_ROWS, NUM_TAIL_ROWS, ThinkerRows
 from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import (
     QwenOmniThinkerToTalker,
     RopeIndex,
     find_speaker,
 )
-from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
-from vllm_omni.outputs import StageOutput
 
 DEFAULT_SPEAKER = "ethan"
 
@@ -130,30 +127,10 @@ class ThinkerToTalker(QwenOmniThinkerToTalker):
             # A prompt id that is never sampled, so that the repetition penalty counts generated codes only.
             prompt_token_ids=[self.talker_config.codec_pad_id] * (user.shape[0] + NUM_TAIL_ROWS),
             additional_information=thinker_rows.to_information() | {"mrope_positions": positions},
+            token_information=["user_rows", "user_is_placeholder"],
             stop_token_ids=[self.talker_config.codec_eos_token_id],
         )
 
 
-class TalkerToCode2Wav(StageInputProcessor):
-    """The talker's frames become the vocoder's input: one placeholder id for each frame."""
-
-    reads: ClassVar[tuple[str, ...]] = ("completions", "tensors.codes")
-    window: ClassVar[WindowConfig] = WindowConfig(unit="codes")
-
-    def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
-        """
-        Returns:
-            None where the window has no codes.
-        """
-        (talker,) = sources.values()
-        codes = talker.tensors.get("codes")  # absent if the first token was the end
-        if codes is None or codes.shape[0] == 0:
-            return None
-        return StageInput(
-            prompt_token_ids=[0] * codes.shape[0],
-            additional_information={"codes": codes},
-            finish_reason=talker.finish_reason,
-        )
-
-    def empty_output(self) -> dict[str, torch.Tensor]:
-        return {"audio": torch.empty(0)}
+class TalkerToCode2Wav(FramesToCodec):
+    """The talker's frames become the vocoder's input."""

@@ -11,13 +11,29 @@ deepstack levels, which this file requires.
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
+from vllm.model_executor.models.qwen3_omni_moe_thinker import (
+    Qwen3OmniMoeThinkerDummyInputsBuilder,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+    Qwen3OmniMoeThinkerMultiModalProcessor,
+    Qwen3OmniMoeThinkerProcessingInfo,
+)
+from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from vllm_omni.model_executor.interfaces import RequestSpan
+from vllm_omni.model_executor.models.qwen_omni.processor import PairsSoundWithVideo
 from vllm_omni.model_executor.models.qwen_omni.stage_input_processors import TALKER_INPUT
 from vllm_omni.model_executor.models.qwen_omni.thinker import QwenOmniThinker
 
 
+class OmniQwen3OmniMoeProcessor(PairsSoundWithVideo, Qwen3OmniMoeThinkerMultiModalProcessor):
+    """Preprocesses media."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    OmniQwen3OmniMoeProcessor,
+    info=Qwen3OmniMoeThinkerProcessingInfo,
+    dummy_inputs=Qwen3OmniMoeThinkerDummyInputsBuilder,
+)
 class OmniQwen3OmniMoeThinker(QwenOmniThinker, Qwen3OmniMoeThinkerForConditionalGeneration):
     """Understands text, audio, images and video, answers in text, and emits what the talker reads."""
 

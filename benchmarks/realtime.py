@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Realtime sessions at once against the same requests as streamed chats, and the server's memory meanwhile.
+
+    python benchmarks/realtime.py [--sessions 1 8 64] [--turns N] [--minutes M] [--output FILE.json] [--quick]
+
+A tiny model with random weights, greedy, answers of equal length. A session speaks its turns one after the other, each
+a second of sound; a chat sends the same messages. Both run in one server, one after the other. Speech is not held back
+(`--realtime-lead-s`), so that the time of the protocol is seen.
+
+`--minutes`: instead, users talk for so long, with pauses, in one session after the other; the memory of the server and
+its stages is read every minute. The KV caches, and oneDNN's cache of compiled kernels, are so small that they are full
+when it is first compared.
+"""
+
+import asyncio
+import base64
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+from report import Report, make_parser, progress
+from serve import omni_server, start_server
+
+from vllm_omni.entrypoints.openai.audio_formats import wav_header
+from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
+
+NUM_TOKENS, NUM_FRAMES = 16, 25
+KV_CACHE_BYTES, SMALL_KV_CACHE_BYTES = 256 << 20, 32 << 20
+NUM_KERNELS = "64"
+"""In oneDNN's cache, with `--minutes`: it keeps one for each number of tokens in a step, 1,024 by default."""
+WARM_UP_MINUTES = 3
+FLAGS = (
+    "--dtype=float32", "--enforce-eager", "--max-model-len=4096", "--max-num-seqs=64",
+    "--served-model-name=tiny", "--realtime-lead-s=600",
+    f"--stage.thinker.default_sampling_params.max_tokens={NUM_TOKENS}",
+    "--stage.thinker.default_sampling_params.temperature=0",
+    f"--stage.talker.default_sampling_params.max_tokens={NUM_FRAMES}",
+    "--stage.talker.default_sampling_params.ignore_eos=true",
+)  # fmt: skip
+PAUSE_S = 20.0
+"""Mean of the seconds between an answer and the next turn, with `--minutes`: about that of a user who listens."""
+SOUND = (np.sin(np.arange(24_000) / 20) * 8000).astype("<i2").tobytes()
+"""A user's turn: a second at 24 kHz."""
+
+
+@dataclass
+class Times:
+    """Seconds from the request for each answer to its first sound and to its end."""
+
+    first: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+
+
+async def talk(client: openai.AsyncOpenAI, num_turns: int, times: Times, pause_s: float = 0.0) -> None:
+    """A session of spoken turns, with pauses of this mean length."""
+    audio = base64.b64encode(SOUND).decode()
+    async with client.realtime.connect(model="tiny") as connection:
+        settings: Any = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
+        await connection.session.update(session=settings)
+        for _ in range(num_turns):
+            started, first = time.perf_counter(), 0.0
+            await connection.input_audio_buffer.append(audio=audio)
+            await connection.input_audio_buffer.commit()
+            await connection.response.create()
+            async for event in connection:
+                if event.type == "error":
+                    raise RuntimeError(event.error.message)
+                if event.type == "response.output_audio.delta":
+                    first = first or time.perf_counter() - started
+                if event.type == "response.done":
+                    if event.response.status not in ("completed", "incomplete"):  # its text ended at the limit
+                        raise RuntimeError(f"a response is {event.response.status}")
+                    break
+            times.first.append(first)
+            times.whole.append(time.perf_counter() - started)
+            await asyncio.sleep(random.uniform(0, 2 * pause_s))
+
+
+async def chat(client: openai.AsyncOpenAI, num_turns: int, times: Times) -> None:
+    """The same messages as streamed chats."""
+    uri = "data:audio/wav;base64," + base64.b64encode(wav_header(24_000, 1, len(SOUND)) + SOUND).decode()
+    messages: list[Any] = []
+    for _ in range(num_turns):
+        messages.append({"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": uri}}]})
+        started, first, text = time.perf_counter(), 0.0, ""
+        stream: Any = await client.chat.completions.create(
+            model="tiny", messages=messages, modalities=["text", "audio"], audio={"format": "pcm16", "voice": "alloy"},
+            stream=True,
+        )  # fmt: skip
+        async for chunk in stream:
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                if choice.delta.audio and choice.delta.audio.data:
+                    first = first or time.perf_counter() - started
+        messages.append({"role": "assistant", "content": text})
+        times.first.append(first)
+        times.whole.append(time.perf_counter() - started)
+
+
+async def crowd(
+    user: Callable[[openai.AsyncOpenAI, int, Times], Awaitable[None]], url: str, count: int, num_turns: int
+) -> Times:
+    times = Times()
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600) as client:
+        await asyncio.gather(*(user(client, num_turns, times) for _ in range(count)))
+    return times
+
+
+async def soak(url: str, count: int, num_turns: int, minutes: float, report: Report) -> None:
+    """Users that talk at once; adds a row for each minute, and the memory at the end over that after warming up."""
+    ends = time.monotonic() + 60 * minutes
+    times, num_complete, memory = Times(), 0, []
+
+    async def user(client: openai.AsyncOpenAI) -> None:
+        nonlocal num_complete
+        while time.monotonic() < ends:
+            await talk(client, num_turns, times, PAUSE_S)
+            num_complete += 1
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600) as client:
+        users = asyncio.gather(*(user(client) for _ in range(count)))
+        while not users.done():
+            num_before = len(times.first)
+            await asyncio.wait([users], timeout=60)
+            api, stages = memory_of(url), stage_memory_of(url)
+            memory.append(api + stages)
+            report.rows.append(
+                {
+                    "minute": len(memory),
+                    "sessions complete": num_complete,
+                    "answers": len(times.whole),
+                    "first audio p50 ms": 1000 * statistics.median(times.first[num_before:] or [0.0]),
+                    "server MiB": api,
+                    "stages MiB": stages,
+                }
+            )
+            progress(str(report.rows[-1]))
+        await users
+    report.ratios["memory"] = memory[-1] / memory[min(WARM_UP_MINUTES, len(memory)) - 1]
+    report.notes.append(f"memory: of all processes, at the end over that after {WARM_UP_MINUTES} minutes")
+
+
+def process_of(url: str) -> psutil.Process:
+    """The API process that listens at a URL."""
+    port = int(url.rpartition(":")[2])
+    (pid,) = {c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port}
+    return psutil.Process(pid)
+
+
+def memory_of(url: str) -> float:
+    """Private memory of the API process, in MiB."""
+    return process_of(url).memory_full_info().uss / 2**20
+
+
+def stage_memory_of(url: str) -> float:
+    """Private memory of its stages, in MiB."""
+    return sum(process.memory_full_info().uss for process in process_of(url).children(recursive=True)) / 2**20
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 64], help="sessions at once")
+    parser.add_argument("--turns", type=int, default=5, help="turns of a session")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, help="talk for so long, the largest of --sessions at once")
+    args = parser.parse_args()
+    num_rounds, num_turns = (1, min(args.turns, 2)) if args.quick else (args.rounds, args.turns)
+    report = Report("realtime", {"turns": num_turns, "rounds": num_rounds})
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_tiny_checkpoint("qwen3_omni_moe", Path(scratch) / "model")
+        if args.minutes:
+            os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = NUM_KERNELS
+        num_bytes = SMALL_KV_CACHE_BYTES if args.minutes else KV_CACHE_BYTES
+        command = omni_server(model, *FLAGS, f"--kv-cache-memory-bytes={num_bytes}")
+        with start_server(command, Path(scratch)) as url:
+            for user in (chat, talk):
+                asyncio.run(crowd(user, url, 1, 2))  # The first requests compile kernels.
+            if args.minutes:
+                asyncio.run(soak(url, max(args.sessions), num_turns, args.minutes, report))
+            for count in [] if args.minutes else args.sessions:
+                found: dict[str, Times] = {"chat": Times(), "realtime": Times()}
+                for _ in range(num_rounds):
+                    for name, user in (("chat", chat), ("realtime", talk)):
+                        progress(f"{name}, {count} at once")
+                        times = asyncio.run(crowd(user, url, count, num_turns))
+                        found[name].first += times.first
+                        found[name].whole += times.whole
+                    memory = memory_of(url)
+                for name, times in found.items():
+                    report.rows.append(
+                        {
+                            "client": name,
+                            "at once": count,
+                            "answers": len(times.whole),
+                            "first audio p50 ms": 1000 * statistics.median(times.first),
+                            "whole p50 ms": 1000 * statistics.median(times.whole),
+                            "server MiB": memory,
+                        }
+                    )
+                direct, ours = (statistics.median(times.first) for times in found.values())
+                report.ratios[f"first_audio_c{count}"] = ours / direct
+    if not args.minutes:
+        report.notes.append("first_audio_cN: realtime over chat, N at once; the server's memory after the last round")
+    report.finish(args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which windows a step of a one-step stage takes, on the scheduler of a real engine."""
+
+import time
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine.hooked_models import register
+from vllm_omni.core.sched.output import RequestWindow
+from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+
+LIMIT = 64
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_qwen3):
+    from vllm_omni.engine.engine_args import create_engine_args
+
+    register()
+    arguments = {"model_arch": "DoublingVocoder", "max_model_len": LIMIT, "max_num_batched_tokens": LIMIT}
+    arguments |= {"dtype": "float32", "max_num_seqs": 4, "engine_output_type": "audio"}
+    engine = OmniLLMEngine.from_omni_engine_args(
+        create_engine_args(str(tiny_qwen3), engine_type="generation", **arguments)
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def limited(engine, monkeypatch):
+    """Steps of 32 tokens."""
+    monkeypatch.setattr(engine._scheduler, "batch_tokens", 32)
+    return engine
+
+
+def add(engine, name, length, *, num_before=0, age=0.0, streams=True, is_last=False, priority=0):
+    """A window of request `name`, whose first output (or, of a first window, arrival) was `age` seconds ago."""
+    prompt = {
+        "prompt_token_ids": [0] * length,
+        "additional_information": {"codes": torch.zeros(length, dtype=torch.int64)},
+    }
+    engine.add_request(name, prompt, SamplingParams(max_tokens=1, detokenize=False), priority=priority)
+    since = time.monotonic() - age
+    index = 1 if num_before else 0
+    engine.set_window(name, RequestWindow(name, index, is_last, streams, num_before, since))
+    if index:  # as if its window before had been computed
+        states = engine.model_executor.driver_worker.model_runner.states
+        states.save(RequestWindow(name, 0, False), {"num_codes": num_before})
+
+
+def batches(engine):
+    """The requests of each step, until all are done."""
+    names = []
+    while engine.has_work():
+        engine.step()
+        if batch := engine.last_batch():
+            names.append("".join(batch))
+    return names
+
+
+def test_a_step_is_one_batch_of_the_model(limited):
+    for name in "abcd":
+        add(limited, name, 12)
+    assert batches(limited) == ["ab", "cd"]
+
+
+def test_a_window_larger_than_a_batch_has_a_step_of_its_own(limited):
+    add(limited, "a", 50)
+    add(limited, "b", 12)
+    assert batches(limited) == ["a", "b"]
+
+
+def test_without_a_declared_batch_a_step_takes_what_vllm_allows(engine):
+    for name in "abcd":
+        add(engine, name, 16)
+    assert engine.batch_tokens == LIMIT and batches(engine) == ["abcd"]
+
+
+def test_first_windows_pass_later_ones(limited):
+    add(limited, "a", 30, num_before=60, age=100.0)
+    add(limited, "b", 30, num_before=60, age=100.0)
+    add(limited, "c", 4)
+    add(limited, "d", 8)
+    assert batches(limited)[0] == "cd"
+
+
+def test_of_first_windows_the_one_that_came_first_is_first(limited):
+    add(limited, "b", 20, age=0.1)
+    add(limited, "a", 20, age=0.2)
+    assert batches(limited) == ["a", "b"]
+
+
+def test_of_later_windows_the_slowest_stream_is_first(limited):
+    add(limited, "a", 20, num_before=40, age=1.0)  # 40 codes in a second
+    add(limited, "b", 20, num_before=90, age=3.0)  # 30
+    add(limited, "c", 20, num_before=8, age=0.1)  # 80
+    assert batches(limited) == ["b", "a", "c"]
+
+
+def test_a_request_that_is_not_streamed_neither_delays_first_windows_nor_waits_forever(limited):
+    add(limited, "a", 20, age=2.0, streams=False, is_last=True)  # it will have had 10 codes for each second
+    add(limited, "b", 20, num_before=60, age=3.0)  # 20
+    add(limited, "c", 20, age=0.5, streams=False, is_last=True)  # 40
+    add(limited, "d", 20)
+    assert batches(limited) == ["d", "a", "b", "c"]
+
+
+def test_priority_comes_first(limited):
+    add(limited, "a", 20)
+    add(limited, "b", 20, num_before=60, age=1.0, priority=-1)
+    add(limited, "c", 20, priority=1)
+    assert batches(limited) == ["b", "a", "c"]

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline whose denoiser runs in two processes: images, previews, and a process that is killed."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.entrypoints.fake_pipelines import quick_servers
+from vllm_omni import ErrorEvent, ImageProgressEvent, OmniLLM
+from vllm_omni.errors import StageConfigError, StageDeadError
+from vllm_omni.testing.diffusers_oracle import DiffusersOracle
+
+SIZE = {"height": 64, "width": 64, "num_inference_steps": 3, "guidance_scale": 3.0, "negative_prompt": "grey"}
+PARAMS = {**SIZE, "seed": 7, "output_format": "np"}
+
+
+@pytest.fixture
+def llm(tiny_diffusion: Callable[[str], Path]) -> Iterator[OmniLLM]:
+    with quick_servers():
+        llm = OmniLLM(str(tiny_diffusion("z_image")), data_parallel_size=2)
+    with llm:
+        yield llm
+
+
+def denoisers() -> list[psutil.Process]:
+    """The processes of this pipeline that compute a denoiser with the stage's own."""
+    descendants = psutil.Process().children(recursive=True)
+    return [process for process in descendants if any("::denoiser" in word for word in process.cmdline())]
+
+
+def check_image(llm: OmniLLM, expected: np.ndarray) -> None:
+    (output,) = llm.generate("a hen", PARAMS, use_tqdm=False)
+    np.testing.assert_allclose(output.images[0], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_killed_process_fails_the_request_and_the_stage_restarts(
+    llm: OmniLLM, tiny_diffusion: Callable[[str], Path]
+) -> None:
+    expected = DiffusersOracle(tiny_diffusion("z_image")).generate("a hen", seed=7, **SIZE).numpy()
+    check_image(llm, expected)
+    (denoiser,) = denoisers()
+    events = llm.generate("a hen", {**PARAMS, "num_inference_steps": 200, "preview_every": 50}, stream=True)
+    assert isinstance(next(iter(events)), ImageProgressEvent)
+    os.kill(denoiser.pid, signal.SIGKILL)
+    *_, last = events
+    assert isinstance(last, ErrorEvent) and isinstance(last.error, StageDeadError)
+    assert "a worker of its engine ended" in str(last.error)
+
+    check_image(llm, expected)
+    (restarted,) = denoisers()
+    assert restarted != denoiser
+    stage = restarted.parent()
+    stage.kill()
+    gone, alive = psutil.wait_procs([restarted], timeout=30)
+    assert gone and not alive, "it ends with the stage's process, however that ended"
+    check_image(llm, expected)
+    left = denoisers()
+    llm.close()
+    gone, alive = psutil.wait_procs(left, timeout=30)
+    assert len(gone) == 1 and not alive
+
+
+def test_such_a_stage_shares_its_process_with_no_other(tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "stages.yaml").write_text(
+        "stage_args:\n"
+        "  - {stage_id: 0, engine_type: DiT, final_output: true, final_output_type: image, "
+        "engine_args: {ulysses_degree: 2}, runtime: {process: one}}\n"
+        "  - {stage_id: 1, engine_type: DiT, final_output: true, final_output_type: image, runtime: {process: one}}\n"
+    )
+    with pytest.raises(StageConfigError, match=r"stage 0 .*ulysses_degree needs a process without other stages"):
+        OmniLLM(str(tiny_diffusion("z_image")), str(tmp_path / "stages.yaml"))

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-Omni on two hosts that share nothing but the CPU: it says what it says on one, whatever happens to a host."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.speakers import Speakers, is_
+from tests.examples.running import decode_sound, run_example
+from tests.orchestrator.test_failure import wait_until
+from vllm_omni.testing.hosts import Host, Hosts, RayNodes
+
+pytest.importorskip("ray")
+WHY_NOT = Hosts.why_not()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts need namespaces: {WHY_NOT}"),
+]
+COUNT = 32
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is said on one machine."""
+    with contextlib.closing(Speakers(tiny_qwen3_omni_moe, tmp_path_factory.mktemp("hosts") / "expected")) as speakers:
+        speakers.ask("all", COUNT)
+        speakers.read_until(is_("done"))
+        assert set(speakers.ends("all").values()) == {None}
+    return speakers.folder
+
+
+@pytest.fixture
+def hosts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[list[Host], RayNodes]]:
+    """Two, with Ray; the parameter has more arguments of `Hosts`."""
+    shared = [tmp_path_factory.getbasetemp(), ROOT]
+    with Hosts(2, shared=shared, **getattr(request, "param", {})) as opened:
+        nodes = RayNodes(opened.hosts[0])
+        nodes.add(opened.hosts[1])
+        yield opened.hosts, nodes
+
+
+@pytest.fixture
+def speakers(tiny_qwen3_omni_moe: Path, hosts: tuple[list[Host], RayNodes], tmp_path: Path) -> Iterator[Speakers]:
+    """On the first host; talker and vocoder are on the second."""
+    (first, _), nodes = hosts
+    speakers = Speakers(tiny_qwen3_omni_moe, tmp_path / "said", first, nodes.env)
+    speakers.read_until(is_("ready"))
+    yield speakers
+    speakers.close()
+    for host in hosts[0]:
+        wait_until_clean(host)
+
+
+def wait_until_clean(host: Host) -> None:
+    parts: list[str] = []
+
+    def is_clean() -> bool:
+        parts[:] = host.pipeline_parts
+        return not parts
+
+    wait_until(is_clean, lambda: f"{host.name} still has {parts}")
+
+
+def assert_right(speakers: Speakers, expected: Path, names: list[str]) -> None:
+    assert [name for name in names if speakers.differs(name, expected)] == []
+
+
+@pytest.mark.parametrize(
+    "hosts", [{}, {"delay_s": 0.01, "stall_s": 0.5}], ids=["fast", "with delay and stalls"], indirect=True
+)
+def test_two_hosts_say_what_one_says(speakers: Speakers, expected: Path, hosts: tuple[list[Host], RayNodes]) -> None:
+    for name in ("all", "slow"):
+        speakers.ask(name, COUNT)
+        speakers.read_until(is_("done", name=name))
+        ends = speakers.ends(name)
+        assert len(ends) == COUNT and set(ends.values()) == {None}
+        assert_right(speakers, expected, list(ends))
+        for host in hosts[0]:
+            host.limit_rate("100mbit")
+
+
+@pytest.mark.parametrize("fault", ["power_off", "freeze", "unplug"])
+def test_each_request_ends_once_when_a_host_is_lost(
+    fault: str, speakers: Speakers, expected: Path, hosts: tuple[list[Host], RayNodes]
+) -> None:
+    (_, second), nodes = hosts
+    speakers.ask("all", COUNT)
+    speakers.read_until(is_("first"))
+    getattr(second, fault)()
+    speakers.read_until(is_("done"))
+    ends = speakers.ends("all")
+    assert len(ends) == COUNT
+    failed = [error for error in ends.values() if error is not None]
+    assert failed and all(error.startswith("StageDeadError") and second.address in error for error in failed)
+    assert_right(speakers, expected, [name for name, error in ends.items() if error is None])
+
+    revive(fault, second, nodes)
+    speakers.ask("again", 4)
+    speakers.read_until(is_("done", name="again"))
+    assert set(speakers.ends("again").values()) == {None}
+    assert_right(speakers, expected, list(speakers.ends("again")))
+
+
+def revive(fault: str, host: Host, nodes: RayNodes) -> None:
+    """The host is as new: Ray does not take a node back that it has given up."""
+    nodes.wait_until_lost(host)
+    if fault != "power_off":
+        host.thaw()
+        host.plug()
+        wait_until_clean(host)
+        host.power_off()
+    host.start()
+    nodes.add(host)
+
+
+def test_nothing_is_left_when_the_drivers_host_is_lost(
+    tiny_qwen3_omni_moe: Path, hosts: tuple[list[Host], RayNodes], tmp_path: Path
+) -> None:
+    (first, second), nodes = hosts
+    speakers = Speakers(tiny_qwen3_omni_moe, tmp_path / "said", first, nodes.env)
+    speakers.read_until(is_("ready"))
+    assert second.pipeline_parts
+    first.power_off()
+    wait_until_clean(second)
+    speakers.close()
+
+
+def test_the_tutorial_speaks(tmp_path: Path) -> None:
+    run_example("online/two_hosts.py", "--output", tmp_path / "speech.wav")
+    samples, rate = decode_sound(tmp_path / "speech.wav")
+    assert rate == 24_000 and len(samples) > rate

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items as chat messages, their order, and speech that was cut."""
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_omni.entrypoints.openai.realtime import protocol
+from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
+from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item, read_item, to_messages
+from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
+from vllm_omni.entrypoints.openai.realtime.protocol import EventError
+
+PCM, ULAW = FORMATS["audio/pcm"], FORMATS["audio/pcmu"]
+
+
+def item(sound_format: Any = PCM, **fields: Any) -> Item:
+    return read_item(protocol.read_item(fields, ("item",)), sound_format, "item")
+
+
+def message(role: str, *content: dict[str, Any], **fields: Any) -> Item:
+    return item(type="message", role=role, content=list(content), **fields)
+
+
+def spoken(text: str, sent_ms: float, made_ms: float) -> Item:
+    made = message("assistant", {"type": "output_audio", "transcript": text})
+    made.sent_ms, made.made_ms, made.num_chars = sent_ms, made_ms, len(text)
+    return made
+
+
+def test_items_are_messages() -> None:
+    sound = base64.b64encode(np.arange(800, dtype="<i2").tobytes()).decode()
+    image = "data:image/png;base64,AAAA"
+    user = message("user", {"type": "input_audio", "audio": sound}, {"type": "input_image", "image_url": image})
+    items = [
+        message("system", {"type": "input_text", "text": "Now in French."}),
+        user,
+        message("assistant", {"type": "output_text", "text": "Let me look."}),
+        item(type="function_call", call_id="a", name="look", arguments="{}"),
+        item(type="function_call", call_id="b", name="dive", arguments="{}"),
+        item(type="function_call_output", call_id="a", output="blue"),
+    ]
+    messages = to_messages("Be kind.", items)
+    assert [each["role"] for each in messages] == ["system", "system", "user", "assistant", "tool"]
+    assert [call["id"] for call in messages[3]["tool_calls"]] == ["a", "b"]
+    assert messages[3]["content"] == "Let me look." and messages[4]["tool_call_id"] == "a"
+    heard, seen = messages[2]["content"]
+    wav = base64.b64decode(heard["audio_url"]["url"].partition(",")[2])
+    assert wav[:4] == b"RIFF" and np.array_equal(np.frombuffer(wav[44:], "<i2"), np.arange(800))
+    assert seen == {"type": "image_url", "image_url": {"url": image}}
+    assert "audio" not in user.data["content"][0] and user.with_sound()["content"][0]["audio"] == sound
+
+
+def test_wrong_items() -> None:
+    for part, param in [
+        ({"type": "input_text"}, "item.content[0].text"),
+        ({"type": "input_audio", "audio": "?"}, "item.content[0].audio"),
+        ({"type": "input_audio", "audio": "AAAA"}, "item.content[0].audio"),  # 3 bytes
+        ({"type": "input_image"}, "item.content[0].image_url"),
+    ]:
+        with pytest.raises(EventError) as caught:
+            message("user", part)
+        assert caught.value.param == param
+
+
+def test_the_order_of_items() -> None:
+    conversation = Conversation()
+    assert conversation.add(message("user", id="a")) is None
+    assert conversation.add(message("user", id="c")) == "a"
+    assert conversation.add(message("user", id="b"), "a") == "a"
+    assert conversation.add(message("user", id="first"), "root") is None
+    assert [each.id for each in conversation] == ["first", "a", "b", "c"]
+    assert conversation.last_id == "c" and conversation.before(conversation.get("b")) == "a"
+    conversation.delete("b")
+    assert [each.id for each in conversation] == ["first", "a", "c"]
+    for failing in (
+        lambda: conversation.add(message("user", id="a")),
+        lambda: conversation.add(message("user"), "b"),
+        lambda: conversation.get("b"),
+        lambda: conversation.delete("b"),
+    ):
+        with pytest.raises(EventError):
+            failing()
+    assert len(list(conversation)) == 3
+
+
+def test_speech_is_cut_where_it_was_not_played() -> None:
+    text = "one two three four five six seven eight"
+    half = spoken(text, sent_ms=4000, made_ms=4000)
+    half.truncate(0, 2000)
+    assert half.content[0]["transcript"] == "one two three four"
+    half.truncate(0, 0)
+    assert half.content[0]["transcript"] == ""
+    # The model had made more than was sent.
+    cancelled = spoken(text, sent_ms=1000, made_ms=4000)
+    cancelled.truncate(0, 1000)
+    assert cancelled.content[0]["transcript"] == "one two"
+    whole = spoken(text, sent_ms=4000, made_ms=4000)
+    whole.truncate(0, 4000)
+    assert whole.content[0]["transcript"] == text
+    for index, end in ((0, 4001), (0, -1), (1, 100)):
+        with pytest.raises(EventError):
+            whole.truncate(index, end)
+    with pytest.raises(EventError, match="only speech"):
+        message("assistant", {"type": "output_text", "text": "a"}).truncate(0, 0)
+
+
+def test_the_input_buffer() -> None:
+    buffer = InputBuffer(ULAW)
+    for start in range(0, 8000, 800):
+        buffer.append(np.arange(start, start + 800, dtype=np.int16))
+    assert buffer.seconds == 1.0 and buffer.end_ms == 1000
+    buffer.keep_last(500)
+    buffer.drop_before(750)
+    buffer.drop_before(600)
+    assert buffer.end_ms == 1000
+    sound = buffer.take(until_ms=850)
+    np.testing.assert_array_equal(sound.samples, np.arange(6000, 6800))
+    assert buffer.end_ms == 1000 and buffer.seconds == 0.15
+    sound = buffer.take()
+    np.testing.assert_array_equal(sound.samples, np.arange(6800, 8000))
+    assert buffer.seconds == 0 and buffer.end_ms == 1000 and sound.seconds == 0.15

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of sessions, ephemeral keys, and the pace of speech."""
+
+import asyncio
+import base64
+import time
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import websockets
+from fastapi import FastAPI
+from websockets.exceptions import InvalidStatus
+
+from tests.entrypoints.openai.fake_server import over_http
+from tests.entrypoints.openai.media_apps import MODEL, app_of, send, with_flags
+from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, speech_of
+from tests.servers import RunningServer
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.realtime import client_secrets
+from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets
+
+SECRETS = "/v1/realtime/client_secrets"
+SECOND = base64.b64encode(np.zeros(24000, "<i2").tobytes()).decode()
+
+
+def test_sessions_at_once(realtime_app: FastAPI) -> None:
+    async def main(url: str) -> None:
+        async with opened(url), opened(url):
+            with pytest.raises(InvalidStatus) as caught:
+                async with opened(url):
+                    pass
+            answer = caught.value.response
+            assert answer.status_code == 429 and b"--max-realtime-sessions" in (answer.body or b"")
+        async with opened(url) as session:
+            await session.say("Hello")
+
+    with over_http(with_flags(realtime_app, "--max-realtime-sessions=2")) as url:
+        asyncio.run(main(url))
+
+
+def test_another_model(realtime_app: FastAPI) -> None:
+    async def main(url: str) -> None:
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+        with pytest.raises(InvalidStatus) as caught:
+            async with client.realtime.connect(model="gpt-realtime"):
+                pass
+        assert caught.value.response.status_code == 404 and MODEL.encode() in (caught.value.response.body or b"")
+
+    with over_http(realtime_app) as url:
+        asyncio.run(main(url))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--realtime-idle-timeout-s=0.3", "--max-realtime-session-s=0.3"])
+def test_a_session_expires(realtime_app: FastAPI, flag: str) -> None:
+    async def main(session: Session) -> None:
+        assert (await session.error()).code == "session_expired"
+        with pytest.raises(websockets.exceptions.ConnectionClosed):
+            await session.next()
+
+    converse(with_flags(realtime_app, flag), main, manual=False)
+
+
+def test_seconds_of_sound(realtime_app: FastAPI) -> None:
+    async def main(session: Session) -> None:
+        buffer = session.connection.input_audio_buffer
+        await buffer.append(audio=SECOND)
+        await buffer.commit()
+        item = (await session.until("conversation.item.done"))[-1].item
+        await buffer.append(audio=SECOND)
+        await buffer.append(audio=SECOND)
+        error = await session.error()
+        assert error.code == "audio_limit_exceeded" and "--max-realtime-audio-s" in error.message
+        await session.connection.conversation.item.delete(item_id=item.id)
+        await session.until("conversation.item.deleted")
+        await buffer.append(audio=SECOND)
+        await buffer.clear()
+        await session.until("input_audio_buffer.cleared")
+
+    converse(with_flags(realtime_app, "--max-realtime-audio-s=2.5"), main)
+
+
+def test_bytes_of_texts(realtime_app: FastAPI) -> None:
+    async def main(session: Session) -> None:
+        item = await session.say("x" * 800)
+        content: Any = [{"type": "input_text", "text": "x" * 800}]
+        await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+        error = await session.error()
+        assert error.code == "text_limit_exceeded" and "--max-realtime-text-bytes" in error.message
+        await session.connection.conversation.item.delete(item_id=item.id)
+        await session.until("conversation.item.deleted")
+        await session.say("x" * 800)
+
+    converse(with_flags(realtime_app, "--max-realtime-text-bytes=1500"), main)
+
+
+def test_bytes_of_an_event(omni_server: RunningServer) -> None:
+    """A longer event than the server allows ends its session, and no other."""
+
+    async def main() -> None:
+        model = omni_server.openai().models.list().data[0].id
+        async with opened(omni_server.url, model=model) as other:
+            for num_seconds, is_too_long in ((15, False), (17, True)):
+                async with opened(omni_server.url, model=model) as session:
+                    sound = base64.b64encode(np.zeros(24000 * num_seconds, "<i2").tobytes()).decode()
+                    await session.connection.input_audio_buffer.append(audio=sound)
+                    if is_too_long:
+                        with pytest.raises(websockets.exceptions.ConnectionClosedError) as caught:
+                            await session.next()
+                        assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
+                    else:
+                        await session.connection.input_audio_buffer.clear()
+                        await session.until("input_audio_buffer.cleared")
+            await other.say("Hello")
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_speech_is_sent_at_the_pace_of_its_playing(realtime_app: FastAPI) -> None:
+    async def main(session: Session) -> tuple[float, float, float]:
+        await session.say("Hello")
+        await session.connection.response.create()
+        await session.until("response.output_audio.delta")
+        started = time.monotonic()
+        events = [session.events[-1], *await session.until("response.output_audio.done")]
+        await session.until("response.done")
+        return started, time.monotonic(), len(speech_of(events)) / 48000
+
+    for lead, is_paced in ((0.2, True), (5.0, False)):
+        started, ended, seconds = converse(with_flags(realtime_app, f"--realtime-lead-s={lead}"), main)
+        assert seconds > 0.8
+        if is_paced:
+            assert ended - started >= seconds - lead - 0.25  # The first piece had been sent.
+
+
+def test_ephemeral_keys(realtime_app: FastAPI) -> None:
+    app = with_flags(realtime_app, "--api-key=secret")
+    settings = {"type": "realtime", "instructions": "Be kind.", "audio": {"output": {"voice": "alloy"}}}
+
+    async def main(url: str) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret") as client:
+            created = await client.realtime.client_secrets.create(
+                expires_after={"anchor": "created_at", "seconds": 60},
+                session=settings,  # type: ignore[arg-type]
+            )
+        assert created.value.startswith("ek_") and abs(created.expires_at - time.time() - 60) < 5
+        async with opened(url, key=created.value) as session:
+            assert session.events[0].session.instructions == "Be kind."
+            assert session.events[0].session.audio.output.voice == "alloy"
+        async with opened(url, key="secret"):
+            pass
+        with pytest.raises(InvalidStatus) as caught:
+            async with opened(url, key="ek_wrong"):
+                pass
+        assert caught.value.response.status_code == 401
+        # As a browser sends it.
+        protocols: Any = ["realtime", f"openai-insecure-api-key.{created.value}"]
+        address = url.replace("http", "ws") + "/v1/realtime"
+        async with websockets.connect(address, subprotocols=protocols) as socket:
+            assert socket.subprotocol == "realtime" and '"session.created"' in str(await socket.recv())
+        # It is for sessions only.
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=created.value) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+
+    with over_http(app) as url:
+        asyncio.run(main(url))
+
+
+def test_wrong_requests_for_keys(realtime_app: FastAPI) -> None:
+    for body, param in [
+        ({"session": {"type": "realtime", "audio": {"output": {"voice": "nobody"}}}}, "session.audio.output.voice"),
+        ({"session": {"type": "transcription"}}, "session.type"),
+        ({"session": {"type": "realtime", "colour": "red"}}, "session.colour"),
+        ({"expires_after": {"anchor": "created_at", "seconds": 1}}, "body.expires_after.seconds"),
+    ]:
+        answer = send(realtime_app, "POST", SECRETS, json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_keys_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr(client_secrets, "MAX_SECRETS", 2)
+    keys = ClientSecrets()
+    first, second, third = (keys.create(seconds, b"owner", {}) for seconds in (10, 20, 30))
+    assert keys.find(first.value) is None and keys.find(second.value) is second and keys.find("") is None
+    monkeypatch.setattr(client_secrets.time, "time", lambda: now + 25)
+    assert keys.find(second.value) is None and keys.find(third.value) is third
+
+
+def test_a_model_that_does_not_hear_or_speak(text_async_llm: AsyncOmniLLM, tiny_qwen3: Any) -> None:
+    client = OmniEngineClient(text_async_llm)
+    client.default_sampling_params["max_tokens"] = 8
+
+    async def main(session: Session) -> None:
+        created = session.events[0].session
+        assert created.output_modalities == ["text"] and created.audio.input.turn_detection is None
+        await session.connection.input_audio_buffer.append(audio=SECOND)
+        assert "does not hear" in (await session.error()).message
+        await session.connection.session.update(session={"type": "realtime", "output_modalities": ["audio"]})
+        assert (await session.error()).param == "session.output_modalities"
+        await session.say("Hello")
+        assert (await session.respond())[-1].response.output[0].content[0].text
+
+    converse(app_of(client, tiny_qwen3), main, manual=False)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real browser for tests of the page: Chromium, with a file as its microphone, and a record of what it plays."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import numpy as np
+import soundfile
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+    from playwright.sync_api import Browser, Locator, Page, Playwright
+
+CHROMIUM = shutil.which("chromium")
+RATE = 24000
+"""Samples per second of `played`."""
+
+# What reaches a sound card goes through a tap. Media events do not bubble, but they can be captured: a player is tapped
+# before it plays.
+RECORD = f"""
+window.played = [];
+const connect = AudioNode.prototype.connect;
+const tapOf = context => {{
+  if (!context.tap) {{
+    context.tap = context.createScriptProcessor(4096, 1, 1);
+    context.tap.onaudioprocess = ({{inputBuffer, outputBuffer}}) => {{
+      const samples = inputBuffer.getChannelData(0);
+      outputBuffer.copyToChannel(samples, 0);
+      if (samples.some(sample => sample)) window.played.push(Array.from(samples));
+    }};
+    connect.call(context.tap, context.destination);
+  }}
+  return context.tap;
+}};
+AudioNode.prototype.connect = function(node, ...rest) {{
+  return connect.call(this, node instanceof AudioDestinationNode ? tapOf(this.context) : node, ...rest);
+}};
+document.addEventListener("loadstart", event => {{
+  const player = event.target;
+  if (!player.closest("[id$=-player]") || player.isTapped) return;
+  player.isTapped = true;
+  const context = new AudioContext({{sampleRate: {RATE}}});
+  context.createMediaElementSource(player).connect(context.destination);
+}}, true);
+"""
+# A microphone that hears what a test says, when it says it.
+MICROPHONE = f"""
+const ears = new AudioContext({{sampleRate: {RATE}}});
+const microphone = ears.createMediaStreamDestination();
+navigator.mediaDevices.getUserMedia = async () => microphone.stream.clone();
+window.say = async samples => {{
+  const buffer = ears.createBuffer(1, samples.length, {RATE});
+  buffer.copyToChannel(Float32Array.from(samples), 0);
+  const source = ears.createBufferSource();
+  source.buffer = buffer;
+  source.connect(microphone);
+  await ears.resume();
+  source.start();
+  await new Promise(resolve => source.onended = resolve);
+}};
+"""
+
+
+def launch(playwright: Playwright, microphone: Path | None = None) -> Browser:
+    """
+    Args:
+        microphone: A WAV file that it hears, again and again from the start of a recording.
+    """
+    flags = ["--no-sandbox", "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
+    flags += [f"--use-file-for-fake-audio-capture={microphone}"] if microphone else []
+    return playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+
+
+def open_page(browser: Browser, url: str, *, speaks: bool = False, **options: object) -> Page:
+    """A visitor's page in a context of its own.
+
+    Args:
+        speaks: Its microphone hears what `window.say` is given.
+        options: The context's.
+    """
+    page = browser.new_context(**options).new_page()  # type: ignore[arg-type]
+    page.set_default_timeout(30_000)
+    page.add_init_script(RECORD + (MICROPHONE if speaks else ""))
+    page.goto(url)
+    return page
+
+
+def log_in(page: Page, name: str, password: str) -> None:
+    page.get_by_label("username").fill(name)
+    page.get_by_label("password").fill(password)
+    page.get_by_role("button", name="Login").click()
+
+
+def tabs(page: Page) -> list[str]:
+    """The names of the page's tabs."""
+    page.get_by_role("tab").first.wait_for()
+    return page.get_by_role("tab").all_inner_texts()
+
+
+def send(page: Page, text: str = "") -> None:
+    """Sends a message, with the files that are attached."""
+    box = page.locator("#chat-box textarea")
+    box.fill(text)
+    page.get_by_test_id("submit-button").click()
+
+
+def speak(page: Page, seconds: float) -> None:
+    """Attaches a recording of the microphone."""
+    page.get_by_test_id("microphone-button").click()
+    page.get_by_label("Start recording").click()
+    page.wait_for_timeout(1000 * seconds)
+    page.get_by_label("Stop recording").click()
+    page.get_by_label("Attach audio").click()
+
+
+def speech(client: OpenAI, text: str) -> np.ndarray:
+    """A text in a voice of the shipped model, float32 `[samples]` at `RATE`."""
+    answer = client.audio.speech.create(
+        model="shapes", voice="ben", input=text, response_format="wav", extra_body={"stream": False}
+    )
+    samples, rate = soundfile.read(io.BytesIO(answer.content), dtype="float32")
+    assert rate == RATE
+    return samples
+
+
+def attach_to_call(page: Page, picture: Path) -> None:
+    """Gives the model a picture to talk about, in the realtime tab."""
+    page.get_by_role("button", name="Settings").click()
+    page.locator("#realtime-picture input[type=file]").set_input_files(picture)
+    page.locator("#realtime-picture img").wait_for()
+
+
+def answers(page: Page) -> Locator:
+    """The texts of the model, and of errors, in order."""
+    return page.locator("#chat .bot .prose")
+
+
+def wait_until_played(page: Page) -> np.ndarray:
+    """Waits for the end of the sound that plays; returns all that was played, float32 `[samples]` at `RATE`."""
+    page.wait_for_function("document.querySelector('[id$=-player] audio')?.ended")
+    return played(page)
+
+
+def played(page: Page) -> np.ndarray:
+    """All sound that the page has played, without silence, float32 `[samples]` at `RATE`."""
+    return np.concatenate([np.float32([]), *(np.float32(piece) for piece in page.evaluate("window.played"))])
+
+
+def num_aborted(url: str, key: str = "none") -> float:
+    """Requests that a server has aborted in its stages."""
+    metrics = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"}).text
+    lines = [line for line in metrics.splitlines() if line.startswith("vllm_omni:stage_aborted_total")]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def wait_until_aborted(url: str, before: float, key: str = "none") -> None:
+    """Waits until there is one more of them than before."""
+    deadline = time.monotonic() + 10
+    while num_aborted(url, key) == before:  # The metrics are those of the last snapshot.
+        assert time.monotonic() < deadline, "the request goes on in the server"
+        time.sleep(0.1)
+
+
+@contextmanager
+def playground(url: str, log: Path) -> Iterator[str]:
+    """`vllm-omni playground URL`, in a process of its own; its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = "from vllm_omni.entrypoints.cli.main import main; main()"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "playground", url, f"--port={port}"], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        address = f"http://127.0.0.1:{port}/"
+        deadline = time.monotonic() + 60
+        while not _answers(address):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)  # There is no event for it.
+        yield address
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _answers(address: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(address, timeout=10).status_code == 200
+    return False

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-TTS against what the authors' package made of the same weights."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.model_executor.models.speech import CodecTests, SpeechCodec, SpeechModel, SpeechTests
+
+from .helpers import read_cases, start_codec, start_talker
+from .prompts import PROMPTS
+
+Checkpoint = Callable[[str, str], Path]
+
+
+class TestQwen3TTS(SpeechTests, CodecTests):
+    @pytest.fixture(scope="class", params=["qwen3_tts_base", pytest.param("qwen3_tts", marks=pytest.mark.slow)])
+    def kind(self, request: pytest.FixtureRequest) -> str:
+        kind: str = request.param
+        return kind
+
+    @pytest.fixture(scope="class")
+    def model(self, kind: str, checkpoint: Checkpoint) -> Iterator[SpeechModel]:
+        with start_talker(checkpoint(kind, "default"), read_cases(kind, "default")) as model:
+            yield model
+
+    @pytest.fixture(scope="class")
+    def codec(self, kind: str, checkpoint: Checkpoint) -> Iterator[SpeechCodec]:
+        with start_codec(checkpoint(kind, "default")) as codec:
+            yield codec
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["default", "large"])
+@pytest.mark.parametrize("kind", list(PROMPTS))
+def test_every_kind_and_size(kind: str, size: str, checkpoint: Checkpoint) -> None:
+    folder = checkpoint(kind, size)
+    with start_talker(folder, read_cases(kind, size)) as model, start_codec(folder) as codec:
+        for name, prompt in model.prompts.items():
+            model.check(model.run({name: prompt}))
+        model.check(model.run(model.prompts))
+        CodecTests().test_the_waveform_is_that_of_one_decode_for_any_windows(-1, model, codec)

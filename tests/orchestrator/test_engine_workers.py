@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages whose engines have several workers: on this machine, and on several nodes of a Ray cluster.
+
+vLLM's CPU platform has no devices that Ray could count. Here all processes have one that calls them GPUs, added in the
+way that vLLM has for platforms of others; everything else is real.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from vllm.platforms import current_platform
+
+from tests.orchestrator.test_failure import wait_until
+from tests.orchestrator.test_ray import QUICK_HEALTH_CHECKS
+from vllm_omni import OmniLLM
+from vllm_omni.errors import PipelineStartError, StageConfigError
+
+ray = pytest.importorskip("ray")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+
+pytestmark = pytest.mark.slow
+PLATFORM = """
+from vllm.platforms.cpu import CpuPlatform
+
+class CpuPlatformWithDevices(CpuPlatform):
+    ray_device_key = "GPU"
+
+def find():
+    return "platform_with_devices.CpuPlatformWithDevices"
+"""
+ENTRY_POINTS = "[vllm.platform_plugins]\nwith_devices = platform_with_devices:find\n"
+METADATA = "Metadata-Version: 2.1\nName: platform-with-devices\nVersion: 0\n"
+WORKERS = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+PARAMS = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+PROMPTS = ["The red river", "Look at the dog", "Two cats"]
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("platform")
+    (folder / "platform_with_devices.py").write_text(PLATFORM)
+    info = folder / "platform_with_devices-0.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    (info / "METADATA").write_text(METADATA)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        patch.setattr(type(current_platform), "ray_device_key", "GPU")  # this process knows its platform already
+        yield
+
+
+@pytest.fixture
+def cluster(platform: None) -> Iterator[Any]:
+    """h1, the driver's node, and h2 and h3 with a device each."""
+    cluster = cluster_utils.Cluster()
+    cluster.add_node(num_cpus=1, num_gpus=0, resources={"h1": 1}, _system_config=QUICK_HEALTH_CHECKS)
+    for name in ("h2", "h3"):
+        cluster.add_node(num_cpus=1, num_gpus=1, resources={name: 1})
+    cluster.wait_for_nodes()
+    ray.init(address=cluster.address, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def open_llm(model: Path, **options: Any) -> OmniLLM:
+    return OmniLLM(str(model), dtype="float32", max_model_len=64, enforce_eager=True, **options)
+
+
+def tokens_of(llm: OmniLLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+def nodes_of_actors(name: str) -> set[str]:
+    """The nodes of all actors that run and have this in their class or name."""
+    actors = ray._private.state.actors().values()
+    alive = [actor for actor in actors if actor["State"] == "ALIVE"]
+    return {actor["Address"]["NodeID"] for actor in alive if name in actor["ActorClassName"] + actor["Name"]}
+
+
+def test_a_stage_that_loses_a_worker_is_restarted(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a NUMA node for each
+    with open_llm(tiny_qwen3) as llm:
+        expected = tokens_of(llm)
+    with open_llm(tiny_qwen3, tensor_parallel_size=2) as llm:
+        assert tokens_of(llm) == expected
+        children = psutil.Process().children(recursive=True)
+        next(child for child in children if "Worker_TP1" in " ".join(child.cmdline())).kill()
+        wait_until(lambda: "a worker of its engine ended" in llm.health()[0].last_death)
+        wait_until(lambda: llm.health()[0].state == "ready")
+        assert tokens_of(llm) == expected
+
+
+def test_a_stage_spans_nodes_and_survives_the_death_of_one(cluster: Any, tiny_qwen3: Path) -> None:
+    with open_llm(tiny_qwen3) as llm:
+        expected = tokens_of(llm)
+    with open_llm(tiny_qwen3, distributed_backend="ray", **WORKERS) as llm:
+        assert tokens_of(llm) == expected
+        assert len(nodes_of_actors("RayWorkerProc")) == 2
+        (lost,) = nodes_of_actors("RayWorkerProc") - nodes_of_actors("StageHost")  # not that of the stage's process
+        cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == lost))
+        wait_until(lambda: llm.health()[0].last_death != "")
+        assert "a worker of its engine ended" in llm.health()[0].last_death
+        wait_until(lambda: "2 times CPU 1, GPU 1" in llm.health()[0].waits_for)
+        cluster.add_node(num_cpus=1, num_gpus=1, resources={"h4": 1})
+        assert tokens_of(llm) == expected  # after the stage has started again
+    wait_until(lambda: not nodes_of_actors("RayWorkerProc"))
+
+
+def test_what_cannot_be_placed_is_refused(cluster: Any, tiny_qwen3: Path) -> None:
+    with pytest.raises(PipelineStartError, match=r"stage 0 \(text\): 3 times CPU 1, GPU 1"):
+        open_llm(tiny_qwen3, distributed_backend="ray", **WORKERS | {"tensor_parallel_size": 3})
+    with pytest.raises(StageConfigError, match="Ray chooses the devices of its workers"):
+        open_llm(tiny_qwen3, distributed_backend="ray", stage_overrides={0: {"runtime": {"devices": "0,1"}}}, **WORKERS)

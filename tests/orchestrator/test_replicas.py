@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages with several replicas: each request runs in one of them, and one that dies fails only its own."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.orchestrator.pipelines import (
+    Caller,
+    error_of,
+    fake_stage,
+    fresh_stats,
+    make_config,
+    open_orchestrator,
+    state_of,
+    texts,
+)
+from tests.orchestrator.test_failure import processes, wait_until
+from vllm_omni.errors import StageDeadError
+from vllm_omni.events import CompletedEvent
+
+WINDOW = {"from": 0, "to": 1, "window_size": 3, "unit": "rows"}
+STAGES = (
+    fake_stage(0, "a", (), "text", replicas=2),
+    fake_stage(1, "b", (0,), "text", replicas=3),
+    fake_stage(2, "c", (0, 1), "text", replicas=2, routing="round_robin"),
+)
+
+
+@contextmanager
+def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
+    config = make_config(*(stages or STAGES), restart={"backoff_s": 0.0}, **runtime)
+    orchestrator = open_orchestrator(config)
+    try:
+        orchestrator.wait_until_started()
+        yield Caller(orchestrator, config)
+    finally:
+        orchestrator.close()
+
+
+@pytest.mark.parametrize("edges", [[], [WINDOW]])
+def test_requests_spread_over_the_replicas_and_their_outputs_stay_together(edges: list[dict]) -> None:
+    with running(edges=edges) as caller:
+        ids = [caller.submit(f"p{i}", fake_tokens=7, fake_seconds=0.002) for i in range(24)]
+        caller.submit("alone", fake_tokens=7)
+        ends = caller.wait(len(ids) + 1)
+        expected = [output.outputs[0].token_ids for output in ends.popitem()[1].outputs]  # type: ignore[union-attr]
+        for end in ends.values():
+            assert isinstance(end, CompletedEvent)
+            assert [output.outputs[0].token_ids for output in end.outputs] == expected
+        counts = {stats.name: stats.num_completed for stats in fresh_stats(caller.orchestrator)}
+        assert sum(counts[f"a.{i}"] for i in range(2)) == sum(counts[f"b.{i}"] for i in range(3)) == 25
+        assert all(count >= 4 for count in counts.values()), counts
+
+
+def test_health_and_statistics_name_each_replica() -> None:
+    with running() as caller:
+        names = ["a.0", "a.1", "b.0", "b.1", "b.2", "c.0", "c.1"]
+        assert state_of(caller.orchestrator) == dict.fromkeys(names, "ready")
+        assert [(s.stage_id, s.replica, s.name) for s in fresh_stats(caller.orchestrator)] == [
+            (0, 0, "a.0"), (0, 1, "a.1"), (1, 0, "b.0"), (1, 1, "b.1"), (1, 2, "b.2"), (2, 0, "c.0"), (2, 1, "c.1"),
+        ]  # fmt: skip
+        assert set(caller.orchestrator.activity()) == {"a", "b", "c"}
+
+
+def test_a_replica_that_dies_fails_its_own_requests_and_the_others_take_new_ones() -> None:
+    with running() as caller:
+        running_ids = [caller.submit(f"p{i}", fake_seconds={"b": 1.0}) for i in range(6)]
+        wait_until(lambda: [s.num_running for s in fresh_stats(caller.orchestrator) if s.stage_id == 1] == [1, 1, 1])
+        os.kill(processes(caller)["b.1"], signal.SIGKILL)
+        wait_until(lambda: state_of(caller.orchestrator)["b.1"] != "ready")
+        new_ids = [caller.submit(f"new {i}") for i in range(4)]
+        ends = caller.wait(len(running_ids) + len(new_ids))
+        failed = [request_id for request_id in running_ids if not isinstance(ends[request_id], CompletedEvent)]
+        assert 1 <= len(failed) <= 2, "it had two of the six, and the data of one or both"
+        for request_id in failed:
+            error = error_of(ends[request_id])
+            assert isinstance(error, StageDeadError) and error.stage_id == 1 and "stage 1 (b.1) died" in str(error)
+        for number, request_id in enumerate(new_ids):
+            assert texts(ends[request_id])[0] == f"new {number}>a"
+        wait_until(lambda: set(state_of(caller.orchestrator).values()) == {"ready"})
+        again = [caller.submit(f"again {i}") for i in range(6)]
+        assert all(isinstance(end, CompletedEvent) for end in caller.wait(len(again)).values())
+        restarts = {stage.name: stage.num_restarts for stage in caller.orchestrator.health()}
+        assert restarts.pop("b.1") == 1 and not any(restarts.values())
+
+
+def test_stages_that_share_processes_share_them_replica_by_replica() -> None:
+    a = fake_stage(0, "a", (), "text", replicas=2, process="both")
+    b = fake_stage(1, "b", (0,), "text", replicas=2, process="both")
+    with running(a, b) as caller:
+        ids = processes(caller)
+        assert ids["a.0"] == ids["b.0"] != ids["a.1"] == ids["b.1"]
+        caller.submit("p")
+        assert texts(caller.wait_one()) == ["p>a", "p>a>b"]

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A spoken conversation with the shipped model over `/v1/realtime`, in real time, judged by a recognizer.
+
+`-s` prints what was said, and the times from the end of a question to the first sound of its answer.
+"""
+
+import asyncio
+import base64
+import importlib.util
+import io
+import random
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+
+from tests.entrypoints.fake_pipelines import quick_servers
+from tests.entrypoints.openai.fake_server import over_http
+from tests.entrypoints.openai.media_apps import app_of, with_flags
+from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of
+from tests.examples.running import run_example
+from tests.shapes.recordings import recording
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.shapes.language import random_scene, split_words
+from vllm_omni.shapes.pictures import RGB, draw
+from vllm_omni.shapes.recognizer import Recognizer, count_understood
+from vllm_omni.shapes.speech import SAMPLE_RATE
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = ("what is in the picture", "how many shapes are there", "what colour is the circle", "where is the star")
+PIECE_S = 0.1
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[FastAPI]:
+    with quick_servers():
+        llm = AsyncOmniLLM("shapes", structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True})
+    with llm:
+        yield app_of(OmniEngineClient(llm), Path("shapes"))
+
+
+async def say(session: Session, samples: np.ndarray) -> None:
+    """As a microphone does: a piece when its time has come."""
+    step = int(PIECE_S * SAMPLE_RATE)
+    for start in range(0, len(samples), step):
+        piece = samples[start : start + step].tobytes()
+        await session.connection.input_audio_buffer.append(audio=base64.b64encode(piece).decode())
+        await asyncio.sleep(PIECE_S)
+
+
+async def answer(session: Session, ended: float) -> tuple[float, Any, np.ndarray]:
+    """Seconds to the first sound, the response, and its speech."""
+    events = await session.until("response.output_audio.delta")
+    first = time.perf_counter() - ended
+    events += await session.until("response.done")
+    return first, events[-1].response, np.frombuffer(speech_of(events), "<i2").astype(np.float32) / 32768
+
+
+def skip_without_vad(detects: bool) -> None:
+    if detects and importlib.util.find_spec("silero_vad") is None:
+        pytest.skip("the extra realtime (silero-vad) is not installed")
+
+
+WAYS = pytest.mark.parametrize("detects", [False, True], ids=["committed by the client", "server_vad"])
+
+
+@WAYS
+def test_a_conversation(app: FastAPI, detects: bool) -> None:
+    skip_without_vad(detects)
+    file = io.BytesIO()
+    rng = random.Random(0)
+    draw(rng, random_scene(rng)).save(file, "PNG")
+    image = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    silence = np.zeros(SAMPLE_RATE, "<i2")
+
+    async def main(session: Session) -> list[tuple[str, float, str, np.ndarray]]:
+        vad = {"type": "server_vad"} if detects else None
+        await session.configure(audio={"input": {"turn_detection": vad}})
+        content: Any = [{"type": "input_image", "image_url": image}]
+        await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+        await session.until("conversation.item.done")
+        turns = []
+        for question in QUESTIONS:
+            await say(session, recording(question))
+            ended = time.perf_counter()
+            if detects:
+                rest = asyncio.create_task(say(session, silence))
+            else:
+                await session.connection.input_audio_buffer.commit()
+                await session.connection.response.create()
+            first, response, speech = await answer(session, ended)
+            if detects:
+                await rest
+            assert response.status == "completed", response
+            turns.append((question, first, response.output[0].content[0].transcript, speech))
+        return turns
+
+    turns = converse(app, main, manual=False)
+    recognizer = Recognizer()
+    understood = num_words = 0
+    for question, first, text, speech in turns:
+        heard = recognizer.words(speech, SAMPLE_RATE)
+        print(f"{question}? -> {text} ({1000 * first:.0f} ms; heard: {' '.join(heard)})")
+        understood += count_understood(split_words(text), heard)
+        num_words += len(split_words(text))
+    assert understood / num_words >= 0.75
+    assert len({text for _, _, text, _ in turns}) >= 3
+
+
+@WAYS
+def test_five_turns_with_a_barge_in_and_a_tool(app: FastAPI, capsys: pytest.CaptureFixture[str], detects: bool) -> None:
+    skip_without_vad(detects)
+    flags = ("--realtime-lead-s=0.5", "--enable-auto-tool-choice", "--tool-call-parser=pythonic")
+    with over_http(with_flags(app, *flags)) as url:
+        run_example("online/spoken_conversation.py", f"--base-url={url}/v1", *([] if detects else ["--no-vad"]))
+    said = capsys.readouterr().out
+    print(said)
+    assert said.count("user: ") == said.count("model: ") == 5
+    assert "(interrupts after" in said and "(the answer before is cancelled" in said
+    call = re.search(r'tool:  highlight\({"colour":"(.*)"}\) -> highlighted (.*)', said)
+    assert call is not None and call[1] == call[2] and call[1] in RGB
+    remembered = re.search(r"the model remembers: '(.*)'", said)
+    assert remembered is not None
+    first, *_, last = re.findall(r"model: (.*) \(", said)
+    assert first.startswith(remembered[1]) and first != remembered[1] and last

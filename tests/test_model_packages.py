@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages with models: found, broken, in conflict."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_omni import plugin
+from vllm_omni.model_executor.registry import MODELS
+from vllm_omni.model_packages import OWN_PACKAGE, ModelPackage, find_models
+
+Install = Callable[[str, str], None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Installs a distribution `NAME 1.0` with a module that has this code."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name: str, code: str) -> None:
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[vllm_omni.models]\n{name} = {name}_models:MODELS\n")
+        (tmp_path / f"{name}_models.py").write_text(
+            f"from pathlib import Path\nfrom vllm_omni.model_packages import ModelPackage\n{code}\n"
+        )
+        monkeypatch.delitem(sys.modules, f"{name}_models", raising=False)
+        find_models.cache_clear()
+
+    yield install
+    find_models.cache_clear()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == plugin.logger.name]
+
+
+def test_our_own_models_are_found_in_the_same_way() -> None:
+    models = find_models()
+    assert next(iter(models.packages.items())) == (OWN_PACKAGE, MODELS)
+    assert models.stage_configs["csm"].name == "csm.yaml" and "qwen3_omni_moe_2x80gb" in models.stage_configs
+    assert models.architectures["CsmCodec"].endswith(".codec:OmniCsmCodec")
+
+
+def test_a_package_is_found(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    for name in ("tune", "tune_2x80gb"):
+        (tmp_path / "configs" / f"{name}.yaml").touch()
+    install(
+        "tune",
+        "MODELS = ModelPackage(architectures={'TuneModel': 'tune.model:Tune'}, pipelines={'TunePipeline': 'tune'}, "
+        "stage_configs=Path(__file__).with_name('configs'), tiny_checkpoints={'tune': 'tune.tiny'})",
+    )
+    models = find_models()
+    assert list(models.packages) == [OWN_PACKAGE, "tune 1.0 (tune)"] and not models.broken
+    assert models.architectures["TuneModel"] == "tune.model:Tune"
+    assert models.stage_configs["tune_2x80gb"] == tmp_path / "configs" / "tune_2x80gb.yaml"
+    assert models.pipelines["TunePipeline"] == models.stage_configs["tune"]
+    assert models.tiny_checkpoints == {"tune": "tune.tiny"}
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("MODELS = {}", "TypeError: {} is no ModelPackage"),
+        ("MODELS = ModelPackage(architectures={'A': 'a.b.C'})", "ValueError: A: 'a.b.C' is not module:class"),
+        ("MODELS = ModelPackage(stage_configs=Path('/no/where'))", "there is no folder /no/where"),
+        (
+            "MODELS = ModelPackage(stage_configs=Path(__file__).parent, pipelines={'P': 'p'})",
+            "pipelines: P: there is no p.yaml in",
+        ),
+    ],
+)
+def test_a_broken_package_is_one_warning_that_names_it(
+    install: Install, caplog: pytest.LogCaptureFixture, code: str, reason: str
+) -> None:
+    install("broken", code)
+    install("sound", "MODELS = ModelPackage(architectures={'SoundModel': 'sound:Sound'})")
+    plugin.register()
+    (message,) = warnings(caplog)
+    assert message.startswith("vllm_omni leaves out the models of broken 1.0 (broken): ") and reason in message
+    from vllm import ModelRegistry
+
+    assert {"SoundModel", "CsmCodec"} <= ModelRegistry.get_supported_archs()
+    del ModelRegistry.models["SoundModel"]
+
+
+def test_a_broken_configuration_is_one_warning(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+    install("broken", "MODELS = ModelPackage(hf_configs={'a_model_type': 'broken_models:No'})")
+    plugin.register()
+    (message,) = warnings(caplog)
+    assert message.startswith("vllm_omni leaves out broken_models:No, the configuration of a_model_type: ")
+    assert "has no attribute 'No'" in message
+
+
+def test_two_packages_with_the_same_name_are_both_named(install: Install) -> None:
+    for name in ("first", "second"):
+        install(name, "MODELS = ModelPackage(architectures={'SameModel': 'a:B'})")
+    install("ours", "MODELS = ModelPackage(architectures={'CsmCodec': 'a:B'})")
+    models = find_models()
+    assert list(models.packages) == [OWN_PACKAGE]
+    assert models.broken == {
+        "first 1.0 (first)": "it registers the architecture 'SameModel', as second 1.0 (second) does; uninstall one",
+        "second 1.0 (second)": "it registers the architecture 'SameModel', as first 1.0 (first) does; uninstall one",
+        "ours 1.0 (ours)": "it registers the architecture 'CsmCodec', as vllm-omni does; uninstall one",
+    }
+    assert all(text in models.describe() for text in models.broken.values())
+
+
+def test_vllm_plugins_selects_packages(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        install(name, f"MODELS = ModelPackage(architectures={{'{name}': 'a:B'}})")
+    monkeypatch.setenv("VLLM_PLUGINS", "omni,second")
+    assert list(find_models().packages) == [OWN_PACKAGE, "second 1.0 (second)"]
+
+
+def test_an_architecture_of_vllm_is_kept_with_a_warning(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+    from vllm import ModelRegistry
+
+    theirs = ModelRegistry.models["Qwen3ForCausalLM"]
+    install("taker", "MODELS = ModelPackage(architectures={'Qwen3ForCausalLM': 'taker:Taken'})")
+    plugin.register()
+    assert ModelRegistry.models["Qwen3ForCausalLM"] is theirs
+    assert warnings(caplog) == ["taker:Taken is not used: vLLM has a model Qwen3ForCausalLM, which is not replaced"]
+
+
+def test_finding_packages_imports_neither_torch_nor_vllm() -> None:
+    code = "import sys, vllm_omni.model_packages as m; m.find_models(); print({'torch', 'vllm'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_the_doctor_lists_packages(install: Install) -> None:
+    from vllm_omni.entrypoints.cli.doctor import Finding, check_model_packages
+
+    assert list(check_model_packages()) == []
+    install("tune", "MODELS = ModelPackage(architectures={'TuneModel': 'tune:Tune'})")
+    install("broken", "MODELS = 1")
+    assert list(check_model_packages()) == [
+        Finding("OK", "models", "tune 1.0 (tune): TuneModel"),
+        Finding(
+            "WARN",
+            "models",
+            "broken 1.0 (broken) is left out: broken_models:MODELS: TypeError: 1 is no ModelPackage",
+            "fix it, or uninstall it",
+        ),
+    ]
+
+
+def test_a_declaration_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"a: 'b' is not module:class"):
+        ModelPackage(hf_configs={"a": "b"})

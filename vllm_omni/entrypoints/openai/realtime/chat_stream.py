@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request for the chat handler, and its answer as chunks while they are made: the text, calls, speech and usage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from typing import Any
+
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+
+from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServingChat
+from vllm_omni.entrypoints.openai.http_errors import to_http_error
+from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
+from vllm_omni.entrypoints.openai.realtime.conversation import Message
+from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.transcriptions import data_of
+from vllm_omni.errors import OmniError
+
+logger = logging.getLogger("vllm.omni.server")
+
+Chunk = dict[str, Any]
+
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+"""With every chunk, because an answer may be cut at any."""
+
+
+class ChatError(Exception):
+    """A request that failed, as the client is told.
+
+    Attributes:
+        type, code, param: Of OpenAI's error objects.
+    """
+
+    def __init__(self, message: str, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.code, self.param = message, code, param
+
+    @property
+    def type(self) -> str:
+        return "server_error" if self.code.startswith("5") else "invalid_request_error"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"type": self.type, "code": self.code, "message": self.message, "param": self.param}
+
+
+def make_request(settings: Values, messages: Sequence[Message]) -> OmniChatCompletionRequest:
+    """The request of a response.
+
+    Args:
+        settings: The configuration of the response.
+        messages: Those of the conversation.
+    """
+    speaks = settings["output_modalities"] == ["audio"]
+    limit = settings["max_output_tokens"]
+    fields: dict[str, Any] = {
+        "model": settings["model"],
+        "messages": messages,
+        "modalities": ["text", "audio"] if speaks else ["text"],
+        "stream": True,
+        "stream_options": USAGE,
+        "max_completion_tokens": None if limit == "inf" else limit,
+    }
+    if speaks:
+        fields["audio"] = {"format": "pcm16", "voice": voice_name(settings["audio"]["output"]["voice"])}
+    if settings["tools"]:
+        fields["tools"] = [_tool(tool) for tool in settings["tools"]]
+        fields["tool_choice"] = _tool_choice(settings["tool_choice"])
+        fields["parallel_tool_calls"] = settings["parallel_tool_calls"]
+    return OmniChatCompletionRequest.model_validate(fields)
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {
+        name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None
+    }
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Any) -> Any:
+    return choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice["name"]}}
+
+
+async def chunks(
+    chat: OmniServingChat, request: OmniChatCompletionRequest, owner: bytes
+) -> AsyncGenerator[Chunk, None]:
+    """The chunks of a streamed answer. Closing the generator aborts the request.
+
+    Run it in a task of its own: the request's context is the task's.
+
+    Args:
+        owner: See `RequestContext`.
+
+    Raises:
+        ChatError: The request was refused, or failed.
+    """
+    context = RequestContext.start()
+    context.owner = owner
+    context.shows_text_end = True
+    try:
+        answer = await chat.create_chat_completion(request)
+        if isinstance(answer, ErrorResponse):
+            raise ChatError(answer.error.message, str(answer.error.code), answer.error.param)
+        assert isinstance(answer, AsyncGenerator)
+        async with aclosing(answer):
+            async for line in answer:
+                chunk = data_of(line)
+                if chunk is None:
+                    continue
+                if error := chunk.get("error"):
+                    raise ChatError(error["message"], str(error["code"]), error.get("param"))
+                yield {**chunk, "mm_token_counts": context.mm_token_counts}
+    except Exception as error:
+        raise as_chat_error(error) from error
+    finally:
+        await context.abort()
+
+
+def as_chat_error(error: Exception) -> ChatError:
+    """An error as the client is told; an internal one goes to the log."""
+    if isinstance(error, ChatError):
+        return error
+    if isinstance(error, OmniError):
+        error = to_http_error(error)
+    if isinstance(error, GracefulHTTPError):
+        return ChatError(str(error), str(error.http_status.value))
+    if isinstance(error, (VLLMClientError, ValueError)):
+        return ChatError(str(error.args[0] if error.args else error), "400", getattr(error, "parameter", None))
+    logger.error("a realtime response failed", exc_info=error)
+    return ChatError("internal error; see the server's log", "500")
+
+
+async def end(task: asyncio.Task[Any]) -> None:
+    """Cancels a task and waits for its end."""
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await asyncio.wait([task])

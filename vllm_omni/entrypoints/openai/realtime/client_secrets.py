@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ephemeral keys: a browser opens a session with one, and never sees the server's key."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+PREFIX = "ek_"
+SUBPROTOCOL = "realtime"
+KEY_SUBPROTOCOL = "openai-insecure-api-key."
+"""How a browser, which cannot set headers of a WebSocket, sends a key."""
+
+MIN_S, DEFAULT_S, MAX_S = 10, 600, 7200
+"""Seconds that a key is valid."""
+MAX_SECRETS = 10_000
+
+
+@dataclass(frozen=True)
+class ClientSecret:
+    """
+    Attributes:
+        value: The key.
+        expires_at: In seconds since 1970.
+        owner: See `RequestContext`; of the request that made it.
+        values: The configuration that its sessions start with.
+    """
+
+    value: str
+    expires_at: int
+    owner: bytes
+    values: dict[str, Any]
+
+
+class ClientSecrets:
+    """The keys that are valid, at most `MAX_SECRETS`. For the event loop."""
+
+    def __init__(self) -> None:
+        self._secrets: OrderedDict[str, ClientSecret] = OrderedDict()
+
+    def create(self, seconds: int, owner: bytes, values: dict[str, Any]) -> ClientSecret:
+        """A new key; the oldest one goes if there are too many."""
+        now = time.time()
+        for value in [value for value, secret in self._secrets.items() if secret.expires_at <= now]:
+            del self._secrets[value]
+        while len(self._secrets) >= MAX_SECRETS:
+            self._secrets.popitem(last=False)
+        made = ClientSecret(PREFIX + secrets.token_urlsafe(32), int(now) + seconds, owner, values)
+        self._secrets[made.value] = made
+        return made
+
+    def find(self, key: str) -> ClientSecret | None:
+        """The key, if it is one of these and valid."""
+        secret = self._secrets.get(key)
+        return secret if secret is not None and secret.expires_at > time.time() else None
+
+
+def sent_key(scope: Scope) -> str:
+    """The key of a request, from its header or the subprotocols of a WebSocket; empty if there is none."""
+    scheme, _, key = Headers(scope=scope).get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key
+    offered = [name for name in scope.get("subprotocols", ()) if name.startswith(KEY_SUBPROTOCOL)]
+    return offered[0].removeprefix(KEY_SUBPROTOCOL) if offered else ""

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a realtime session: defaults, updates, what a response changes, and what is supported."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from openai.types.realtime import RealtimeSessionCreateRequest
+from openai.types.realtime.realtime_response_create_params import RealtimeResponseCreateParams
+from vllm.exceptions import VLLMValidationError
+
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.realtime import turn_detection
+from vllm_omni.entrypoints.openai.realtime.audio import MAX_SPEED, MIN_SPEED
+from vllm_omni.entrypoints.openai.realtime.protocol import EventError
+from vllm_omni.entrypoints.openai.transcriptions import TranscriptionRequest, can_transcribe
+from vllm_omni.entrypoints.openai.voices import DEFAULT_VOICE
+
+Values = dict[str, Any]
+
+_UNSUPPORTED = {
+    "prompt": "send the text as instructions",
+    "reasoning": "the model's chat template decides how it reasons",
+    "tracing": "the server traces with --otlp-traces-endpoint",
+    "include": "transcriptions have no log probabilities",
+}
+_TRANSCRIPTION_FIELDS = ("model", "language", "prompt")
+_RESPONSE_FIELDS = (
+    "instructions", "output_modalities", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens",
+)  # fmt: skip
+
+
+class SessionRules:
+    """What the served model can do in a session, and the configuration that a session starts with."""
+
+    def __init__(self, client: OmniEngineClient) -> None:
+        self._voices = client.voices
+        self.speaks = "audio" in client.config.output_types
+        self.hears = can_transcribe(client)
+
+    def default(self, model: str) -> Values:
+        """In the form of `session.created`, without id. As OpenAI's, as far as the model and the installation go."""
+        detects = self.hears and turn_detection.is_installed()
+        return {
+            "type": "realtime",
+            "object": "realtime.session",
+            "model": model,
+            "output_modalities": ["audio" if self.speaks else "text"],
+            "instructions": "",
+            "tools": [],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "max_output_tokens": "inf",
+            "truncation": "disabled",
+            "tracing": None,
+            "prompt": None,
+            "include": None,
+            "audio": {
+                "input": {
+                    "format": {"type": "audio/pcm", "rate": 24000},
+                    "transcription": None,
+                    "noise_reduction": None,
+                    "turn_detection": turn_detection.with_defaults({"type": "server_vad"}) if detects else None,
+                },
+                "output": {
+                    "format": {"type": "audio/pcm", "rate": 24000},
+                    "voice": DEFAULT_VOICE,
+                    "speed": 1.0,
+                },
+            },
+        }
+
+    def updated(self, values: Values, update: RealtimeSessionCreateRequest, at: str = "session") -> Values:
+        """The configuration with the fields of an update.
+
+        Raises:
+            EventError: One of them is not supported; nothing has changed.
+        """
+        given = update.model_dump(exclude_unset=True)
+        model = given.get("model")
+        if model is not None and model != values["model"]:
+            raise EventError(f"the model of a session cannot change; it is {values['model']!r}", f"{at}.model")
+        for name, reason in _UNSUPPORTED.items():
+            if given.get(name):
+                raise EventError(f"{name} is not supported: {reason}", f"{at}.{name}")
+        if given.get("truncation", "disabled") != "disabled":
+            raise EventError(
+                "the server does not shorten conversations; delete items, or set truncation to disabled",
+                f"{at}.truncation",
+            )
+        merged = _merged(values, {name: value for name, value in given.items() if name not in ("type", "model")})
+        self._check(merged, at)
+        self._complete_input(merged["audio"]["input"], f"{at}.audio.input")
+        return merged
+
+    def for_response(self, values: Values, params: RealtimeResponseCreateParams | None) -> Values:
+        """The configuration of one response: the session's, with what the response sets.
+
+        Raises:
+            EventError: A field is not supported.
+        """
+        given = {} if params is None else params.model_dump(exclude_unset=True, exclude={"input"})
+        for name in ("prompt", "reasoning"):
+            if given.get(name):
+                raise EventError(f"{name} is not supported: {_UNSUPPORTED[name]}", f"response.{name}")
+        own = {name: given[name] for name in (*_RESPONSE_FIELDS, "audio") if given.get(name) is not None}
+        merged = _merged(values, own)
+        self._check(merged, "response")
+        return merged
+
+    def _check(self, values: Values, at: str) -> None:
+        modalities = values["output_modalities"]
+        known = ["audio", "text"] if self.speaks else ["text"]
+        if modalities not in [[name] for name in known]:
+            allowed = " or ".join(f'["{name}"]' for name in known)
+            raise EventError(f"output_modalities must be {allowed} of this model", f"{at}.output_modalities")
+        limit = values["max_output_tokens"]
+        if limit != "inf" and limit < 1:
+            raise EventError("max_output_tokens must be at least 1, or inf", f"{at}.max_output_tokens")
+        self._check_tools(values, at)
+        output = values["audio"]["output"]
+        output["format"] = _complete_format(output["format"])
+        if not MIN_SPEED <= output["speed"] <= MAX_SPEED:
+            raise EventError(f"speed must be from {MIN_SPEED} to {MAX_SPEED}", f"{at}.audio.output.speed")
+        voice = voice_name(output["voice"])
+        try:
+            self._voices.read(voice, "voice")
+        except VLLMValidationError as error:
+            raise EventError(str(error.args[0]), f"{at}.audio.output.voice") from error
+
+    def _check_tools(self, values: Values, at: str) -> None:
+        for i, tool in enumerate(values["tools"]):
+            if tool.get("type") not in (None, "function") or not tool.get("name"):
+                raise EventError("a tool is a function with a name", f"{at}.tools[{i}]")
+        choice = values["tool_choice"]
+        if isinstance(choice, Mapping):
+            names = [tool["name"] for tool in values["tools"]]
+            if choice.get("type") != "function" or choice.get("name") not in names:
+                raise EventError(f"tool_choice must name one of the tools: {', '.join(names)}", f"{at}.tool_choice")
+
+    def _complete_input(self, values: Values, at: str) -> None:
+        values["format"] = _complete_format(values["format"])
+        if values["noise_reduction"] is not None:
+            raise EventError("noise reduction is not supported; set it to null", f"{at}.noise_reduction")
+        if values["transcription"] is not None:
+            self._check_hears(f"{at}.transcription")
+            _check_transcription(values["transcription"], f"{at}.transcription")
+        if values["turn_detection"] is not None:
+            self._check_hears(f"{at}.turn_detection")
+            values["turn_detection"] = turn_detection.with_defaults(values["turn_detection"])
+            turn_detection.check(values["turn_detection"], f"{at}.turn_detection")
+
+    def _check_hears(self, param: str) -> None:
+        if not self.hears:
+            raise EventError("this model does not hear", param)
+
+
+def voice_name(voice: Any) -> str | None:
+    """Of `"alloy"` or `{"id": "alloy"}`."""
+    return voice["id"] if isinstance(voice, Mapping) else voice
+
+
+def _merged(values: Values, given: Mapping[str, Any]) -> Values:
+    """A copy with other values.
+
+    `audio` and its parts keep what is not given, and a field that is null keeps its value, unless null switches it off.
+    """
+    merged = copy.deepcopy(values)
+    for name, value in given.items():
+        if name == "audio":
+            for side, fields in (value or {}).items():
+                for field, setting in (fields or {}).items():
+                    if setting is not None or field in ("transcription", "turn_detection", "noise_reduction"):
+                        merged["audio"][side][field] = setting
+        elif value is not None:
+            merged[name] = value
+    return merged
+
+
+def _complete_format(given: Values) -> Values:
+    if (kind := given.get("type") or "audio/pcm") == "audio/pcm":
+        return {"type": kind, "rate": 24000}
+    return {"type": kind}
+
+
+def _check_transcription(given: Values, at: str) -> None:
+    for name, value in given.items():
+        if value is not None and name not in _TRANSCRIPTION_FIELDS:
+            raise EventError(f"transcription has no {name} here; it has language and prompt", f"{at}.{name}")
+    try:
+        transcription_request(given, "data:,")
+    except ValueError as error:
+        raise EventError("language must be an ISO 639-1 code, and prompt at most 4096 characters", at) from error
+
+
+def transcription_request(given: Values, file: str) -> TranscriptionRequest:
+    """A request for the text of a sound, streamed. The model is the session's, whatever OpenAI's name is given.
+
+    Raises:
+        ValueError: The language is unknown, or the prompt too long.
+    """
+    language, prompt = given.get("language") or None, given.get("prompt") or None
+    fields = {"file": file, "language": language, "prompt": prompt, "stream": True}
+    return TranscriptionRequest.model_validate(fields)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One response of a session: a request to the pipeline, its output items, and their events in OpenAI's order.
+
+A reader takes the chunks as the pipeline makes them; the response sends them, speech not much faster than it is played.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any, Literal
+
+from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, Chunk, as_chat_error, chunks, end, make_request
+from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
+from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Message
+from vllm_omni.entrypoints.openai.realtime.output_items import (
+    Call,
+    Outlet,
+    Output,
+    SessionContext,
+    SpokenMessage,
+    WrittenMessage,
+)
+from vllm_omni.entrypoints.openai.realtime.protocol import new_id
+
+CancelReason = Literal["client_cancelled", "turn_detected"]
+
+
+class Response:
+    """One response; `start` it once.
+
+    Attributes:
+        id: Its id.
+        is_in_conversation: Whether its items belong to the conversation.
+    """
+
+    def __init__(
+        self,
+        session: SessionContext,
+        settings: Values,
+        messages: Sequence[Message],
+        conversation: Conversation | None,
+        conversation_id: str | None,
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            settings: The configuration of the response.
+            conversation: Gets the output items; None: a response that is out of band.
+        """
+        self.id = new_id("resp")
+        self.is_in_conversation = conversation is not None
+        self._session, self._settings = session, settings
+        self._conversation_id = conversation_id
+        self._outlet = Outlet(session, self.id, conversation, settings["audio"]["output"])
+        self._metadata = metadata
+        self._request = make_request(settings, messages)
+        self._status = "in_progress"
+        self._details: dict[str, Any] | None = None
+        self._cancel_reason: CancelReason | None = None
+        self._chunks: asyncio.Queue[Chunk | ChatError | None] = asyncio.Queue()
+        self._outputs: list[Output] = []
+        self._message: SpokenMessage | WrittenMessage | None = None
+        self._calls: dict[int, Call] = {}
+        self._early_speech: list[bytes] = []
+        self._made_ms, self._num_chars = 0.0, 0
+        self._usage: dict[str, Any] = {}
+        self._mm_token_counts: dict[str, int] = {}
+        self._finish_reason: str | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._has_started = asyncio.Event()
+
+    def start(self) -> asyncio.Task[None]:
+        """Runs it in a task."""
+        self._task = asyncio.create_task(self._run())
+        return self._task
+
+    async def cancel(self, reason: CancelReason) -> None:
+        """Aborts it; returns when its last event was sent. Nothing, if it is ending already."""
+        assert self._task is not None
+        await self._has_started.wait()  # A task that is cancelled before would not run at all.
+        if self._cancel_reason is None and self._status == "in_progress":
+            self._cancel_reason = reason
+            self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def close(self) -> None:
+        """Aborts it without a further event."""
+        assert self._task is not None
+        await end(self._task)
+
+    async def _run(self) -> None:
+        reader = asyncio.create_task(self._read())
+        try:
+            self._has_started.set()
+            await self._session.send("response.created", response=self._as_dict())
+            await self._send_chunks()
+            self._status, self._details = self._ended()
+        except ChatError as error:
+            self._status, self._details = "failed", {"type": "failed", "error": error.as_dict()}
+        except asyncio.CancelledError:
+            if self._cancel_reason is None:
+                raise
+            self._status, self._details = "cancelled", {"type": "cancelled", "reason": self._cancel_reason}
+        finally:
+            await end(reader)
+        item_status = "completed" if self._status == "completed" else "incomplete"
+        for output in self._outputs:
+            await output.finish(item_status)
+        await self._session.send("response.done", response=self._as_dict())
+
+    async def _read(self) -> None:
+        """Reads the chunks as they are made. An answer that is only function calls ends with them, unspoken."""
+        last: ChatError | None = None
+        has_text, has_calls = False, False
+        try:
+            async with aclosing(chunks(self._session.chat, self._request, self._session.owner)) as answer:
+                async for chunk in answer:
+                    for choice in chunk["choices"]:
+                        delta = choice["delta"]
+                        self._note(delta)
+                        has_text |= bool((delta.get("content") or "").strip())
+                        has_calls |= bool(delta.get("tool_calls"))
+                    self._chunks.put_nowait(chunk)
+                    if has_calls and not has_text and _has_ended(chunk):
+                        break
+        except Exception as error:
+            last = as_chat_error(error)
+        self._chunks.put_nowait(last)
+
+    def _note(self, delta: dict[str, Any]) -> None:
+        """How much was made, which may be more than is sent."""
+        self._num_chars += len(delta.get("content") or "")
+        if data := (delta.get("audio") or {}).get("data"):
+            speed = self._settings["audio"]["output"]["speed"]
+            self._made_ms += 1000 * len(data) * 3 / 4 / 2 / self._session.sample_rate / speed
+        self._note_in_item()
+
+    def _note_in_item(self) -> None:
+        if self._message is not None:
+            self._message.item.made_ms, self._message.item.num_chars = self._made_ms, self._num_chars
+
+    async def _send_chunks(self) -> None:
+        while (chunk := await self._chunks.get()) is not None:
+            if isinstance(chunk, ChatError):
+                raise chunk
+            self._usage = chunk.get("usage") or self._usage
+            self._mm_token_counts = chunk["mm_token_counts"] or {}
+            for choice in chunk["choices"]:
+                self._finish_reason = choice["finish_reason"] or self._finish_reason
+                await self._take(choice["delta"])
+        if isinstance(self._message, SpokenMessage):
+            await self._message.end_speech()
+
+    async def _take(self, delta: dict[str, Any]) -> None:
+        if text := delta.get("content"):
+            await self._add_text(text)
+        for call in delta.get("tool_calls") or ():
+            await self._add_to_call(call)
+        if data := (delta.get("audio") or {}).get("data"):
+            pcm = base64.b64decode(data)
+            if isinstance(self._message, SpokenMessage):
+                await self._message.speak(pcm)
+            else:
+                self._early_speech.append(pcm)
+
+    async def _add_text(self, text: str) -> None:
+        if self._message is None:
+            if not text.strip():
+                return
+            spoken = self._settings["output_modalities"] == ["audio"]
+            message = (SpokenMessage if spoken else WrittenMessage)(self._outlet, len(self._outputs))
+            await self._open(message)
+            self._message = message
+            self._note_in_item()
+        await self._message.write(text)
+        if isinstance(self._message, SpokenMessage):
+            early, self._early_speech = self._early_speech, []
+            for pcm in early:
+                await self._message.speak(pcm)
+
+    async def _add_to_call(self, delta: dict[str, Any]) -> None:
+        function = delta.get("function") or {}
+        call = self._calls.get(delta["index"])
+        if call is None:
+            call_id = delta.get("id") or new_id("call")
+            call = Call(self._outlet, len(self._outputs), call_id, function.get("name") or "")
+            self._calls[delta["index"]] = call
+            await self._open(call)
+        if arguments := function.get("arguments"):
+            await call.write(arguments)
+
+    async def _open(self, output: Output) -> None:
+        self._outputs.append(output)
+        await output.open()
+
+    def _ended(self) -> tuple[str, dict[str, Any] | None]:
+        if self._finish_reason == "length":
+            return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
+        return "completed", None
+
+    def _as_dict(self) -> dict[str, Any]:
+        output = self._settings["audio"]["output"]
+        return {
+            "object": "realtime.response",
+            "id": self.id,
+            "status": self._status,
+            "status_details": self._details,
+            "output": [output.item.data for output in self._outputs],
+            "conversation_id": self._conversation_id,
+            "output_modalities": self._settings["output_modalities"],
+            "max_output_tokens": self._settings["max_output_tokens"],
+            "audio": {"output": {"format": output["format"], "voice": voice_name(output["voice"])}},
+            "usage": None if self._status == "in_progress" else self._usage_dict(),
+            "metadata": self._metadata,
+        }
+
+    def _usage_dict(self) -> dict[str, Any]:
+        usage = self._usage
+        read, written = usage.get("prompt_tokens", 0), usage.get("completion_tokens") or 0
+        heard, seen = self._mm_token_counts.get("audio", 0), self._mm_token_counts.get("image", 0)
+        spoken = (usage.get("completion_tokens_details") or {}).get("audio_tokens", 0)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        others = sum(self._mm_token_counts.values())
+        return {
+            "total_tokens": read + written,
+            "input_tokens": read,
+            "output_tokens": written,
+            "input_token_details": {
+                "text_tokens": read - others,
+                "audio_tokens": heard,
+                "image_tokens": seen,
+                "cached_tokens": cached,
+            },
+            "output_token_details": {"text_tokens": written - spoken, "audio_tokens": spoken},
+        }
+
+
+def _has_ended(chunk: Chunk) -> bool:
+    return any(choice["finish_reason"] for choice in chunk["choices"])

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WS /v1/realtime and POST /v1/realtime/client_secrets, as in OpenAI's API, for a pipeline whose model answers in text.
+
+What is wrong before a session starts is an HTTP error; everything later is an event.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from http import HTTPStatus
+from typing import Any, Literal
+
+from fastapi import APIRouter, Depends, Request, WebSocket
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.datastructures import State
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+
+from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE
+from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.http_errors import describe_errors, error_response, to_http_error
+from vllm_omni.entrypoints.openai.media_stage import check_model, final_stage, served_names
+from vllm_omni.entrypoints.openai.realtime.client_secrets import (
+    DEFAULT_S,
+    MAX_S,
+    MIN_S,
+    SUBPROTOCOL,
+    ClientSecret,
+    ClientSecrets,
+    sent_key,
+)
+from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
+from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_session
+from vllm_omni.entrypoints.openai.realtime.session import Session
+from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag, limits_from
+from vllm_omni.errors import OmniError
+
+logger = logging.getLogger("vllm.omni.server")
+
+PATH = "/v1/realtime"
+
+_RETRY_S = 10
+_NO_CONVERSATION = "this model holds no conversation: it does not answer in text"
+
+
+class ExpiresAfter(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    anchor: Literal["created_at"] = "created_at"
+    seconds: int = Field(DEFAULT_S, ge=MIN_S, le=MAX_S)
+
+
+class ClientSecretRequest(BaseModel):
+    """A key for sessions with a configuration."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    expires_after: ExpiresAfter = ExpiresAfter(seconds=DEFAULT_S)
+    session: dict[str, Any] | None = Field(
+        None, description="The configuration, as in session.update.", examples=[{"type": "realtime"}]
+    )
+
+
+class ClientSecretResponse(BaseModel):
+    value: str = Field(description="The key, for an Authorization header or a browser's WebSocket.")
+    expires_at: int = Field(description="Until when a session can be opened with it, in seconds since 1970.")
+    session: dict[str, Any] = Field(description="The configuration of its sessions.")
+
+
+def can_converse(client: OmniEngineClient) -> bool:
+    """Whether the pipeline's model reads messages and answers in text, perhaps with speech."""
+    return client.has_renderer and "text" in client.config.output_types
+
+
+class ServingRealtime:
+    """The handler of the sessions."""
+
+    def __init__(self, chat: OmniServingChat, state: State, args: Namespace) -> None:
+        self._secrets: ClientSecrets = state.client_secrets
+        self._chat = chat
+        self._model_names = served_names(state)
+        self._limits = limits_from(args, RealtimeLimits)
+        self._rules = SessionRules(chat.client)
+        stage = final_stage(chat.client.config, "audio")
+        self._sample_rate = (stage and stage.sample_rate) or DEFAULT_SAMPLE_RATE
+        self._num_sessions = 0
+
+    def create_secret(self, request: ClientSecretRequest, owner: bytes) -> ClientSecret:
+        """
+        Raises:
+            VLLMValidationError: The configuration is wrong.
+        """
+        given = {"type": "realtime", **(request.session or {})}
+        try:
+            session = read_session(given, ("session",))
+            values = self._default(session.model)
+            values = self._rules.updated(values, session)
+        except EventError as error:
+            raise VLLMValidationError(error.message, parameter=error.param) from error
+        return self._secrets.create(request.expires_after.seconds, owner, values)
+
+    def _default(self, model: str | None) -> Values:
+        check_model(model, self._model_names)
+        return self._rules.default(model or self._model_names[0])
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Runs a session until it ends."""
+        if self._num_sessions >= self._limits.max_realtime_sessions:
+            await _deny(
+                websocket,
+                f"the server has {self._num_sessions} sessions ({flag('max_realtime_sessions')}); try again later",
+                HTTPStatus.TOO_MANY_REQUESTS,
+                {"Retry-After": str(_RETRY_S)},
+            )
+            return
+        self._num_sessions += 1
+        try:
+            session = await self._open(websocket)
+            if session is not None:
+                await session.run()
+        finally:
+            self._num_sessions -= 1
+
+    async def _open(self, websocket: WebSocket) -> Session | None:
+        secret = self._secrets.find(sent_key(websocket.scope))
+        model = websocket.query_params.get("model")
+        try:
+            self._chat.client.check_admission()
+            values = self._default(model) if secret is None else secret.values
+            if model is not None:
+                check_model(model, self._model_names)
+        except VLLMNotFoundError as error:
+            await _deny(websocket, str(error), HTTPStatus.NOT_FOUND)
+            return None
+        except OmniError as error:
+            answer = to_http_error(error)
+            await _deny(websocket, answer.message, answer.http_status, answer.headers)
+            return None
+        offered = websocket.scope.get("subprotocols", ())
+        await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
+        return Session(
+            websocket,
+            self._chat,
+            self._rules,
+            values,
+            self._limits,
+            owner=RequestContext.current().owner,
+            sample_rate=self._sample_rate,
+        )
+
+
+async def _deny(websocket: WebSocket, message: str, status: HTTPStatus, headers: dict[str, str] | None = None) -> None:
+    await websocket.send_denial_response(error_response(message, status, headers))
+
+
+router = APIRouter()
+
+
+@router.websocket(PATH)
+async def realtime(websocket: WebSocket) -> None:
+    """A spoken conversation."""
+    handler: ServingRealtime | None = websocket.app.state.omni_realtime
+    if handler is None:
+        await _deny(websocket, _NO_CONVERSATION, HTTPStatus.BAD_REQUEST)
+    else:
+        await handler.serve(websocket)
+
+
+@router.post(
+    f"{PATH}/client_secrets",
+    dependencies=[Depends(validate_json_request)],
+    responses={HTTPStatus.OK.value: {"model": ClientSecretResponse}, **describe_errors()},
+)
+async def create_client_secret(request: ClientSecretRequest, raw_request: Request) -> JSONResponse:
+    """An ephemeral key, with which a browser can open a session."""
+    handler: ServingRealtime | None = raw_request.app.state.omni_realtime
+    if handler is None:
+        raise VLLMValidationError(_NO_CONVERSATION, parameter="model")
+    secret = handler.create_secret(request, RequestContext.current().owner)
+    session = {"id": new_id("sess"), "expires_at": secret.expires_at, **secret.values}
+    answer = ClientSecretResponse(value=secret.value, expires_at=secret.expires_at, session=session)
+    return JSONResponse(answer.model_dump())

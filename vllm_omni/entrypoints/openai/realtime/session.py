@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One realtime session: its configuration, conversation and input buffer, and what each event of the client does.
+
+Events are handled one after the other; responses and transcriptions run beside them, each in a task of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from openai.types.realtime import RealtimeResponseCreateParams
+from starlette.websockets import WebSocket, WebSocketDisconnect
+from vllm.exceptions import VLLMClientError
+
+from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
+from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, chunks, end
+from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values, transcription_request
+from vllm_omni.entrypoints.openai.realtime.conversation import (
+    Conversation,
+    Item,
+    Sound,
+    decode_sound,
+    read_item,
+    to_messages,
+)
+from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
+from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
+from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_event
+from vllm_omni.entrypoints.openai.realtime.response import Response
+from vllm_omni.entrypoints.openai.realtime.turn_detection import Turn, TurnDetector
+from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
+
+MIN_TURN_S = 0.1  # As OpenAI's.
+
+logger = logging.getLogger("vllm.omni.server")
+
+_MAX_RESPONSES, _MAX_TRANSCRIPTIONS = 16, 4  # At once; further transcriptions wait.
+_MAX_ITEMS = 10_000
+_EXPIRED, _IDLE, _FAILED = 1001, 1000, 1011  # WebSocket close codes.
+
+
+class Session:
+    """One session, from its first event to its end. `run` it once.
+
+    Attributes:
+        id: Its id.
+    """
+
+    def __init__(
+        self,
+        websocket: WebSocket,
+        chat: OmniServingChat,
+        rules: SessionRules,
+        values: Values,
+        limits: RealtimeLimits,
+        *,
+        owner: bytes,
+        sample_rate: int,
+    ) -> None:
+        """
+        Args:
+            websocket: An accepted connection.
+            values: The configuration that it starts with.
+            owner: See `RequestContext`.
+            sample_rate: Of the model's speech, in Hz.
+        """
+        self.id = new_id("sess")
+        self._websocket, self._rules, self._limits = websocket, rules, limits
+        self._chat, self._owner = chat, owner
+        self._expires_at = time.time() + limits.max_realtime_session_s
+        self._conversation, self._conversation_id = Conversation(), new_id("conv")
+        self._context = SessionContext(
+            send=self._send, chat=chat, owner=owner, sample_rate=sample_rate, lead_s=limits.realtime_lead_s
+        )
+        self._responses: dict[str, Response] = {}
+        self._transcriptions: set[asyncio.Task[None]] = set()
+        self._transcribing = asyncio.Semaphore(_MAX_TRANSCRIPTIONS)
+        self._runner: asyncio.Task[Any] | None = None
+        self._has_failed = False
+        self._turn_id: str | None = None  # The id of the item that is spoken.
+        self._values: Values = {}
+        self._configure(values)
+        self._handlers: dict[str, Callable[[Any], Awaitable[None]]] = {
+            "session.update": self._update,
+            "input_audio_buffer.append": self._append,
+            "input_audio_buffer.commit": self._commit,
+            "input_audio_buffer.clear": self._clear,
+            "conversation.item.create": self._create_item,
+            "conversation.item.retrieve": self._retrieve_item,
+            "conversation.item.truncate": self._truncate_item,
+            "conversation.item.delete": self._delete_item,
+            "response.create": self._create_response,
+            "response.cancel": self._cancel_response,
+        }
+
+    async def run(self) -> None:
+        """Handles events until the client disconnects or a limit is reached; aborts what still runs."""
+        self._runner = asyncio.current_task()
+        try:
+            await self._send("session.created", session=self._session())
+            while (text := await self._receive()) is not None:
+                await self._handle(text)
+        except WebSocketDisconnect:
+            pass
+        except asyncio.CancelledError:
+            if not self._has_failed:
+                raise
+            await self._websocket.close(_FAILED, "internal error")
+        finally:
+            await self._abort()
+
+    async def _abort(self) -> None:
+        await asyncio.gather(
+            *(response.close() for response in self._responses.values()),
+            *(end(task) for task in self._transcriptions),
+        )
+
+    async def _receive(self) -> str | bytes | None:
+        """The next message; None when the session has expired."""
+        idle_s, left_s = self._limits.realtime_idle_timeout_s, self._expires_at - time.time()
+        message = None
+        while message is None:
+            try:
+                message = await asyncio.wait_for(self._websocket.receive(), max(0.0, min(idle_s, left_s)))
+            except (asyncio.TimeoutError, TimeoutError):
+                left_s = self._expires_at - time.time()
+                if left_s <= 0:
+                    await self._expire(f"it has lasted {self._limits.max_realtime_session_s:g} s, its limit", _EXPIRED)
+                    return None
+                if not self._responses:
+                    await self._expire(f"no event for {idle_s:g} s ({flag('realtime_idle_timeout_s')})", _IDLE)
+                    return None
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message.get("code", 1005))
+        return message.get("text") or message.get("bytes") or ""
+
+    async def _expire(self, reason: str, code: int) -> None:
+        await self._abort()
+        await self._send_error(EventError(f"the session has ended: {reason}", code="session_expired"))
+        await self._websocket.close(code, "session expired")
+
+    async def _handle(self, text: str | bytes) -> None:
+        try:
+            event = read_event(text)
+        except EventError as error:
+            await self._send_error(error)
+            return
+        try:
+            await self._handlers[event.type](event)
+        except EventError as error:
+            error.event_id = event.event_id
+            await self._send_error(error)
+
+    async def _send(self, event_type: str, **fields: Any) -> None:
+        """Sends an event; it has the fields as they are now."""
+        data = msgspec.json.encode({"type": event_type, "event_id": new_id("event"), **fields}).decode()
+        await self._websocket.send_text(data)
+
+    async def _send_error(self, error: EventError) -> None:
+        await self._send("error", error=error.as_dict())
+
+    def _watch(self, task: asyncio.Task[None], on_end: Callable[[], object]) -> None:
+        """Calls a function at the end of a task. A task that failed ends the session, whose client would wait."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            on_end()
+            if not task.cancelled() and (error := task.exception()) and not isinstance(error, WebSocketDisconnect):
+                logger.error("a realtime session failed", exc_info=error)
+                self._has_failed = True
+                assert self._runner is not None
+                self._runner.cancel()
+
+        task.add_done_callback(ended)
+
+    # The session.
+
+    def _session(self) -> Values:
+        return {"id": self.id, "expires_at": int(self._expires_at), **self._values}
+
+    async def _update(self, event: Any) -> None:
+        self._configure(self._rules.updated(self._values, event.session))
+        await self._send("session.updated", session=self._session())
+
+    def _configure(self, values: Values) -> None:
+        """Starts the buffer and the detector anew, if what they depend on has changed."""
+        before = self._values.get("audio", {}).get("input")
+        self._values, after = values, values["audio"]["input"]
+        if before is None or before["format"] != after["format"]:
+            self._buffer = InputBuffer(FORMATS[after["format"]["type"]])
+            before = None
+        if before is None or before["turn_detection"] != after["turn_detection"]:
+            self._detect(after["turn_detection"])
+
+    def _detect(self, settings: Values | None) -> None:
+        self._detector = None
+        if settings is not None:
+            self._detector = TurnDetector(settings, self._buffer.format.sample_rate, self._buffer.end_ms)
+        self._turn_id = None
+
+    # The input buffer.
+
+    async def _append(self, event: Any) -> None:
+        if not self._rules.hears:
+            raise EventError("this model does not hear; send text", "audio", "unsupported")
+        samples = decode_sound(event.audio, self._buffer.format, "audio")
+        self._check_room("audio", seconds=len(samples) / self._buffer.format.sample_rate)
+        self._buffer.append(samples)
+        if self._detector is not None:
+            for turn in await self._detector.feed(samples):
+                await self._follow(turn)
+            if self._detector is not None and self._turn_id is None:
+                self._buffer.keep_last(self._detector.num_kept_ms)
+
+    def _check_room(self, param: str, *, seconds: float = 0.0, num_chars: int = 0) -> None:
+        if len(self._conversation) >= _MAX_ITEMS:
+            raise EventError(f"a session keeps {_MAX_ITEMS} items; delete some", code="item_limit_exceeded")
+        limit = self._limits.max_realtime_text_bytes
+        if num_chars and self._conversation.num_chars + num_chars > limit:
+            raise EventError(
+                f"a session keeps {limit} bytes of texts and images ({flag('max_realtime_text_bytes')}); delete items",
+                param,
+                "text_limit_exceeded",
+            )
+        limit_s = self._limits.max_realtime_audio_s
+        if self._conversation.seconds + self._buffer.seconds + seconds > limit_s:
+            raise EventError(
+                f"a session keeps {limit_s:g} s of sound ({flag('max_realtime_audio_s')}); delete items",
+                param,
+                "audio_limit_exceeded",
+            )
+
+    async def _follow(self, turn: Turn) -> None:
+        """Speech has started, which interrupts a response, or has stopped, which asks for one."""
+        settings = self._values["audio"]["input"]["turn_detection"]
+        if turn.kind == "started":
+            self._turn_id = new_id("item")
+            self._buffer.drop_before(turn.at_ms)
+            await self._send("input_audio_buffer.speech_started", audio_start_ms=turn.at_ms, item_id=self._turn_id)
+            if settings["interrupt_response"] and (response := self._active()):
+                await response.cancel("turn_detected")
+            return
+        item_id = self._turn_id or new_id("item")
+        await self._send("input_audio_buffer.speech_stopped", audio_end_ms=turn.at_ms, item_id=item_id)
+        await self._commit_sound(self._buffer.take(turn.at_ms), item_id)
+        if settings["create_response"]:
+            await self._respond(None)
+
+    async def _commit(self, event: Any) -> None:
+        if self._buffer.seconds < MIN_TURN_S:
+            raise EventError(
+                f"the input buffer has {1000 * self._buffer.seconds:.0f} ms of sound; a turn has at least "
+                f"{1000 * MIN_TURN_S:.0f} ms",
+                code="input_audio_buffer_commit_empty",
+            )
+        await self._commit_sound(self._buffer.take(), self._turn_id or new_id("item"))
+
+    async def _commit_sound(self, sound: Sound, item_id: str) -> None:
+        self._turn_id = None
+        content = [{"type": "input_audio", "transcript": None}]
+        data = {"id": item_id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user"}
+        item = Item({**data, "content": content}, {0: sound})
+        await self._send("input_audio_buffer.committed", previous_item_id=self._conversation.last_id, item_id=item_id)
+        await self._add(item, None)
+        if (settings := self._values["audio"]["input"]["transcription"]) is not None:
+            task = asyncio.create_task(self._transcribe(item, sound, settings))
+            self._transcriptions.add(task)
+            self._watch(task, lambda: self._transcriptions.discard(task))
+
+    async def _clear(self, event: Any) -> None:
+        self._buffer.clear()
+        self._detect(self._values["audio"]["input"]["turn_detection"])
+        await self._send("input_audio_buffer.cleared")
+
+    async def _transcribe(self, item: Item, sound: Sound, settings: Values) -> None:
+        """The text of what was said, by the model itself. The conversation does not need it."""
+        where = {"item_id": item.id, "content_index": 0}
+        name = "conversation.item.input_audio_transcription"
+        text = ""
+        usage: dict[str, Any] = {}
+        request = transcription_request(settings, sound.uri()).as_chat()
+        request.model = self._values["model"]
+        try:
+            async with self._transcribing, aclosing(chunks(self._chat, request, self._owner)) as answer:
+                async for chunk in answer:
+                    usage = chunk.get("usage") or usage
+                    for choice in chunk["choices"]:
+                        if delta := choice["delta"].get("content"):
+                            text += delta
+                            await self._send(f"{name}.delta", **where, delta=delta)
+        except ChatError as error:
+            await self._send(f"{name}.failed", **where, error=error.as_dict())
+            return
+        item.content[0]["transcript"] = text
+        tokens = {
+            "type": "tokens",
+            "input_tokens": usage.get("prompt_tokens", 0),
+            "output_tokens": usage.get("completion_tokens", 0),
+            "total_tokens": usage.get("total_tokens", 0),
+        }
+        await self._send(f"{name}.completed", **where, transcript=text, usage=tokens)
+
+    # The conversation.
+
+    async def _create_item(self, event: Any) -> None:
+        item = read_item(event.item, self._buffer.format, "item")
+        if item.sounds and not self._rules.hears:
+            raise EventError("this model does not hear; send text", "item.content", "unsupported")
+        self._check_room("item.content", seconds=item.seconds, num_chars=item.num_chars_kept)
+        await self._add(item, event.previous_item_id)
+
+    async def _add(self, item: Item, previous_id: str | None) -> None:
+        previous = self._conversation.add(item, previous_id)
+        await self._send("conversation.item.added", previous_item_id=previous, item=item.data)
+        await self._send("conversation.item.done", previous_item_id=previous, item=item.data)
+
+    async def _retrieve_item(self, event: Any) -> None:
+        item = self._conversation.get(event.item_id)
+        await self._send("conversation.item.retrieved", item=item.with_sound())
+
+    async def _truncate_item(self, event: Any) -> None:
+        self._conversation.get(event.item_id).truncate(event.content_index, event.audio_end_ms)
+        fields = {"item_id": event.item_id, "content_index": event.content_index, "audio_end_ms": event.audio_end_ms}
+        await self._send("conversation.item.truncated", **fields)
+
+    async def _delete_item(self, event: Any) -> None:
+        self._conversation.delete(event.item_id)
+        await self._send("conversation.item.deleted", item_id=event.item_id)
+
+    # Responses.
+
+    def _active(self) -> Response | None:
+        """The response that writes to the conversation."""
+        return next((response for response in self._responses.values() if response.is_in_conversation), None)
+
+    async def _create_response(self, event: Any) -> None:
+        await self._respond(event.response)
+
+    async def _respond(self, params: RealtimeResponseCreateParams | None) -> None:
+        in_conversation = params is None or params.conversation != "none"
+        if in_conversation and (active := self._active()):
+            raise EventError(
+                f"the conversation has an active response, {active.id}; wait for its end, or cancel it",
+                code="conversation_already_has_active_response",
+            )
+        if len(self._responses) >= _MAX_RESPONSES:
+            raise EventError(f"a session runs at most {_MAX_RESPONSES} responses at once", code="too_many_responses")
+        settings = self._rules.for_response(self._values, params)
+        items = list(self._conversation)
+        if params is not None and params.input is not None:
+            items = self._conversation.select(params.input, self._buffer.format)
+        try:
+            response = Response(
+                self._context,
+                settings,
+                to_messages(settings["instructions"], items),
+                self._conversation if in_conversation else None,
+                self._conversation_id if in_conversation else None,
+                None if params is None else params.metadata,
+            )
+        except (VLLMClientError, ValueError) as error:
+            raise EventError(f"the response cannot be made: {error}", "response") from error
+        self._responses[response.id] = response
+        self._watch(response.start(), lambda: self._responses.pop(response.id))
+
+    async def _cancel_response(self, event: Any) -> None:
+        response = self._active() if event.response_id is None else self._responses.get(event.response_id)
+        if response is None:
+            raise EventError(
+                "there is no active response to cancel",
+                None if event.response_id is None else "response_id",
+                "response_cancel_not_active",
+            )
+        await response.cancel("client_cancelled")

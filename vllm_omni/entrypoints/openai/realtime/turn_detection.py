@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds when a user speaks: silero-vad over the session's sound. Needs the extra `realtime`.
+
+The package's TorchScript model is run with a state of our own for each session, so that all sessions share its weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from vllm_omni.entrypoints.openai.audio_formats import SpeechFilter
+from vllm_omni.entrypoints.openai.realtime.protocol import EventError
+
+SAMPLE_RATE = 16000
+_WINDOW, _CONTEXT = 512, 64
+"""Samples that the model reads at a time, and those before them that it reads again."""
+_HYSTERESIS = 0.15  # Speech ends below the threshold by this much, as in silero-vad.
+
+_DEFAULTS: dict[str, Any] = {"create_response": True, "interrupt_response": True}
+_SERVER_VAD: dict[str, Any] = {
+    **_DEFAULTS, "threshold": 0.5, "prefix_padding_ms": 300, "silence_duration_ms": 500, "idle_timeout_ms": None,
+}  # fmt: skip
+_SEMANTIC_VAD: dict[str, Any] = {**_DEFAULTS, "eagerness": "auto"}
+_SILENCE_MS = {"low": 1200, "medium": 800, "auto": 800, "high": 400}
+"""No model here judges whether a sentence is complete: `eagerness` sets how long silence lasts at a turn's end."""
+_MAX_MS = 10_000
+
+
+def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """A client's `turn_detection`, complete."""
+    defaults = _SEMANTIC_VAD if given["type"] == "semantic_vad" else _SERVER_VAD
+    return {**defaults, **{name: value for name, value in given.items() if value is not None}}
+
+
+def check(settings: dict[str, Any], at: str) -> None:
+    """
+    Args:
+        settings: Complete ones.
+
+    Raises:
+        EventError: A value is out of range, or silero-vad is not installed.
+    """
+    if settings.get("idle_timeout_ms") is not None:
+        raise EventError("idle_timeout_ms is not supported; leave it out", f"{at}.idle_timeout_ms")
+    if not 0 <= settings.get("threshold", 0.5) <= 1:
+        raise EventError("threshold must be from 0 to 1", f"{at}.threshold")
+    for name in ("prefix_padding_ms", "silence_duration_ms"):
+        if not 0 <= settings.get(name, 0) <= _MAX_MS:
+            raise EventError(f"{name} must be from 0 to {_MAX_MS}", f"{at}.{name}")
+    if not is_installed():
+        raise EventError("turn detection needs silero-vad: pip install 'vllm-omni[realtime]', or set it to null", at)
+
+
+def is_installed() -> bool:
+    """Whether silero-vad is there."""
+    return importlib.util.find_spec("silero_vad") is not None
+
+
+@functools.cache
+def _model() -> Any:
+    """The network for 16 kHz: `([1, context + window], state [2, 1, 128]) -> ([1, 1], state)`."""
+    spec = importlib.util.find_spec("silero_vad")
+    assert spec is not None and spec.origin is not None
+    return torch.jit.load(str(Path(spec.origin).parent / "data" / "silero_vad.jit"), map_location="cpu")._model
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Speech has started or stopped.
+
+    Attributes:
+        at_ms: When, in the sound of the session. A start is `prefix_padding_ms` before the speech.
+    """
+
+    kind: Literal["started", "stopped"]
+    at_ms: int
+
+
+class TurnDetector:
+    """Reads a session's sound as it arrives. One caller at a time."""
+
+    def __init__(self, settings: dict[str, Any], sample_rate: int, start_ms: int) -> None:
+        """
+        Args:
+            settings: A `turn_detection` with its defaults.
+            sample_rate: Of the sound, in Hz.
+            start_ms: Where the sound starts, in that of the session.
+        """
+        self._start_ms = start_ms
+        self._prefix_ms = settings.get("prefix_padding_ms", _SERVER_VAD["prefix_padding_ms"])
+        self._threshold = settings.get("threshold", _SERVER_VAD["threshold"])
+        self._silence_ms = settings.get("silence_duration_ms") or _SILENCE_MS.get(settings.get("eagerness", ""), 0)
+        self._filter = SpeechFilter(sample_rate, SAMPLE_RATE, 1.0, 1)
+        self._rest = np.zeros(0, np.float32)
+        self._context = torch.zeros(1, _CONTEXT)
+        self._state = torch.zeros(2, 1, 128)
+        self._num_read = 0
+        self._speech_end: int | None = None  # The sample after the last speech, of a turn.
+
+    @property
+    def num_kept_ms(self) -> int:
+        """How much of the sound without speech can still become part of a turn."""
+        return self._prefix_ms + _ms(2 * _WINDOW)
+
+    async def feed(self, samples: np.ndarray) -> list[Turn]:
+        """
+        Args:
+            samples: int16 `[n]`.
+
+        Returns:
+            What has happened in them.
+        """
+        return await asyncio.to_thread(lambda: list(self._feed(samples)))
+
+    def _feed(self, samples: np.ndarray) -> Iterator[Turn]:
+        resampled = self._filter.run(samples.astype(np.float32)[None] / 32768.0)[0]
+        self._rest = np.concatenate([self._rest, resampled])
+        while len(self._rest) >= _WINDOW:
+            window, self._rest = self._rest[:_WINDOW], self._rest[_WINDOW:]
+            self._num_read += _WINDOW
+            if turn := self._judge(self._probability(window)):
+                yield turn
+
+    def _probability(self, window: np.ndarray) -> float:
+        """That a window has speech."""
+        x = torch.cat([self._context, torch.from_numpy(window.astype(np.float32))[None]], dim=1)
+        with torch.inference_mode():
+            probability, self._state = _model()(x, self._state)
+        self._context = x[:, -_CONTEXT:]
+        return float(probability)
+
+    def _judge(self, probability: float) -> Turn | None:
+        if self._speech_end is None:
+            if probability < self._threshold:
+                return None
+            self._speech_end = self._num_read
+            speech_ms = self._start_ms + _ms(self._num_read - _WINDOW)
+            return Turn("started", max(self._start_ms, speech_ms - self._prefix_ms))
+        if probability >= self._threshold - _HYSTERESIS:
+            self._speech_end = self._num_read
+        elif _ms(self._num_read - self._speech_end) >= self._silence_ms:
+            self._speech_end = None
+            return Turn("stopped", self._start_ms + _ms(self._num_read))
+        return None
+
+
+def _ms(num_samples: int) -> int:
+    return num_samples * 1000 // SAMPLE_RATE

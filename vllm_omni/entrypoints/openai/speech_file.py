@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of speech of one request, encoded while the final stage makes its audio."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from http import HTTPStatus
+
+import numpy as np
+import torch
+
+from vllm_omni.config.stage_config import OmniStageConfig
+from vllm_omni.entrypoints.openai.audio_formats import (
+    AUDIO_FORMATS,
+    DEFAULT_SAMPLE_RATE,
+    AudioEncoder,
+    BrokenAudioError,
+    count_channels,
+    first_clip,
+)
+from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
+from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
+from vllm_omni.outputs import OmniRequestOutput
+
+logger = logging.getLogger("vllm.omni.server")
+
+
+class SpeechFile:
+    """
+    Attributes:
+        is_streamed: The file is sent while it is encoded. Audio of a diffusion stage comes as a whole.
+        output: The pipeline's, after the last of the `parts`.
+    """
+
+    output: OmniRequestOutput
+
+    def __init__(self, stage: OmniStageConfig, file_format: str, speed: float, *, stream: bool) -> None:
+        """
+        Args:
+            stage: The final stage that makes the audio.
+        """
+        self.is_streamed = stream and stage.kind != "DiT"
+        self._stage = stage
+        self._format = file_format
+        self._speed = speed
+        self._encoder: AudioEncoder | None = None
+
+    @property
+    def media_type(self) -> str:
+        return AUDIO_FORMATS[self._format]
+
+    @property
+    def sample_rate(self) -> int:
+        """Known with the file's first bytes, as `num_channels`."""
+        assert self._encoder is not None
+        return self._encoder.sample_rate
+
+    @property
+    def num_channels(self) -> int:
+        assert self._encoder is not None
+        return self._encoder.num_channels
+
+    async def parts(self, events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[bytes, None]:
+        """The file's bytes as they are encoded; no part is empty.
+
+        Raises:
+            OmniError, OmniHTTPError: It failed.
+        """
+        async with aclosing(events):
+            async for event in events:
+                samples, rate = self._samples(event)
+                if samples.size and (data := await self._encode(samples, rate)):
+                    yield data
+                if isinstance(event, CompletedEvent):
+                    if self._encoder is None:
+                        raise OmniHTTPError("the model made no audio for this input", HTTPStatus.INTERNAL_SERVER_ERROR)
+                    (self.output,) = event.outputs
+                    if rest := await self._encoder.finish_async():
+                        yield rest
+
+    async def whole(self, events: AsyncGenerator[OmniEvent, None]) -> bytes:
+        """The file, when it is complete. Raises as `parts`."""
+        async with aclosing(self.parts(events)) as parts:
+            return b"".join([part async for part in parts])
+
+    def _samples(self, event: OmniEvent) -> tuple[np.ndarray, int]:
+        """The samples of an event, float32 `[n]` or `[channels, n]`, and their sample rate."""
+        tensors: Mapping[str, torch.Tensor] = {}
+        rate = self._stage.sample_rate
+        if isinstance(event, ARSegmentEvent) and event.stage_id == self._stage.stage_id:
+            tensors = event.multimodal_output
+        elif isinstance(event, CompletedEvent) and self._encoder is None:  # Nothing was streamed: it has all samples.
+            (output,) = event.outputs
+            tensors, rate = output.multimodal_output, output.sample_rate
+        return first_clip(tensors.get("audio", torch.empty(0))), rate or DEFAULT_SAMPLE_RATE
+
+    async def _encode(self, samples: np.ndarray, rate: int) -> bytes:
+        try:
+            if self._encoder is None:
+                self._encoder = AudioEncoder(
+                    self._format,
+                    rate,
+                    self._speed,
+                    num_channels=count_channels(samples),
+                    is_whole=not self.is_streamed,
+                )
+            return await self._encoder.encode_async(samples)
+        except BrokenAudioError as error:
+            logger.error("a stage made broken audio: %s", error)
+            raise OmniHTTPError("the model made broken audio", HTTPStatus.INTERNAL_SERVER_ERROR) from error

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for speech: their fields, and what of them is the model's prompt.
+
+OpenAI's fields are for every model. Others are those that the model's `PromptProcessor` declares; a field that it does
+not read is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.media import MediaConnector
+
+from vllm_omni.config.utils import nearest
+from vllm_omni.entrypoints.openai.audio_formats import MAX_SPEED, MIN_SPEED
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.media_request import SoundUrl, fetch_sound
+from vllm_omni.entrypoints.openai.voice_store import VoiceStore
+from vllm_omni.inputs import VOICE_FIELD
+
+MAX_INPUT_CHARS = 4096
+
+SpeechFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
+
+_FROM_PROMPTS = ("instructions", "language", "ref_audio", "ref_text", "context")
+"""Fields with the names that models give them."""
+
+
+def _is_not_blank(value: str) -> str:
+    if not value.strip():
+        raise ValueError("the text is blank")
+    return value
+
+
+def _as_json(value: Any) -> Any:
+    """A form has lists and objects as JSON."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+Text = Annotated[str, StringConstraints(min_length=1, max_length=MAX_INPUT_CHARS), AfterValidator(_is_not_blank)]
+
+
+class VoiceId(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    id: str = Field(description="Its name, or the id of an uploaded one.", examples=["ethan"])
+
+
+class SpeechTurn(BaseModel):
+    """An earlier turn of a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: Text = Field(description="What is said in it.")
+    audio: SoundUrl = Field(description="Its sound: a data URI or an address.")
+    voice: str | None = Field(None, description="A voice of the model. Default: that of the request.")
+
+
+class SpeechSettings(BaseModel):
+    """How a text is spoken."""
+
+    model_config = ConfigDict(extra="allow")  # Further fields of the model.
+
+    model: str | None = Field(None, description="A name of GET /v1/models; default: the model that is served.")
+    voice: str | VoiceId | None = Field(
+        None, description="One of GET /v1/audio/voices; default, or 'default': the first of them.", examples=["alloy"]
+    )
+    instructions: str | None = Field(
+        None,
+        max_length=MAX_INPUT_CHARS,
+        description="How to speak it. The system message of models that write what they speak; models that read no "
+        "instructions do not use it.",
+        examples=["Speak slowly and kindly."],
+    )
+    language: str | None = Field(None, max_length=100, description="The language of the text, of models that read it.")
+    ref_audio: SoundUrl | None = Field(
+        None,
+        description="A recording of the voice to imitate, of models that read one: a file in a form; in JSON a data "
+        "URI or an address.",
+    )
+    ref_text: Text | None = Field(None, description="What is said in ref_audio.")
+    context: Annotated[list[SpeechTurn] | None, BeforeValidator(_as_json)] = Field(
+        None, description="Earlier turns of the conversation, of models that read them."
+    )
+    response_format: SpeechFormat = Field(
+        "mp3",
+        description="The file's format. pcm: 16-bit little-endian samples without a header, channels interleaved.",
+    )
+    speed: float = Field(1.0, ge=MIN_SPEED, le=MAX_SPEED, description="Factor of the speed, at the same pitch.")
+    sampling_params_list: Annotated[list[dict[str, Any] | None] | None, BeforeValidator(_as_json)] = Field(
+        None,
+        description="Sampling parameters of each stage, in stage order; null for a stage's defaults, and for the stage "
+        "that writes the text.",
+        examples=[[None, {"temperature": 0.7}, None]],
+    )
+
+    @property
+    def voice_name(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, VoiceId) else self.voice
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """What is given of the model's own fields."""
+        given = {name: getattr(self, name) for name in _FROM_PROMPTS}
+        given = {name: value for name, value in given.items() if value is not None}
+        return {**given, **(self.model_extra or {})}
+
+
+class SpeechRequest(SpeechSettings):
+    """A text to be spoken."""
+
+    input: Text = Field(
+        description="The text to speak; for a model of sounds or music, its prompt.", examples=["Hello. How are you?"]
+    )
+    stream_format: Literal["audio", "sse"] = Field(
+        "audio", description="How the speech is sent while it is made: the bytes of the file, or server-sent events."
+    )
+    stream: bool = Field(True, description="false: send the file when it is complete; its headers have its length.")
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> SpeechRequest:
+        if not self.stream and self.stream_format == "sse":
+            raise VLLMValidationError("stream_format 'sse' is a stream; leave stream out", parameter="stream")
+        return self
+
+
+class SpeechBatchRequest(SpeechSettings):
+    """Texts to be spoken in the same way, each in a file of its own."""
+
+    inputs: list[Text] = Field(min_length=1, description="The texts.", examples=[["Hello.", "How are you?"]])
+
+
+class SpeechPromptReader:
+    """Reads a request's voice, and the fields of the model, as a prompt's `additional_information`."""
+
+    def __init__(self, client: OmniEngineClient, connector: MediaConnector, voices: VoiceStore) -> None:
+        self._client = client
+        self._connector = connector
+        self._voices = voices
+
+    async def read(self, request: SpeechSettings, owner: bytes) -> dict[str, Any]:
+        """
+        Args:
+            owner: The hash of the client's API key.
+
+        Raises:
+            VLLMClientError: The model does not read a field, a voice is unknown, or a sound cannot be read.
+            OmniError: The pipeline accepts no request now.
+        """
+        given = request.prompt_fields()
+        if "instructions" not in self._client.prompt_fields:
+            given.pop("instructions", None)  # One of OpenAI's fields.
+        check_read(given, self._client.prompt_fields, type(request).model_fields)
+        given = {**self._voice_fields(request, owner), **given}
+        turns: list[SpeechTurn] = given.get("context", [])
+        voices = [self._client.voices.read(turn.voice, f"context[{i}].voice") for i, turn in enumerate(turns)]
+        if isinstance(given.get("ref_audio"), str):
+            given["ref_audio"] = await self._fetch(given["ref_audio"], "ref_audio")
+        if turns:
+            sounds = [await self._fetch(turn.audio, f"context[{i}].audio") for i, turn in enumerate(turns)]
+            given["context"] = [_as_turn(*each) for each in zip(turns, sounds, voices, strict=True)]
+        return given
+
+    def _voice_fields(self, request: SpeechSettings, owner: bytes) -> dict[str, Any]:
+        name = request.voice_name
+        stored = None if name is None else self._voices.find(name, owner)
+        if stored is None:
+            voice = self._client.voices.read(name, "voice")
+            return {} if voice is None else {VOICE_FIELD: voice}
+        if request.ref_audio is not None or request.ref_text is not None:
+            raise VLLMValidationError(
+                f"the voice {name!r} has a recording of its own; leave out the voice, or ref_audio and ref_text",
+                parameter="voice",
+            )
+        return stored.prompt_fields
+
+    async def _fetch(self, url: str, parameter: str) -> tuple[np.ndarray, float]:
+        self._client.check_admission()
+        return await fetch_sound(self._connector, url, parameter)
+
+
+def _as_turn(turn: SpeechTurn, sound: tuple[np.ndarray, float], voice: str | None) -> dict[str, Any]:
+    return {"text": turn.text, "audio": sound, **({} if voice is None else {VOICE_FIELD: voice})}
+
+
+def check_read(names: Iterable[str], read: Collection[str], others: Iterable[str] = ()) -> None:
+    """
+    Args:
+        names: Fields of a request that are not OpenAI's.
+        read: Those that the model reads.
+        others: All fields of such requests, for hints.
+
+    Raises:
+        VLLMValidationError: It does not read one; lists those that it reads.
+    """
+    known = sorted(set(read) - {VOICE_FIELD})
+    for name in names:
+        if name not in known:
+            hint = nearest(name, [*known, *others])
+            raise VLLMValidationError(
+                f"this model reads no {name!r}{hint} (beside OpenAI's fields it reads {', '.join(known) or 'none'})",
+                parameter=name,
+            )

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tab for images: `/v1/images/generations` and `/v1/images/edits`, with previews."""
+
+import base64
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from PIL import Image
+
+from vllm_omni.entrypoints.playground.client import FAILURES, Description, Server
+from vllm_omni.entrypoints.playground.sampling import SamplingFields
+
+_MAX_IMAGES = 4
+_NUM_PREVIEWS = 3
+
+
+class ImagesTab:
+    def __init__(self, server: Server, description: Description) -> None:
+        """Adds the components to the page."""
+        self._server, self._description = server, description
+        stage = description.stage_for("image")
+        assert stage is not None, "a pipeline that makes images has a stage for it"
+        prompt = gr.Textbox(label="Prompt", lines=2, elem_id="images-prompt")
+        files = gr.File(
+            label="Input images",
+            file_count="multiple",
+            file_types=["image"],
+            visible="image" in description.inputs,
+            height=120,
+            elem_id="images-files",
+        )
+        with gr.Accordion("Settings", open=False):
+            negative = gr.Textbox(label="Negative prompt", visible="negative_prompt" in stage.sampling_params)
+            number = gr.Slider(1, _MAX_IMAGES, value=1, step=1, label="Number")
+            self._sampling = SamplingFields(description, kinds=("DiT",))
+        with gr.Row():
+            generate = gr.Button("Generate", variant="primary", elem_id="images-generate")
+            stop = gr.Button("Stop", elem_id="images-stop")
+        state = gr.Markdown(elem_id="images-state")
+        gallery = gr.Gallery(
+            label="Images",
+            format="png",
+            columns=2,
+            height="auto",
+            elem_id="images-gallery",
+            buttons=["download"],
+        )
+        inputs = [prompt, files, negative, number, *self._sampling.components]
+        generating = generate.click(self._generate, inputs, [gallery, state], api_visibility="private")
+        stop.click(lambda: "Stopped.", None, state, cancels=[generating], api_visibility="private", queue=False)
+
+    async def _generate(
+        self, prompt: str, files: list[str] | None, negative: str, number: float, *sampling: str
+    ) -> AsyncIterator[tuple[Any, str]]:
+        yield [], "Waiting ..."
+        settings = self._sampling.as_fields(sampling, negative)
+        images: dict[int, Image.Image] = {}
+        num_complete = 0
+        try:
+            given = [Path(path) for path in files or []]
+            async with await self._request(prompt, given, int(number), settings) as events:
+                async for event in events:
+                    num_complete += event.type.endswith(".completed")
+                    images[event.index] = _read(event.b64_json)
+                    state = f"{num_complete} of {int(number)} complete" if num_complete else "A preview"
+                    yield [images[index] for index in sorted(images)], state
+        except FAILURES as error:
+            yield gr.skip(), f"⚠️ {self._server.explain(error)}"
+
+    async def _request(self, prompt: str, files: list[Path], number: int, settings: dict[str, Any]) -> Any:
+        common: dict[str, Any] = {
+            "model": self._description.model,
+            "prompt": prompt,
+            "n": number,
+            "stream": True,
+            "partial_images": _NUM_PREVIEWS,
+            "extra_body": settings,
+        }
+        if files:
+            return await self._server.openai.images.edit(image=files, **common)
+        return await self._server.openai.images.generate(**common)
+
+
+def _read(data: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(data)))

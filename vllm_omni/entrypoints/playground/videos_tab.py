@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tab for videos: `/v1/videos`, a job with progress."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import openai
+from gradio.processing_utils import save_bytes_to_cache
+
+from vllm_omni.entrypoints.playground.client import FAILURES, Description, Server
+from vllm_omni.entrypoints.playground.sampling import SamplingFields
+
+_POLL_S = 0.5
+
+
+class VideosTab:
+    def __init__(self, server: Server, description: Description) -> None:
+        """Adds the components to the page."""
+        self._server, self._description = server, description
+        stage = description.stage_for("video")
+        assert stage is not None, "a pipeline that makes videos has a stage for it"
+        prompt = gr.Textbox(label="Prompt", lines=2, elem_id="videos-prompt")
+        image = gr.Image(
+            label="Input image", type="filepath", sources=["upload"], visible="image" in description.inputs
+        )
+        with gr.Accordion("Settings", open=False):
+            negative = gr.Textbox(label="Negative prompt", visible="negative_prompt" in stage.sampling_params)
+            self._sampling = SamplingFields(description, kinds=("DiT",))
+        with gr.Row():
+            generate = gr.Button("Generate", variant="primary", elem_id="videos-generate")
+            stop = gr.Button("Stop", elem_id="videos-stop")
+        state = gr.Markdown(elem_id="videos-state")
+        self._video = gr.Video(label="Video", elem_id="videos-video", autoplay=True, buttons=["download"])
+        inputs = [prompt, image, negative, *self._sampling.components]
+        generating = generate.click(self._generate, inputs, [self._video, state], api_visibility="private")
+        stop.click(lambda: "Stopped.", None, state, cancels=[generating], api_visibility="private", queue=False)
+
+    async def _generate(
+        self, prompt: str, image: str | None, negative: str, *sampling: str
+    ) -> AsyncIterator[tuple[Any, str]]:
+        yield None, "Waiting ..."
+        settings = self._sampling.as_fields(sampling, negative)
+        reference: dict[str, Any] = {} if image is None else {"input_reference": Path(image)}
+        videos = self._server.openai.videos
+        video = None
+        try:
+            video = await videos.create(model=self._description.model, prompt=prompt, extra_body=settings, **reference)
+            while video.status in ("queued", "in_progress"):
+                yield gr.skip(), f"{video.status.replace('_', ' ')}: {video.progress} %"
+                await asyncio.sleep(_POLL_S)  # A job has no events.
+                video = await videos.retrieve(video.id)
+            if video.error is not None:
+                yield gr.skip(), f"⚠️ The video failed: {video.error.message}"
+            else:
+                content = await videos.download_content(video.id)
+                file = save_bytes_to_cache(await content.aread(), "video.mp4", self._video.GRADIO_CACHE)
+                yield file, "Complete"
+        except FAILURES as error:
+            yield gr.skip(), f"⚠️ {self._server.explain(error)}"
+        finally:
+            if video is not None and video.status in ("queued", "in_progress"):
+                await self._abort(video.id)
+
+    async def _abort(self, video_id: str) -> None:
+        try:
+            await self._server.openai.videos.delete(video_id)
+        except openai.OpenAIError:
+            return  # The server has gone, and the job with it.

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What talkers share: vLLM's interface of a model that predicts codes, and their feedback.
+
+A step of a talker reads the sum of what it has made last and of the next row of the text that it speaks. Text may
+arrive while it speaks. This file knows no model and no engine.
+"""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.utils import maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStrategy, InputPiece
+from vllm_omni.model_executor.feedback_buffers import SlotRows
+from vllm_omni.model_executor.layers.frame_loop import FrameLoop
+
+NUM_SPECIALS = 1024
+"""The last ids of Qwen3's codec vocabularies: marks, languages and voices."""
+
+
+def find_specials(vocab_size: int, end_id: int) -> torch.Tensor:
+    """`[vocab_size]` bool: what is never sampled of a codec vocabulary of Qwen3's, the specials without the end."""
+    ids = torch.arange(vocab_size)
+    return (ids >= vocab_size - NUM_SPECIALS) & (ids != end_id)
+
+
+class Talker(nn.Module):
+    """
+    Attributes:
+        model: The decoder layers.
+    """
+
+    model: Any
+
+    def add_codec_head(self, vllm_config: VllmConfig, config: Any, prefix: str, suppressed: torch.Tensor) -> None:
+        """
+        Args:
+            config: Has the head's `vocab_size` and `hidden_size`.
+            suppressed: `[vocab_size]` bool, ids that are never sampled.
+        """
+        self.codec_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "codec_head"),
+        )
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.suppressed: torch.Tensor
+        self.register_buffer("suppressed", suppressed, persistent=False)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        logits = self.logits_processor(self.codec_head, hidden_states)
+        return None if logits is None else logits.masked_fill_(self.suppressed, float("-inf"))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | IntermediateTensors:
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+
+class TextFeedback(FeedbackStrategy):
+    """Keeps each request's prompt, and the rows of its text, one for each token that is fed back.
+
+    Later pieces of a request's input have more text, or none. The end of the text follows its last row, and then
+    padding.
+    """
+
+    text_key: ClassVar[str]
+    """The text in a piece's information, `[n, ...]`."""
+
+    def __init__(self, text_end: torch.Tensor, text_pad: torch.Tensor, max_batch_size: int) -> None:
+        """
+        Args:
+            text_end: `[n, hidden]`, rows that follow the text.
+            text_pad: `[hidden]`, the row that follows these, for ever.
+        """
+        self._prompts: dict[int, torch.Tensor] = {}
+        self._text = SlotRows(max_batch_size, text_pad)
+        self._text_end = text_end
+
+    @abstractmethod
+    def embed_text(self, text: torch.Tensor) -> torch.Tensor:
+        """`[n, ...]` of `text_key`, on any device -> `[n, hidden]`."""
+
+    def extend(self, pieces: list[InputPiece]) -> None:
+        received = [piece.information.get(self.text_key) for piece in pieces]
+        sizes = [0 if text is None else len(text) for text in received]
+        if any(sizes):
+            rows = self.embed_text(torch.cat([text for text in received if text is not None]))
+        else:
+            rows = self._text_end[:0]
+        for piece, part in zip(pieces, rows.split(sizes), strict=True):
+            self._append(piece.slot, part, piece.is_last)
+
+    def end(self, slot: int) -> None:
+        self._prompts.pop(slot, None)
+
+    def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        return self._prompts[slot][start:stop]
+
+    def set_input(self, slot: int, prompt: torch.Tensor, text: torch.Tensor, is_complete: bool) -> None:
+        """What a request starts with.
+
+        Args:
+            prompt: `[prompt_len, hidden]`.
+            text: `[n, hidden]`, the rows of the text after those in the prompt.
+        """
+        self._prompts[slot] = prompt
+        self._text.begin(slot)
+        self._append(slot, text, is_complete)
+
+    def _append(self, slot: int, rows: torch.Tensor, is_last: bool) -> None:
+        self._text.append(slot, torch.cat((rows, self._text_end)) if is_last else rows)
+
+
+class FrameFeedback(TextFeedback):
+    """Keeps the frames of each request as well. Emits `codes`, int64 `[num_codes]` for each row."""
+
+    def __init__(
+        self,
+        codec_embedding: nn.Module,
+        frames: FrameLoop,
+        text_end: torch.Tensor,
+        text_pad: torch.Tensor,
+        max_batch_size: int,
+    ) -> None:
+        """
+        Args:
+            codec_embedding: Of first codes, `[N]` ids -> `[N, hidden]`.
+        """
+        super().__init__(text_end, text_pad, max_batch_size)
+        self._codec_embedding = codec_embedding
+        self._frames = frames
+
+    def end(self, slot: int) -> None:
+        super().end(slot)
+        self._frames.end(slot)
+
+    def feed_back(self, rows: FedBackRows) -> FedBack:
+        first = self._codec_embedding(rows.token_ids)
+        codes, residual = self._frames.make(rows, first)
+        return self._with_text(rows, first + residual, codes)
+
+    def replay(self, rows: FedBackRows) -> FedBack:
+        codes, residual = self._frames.read(rows)
+        return self._with_text(rows, self._codec_embedding(codes[:, 0]) + residual, codes)
+
+    def _with_text(self, rows: FedBackRows, frame_embeds: torch.Tensor, codes: torch.Tensor) -> FedBack:
+        return FedBack(frame_embeds + self._text.read(rows.slots, rows.frames), {"codes": codes})
+
+    def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        self._frames.save_hidden_states(slots, hidden_states)

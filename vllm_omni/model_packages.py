@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Python package declares about its models, and which packages are installed.
+
+A package has an entry point of the group `vllm_omni.models` that names its `ModelPackage`. The models of this package
+are declared and found in the same way. A declaration consists of names and paths: it is read in every process of vLLM,
+without importing a model. This file knows neither torch nor vLLM.
+"""
+
+import functools
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+GROUP = "vllm_omni.models"
+OWN_PACKAGE = "vllm-omni"
+_OWN = EntryPoint(OWN_PACKAGE, "vllm_omni.model_executor.registry:MODELS", GROUP)
+_GUIDE = 'docs/adding_a_model.md, "A model in a package of your own"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPackage:
+    """The models of one Python package. Everything is optional; prompt processors and stage input processors need no
+    declaration, since stage configurations name them.
+
+    Attributes:
+        architectures: vLLM models, by the name that `model_arch` or a checkpoint's `architectures` has, as
+            `module:class`. Imported when first used.
+        hf_configs: transformers configurations, by `model_type`, as `module:class`. Imported in every process of vLLM:
+            their modules import no model.
+        stage_configs: The folder of stage configurations. `NAME.yaml` is that of checkpoints with the `model_type`
+            NAME; variants for other machines are named `NAME_MACHINE.yaml`.
+        pipelines: Names of such files without `.yaml`, by the class in a diffusers checkpoint's `model_index.json`.
+        tiny_checkpoints: For `vllm_omni.testing.tiny_checkpoints`, by name: modules with `SIZES`, names of sizes, and
+            `write(path: Path, seed: int, size: str)`.
+
+    Raises:
+        ValueError: A path is not `module:class`, or a file or folder does not exist.
+    """
+
+    architectures: Mapping[str, str] = field(default_factory=dict)
+    hf_configs: Mapping[str, str] = field(default_factory=dict)
+    stage_configs: Path | None = None
+    pipelines: Mapping[str, str] = field(default_factory=dict)
+    tiny_checkpoints: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, path in (*self.architectures.items(), *self.hf_configs.items()):
+            if path.count(":") != 1:
+                raise ValueError(f"{name}: {path!r} is not module:class")
+        if self.stage_configs is not None and not self.stage_configs.is_dir():
+            raise ValueError(f"stage_configs: there is no folder {self.stage_configs}; is it part of the wheel?")
+        for pipeline, name in self.pipelines.items():
+            if name not in self.stage_config_files:
+                raise ValueError(f"pipelines: {pipeline}: there is no {name}.yaml in {self.stage_configs}")
+
+    @functools.cached_property
+    def stage_config_files(self) -> dict[str, Path]:
+        """By name, without `.yaml`."""
+        files = () if self.stage_configs is None else sorted(self.stage_configs.glob("*.yaml"))
+        return {path.stem: path for path in files}
+
+    @property
+    def names(self) -> Iterator[str]:
+        """All that only one package can register, as messages show it."""
+        kinds: dict[str, Mapping[str, object]] = {
+            "architecture": self.architectures,
+            "model_type": self.hf_configs,
+            "stage configuration": self.stage_config_files,
+            "pipeline": self.pipelines,
+            "tiny checkpoint": self.tiny_checkpoints,
+        }
+        return (f"{kind} {name!r}" for kind, names in kinds.items() for name in names)
+
+
+@dataclass(frozen=True)
+class InstalledModels:
+    """The models of all packages.
+
+    Attributes:
+        packages: By the package's name and version; this one first.
+        broken: The packages whose models are left out, and why.
+    """
+
+    packages: Mapping[str, ModelPackage]
+    broken: Mapping[str, str]
+
+    @functools.cached_property
+    def architectures(self) -> dict[str, str]:
+        """`module:class` by architecture."""
+        return {name: path for models in self.packages.values() for name, path in models.architectures.items()}
+
+    @functools.cached_property
+    def hf_configs(self) -> dict[str, str]:
+        """`module:class` by `model_type`."""
+        return {name: path for models in self.packages.values() for name, path in models.hf_configs.items()}
+
+    @functools.cached_property
+    def stage_configs(self) -> dict[str, Path]:
+        """Files by `model_type`, and variants by their names."""
+        return {name: path for models in self.packages.values() for name, path in models.stage_config_files.items()}
+
+    @functools.cached_property
+    def pipelines(self) -> dict[str, Path]:
+        """Files by the class of a diffusers pipeline."""
+        packages = self.packages.values()
+        return {name: models.stage_config_files[file] for models in packages for name, file in models.pipelines.items()}
+
+    @functools.cached_property
+    def tiny_checkpoints(self) -> dict[str, str]:
+        """Modules by the checkpoint's name."""
+        return {name: path for models in self.packages.values() for name, path in models.tiny_checkpoints.items()}
+
+    def describe(self) -> str:
+        """In lines: the packages, those that are broken, and how to add a model that is in none of them."""
+        others = ", ".join(name for name in self.packages if name != OWN_PACKAGE) or "none"
+        broken = [f"{package} is left out: {reason}" for package, reason in self.broken.items()]
+        return "\n".join([f"installed packages with models: {others}", *broken, f"to add a model: {_GUIDE}"])
+
+
+@functools.cache
+def find_models() -> InstalledModels:
+    """The models of this package and of all installed ones that `VLLM_PLUGINS` allows. Looks once in a process."""
+    packages, broken = {OWN_PACKAGE: _load(_OWN)}, {}
+    for entry_point in _allowed_entry_points():
+        name = _describe(entry_point)
+        try:
+            packages[name] = _load(entry_point)
+        except Exception as error:  # Code of another package: it must not stop vLLM, or our own models.
+            broken[name] = f"{entry_point.value}: {type(error).__name__}: {error}"
+    conflicts = _find_conflicts(packages)
+    return InstalledModels({name: m for name, m in packages.items() if name not in conflicts}, broken | conflicts)
+
+
+def _allowed_entry_points() -> list[EntryPoint]:
+    allowed = os.environ.get("VLLM_PLUGINS")  # As vLLM reads it, which may not be installed.
+    found = entry_points(group=GROUP)
+    return [point for point in found if allowed is None or point.name in allowed.split(",")]
+
+
+def _describe(entry_point: EntryPoint) -> str:
+    package = entry_point.dist
+    return entry_point.name if package is None else f"{package.name} {package.version} ({entry_point.name})"
+
+
+def _load(entry_point: EntryPoint) -> ModelPackage:
+    models = entry_point.load()
+    if not isinstance(models, ModelPackage):
+        raise TypeError(f"{models!r} is no ModelPackage")
+    return models
+
+
+def _find_conflicts(packages: Mapping[str, ModelPackage]) -> dict[str, str]:
+    """The packages that register what another one registers too, and why they are left out: all but this package."""
+    owners = defaultdict(list)
+    for package, models in packages.items():
+        for name in models.names:
+            owners[name].append(package)
+    return {
+        package: f"it registers the {name}, as {' and '.join(o for o in having if o != package)} does; uninstall one"
+        for name, having in owners.items()
+        for package in having
+        if len(having) > 1 and package != OWN_PACKAGE
+    }

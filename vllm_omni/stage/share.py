@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replica gets of its machine, computed and checked there: the orchestrator does not know other machines."""
+
+import os
+
+import msgspec
+
+from vllm_omni.config.stage_config import OmniStageConfig, PartOfPipeline, StageInstance
+from vllm_omni.errors import StageConfigError
+from vllm_omni.stage.budgets import apply_budgets
+from vllm_omni.stage.cores import place_cores
+from vllm_omni.stage.spec import MachineShare, StageSpec
+
+
+def take_share(spec: StageSpec) -> StageSpec:
+    """Replaces `share` by what follows from it.
+
+    Raises:
+        StageConfigError: The replicas of this machine need more than it has, or name something that does not exist.
+    """
+    if spec.share is None:
+        return spec
+    for path in spec.share.paths:
+        if not os.path.exists(path):
+            raise StageConfigError(
+                f"there is no {path} here; a checkpoint that is a path must exist on every node (a name on the hub is "
+                "fetched by each)"
+            )
+    part = _make_part(spec.share)
+    placements = place_cores(part)
+    instance = apply_budgets(part).instances[spec.instance.instance_id]
+    return msgspec.structs.replace(spec, instance=instance, placement=placements[instance.instance_id], share=None)
+
+
+def _make_part(share: MachineShare) -> PartOfPipeline:
+    """The replicas on this machine."""
+    config = share.pipeline
+    stages = [_with_devices(stage, config.replicas[stage.stage_id], share) for stage in config.stage_args]
+    return PartOfPipeline(stage_args=stages, runtime=config.runtime, instance_ids=sorted(share.devices))
+
+
+def _with_devices(stage: OmniStageConfig, replicas: list[StageInstance], share: MachineShare) -> OmniStageConfig:
+    given = [share.devices.get(replica.instance_id) for replica in replicas]
+    if not any(given):
+        return stage
+    runtime = msgspec.structs.replace(stage.runtime, devices=[entry or "0" for entry in given])
+    return msgspec.structs.replace(stage, runtime=runtime)

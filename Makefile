@@ -3,17 +3,20 @@
 #   PYTHON      the Python for the environment (default: python3, or a newer one on PATH if that is too old)
 #   OMNI_EXTRA  the build of vLLM: cpu (default) or cuda
 #   PYTEST_ARGS further arguments of pytest
+#   TEST_LIMIT, TEST_SLOW_LIMIT  minutes after which `make test` and `make test-slow` are ended
 
 PYTHON ?= python3
 VENV ?= .venv
 OMNI_EXTRA ?= cpu
+TEST_LIMIT ?= 20
+TEST_SLOW_LIMIT ?= 30
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(OMNI_EXTRA)
 DOCS_STAMP := $(VENV)/.ready-docs
-# Two processes; tests/conftest.py keeps tests that share an engine or a server in one of them. Where bytecode is not kept,
-# rewriting the tests' assertions takes ten seconds of each process.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
+# Two processes; tests/conftest.py keeps tests that share an engine or a server in one of them. One that died is not replaced.
+PYTEST_FLAGS := --numprocesses=2 --dist=loadfile --max-worker-restart=0
+RUN_TESTS := $(BIN)/python scripts/run_tests.py run
 
 # With several threads, OpenMP's waiting threads slow tiny models down several times.
 export OMP_NUM_THREADS ?= 1
@@ -28,10 +31,10 @@ demo: $(STAMP)  ## Let two small trained models hear, see, speak and paint; writ
 	$(BIN)/vllm-omni demo
 
 test: $(STAMP)  ## Run the main tests
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(RUN_TESTS) test --limit $(TEST_LIMIT) --budget 6 -- $(PYTEST_FLAGS) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(STAMP)  ## Run the other tests
-	$(PYTEST) -m slow $(PYTEST_ARGS)
+	$(RUN_TESTS) test-slow --limit $(TEST_SLOW_LIMIT) --budget 9 -- $(PYTEST_FLAGS) -m slow $(PYTEST_ARGS)
 
 browser:  ## Install Chromium for the tests of the playground (as root)
 	scripts/install_browser.sh

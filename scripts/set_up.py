@@ -92,12 +92,16 @@ def install_torch(python: str) -> list[str]:
     output = pip_install(python, "--no-deps", requirement)
     if output is None:
         return []
-    if f"No matching distribution found for {requirement}" not in output:
+    # Where pip has a constraint for torch, it calls a missing build a conflict.
+    missing = f"No matching distribution found for {requirement}"
+    if missing not in output and f"Cannot install {requirement}" not in output:
         sys.exit("pip failed, see above")
     index = ["--extra-index-url", CPU_WHEELS]
     say(f"not found there; trying again with {CPU_WHEELS}")
-    if pip_install(python, "--no-deps", requirement, *index) is not None:
-        sys.exit(f"{requirement} was found neither where pip is configured to look nor at {CPU_WHEELS}")
+    output = pip_install(python, "--no-deps", requirement, *index)
+    if output is not None:
+        nowhere = f"{requirement} was found neither where pip is configured to look nor at {CPU_WHEELS}"
+        sys.exit(nowhere if missing in output else "pip failed, see above")
     return index
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import pytest_timeout
 
 from tests.servers import SMALL_CSM, SMALL_VLLM, RunningServer
 
@@ -31,6 +32,7 @@ _FOLDERS_WITH_ENGINES = re.compile("tests/(?:engine|stage|model_executor/models/
 _MACHINES = re.compile(r"tests/(?:distributed/test_hosts|orchestrator/test_(?:ray|engine_workers))\.py")
 """Ray's clusters and hosts need memory, and answers in time: one after the other, before other tests keep servers."""
 _LONG_FILES = ("tests/shapes/test_quality.py", "tests/orchestrator/test_nodes.py", "tests/stage/test_watchdog.py")
+_A_PROCESS_DIED = pytest.StashKey[bool]()
 _SHARED_FIXTURES = re.compile(
     r"\b(?:(?:omni|voice|image|video)_(?:server|app)|(?:talking|qwen2_5|csm|text)_(?:async_)?llm|realtime_app)\b"
 )
@@ -61,6 +63,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return not _MACHINES.match(file), not is_long[file]
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A process that died fails the run also if it was in no test."""
+    if error:
+        node.config.stash[_A_PROCESS_DIED] = True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.stash.get(_A_PROCESS_DIED, False):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """pytest-timeout 2.4 stops its timer when a test fails; the teardown gets one of its own."""
+    settings = pytest_timeout._get_item_settings(item)
+    if settings.timeout:
+        item.config.hook.pytest_timeout_set_timer(item=item, settings=settings)
+    return (yield)
 
 
 @functools.cache

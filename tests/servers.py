@@ -65,7 +65,7 @@ class RunningServer:
     @property
     def model(self) -> str:
         """The name of its model."""
-        return httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+        return httpx.get(f"{self.url}/v1/models", timeout=60).json()["data"][0]["id"]
 
     def openai(self, **arguments: object) -> openai.OpenAI:
         """The official client, without retries."""
@@ -84,7 +84,7 @@ class RunningServer:
 
     def is_ready(self) -> bool:
         with suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health", timeout=10).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=60).status_code == 200
         return False
 
     def output(self) -> str:
@@ -102,8 +102,8 @@ class RunningServer:
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    """vLLM's own script, which runs our command for `--omni`."""
-    return [str(Path(sys.executable).with_name("vllm")), *arguments]
+    """vLLM's own script, which runs our command for `--omni`; the kernel ends it with the process that started it."""
+    return ["setpriv", "--pdeathsig=KILL", "--", str(Path(sys.executable).with_name("vllm")), *arguments]
 
 
 def free_port() -> int:

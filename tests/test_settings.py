@@ -40,7 +40,7 @@ def test_make_sets_omp_num_threads_and_selects_tests(tmp_path, target, marked):
     output = subprocess.run(
         ["make", "-C", ROOT, target, f"VENV={tmp_path}"], env=clean, capture_output=True, text=True, check=True
     ).stdout
-    assert "threads=1\n<-m><pytest>" in output and f"<-m><{marked}>" in output
+    assert f"threads=1\n<scripts/run_tests.py><run><{target}>" in output and f"<-m><{marked}>" in output
 
 
 def test_ruff_reads_pyproject():

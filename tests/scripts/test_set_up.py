@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decisions of `scripts/set_up.py`. The environment of these tests shows that it installs."""
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TORCH = "torch==2.13.0+cpu"
 NOT_FOUND = f"ERROR: No matching distribution found for {TORCH}\n"
+CONFLICT = f"ERROR: Cannot install {TORCH} because these package versions have conflicting dependencies.\n"
 
 
 @pytest.fixture
@@ -34,8 +37,9 @@ def test_torch_comes_from_pips_index_if_available(set_up):
     assert set_up.calls == [("--no-deps", TORCH)]
 
 
-def test_pytorchs_index_is_added_if_torch_is_not_found(set_up):
-    set_up.results += [NOT_FOUND, None]
+@pytest.mark.parametrize("output", [NOT_FOUND, CONFLICT])
+def test_pytorchs_index_is_added_if_torch_is_not_found(set_up, output):
+    set_up.results += [output, None]
     index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
     assert set_up.install_torch("python") == index
     assert list(set_up.calls[1][-2:]) == index
@@ -54,13 +58,37 @@ def test_a_torch_found_nowhere_is_an_error_with_the_indexes(set_up):
         set_up.install_torch("python")
 
 
+def test_a_constraint_that_no_index_can_meet_is_left_to_pips_words(set_up):
+    set_up.results += [CONFLICT, CONFLICT]
+    with pytest.raises(SystemExit, match="pip failed, see above"):
+        set_up.install_torch("python")
+
+
+@pytest.fixture
+def pip_without_settings(monkeypatch):
+    """pip as it is without the machine's and the user's settings."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+
+
 @pytest.mark.slow
-def test_pip_install_returns_the_output_of_a_failure(capfd):
+def test_pip_install_returns_the_output_of_a_failure(pip_without_settings, capfd):
     pip_install = runpy.run_path(str(SCRIPTS / "set_up.py"))["pip_install"]
     output = pip_install(sys.executable, "--no-index", "no-such-distribution")
     assert "No matching distribution found for no-such-distribution" in output
     assert "No matching distribution" in capfd.readouterr().out
     assert pip_install(sys.executable, "--no-index", "pip") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("constraint, message", [("", NOT_FOUND), ("torch<=2.14.1", CONFLICT)])
+def test_pips_words_for_a_missing_build(pip_without_settings, tmp_path, monkeypatch, constraint, message):
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    (tmp_path / "constraints.txt").write_text(constraint)
+    monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))
+    pip_install = runpy.run_path(str(SCRIPTS / "set_up.py"))["pip_install"]
+    assert message in pip_install(str(tmp_path / "venv" / "bin" / "python"), "--no-deps", "--no-index", TORCH)
 
 
 def test_an_unsupported_python_is_skipped(set_up, monkeypatch):

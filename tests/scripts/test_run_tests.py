@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`scripts/run_tests.py` ends whatever its tests do, and names what failed."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "run_tests.py"
+CONFTEST = "from tests.conftest import pytest_runtest_teardown, pytest_sessionfinish, pytest_testnodedown\n"
+
+Run = Callable[..., tuple[int, dict, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs one file of tests in two processes; returns the exit code, the results, and what was printed."""
+
+    def run(tests: str, limit: float = 5) -> tuple[int, dict, str]:
+        (tmp_path / "conftest.py").write_text(CONFTEST)
+        (tmp_path / "test_it.py").write_text(textwrap.dedent(tests))
+        flags = ["--numprocesses=2", "--max-worker-restart=0", "-p", "no:schemathesis", "--timeout=200"]
+        done = subprocess.run(
+            [sys.executable, SCRIPT, "run", "it", f"--limit={limit}", "--budget=1", "--", *flags],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        results = json.loads((tmp_path / "build/tests/it.json").read_text())
+        return done.returncode, results, done.stdout
+
+    return run
+
+
+def test_one_that_fails_again_has_failed_and_one_that_passes_is_unstable(run: Run) -> None:
+    code, results, output = run("""
+        from pathlib import Path
+        import pytest
+
+        def test_good():
+            pass
+
+        class TestAll:
+            @pytest.mark.parametrize("value", ["a-1"])
+            def test_bad(self, value):
+                assert value == "b"
+
+        def test_first_time():
+            seen = Path("seen")
+            again = seen.exists()
+            seen.touch()
+            assert again, "not yet"
+    """)
+    assert code == 1
+    assert results["failed"] == ["test_it.py::TestAll::test_bad[a-1]"]
+    assert list(results["unstable"]) == ["test_it.py::test_first_time"]
+    assert results["problems"] == []
+    report = output[output.rindex("failed: 1") :]
+    assert "unstable: 1\n  test_it.py::test_first_time\n    AssertionError: not yet" in report
+    assert "planned  it" in report and report.index("unstable") < report.index("slowest: 3") < report.index("times: 1")
+
+
+@pytest.mark.parametrize("count, code", [(3, 0), (4, 1)])
+def test_a_few_unstable_tests_do_not_fail_the_run(run: Run, count: int, code: int) -> None:
+    result, results, _ = run(f"""
+        from pathlib import Path
+        import pytest
+
+        @pytest.mark.parametrize("number", range({count}))
+        def test_first_time(number):
+            seen = Path(f"seen-{{number}}")
+            again = seen.exists()
+            seen.touch()
+            assert again
+    """)
+    assert len(results["unstable"]) == count and results["failed"] == []
+    assert result == code
+
+
+HANGS = {
+    "python": "threading.Event().wait()",
+    "c": "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); ctypes.CDLL(None).pause()",
+}
+
+
+@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS.keys())
+def test_the_limit_ends_a_test_that_never_returns(run: Run, hang: str) -> None:
+    code, results, output = run(
+        f"""
+        import ctypes, signal, threading
+
+        def test_good():
+            pass
+
+        def test_endless():
+            {hang}
+        """,
+        limit=0.15,
+    )
+    assert code == 1
+    assert "the limit of 0.15 minutes expired in test_it.py::test_endless" in results["problems"]
+    assert "test_endless (" in output.replace("(test_it.py", "(")  # its stack
+
+
+def test_a_worker_that_dies_fails_the_run_and_its_test_is_named(run: Run) -> None:
+    code, results, _ = run("""
+        import os, signal
+
+        def test_good():
+            pass
+
+        def test_fatal():
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    assert code == 1
+    assert results["failed"] == ["test_it.py::test_fatal"]
+    assert results["unstable"] == {}
+
+
+def test_a_worker_that_dies_after_its_tests_fails_the_run(run: Run) -> None:
+    code, results, _ = run("""
+        import atexit, os, signal
+        import pytest
+
+        @pytest.fixture(scope="session")
+        def fatal():
+            yield
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def test_good(fatal):
+            pass
+    """)
+    assert code == 1, results
+
+
+def test_what_is_left_is_named_and_ended(run: Run, tmp_path: Path) -> None:
+    name = f"left-by-a-test-{os.getpid()}"
+    code, results, _ = run(f"""
+        import os, subprocess, tempfile
+        from pathlib import Path
+
+        def test_process():
+            sleep = "sleep 1000 & echo $! > pid"
+            subprocess.run(["setsid", "sh", "-c", sleep], check=True)
+
+        def test_files():
+            Path("/dev/shm/{name}").touch()
+            Path(tempfile.gettempdir(), "{name}").touch()
+    """)
+    assert code == 1
+    problems = "\n".join(results["problems"])
+    pid = int((tmp_path / "pid").read_text())
+    assert f"left a process: {pid} sleep 1000" in problems
+    assert not psutil.pid_exists(pid)
+    assert f"left a file: /dev/shm/{name}" in problems and problems.count(name) == 2
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_a_teardown_after_a_failure_has_a_time_limit(run: Run) -> None:
+    code, results, _ = run("""
+        import threading
+        import pytest
+
+        @pytest.fixture
+        def endless():
+            yield
+            threading.Event().wait()
+
+        @pytest.mark.timeout(2)
+        def test_bad(endless):
+            assert False
+    """)
+    assert code == 1
+    assert results["failed"] == ["test_it.py::test_bad"] and results["problems"] == []

@@ -54,13 +54,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Machines come first, then what takes long, so that no process is alone with it at the end."""
-    files = {item.nodeid.split("::")[0] for item in items}
-    is_long = {file: file in _LONG_FILES or _group_of(config.rootpath, file) != file for file in files}
+    """Machines come first, then what takes long, so that no process is alone with it at the end; by groups."""
+    first: dict[str, int] = {}
+    for item in items:
+        first.setdefault(_group_of_item(item), len(first))
 
-    def rank(item: pytest.Item) -> tuple[bool, bool]:
-        file = item.nodeid.split("::")[0]
-        return not _MACHINES.match(file), not is_long[file]
+    def rank(item: pytest.Item) -> tuple[bool, bool, int]:
+        file, group = item.nodeid.split("::")[0], _group_of_item(item)
+        return not _MACHINES.match(file), not (file in _LONG_FILES or group != file), first[group]
 
     items.sort(key=rank)
 
@@ -79,12 +80,37 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """pytest-timeout 2.4 stops its timer when a test fails; the teardown gets one of its own."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     settings = pytest_timeout._get_item_settings(item)
-    if settings.timeout:
+    if settings.timeout:  # pytest-timeout 2.4 stops its timer when a test fails; the teardown gets one of its own.
         item.config.hook.pytest_timeout_set_timer(item=item, settings=settings)
-    return (yield)
+    yield
+    if nextitem is not None and _group_of_item(nextitem) != _group_of_item(item):
+        _end_shared()
+
+
+_shared: "list[tuple[pytest.FixtureDef[Any], pytest.FixtureRequest]]" = []
+
+
+def pytest_fixture_setup(fixturedef: "pytest.FixtureDef[Any]", request: pytest.FixtureRequest) -> None:
+    is_ours = fixturedef.baseid and not fixturedef.argname.startswith("tiny_")
+    if fixturedef.scope == "session" and is_ours:
+        _shared.append((fixturedef, request))
+
+
+def _end_shared() -> None:
+    """Ends the engines, servers and pipelines of a group, which nothing after it uses: they need memory.
+
+    They have the scope of a session, because pytest has none for what several files share.
+    """
+    while _shared:
+        fixturedef, request = _shared.pop()
+        fixturedef.finish(request)
+    gc.collect()
+
+
+def _group_of_item(item: pytest.Item) -> str:
+    return _group_of(item.config.rootpath, item.nodeid.split("::")[0])
 
 
 @functools.cache

@@ -18,7 +18,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -256,7 +255,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         self._delay_s, self._stall_s = delay_s, stall_s
         self._names = [f"h{index + 1}" for index in range(number)]
         self._prefix = f"omni{os.getpid()}-"
-        self._shared = [path.resolve() for path in shared if path.resolve().is_relative_to(tempfile.gettempdir())]
+        self._shared = [path.resolve() for path in shared if path.resolve().is_relative_to("/tmp")]
         self.hosts: list[Host] = []
 
     @staticmethod

@@ -15,12 +15,11 @@ import pytest
 from vllm.platforms import current_platform
 
 from tests.orchestrator.test_failure import wait_until
-from tests.orchestrator.test_ray import QUICK_HEALTH_CHECKS
+from tests.orchestrator.test_ray import QUICK_HEALTH_CHECKS, join, running_cluster
 from vllm_omni import OmniLLM
 from vllm_omni.errors import PipelineStartError, StageConfigError
 
 ray = pytest.importorskip("ray")
-cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 pytestmark = pytest.mark.slow
 PLATFORM = """
@@ -56,15 +55,12 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def cluster(platform: None) -> Iterator[Any]:
     """h1, the driver's node, and h2 and h3 with a device each."""
-    cluster = cluster_utils.Cluster()
-    cluster.add_node(num_cpus=1, num_gpus=0, resources={"h1": 1}, _system_config=QUICK_HEALTH_CHECKS)
-    for name in ("h2", "h3"):
-        cluster.add_node(num_cpus=1, num_gpus=1, resources={name: 1})
-    cluster.wait_for_nodes()
-    ray.init(address=cluster.address, logging_level="ERROR")
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with running_cluster() as cluster:
+        cluster.add_node(num_cpus=1, num_gpus=0, resources={"h1": 1}, _system_config=QUICK_HEALTH_CHECKS)
+        for name in ("h2", "h3"):
+            cluster.add_node(num_cpus=1, num_gpus=1, resources={name: 1})
+        join(cluster)
+        yield cluster
 
 
 def open_llm(model: Path, **options: Any) -> OmniLLM:

@@ -31,17 +31,30 @@ QUICK_HEALTH_CHECKS = {
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """h1, the driver's node, and h2 and h3; the last two have the resource `spare`."""
+    with running_cluster() as cluster:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(MARK, str(os.getpid()))
+            cluster.add_node(num_cpus=1, resources={"h1": 1}, _system_config=QUICK_HEALTH_CHECKS)
+            for name in ("h2", "h3"):
+                cluster.add_node(num_cpus=2, resources={name: 1, "spare": 1})
+        join(cluster)
+        yield cluster
+
+
+@contextlib.contextmanager
+def running_cluster() -> Iterator[Any]:
+    """A cluster without nodes; ends with the context."""
     cluster = cluster_utils.Cluster()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(MARK, str(os.getpid()))
-        cluster.add_node(num_cpus=1, resources={"h1": 1}, _system_config=QUICK_HEALTH_CHECKS)
-        for name in ("h2", "h3"):
-            cluster.add_node(num_cpus=2, resources={name: 1, "spare": 1})
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def join(cluster: Any) -> None:
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, logging_level="ERROR")
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
 
 
 def stages(*resources: dict[str, float]) -> list[dict]:

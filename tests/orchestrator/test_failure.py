@@ -187,6 +187,16 @@ def test_files_of_a_dead_process_are_removed() -> None:
         wait_until(lambda: payload_files(caller) == [])  # what was sent to `c` is still to be dropped
 
 
+def test_payloads_for_a_dead_process_are_removed_before_the_next_one_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[str] = []
+    with running(*TRIANGLE) as caller:
+        run_dir = caller.orchestrator._run_dir
+        monkeypatch.setattr(run_dir, "remove_payloads", lambda _: states.append(state_of(caller.orchestrator)["b"]))
+        kill(caller, "b")
+        wait_until(lambda: restarts_of(caller, "b") == 1 and is_ready(caller))
+        assert states == ["restarting"]
+
+
 def test_full_memory_fails_the_request_that_does_not_fit() -> None:
     stages = (function_stage(0, "maker", limit_files, (), "text"), fake_stage(1, "reader", (0,), "audio"))
     with running(*stages) as caller:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fork_server_cache import ForkedProcess, QuickForkServer
 from tests.orchestrator.pipelines import TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
-from tests.orchestrator.test_failure import wait_until
+from tests.orchestrator.test_failure import FAR, wait_until
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.distributed import run_dir as run_dirs
 from vllm_omni.distributed.run_dir import RunDir
@@ -75,7 +75,7 @@ def test_an_error_fails_its_own_request_and_names_the_stage(caller: Caller) -> N
 
 def test_an_abort_ends_one_request_once(caller: Caller) -> None:
     slow = caller.submit("slow", fake_seconds=0.5)
-    waiting = caller.submit("waiting", fake_seconds=30.0)
+    waiting = caller.submit("waiting", fake_seconds=FAR)
     other = caller.submit("other")
     caller.orchestrator.abort([waiting])
     events = caller.wait(3)
@@ -106,7 +106,7 @@ def test_close_ends_running_requests_and_leaves_nothing() -> None:
     orchestrator = open_orchestrator(CONFIG, server=server)
     orchestrator.wait_until_started()
     caller = Caller(orchestrator, CONFIG)
-    running = caller.submit("running", fake_seconds=0.3)
+    running = caller.submit("running", fake_seconds=FAR)
     run_dir = orchestrator._run_dir.path
     orchestrator.close()
     orchestrator.close()

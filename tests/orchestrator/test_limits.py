@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.pipelines import (
+    FAR,
     Caller,
     error_of,
     fake_stage,
@@ -17,7 +18,7 @@ from tests.orchestrator.pipelines import (
     open_orchestrator,
     texts,
 )
-from tests.orchestrator.test_failure import FAR, wait_until
+from tests.orchestrator.test_failure import wait_until
 from vllm_omni.errors import PipelineClosedError, PipelineFullError, RequestAbortedError, RequestTimeoutError
 from vllm_omni.events import CompletedEvent
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from tests.fork_server_cache import ForkedProcess, QuickForkServer
-from tests.orchestrator.pipelines import TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
-from tests.orchestrator.test_failure import FAR, wait_until
+from tests.orchestrator.pipelines import FAR, TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
+from tests.orchestrator.test_failure import wait_until
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.distributed import run_dir as run_dirs
 from vllm_omni.distributed.run_dir import RunDir

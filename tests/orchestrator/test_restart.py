@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import msgspec
 
 from tests.orchestrator.pipelines import (
+    FAR,
     TRIANGLE,
     Caller,
     error_of,
@@ -19,7 +20,7 @@ from tests.orchestrator.pipelines import (
     state_of,
     texts,
 )
-from tests.orchestrator.test_failure import FAR, is_ready, kill, processes, raw_socket, restarts_of, wait_until
+from tests.orchestrator.test_failure import is_ready, kill, processes, raw_socket, restarts_of, wait_until
 from vllm_omni.distributed.messages import ReadyMessage, send
 from vllm_omni.distributed.run_dir import orchestrator_address
 from vllm_omni.errors import StageDeadError

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import os
 import select
@@ -46,12 +47,15 @@ class ForkedProcess:
         self._pidfd: int | None = os.pidfd_open(pid)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> None:
         if self._pidfd is not None:
-            assert select.select([self._pidfd], [], [], timeout)[0], "the process did not end"
+            poller = select.poll()  # `select` fails for large descriptors.
+            poller.register(self._pidfd, select.POLLIN)
+            assert poller.poll(None if timeout is None else 1000 * timeout), "the process did not end"
             os.close(self._pidfd)
             self._pidfd = None
 
@@ -61,16 +65,21 @@ class ForkServerCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-c", _COMMAND, str(theirs.fileno()), json.dumps(sys.path)]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def fork(self, server_end: socket.socket, modules: list[str]) -> ForkedProcess:
-        start = json.dumps({"path": sys.path, "environ": dict(os.environ), "modules": modules})
         with self._lock:
-            socket.send_fds(self._control, [start.encode()], [server_end.fileno()])
-            return ForkedProcess(int(self._control.recv(_MAX_MESSAGE)))
+            number = next(self._numbers)
+            start = {"number": number, "path": sys.path, "environ": dict(os.environ), "modules": modules}
+            socket.send_fds(self._control, [json.dumps(start).encode()], [server_end.fileno()])
+            while True:
+                answered, pid = json.loads(self._control.recv(_MAX_MESSAGE))
+                if answered == number:  # A test's time limit may have ended the wait for an earlier one.
+                    return ForkedProcess(pid)
 
 
 @functools.cache
@@ -102,7 +111,7 @@ def main() -> None:
             control.close()
             become_server(start_args, fds[0])
         os.close(fds[0])
-        control.send(str(pid).encode())
+        control.send(json.dumps([start_args["number"], pid]).encode())
 
 
 def become_server(start: dict, control_fd: int) -> None:

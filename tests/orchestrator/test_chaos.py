@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.orchestrator.pipelines import Caller, error_of, fake_stage, fresh_stats, make_config, open_orchestrator
-from tests.orchestrator.test_failure import QUICKLY, is_ready, kill, processes, wait_until
+from tests.orchestrator.test_failure import QUICKLY, is_ready, kill, payload_files, processes, wait_until
 from vllm_omni.errors import RequestAbortedError, RequestTimeoutError, StageDeadError, StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
 
@@ -197,14 +197,6 @@ def run_alone(caller: Caller, kinds: list[Kind]) -> dict[str, list[tuple] | None
         ends[kind.prompt] = outputs_of(end) if isinstance(end, CompletedEvent) else None
         assert isinstance(end, ErrorEvent) == (kind.failing_stage is not None)
     return ends
-
-
-def payload_files(caller: Caller) -> list[str]:
-    """Payloads that were not received, and segments of dead processes."""
-    pids = set(processes(caller).values())
-    names = [path.name for path in caller.orchestrator._run_dir.path.iterdir()]
-    kept = tuple(f"pool-payload-{pid}-" for pid in pids)
-    return [name for name in names if "payload-" in name and not name.startswith(kept)]
 
 
 def check_nothing_is_left(caller: Caller, victim: str) -> None:

@@ -3,11 +3,15 @@
 
 import contextlib
 import errno
+import json
+import types
+from typing import Any
 
-import psutil
 import pytest
 
 from tests.fork_server_cache import QuickForkServer
+from tests.orchestrator.pipelines import FAR
+from vllm_omni.orchestrator import fork_server
 from vllm_omni.orchestrator.fork_server import ForkServer, wait_for_all
 
 
@@ -16,12 +20,12 @@ def test_it_ends_with_its_parent_and_prints_nothing(capfd: pytest.CaptureFixture
     """Libraries warn of objects that are alive when an interpreter ends; here they are alive on purpose."""
     server = ForkServer()
     server.preload(["vllm_omni.stage.engines.llm"])
-    process = server.fork(b"[]", timeout=60)  # It has imported everything.
-    assert wait_for_all([process], timeout=60) == []
+    process = server.fork(b"[]", timeout=FAR)  # It has imported everything.
+    assert wait_for_all([process], timeout=FAR) == []
     process.close()
     capfd.readouterr()  # no stage at all makes no process
     server._control.close()
-    assert server._process.wait(60) == 0
+    assert server._process.wait() == 0
     server.close()
     output = capfd.readouterr().err
     assert "leaked" not in output and "Traceback" not in output
@@ -31,21 +35,28 @@ def test_it_ends_with_its_parent_and_prints_nothing(capfd: pytest.CaptureFixture
 def test_a_module_that_cannot_be_imported_is_an_immediate_error(capfd: pytest.CaptureFixture) -> None:
     with contextlib.closing(ForkServer(preload=["vllm_omni.no_such_module"])) as server:
         with pytest.raises(EOFError, match="server that starts stage processes died"):
-            server.fork(b"[]", timeout=60)
-        assert server._process.wait(60) == 1
+            server.fork(b"[]", timeout=FAR)
+        assert server._process.wait() == 1
     assert "no_such_module" in capfd.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_reply_after_a_timeout_is_not_mistaken_for_another() -> None:
+def test_a_reply_after_a_timeout_is_not_mistaken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a stage would get the id of another process, and be killed instead of it."""
+    replies: list[Any] = []
+
+    def loads(reply: bytes) -> Any:
+        replies.append(json.loads(reply))
+        return replies[-1]
+
+    monkeypatch.setattr(fork_server, "json", types.SimpleNamespace(loads=loads, dumps=json.dumps))
     with contextlib.closing(ForkServer()) as server:
         with pytest.raises(TimeoutError):
             server.fork(b"[]", timeout=0.01)  # it is still importing
-        process = server.fork(b"[]", timeout=60)
-        pids = [child.pid for child in psutil.Process(server._process.pid).children()]
-        assert process.pid == max(pids, default=process.pid), "they may have ended, the first one first"
-        assert wait_for_all([process], timeout=60) == []
+        process = server.fork(b"[]", timeout=FAR)
+        (_, first), (_, second) = replies
+        assert process.pid == second != first
+        assert wait_for_all([process], timeout=FAR) == []
         assert "IndexError" in process.close(), "no stage at all makes no process"
 
 
@@ -54,13 +65,13 @@ def test_a_server_whose_restart_failed_is_started_later(monkeypatch: pytest.Monk
         raise OSError(errno.EMFILE, "Too many open files")
 
     with contextlib.closing(QuickForkServer()) as server:
-        server.fork(b"[]", timeout=60).close()
+        server.fork(b"[]", timeout=FAR).close()
         server._process.kill()
-        server._process.wait(60)
+        server._process.wait()
         with monkeypatch.context() as patch:
             patch.setattr(QuickForkServer, "_launch", refuse)
             with pytest.raises(OSError, match="Too many open files"):
-                server.fork(b"[]", timeout=60)
-        process = server.fork(b"[]", timeout=60)
-        assert wait_for_all([process], timeout=60) == []
+                server.fork(b"[]", timeout=FAR)
+        process = server.fork(b"[]", timeout=FAR)
+        assert wait_for_all([process], timeout=FAR) == []
         process.close()

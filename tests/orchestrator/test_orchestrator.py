@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline of fake stages, each a real process: routing, failure, and cleanup."""
 
-import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fork_server_cache import QuickForkServer
-from tests.orchestrator.pipelines import TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
+from tests.fork_server_cache import ForkedProcess, QuickForkServer
+from tests.orchestrator.pipelines import FAR, TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
+from tests.orchestrator.test_failure import wait_until
 from vllm_omni.config.loader import parse_pipeline_config
+from vllm_omni.distributed import run_dir as run_dirs
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.errors import (
     PipelineClosedError,
@@ -73,7 +75,7 @@ def test_an_error_fails_its_own_request_and_names_the_stage(caller: Caller) -> N
 
 def test_an_abort_ends_one_request_once(caller: Caller) -> None:
     slow = caller.submit("slow", fake_seconds=0.5)
-    waiting = caller.submit("waiting", fake_seconds=30.0)
+    waiting = caller.submit("waiting", fake_seconds=FAR)
     other = caller.submit("other")
     caller.orchestrator.abort([waiting])
     events = caller.wait(3)
@@ -90,8 +92,12 @@ def test_no_payloads_remain_when_the_pipeline_is_idle(caller: Caller, orchestrat
         caller.submit("p", fake_bytes=300_000)
     caller.submit("p", fake_bytes=300_000, fake_fail="c")
     caller.wait(9)
-    left = [path.name for path in orchestrator._run_dir.path.iterdir()]
-    assert [name for name in left if not name.endswith(".sock") and not name.startswith("pool-")] == []
+
+    def left() -> list[str]:
+        names = [path.name for path in orchestrator._run_dir.path.iterdir()]
+        return [name for name in names if not name.endswith(".sock") and not name.startswith("pool-")]
+
+    wait_until(lambda: left() == [], lambda: str(left()))  # what was sent for the failed request is to be dropped
 
 
 def test_close_ends_running_requests_and_leaves_nothing() -> None:
@@ -100,7 +106,7 @@ def test_close_ends_running_requests_and_leaves_nothing() -> None:
     orchestrator = open_orchestrator(CONFIG, server=server)
     orchestrator.wait_until_started()
     caller = Caller(orchestrator, CONFIG)
-    running = caller.submit("running", fake_seconds=0.3)
+    running = caller.submit("running", fake_seconds=FAR)
     run_dir = orchestrator._run_dir.path
     orchestrator.close()
     orchestrator.close()
@@ -141,27 +147,30 @@ def test_a_start_that_takes_too_long_fails() -> None:
 
 
 @pytest.mark.slow
-def test_stages_end_with_a_killed_parent_and_the_next_start_removes_its_files() -> None:
+def test_stages_end_with_a_killed_parent_and_the_next_start_removes_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     script = textwrap.dedent("""
-        import psutil, sys
-        from tests.orchestrator.test_orchestrator import CONFIG, ForkServer, open_orchestrator
+        import pathlib, psutil, sys
+        from tests.orchestrator.test_orchestrator import CONFIG, ForkServer, open_orchestrator, run_dirs
+        run_dirs._MEMORY_FILE_SYSTEM = pathlib.Path(sys.argv[1])
         orchestrator = open_orchestrator(CONFIG, server=ForkServer())
         orchestrator.wait_until_started()
         pids = [child.pid for child in psutil.Process().children(recursive=True)]
         print(orchestrator._run_dir.path, *pids, flush=True)
         sys.stdin.read()
     """)
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
-    ) as parent:
-        assert parent.stdout is not None
-        run_dir, *pids = parent.stdout.readline().split()
-        children = [psutil.Process(int(pid)) for pid in pids]
-        assert len(children) == 4  # three stages and the server that they were forked from
-        parent.send_signal(signal.SIGKILL)
-        _, alive = psutil.wait_procs(children, timeout=10)
-        assert alive == []
-    assert Path(run_dir).exists()
-    RunDir().remove()
-    assert not Path(run_dir).exists()
+    # Any pipeline of the machine removes what killed ones have left in the directory that they share.
+    with tempfile.TemporaryDirectory() as memory:
+        command = [sys.executable, "-c", script, memory]
+        root = Path(__file__).parents[2]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as parent:
+            assert parent.stdout is not None
+            run_dir, *pids = parent.stdout.readline().split()
+            children = [ForkedProcess(int(pid)) for pid in pids]
+            assert len(children) == 4  # three stages and the server that they were forked from
+            parent.kill()
+            for child in children:
+                child.wait()
+        assert Path(run_dir).parent == Path(memory) and Path(run_dir).exists()
+        monkeypatch.setattr(run_dirs, "_MEMORY_FILE_SYSTEM", Path(memory))
+        RunDir().remove()
+        assert not Path(run_dir).exists()

@@ -6,13 +6,15 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.fork_server_cache import QuickForkServer
+from tests.fork_server_cache import ForkedProcess, QuickForkServer
 from tests.orchestrator.pipelines import (
+    FAR,
     Caller,
     error_of,
     fake_stage,
@@ -30,14 +32,17 @@ from vllm_omni.outputs import StageOutput
 pytestmark = pytest.mark.slow
 
 QUICKLY = {"backoff_s": 0.01, "max_restarts": 20}
-FAR = 1e6  # seconds: what is held up in a test stays so until the test ends it
 
 
 def leave_a_child(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
-    """A stage function that never ends, in a process whose child keeps all inherited descriptors open."""
-    os.fork()
-    while True:
-        signal.pause()
+    """A stage function that never ends, in a process whose child keeps all inherited descriptors open.
+
+    The child ends with the test, which holds the other end of a pipe.
+    """
+    with open(request.options["pipe"], "rb") as pipe:
+        os.fork()
+        pipe.read()
+    os._exit(1)
 
 
 def hang(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
@@ -77,27 +82,29 @@ def stopped(server: QuickForkServer) -> Iterator[None]:
 
 
 def hold_at_b(caller: Caller) -> str:
-    held = caller.submit("held", ("audio",), fake_seconds=30)
+    held = caller.submit("held", ("audio",), fake_seconds=FAR)
     wait_until(lambda: caller.orchestrator.activity()["b"] == 1)
     return held
 
 
-def test_the_death_of_a_process_with_a_living_child_is_noticed() -> None:
-    with running(A, function_stage(1, "b", leave_a_child, (), "audio")) as (caller, _):
-        held = caller.submit("held", ("audio",))
+def test_the_death_of_a_process_with_a_living_child_is_noticed(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with (
+        open(os.open(pipe, os.O_RDWR), "wb"),
+        running(A, function_stage(1, "b", leave_a_child, (), "audio")) as (caller, _),
+    ):
+        held = caller.submit("held", ("audio",), pipe=str(pipe))
         b = psutil.Process(processes(caller)["b"])
         wait_until(lambda: len(b.children()) == 1)
         (child,) = b.children()
-        try:
-            kill(caller, "b")
-            end = caller.wait_one()
-            error = error_of(end)
-            assert end.request_id == held
-            assert isinstance(error, StageDeadError) and "it was killed by SIGKILL" in str(error)
-            wait_until(lambda: is_ready(caller))
-            assert child.is_running()
-        finally:
-            child.kill()
+        kill(caller, "b")
+        end = caller.wait_one()
+        error = error_of(end)
+        assert end.request_id == held
+        assert isinstance(error, StageDeadError) and "it was killed by SIGKILL" in str(error)
+        wait_until(lambda: is_ready(caller))
+        assert child.is_running()
 
 
 def test_a_process_that_hangs_without_its_lifeline_delays_no_restart() -> None:
@@ -112,8 +119,8 @@ def test_a_process_that_hangs_without_its_lifeline_delays_no_restart() -> None:
 
 
 def test_requests_continue_while_a_process_is_not_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_END_GRACE_S", FAR)
-    with running(A, B) as (caller, server):
+    with running(A, B) as (caller, server), monkeypatch.context() as patch:
+        patch.setattr(supervisor, "_END_GRACE_S", FAR)
         held = hold_at_b(caller)
         with stopped(server):
             b = psutil.Process(processes(caller)["b"])
@@ -142,7 +149,8 @@ def test_a_pipeline_closes_although_no_process_is_reaped(monkeypatch: pytest.Mon
     monkeypatch.setattr(supervisor, "_SHUTDOWN_GRACE_S", 0.1)
     monkeypatch.setattr(supervisor, "_END_GRACE_S", 0.1)
     with running(A, B) as (caller, server):
-        left = [psutil.Process(pid) for pid in processes(caller).values()]
+        left = [ForkedProcess(pid) for pid in processes(caller).values()]
         os.kill(server._process.pid, signal.SIGSTOP)
         caller.orchestrator.close()
-    assert psutil.wait_procs(left, timeout=60)[1] == []
+    for process in left:
+        process.wait()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages with several replicas: each request runs in one of them, and one that dies fails only its own."""
 
-import os
-import signal
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.pipelines import (
+    FAR,
     Caller,
     error_of,
     fake_stage,
@@ -19,8 +20,8 @@ from tests.orchestrator.pipelines import (
     state_of,
     texts,
 )
-from tests.orchestrator.test_failure import processes, wait_until
-from vllm_omni.errors import StageDeadError
+from tests.orchestrator.test_failure import kill, processes, restarts_of, wait_until
+from vllm_omni.errors import RequestAbortedError, StageDeadError
 from vllm_omni.events import CompletedEvent
 
 WINDOW = {"from": 0, "to": 1, "window_size": 3, "unit": "rows"}
@@ -45,8 +46,11 @@ def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
 @pytest.mark.parametrize("edges", [[], [WINDOW]])
 def test_requests_spread_over_the_replicas_and_their_outputs_stay_together(edges: list[dict]) -> None:
     with running(edges=edges) as caller:
-        ids = [caller.submit(f"p{i}", fake_tokens=7, fake_seconds=0.002) for i in range(24)]
+        are_submitted = threading.Event()
+        caller.orchestrator._command(are_submitted.wait)  # They are admitted together, however slowly they come.
+        ids = [caller.submit(f"p{i}", fake_tokens=7) for i in range(24)]
         caller.submit("alone", fake_tokens=7)
+        are_submitted.set()
         ends = caller.wait(len(ids) + 1)
         expected = [output.outputs[0].token_ids for output in ends.popitem()[1].outputs]  # type: ignore[union-attr]
         for end in ends.values():
@@ -67,19 +71,26 @@ def test_health_and_statistics_name_each_replica() -> None:
         assert set(caller.orchestrator.activity()) == {"a", "b", "c"}
 
 
+def num_running_in_b(caller: Caller) -> list[int]:
+    return [stats.num_running for stats in fresh_stats(caller.orchestrator) if stats.stage_id == 1]
+
+
 def test_a_replica_that_dies_fails_its_own_requests_and_the_others_take_new_ones() -> None:
     with running() as caller:
-        running_ids = [caller.submit(f"p{i}", fake_seconds={"b": 1.0}) for i in range(6)]
-        wait_until(lambda: [s.num_running for s in fresh_stats(caller.orchestrator) if s.stage_id == 1] == [1, 1, 1])
-        os.kill(processes(caller)["b.1"], signal.SIGKILL)
-        wait_until(lambda: state_of(caller.orchestrator)["b.1"] != "ready")
+        held_ids = [caller.submit(f"held {i}", fake_seconds={"b": FAR}) for i in range(3)]
+        wait_until(lambda: num_running_in_b(caller) == [1, 1, 1])
+        ids = [caller.submit(f"behind {i}") for i in range(3)]
+        wait_until(lambda: num_running_in_b(caller) == [2, 2, 2])
+        kill(caller, "b.1")
+        wait_until(lambda: restarts_of(caller, "b.1") == 1)
         new_ids = [caller.submit(f"new {i}") for i in range(4)]
-        ends = caller.wait(len(running_ids) + len(new_ids))
-        failed = [request_id for request_id in running_ids if not isinstance(ends[request_id], CompletedEvent)]
-        assert 1 <= len(failed) <= 2, "it had two of the six, and the data of one or both"
-        for request_id in failed:
-            error = error_of(ends[request_id])
-            assert isinstance(error, StageDeadError) and error.stage_id == 1 and "stage 1 (b.1) died" in str(error)
+        caller.orchestrator.abort(held_ids)
+        ends = caller.wait(len(held_ids) + len(ids) + len(new_ids))
+        ends_of_held = Counter(type(error_of(ends[request_id])) for request_id in held_ids)
+        assert ends_of_held == {RequestAbortedError: 2, StageDeadError: 1}
+        (failed,) = [request_id for request_id in ids if not isinstance(ends[request_id], CompletedEvent)]
+        error = error_of(ends[failed])
+        assert isinstance(error, StageDeadError) and error.stage_id == 1 and "stage 1 (b.1) died" in str(error)
         for number, request_id in enumerate(new_ids):
             assert texts(ends[request_id])[0] == f"new {number}>a"
         wait_until(lambda: set(state_of(caller.orchestrator).values()) == {"ready"})

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
-import zmq
 
 from tests.orchestrator.pipelines import (
+    FAR,
+    TRIANGLE,
     Caller,
     error_of,
     fake_stage,
@@ -19,7 +20,7 @@ from tests.orchestrator.pipelines import (
     state_of,
     texts,
 )
-from tests.orchestrator.test_failure import is_ready, kill, processes, wait_until
+from tests.orchestrator.test_failure import is_ready, kill, processes, raw_socket, restarts_of, wait_until
 from vllm_omni.distributed.messages import ReadyMessage, send
 from vllm_omni.distributed.run_dir import orchestrator_address
 from vllm_omni.errors import StageDeadError
@@ -39,8 +40,8 @@ class Gate(ForkServer):
     def __init__(self) -> None:
         self.is_broken = False
         self.before_return: Callable[[], None] = lambda: None
-        self._open = {name: threading.Event() for name in "ab"}
-        for name in "ab":
+        self._open = {name: threading.Event() for name in "abc"}
+        for name in self._open:
             self.open(name)
 
     def open(self, name: str) -> None:
@@ -82,10 +83,6 @@ def kill_and_wait(caller: Caller, name: str) -> None:
     wait_until(lambda: restarts_of(caller, name) > num_restarts)
 
 
-def restarts_of(caller: Caller, name: str) -> int:
-    return next(stage.num_restarts for stage in caller.orchestrator.health() if stage.name == name)
-
-
 def wait_until_a(caller: Caller, **figures: int) -> None:
     """Waits for this statistic of stage `a`."""
     wait_until(
@@ -96,12 +93,30 @@ def wait_until_a(caller: Caller, **figures: int) -> None:
     )
 
 
+def test_health_reports_a_restarting_stage_and_requests_wait_for_it() -> None:
+    with running(*TRIANGLE) as (caller, gate):
+        gate.shut("b")
+        kill_and_wait(caller, "b")
+        waiting = caller.submit("waits for b")
+        spared = caller.submit("does not need b", ("text",))
+        assert caller.wait_one().request_id == spared
+        assert state_of(caller.orchestrator) == {"a": "ready", "b": "restarting", "c": "ready"}
+        gate.open("b")
+        end = caller.wait_one()
+        assert end.request_id == waiting
+        assert texts(end)[1] == "waits for b>a+waits for b>a>b>c"
+        assert is_ready(caller)
+
+
 def test_output_that_is_lost_while_its_target_restarts() -> None:
     with running(PAIR[0], SLOW) as (caller, gate):
         gate.shut("b")
-        held = caller.submit("held by a for b", fake_seconds=1, fake_only="a")
-        wait_until_a(caller, num_running=1)
+        first = caller.submit("first at a", fake_seconds=FAR, fake_only="a")
+        held = caller.submit("held by a for b")
+        wait_until_a(caller, num_enqueued=2)
         kill_and_wait(caller, "b")
+        caller.orchestrator.abort([first])
+        assert caller.wait_one().request_id == first
         wait_until_a(caller, num_completed=1)
         wait_until(lambda: caller.orchestrator.activity() == {"a": 0, "b": 1})
         kill_and_wait(caller, "a")
@@ -130,15 +145,13 @@ def test_a_late_message_of_a_dead_process_is_not_attributed_to_its_successor() -
     with running() as (caller, gate):
         gate.shut("b")
         kill_and_wait(caller, "b")
-        sock = zmq.Context.instance().socket(zmq.PUSH)
-        sock.connect(orchestrator_address(caller.orchestrator._run_dir.path))
-        send(sock, ReadyMessage(instance_id=1, epoch=0, address="ipc://nowhere"), sender=1)
-        caller.submit("p", fake_bytes=300_000)
-        wait_until_a(caller, num_enqueued=1)
-        assert state_of(caller.orchestrator)["b"] == "restarting"
-        gate.open("b")
-        assert texts(caller.wait_one()) == ["p>a>b"]
-        sock.close(linger=0)
+        with raw_socket(orchestrator_address(caller.orchestrator._run_dir.path)) as sock:
+            send(sock, ReadyMessage(instance_id=1, epoch=0, address="ipc://nowhere"), sender=1)
+            caller.submit("p", fake_bytes=300_000)
+            wait_until_a(caller, num_enqueued=1)
+            assert state_of(caller.orchestrator)["b"] == "restarting"
+            gate.open("b")
+            assert texts(caller.wait_one()) == ["p>a>b"]
 
 
 def test_requests_fail_when_a_stage_cannot_be_restarted() -> None:

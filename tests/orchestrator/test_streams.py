@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.orchestrator.pipelines import Caller, fake_stage, fresh_stats, make_config, open_orchestrator, texts
-from vllm_omni.errors import StageExecutionError
+from vllm_omni.errors import RequestAbortedError, StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent
 
 # writer makes tokens; speaker reads their rows three at a time (the first time two), with one row of context;
@@ -18,7 +18,8 @@ STAGES = (
     fake_stage(2, "singer", (1,), "song"),
 )
 EDGE = {"from": 0, "to": 1, "window_size": 3, "first_window_size": 2, "left_context": 1, "unit": "rows"}
-CONFIG = make_config(*STAGES, edges=[EDGE])
+# Each piece is an event: without an interval, no delay puts several into one.
+CONFIG = make_config(*STAGES, edges=[EDGE], ar={"min_flush_interval_ms": 0})
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def segments(events: list, stage_id: int) -> list[ARSegmentEvent]:
 
 
 def test_a_streaming_client_gets_segments_and_the_whole_output(caller: Caller) -> None:
-    events = caller.events_of(caller.submit("p", streams=True, fake_tokens=10, fake_seconds=0.02, fake_only="writer"))
+    events = caller.events_of(caller.submit("p", streams=True, fake_tokens=10))
     written, spoken = segments(events, 0), segments(events, 1)
     assert len(written) > 2
     assert [token for event in written for token in event.tokens] == list(range(10))
@@ -51,11 +52,8 @@ def test_a_streaming_client_gets_segments_and_the_whole_output(caller: Caller) -
     assert torch.equal(rows, end.outputs[1].multimodal_output["rows"])
 
 
-def test_the_first_window_is_sent_before_the_source_ends(caller: Caller) -> None:
-    events = caller.events_of(caller.submit("p", streams=True, fake_tokens=12, fake_seconds=0.03, fake_only="writer"))
-    first_spoken = events.index(segments(events, 1)[0])
-    last_written = events.index(segments(events, 0)[-1])
-    assert first_spoken < last_written
+def test_each_window_is_an_event(caller: Caller) -> None:
+    events = caller.events_of(caller.submit("p", streams=True, fake_tokens=12))
     sizes = [event.multimodal_output["rows"].shape[0] for event in segments(events, 1) if event.multimodal_output]
     assert sizes == [2, 3, 3, 3, 1]
 
@@ -122,14 +120,14 @@ def test_a_failure_during_a_stream_is_the_only_terminal_event(caller: Caller) ->
     assert [event.is_terminal for event in events[:-1]] == [False] * (len(events) - 1)
 
 
-def test_an_abort_between_two_windows_ends_the_request(caller: Caller) -> None:
-    request_id = caller.submit("p", streams=True, fake_tokens=10_000, fake_seconds=0.01, fake_only="writer")
+def test_windows_are_sent_before_the_source_ends_and_an_abort_between_two_ends_the_request(caller: Caller) -> None:
+    request_id = caller.submit("p", streams=True, fake_tokens=1_000_000, fake_seconds=0.01, fake_only="writer")
     while not isinstance(event := caller.next(), ARSegmentEvent) or event.stage_id != 1:
         pass
     caller.orchestrator.abort([request_id])
     while not (event := caller.next()).is_terminal:
         pass
-    assert isinstance(event, ErrorEvent)
+    assert isinstance(event, ErrorEvent) and isinstance(event.error, RequestAbortedError)
     caller.events_of(caller.submit("next", fake_tokens=2))  # nothing of the old one comes between
     assert [(stats.num_running, stats.queue_depth) for stats in fresh_stats(caller.orchestrator)] == [(0, 0)] * 3
 

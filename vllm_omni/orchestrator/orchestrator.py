@@ -411,10 +411,10 @@ class Orchestrator:
             self._supervisor.kill(stage, f"a message from it could not be decoded: {error}")
 
     def _on_ready(self, stage: OmniStage, message: ReadyMessage) -> None:
-        self._supervisor.on_ready(stage, message.address, message.remote_address)
         if stage.epoch > 0:
             logger.warning("%s: ready again", stage.label)
             self._run_dir.remove_payloads(stage.instance_id)
+        self._supervisor.on_ready(stage, message.address, message.remote_address)
         self._router.on_stage_up(stage)
 
     def _on_stage_down(self, stage: OmniStage) -> None:

@@ -24,6 +24,7 @@ from tests.entrypoints.fake_pipelines import (
     long_prompt,
     make_pipeline,
     running,
+    set_deadline,
 )
 from vllm_omni import OmniLLM
 from vllm_omni.errors import (
@@ -174,8 +175,9 @@ def test_a_wrong_prompt_raises_and_aborts_the_others(llm: OmniLLM) -> None:
     assert is_idle(llm)
 
 
-def test_a_timeout_ends_with_its_own_error(tmp_path: Path) -> None:
+def test_a_timeout_ends_with_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(OmniLLM, tmp_path, args={"request_timeout_s": 0.3, "log_stats": True}) as llm:
+        set_deadline(llm, monkeypatch, "quick", None)
         *_, late = llm.generate(long_prompt(), stream=True)
         assert isinstance(late, ErrorEvent) and isinstance(late.error, RequestTimeoutError)
         assert is_idle(llm)

@@ -52,10 +52,10 @@ import sys, zmq
 with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
     pull.bind(sys.argv[1] + "/forth.sock")
     push.connect(sys.argv[1] + "/back.sock")
-    while message := pull.recv():
-        push.send(message)
+    while True:
+        push.send(pull.recv())
 """
-"""Sends messages back until an empty one arrives, over PUSH and PULL sockets on `ipc://` as between stages."""
+"""Sends messages back, over PUSH and PULL sockets on `ipc://` as between stages."""
 START = """
 import sys
 kind, *paths = sys.argv[1:]
@@ -118,6 +118,7 @@ def round_trips(directory: Path) -> Iterator[Callable[[], float]]:
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
         pull.bind(f"ipc://{directory}/back.sock")
         push.connect(f"ipc://{directory}/forth.sock")
+        push.linger = 0
         process = subprocess.Popen([sys.executable, "-c", ECHO, f"ipc://{directory}"])
 
         def once() -> float:
@@ -126,9 +127,11 @@ def round_trips(directory: Path) -> Iterator[Callable[[], float]]:
             pull.recv()
             return time.monotonic() - started
 
-        yield once
-        push.send(b"")
-        process.wait()
+        with process:
+            try:
+                yield once
+            finally:
+                process.kill()
 
 
 def time_of_copying(source: torch.Tensor, target: torch.Tensor) -> float:

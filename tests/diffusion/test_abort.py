@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.diffusion.watched_engine import NUM_STEPS, SHORT, WatchedEngine, new_request
-from tests.entrypoints.fake_pipelines import is_idle, quick_servers
+from tests.entrypoints.fake_pipelines import is_idle, quick_servers, set_deadline
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.errors import RequestTimeoutError
 from vllm_omni.events import CompletedEvent, ErrorEvent, ImageProgressEvent, OmniEvent
@@ -121,7 +121,7 @@ def generate(llm: AsyncOmniLLM, seed: int, settings: dict[str, Any] = SHORT) -> 
 @pytest.fixture(scope="module")
 def llm(tiny_diffusion: Callable[[str], Path]) -> Iterator[AsyncOmniLLM]:
     with quick_servers():
-        llm = AsyncOmniLLM(str(tiny_diffusion("z_image")), max_steps=100_000, request_timeout_s=5.0, log_stats=True)
+        llm = AsyncOmniLLM(str(tiny_diffusion("z_image")), max_steps=100_000, log_stats=True)
     with llm:
         yield llm
 
@@ -150,7 +150,9 @@ def test_a_disconnected_client_does_not_affect_others(llm: AsyncOmniLLM) -> None
 
 
 @pytest.mark.slow
-def test_a_deadline_ends_one_request(llm: AsyncOmniLLM) -> None:
+def test_a_deadline_ends_one_request(llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_deadline(llm, monkeypatch, "image 9", 5.0)
+
     async def main() -> None:
         alone = image(await read(generate(llm, 4)))
         overdue = asyncio.create_task(read(generate(llm, 9, ENDLESS)))

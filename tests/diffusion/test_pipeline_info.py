@@ -127,4 +127,4 @@ def test_recognizing_a_checkpoint_does_not_import_diffusers(tiny_qwen3: Path) ->
         "import sys; from vllm_omni.diffusion.pipeline_info import is_diffusers_model; "
         f"assert not is_diffusers_model({str(tiny_qwen3)!r}); assert 'diffusers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,6 +17,7 @@ from tests.orchestrator.pipelines import fake_stage, fresh_stats
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.omni_base import OmniBase
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
+from vllm_omni.orchestrator.request import PipelineRequest
 
 LLM = TypeVar("LLM", bound=OmniBase)
 
@@ -73,9 +74,22 @@ def is_idle(llm: OmniBase) -> bool:
 def wait_until_free(llm: OmniBase) -> None:
     """No stage has a request, and the engines free their KV blocks, which they do between two steps."""
     assert is_idle(llm)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while any(stage.kv_blocks_used for stage in llm.stats()):
         assert time.monotonic() < deadline, llm.stats_table()
+
+
+def set_deadline(llm: OmniBase, monkeypatch: pytest.MonkeyPatch, text: str, timeout_s: float | None) -> None:
+    """Requests for the prompt `text` have this deadline, whatever that of the pipeline is."""
+    build = llm.builder.build
+
+    def build_with_deadline(prompt: Any, *args: Any, **kwargs: Any) -> PipelineRequest:
+        request = build(prompt, *args, **kwargs)
+        if text == (prompt if isinstance(prompt, str) else prompt["prompt"]):
+            request.timeout_s = timeout_s
+        return request
+
+    monkeypatch.setattr(llm.builder, "build", build_with_deadline)
 
 
 def record_events(llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> list[OmniEvent]:

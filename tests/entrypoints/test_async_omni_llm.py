@@ -279,7 +279,8 @@ def test_request_timeout_s_is_set_by_default_and_0_disables_it(llm: AsyncOmniLLM
 def test_close_ends_every_request_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(llm: AsyncOmniLLM) -> None:
         running_request = asyncio.create_task(read(llm.generate(fake_prompt(fake_seconds=60))))
-        await asyncio.to_thread(wait_for_work, llm)
+        while not any(llm._pipeline.orchestrator.activity().values()):
+            await asyncio.sleep(0)
         builder = SlowBuilder(llm, monkeypatch)
         preprocessed = [asyncio.create_task(read(llm.generate("p"))) for _ in range(2)]
         await until_set(builder.is_building)
@@ -295,11 +296,6 @@ def test_close_ends_every_request_with_an_error(tmp_path: Path, monkeypatch: pyt
 
     with running(AsyncOmniLLM, tmp_path) as llm:
         asyncio.run(main(llm))
-
-
-def wait_for_work(llm: AsyncOmniLLM) -> None:
-    while not any(llm._pipeline.orchestrator.activity().values()):
-        pass
 
 
 def report_trace(request: Any, sources: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 """`OmniLLM` with three vLLM engines in three processes, compared with HF transformers."""
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
+from tests.distributed.test_run_dir import memory  # noqa: F401 (a fixture)
 from tests.entrypoints.fake_pipelines import by_request, check_events, make_chat, quick_servers, wait_until_free
 from tests.fork_server_cache import fork_server_cache
 from tests.orchestrator.pipelines import fresh_stats
@@ -209,30 +209,32 @@ def test_default_sampling_parameters_are_those_of_the_configuration(tiny_qwen3_o
     assert first.shape != second.shape or not torch.equal(first, second)
 
 
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
 def test_an_unknown_argument_starts_no_stage(tiny_qwen3_omni_moe: Path) -> None:
-    before = len(psutil.Process().children(recursive=True))
+    before = children()
     with pytest.raises(StageConfigError, match=r"max_modle_len.*did you mean 'max_model_len'"):
         OmniLLM(str(tiny_qwen3_omni_moe), max_modle_len=128)
     with pytest.raises(StageConfigError, match="there is no stage 'singer'"):
         OmniLLM(str(tiny_qwen3_omni_moe), stage_overrides={"singer": {"dtype": "float32"}})
-    assert len(psutil.Process().children(recursive=True)) == before
-
-
-def run_dirs_of_this_process() -> set[str]:
-    """The run directories of this process in shared memory."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith(f"vllm_omni-{os.getpid()}-")}
+    assert children() <= before
 
 
 @pytest.mark.slow
-def test_arguments_reach_stages_and_an_exception_closes_the_pipeline(tiny_qwen3: Path) -> None:
+def test_arguments_reach_stages_and_an_exception_closes_the_pipeline(
+    tiny_qwen3: Path,
+    memory: Path,  # noqa: F811
+) -> None:
     """A text model without a stage configuration is a pipeline of one stage."""
     fork_server_cache()
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    run_dirs = run_dirs_of_this_process()
+    before = children()
     with pytest.raises(ZeroDivisionError), quick_servers(), OmniLLM(
         str(tiny_qwen3), dtype="float32", stage_overrides={"text": {"max_model_len": 32}},
         kv_cache_memory_bytes=1 << 24, enforce_eager=True,
     ) as llm:  # fmt: skip
+        assert len(list(memory.iterdir())) == 1
         (output,) = llm.generate("user hello", [{"temperature": 0.0, "max_tokens": 4}], use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 4 and output.final_output_type == "text"
         with pytest.raises(InvalidRequestError, match="32"):
@@ -240,5 +242,5 @@ def test_arguments_reach_stages_and_an_exception_closes_the_pipeline(tiny_qwen3:
         raise ZeroDivisionError  # in user code
     with pytest.raises(PipelineClosedError):
         llm.generate("user hello", use_tqdm=False)
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
-    assert run_dirs_of_this_process() <= run_dirs
+    assert children() <= before
+    assert list(memory.iterdir()) == []

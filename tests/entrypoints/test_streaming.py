@@ -6,9 +6,9 @@ import os
 import re
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,7 @@ from tests.entrypoints.fake_pipelines import (
     long_prompt,
     make_pipeline,
     running,
+    set_deadline,
 )
 from vllm_omni import OmniLLM
 from vllm_omni.errors import (
@@ -114,9 +115,9 @@ def test_dropping_the_iterator_aborts_the_rest(llm: OmniLLM) -> None:
 
 
 def test_an_iterator_that_is_not_read_runs_nothing(llm: OmniLLM) -> None:
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     events = llm.generate([long_prompt()] * 3, stream=True)
-    assert threading.active_count() == threads and is_idle(llm)
+    assert set(threading.enumerate()) <= threads and is_idle(llm)
     del events
 
 
@@ -127,17 +128,24 @@ def test_an_exception_in_the_loop_leaves_nothing_running(llm: OmniLLM) -> None:
     assert is_idle(llm)
 
 
-def interrupt_when_working(llm: OmniLLM) -> threading.Thread:
-    """Ctrl-C while a stage has a request."""
+@contextmanager
+def interrupted_when_working(llm: OmniLLM) -> Iterator[None]:
+    """Ctrl-C while a stage has a request; none after this block."""
+    has_ended = threading.Event()
 
     def interrupt() -> None:
         while not any(llm._pipeline.orchestrator.activity().values()):
-            time.sleep(0.05)
+            if has_ended.wait(0.05):
+                return
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    return thread
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 @pytest.fixture
@@ -152,10 +160,8 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_aborts_and_the_pipeline_continues(llm: OmniLLM, stream: bool) -> None:
     prompts = [fake_prompt(f"p{i}", fake_seconds=60, fake_only="writer") for i in range(5)]
-    thread = interrupt_when_working(llm)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupted_when_working(llm):
         list(llm.generate(prompts, use_tqdm=False, stream=stream))
-    thread.join()
     assert is_idle(llm)
     text, _ = llm.generate("next", use_tqdm=False)
     assert text.outputs[0].text == "next>writer"
@@ -174,8 +180,9 @@ def test_a_wrong_prompt_raises_and_aborts_the_others(llm: OmniLLM) -> None:
     assert is_idle(llm)
 
 
-def test_a_timeout_ends_with_its_own_error(tmp_path: Path) -> None:
+def test_a_timeout_ends_with_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(OmniLLM, tmp_path, args={"request_timeout_s": 0.3, "log_stats": True}) as llm:
+        set_deadline(llm, monkeypatch, "quick", None)
         *_, late = llm.generate(long_prompt(), stream=True)
         assert isinstance(late, ErrorEvent) and isinstance(late.error, RequestTimeoutError)
         assert is_idle(llm)

@@ -36,8 +36,8 @@ def lent(model: Path, **arguments: object) -> Iterator[OmniLLM]:
         llm = OmniLLM(str(model), dtype="float32", **arguments)
     pipeline, launch = llm._pipeline, omni_base.launch_pipeline
 
-    def lend(args: OmniArgs, fork_server: None) -> Pipeline:
-        return pipeline if args.model == str(model) else launch(args, fork_server)
+    def lend(args: OmniArgs, *rest: object) -> Pipeline:
+        return pipeline if args.model == str(model) else launch(args, *rest)  # type: ignore[arg-type]
 
     with (
         llm,

@@ -20,13 +20,12 @@ from PIL import Image
 
 from tests.fuzz.bad_requests import CHAT, IMAGES, MAKERS, SPEECH, VIDEOS, VOICES
 from tests.fuzz.described import described_requests
-from tests.fuzz.fuzz_requests import FuzzRequest, Outcome, send
+from tests.fuzz.fuzz_requests import ANSWER_LIMIT_S, FuzzRequest, Outcome, send
 from tests.fuzz.fuzz_sessions import fuzz_session
 
 CONCURRENCY = 4
 GOOD_EVERY = 25
 PRINT_EVERY = 1000
-IDLE_LIMIT_S = 120.0
 MEDIA_TOLERANCE = 0.2  # A video codec amplifies rounding; another request's media differs by more.
 _GREEDY = {"temperature": 0, "max_tokens": 6, "min_tokens": 6}
 _CODES = {"temperature": 0, "max_tokens": 6, "min_tokens": 6, "detokenize": False}
@@ -142,7 +141,7 @@ class Campaign:
         self._process = psutil.Process(pid)
         self._rng = random.Random(seed)
         self._seed = seed
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_LIMIT_S)
 
     def run(self, num_written: int, num_described: int) -> Summary:
         """
@@ -193,8 +192,9 @@ class Campaign:
         """The answer to the good request."""
         self._delete_stored()
         path, body = GOOD[self._kind]
+        deadline = time.monotonic() + ANSWER_LIMIT_S
         answer = self._client.post(path, json=body)
-        while answer.status_code == 429:  # Client aborts are not processed yet.
+        while answer.status_code == 429 and time.monotonic() < deadline:  # Client aborts are not processed yet.
             time.sleep(float(answer.headers["Retry-After"]))
             answer = self._client.post(path, json=body)
         if answer.status_code != 200:
@@ -204,7 +204,8 @@ class Campaign:
         return {"omni": _read_chat, "image": _read_image, "video": self._read_video}[self._kind](answer.json())
 
     def _read_video(self, video: dict[str, Any]) -> Answer:
-        while video["status"] in ("queued", "in_progress"):
+        deadline = time.monotonic() + ANSWER_LIMIT_S
+        while video["status"] in ("queued", "in_progress") and time.monotonic() < deadline:
             time.sleep(0.1)  # As clients poll.
             video = self._client.get(f"{VIDEOS}/{video['id']}").json()
         content = self._client.get(f"{VIDEOS}/{video['id']}/content").content
@@ -220,7 +221,7 @@ class Campaign:
         Raises:
             TimeoutError: A stage still has work, or is not ready.
         """
-        deadline = time.monotonic() + IDLE_LIMIT_S
+        deadline = time.monotonic() + ANSWER_LIMIT_S
         self._delete_stored()
         while busy := self._busy():
             if time.monotonic() > deadline:

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-ANSWER_LIMIT_S = 120.0
+ANSWER_LIMIT_S = 240.0
 ABORTED = "aborted"
 CLOSED = "closed"
 NO_ANSWER = "no answer"

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import websockets
 
+from tests.fuzz.fuzz_requests import ANSWER_LIMIT_S
+
 NUM_EVENTS = 20
-ANSWER_LIMIT_S = 120.0
 
 _SOUND = base64.b64encode(np.zeros(4800, "<i2").tobytes()).decode()
 _TEXT = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]}

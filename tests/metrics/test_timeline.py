@@ -2,7 +2,9 @@
 """The timeline as a viewer reads it."""
 
 import json
-import os
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,22 +119,32 @@ def test_after_a_crash_only_the_closing_bracket_is_missing(config, summarize, tm
     assert json.loads(text + "]") == read_events(tmp_path / "t.json")
 
 
+FULL_DISK = """
+import os, pathlib, pickle, resource, signal, sys
+from vllm_omni.metrics.timeline import Timeline
+
+file = pathlib.Path(sys.argv[1])
+config, summary = pickle.load(sys.stdin.buffer)
+timeline = Timeline(file, config)
+sys.stdout.buffer.write(file.read_bytes())
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit = os.path.getsize(file) + 40
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+timeline.request_started("7", ["text"])
+timeline.request_ended(summary)
+timeline.close()
+"""
+
+
 def test_a_full_disk_ends_only_the_file(config, summarize, tmp_path: Path):
-    resource = pytest.importorskip("resource")
-    signal = pytest.importorskip("signal")
-    timeline = Timeline(tmp_path / "t.json", config)
-    before = (tmp_path / "t.json").read_text()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(tmp_path / "t.json") + 40, limits[1]))
-        timeline.request_started("7", ["text"])
-        timeline.request_ended(summarize())
-        timeline.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert (tmp_path / "t.json").read_text() == before
+    """In a process of its own, because the limit is that of a process."""
+    before = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, tmp_path / "t.json"],
+        input=pickle.dumps((config, summarize())),
+        stdout=subprocess.PIPE,
+        check=True,
+    ).stdout
+    assert before and (tmp_path / "t.json").read_bytes() == before
 
 
 def test_tracks_are_reused(config, summarize, clock, tmp_path: Path):

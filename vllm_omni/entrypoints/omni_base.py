@@ -7,6 +7,7 @@ Imports neither torch nor vLLM, so that a fork server can import them at the sam
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +40,15 @@ def start_fork_server() -> ForkServer:
         raise PipelineStartError.from_system(error) from error
 
 
-def launch_pipeline(args: OmniArgs, fork_server: ForkServer | None) -> Pipeline:
+def launch_pipeline(
+    args: OmniArgs, fork_server: ForkServer | None, on_open: Callable[[Callable[[], None]], None]
+) -> Pipeline:
     """Opens a pipeline on a fork server, which it owns from now on; None: a new one. Raises as `OmniBase`."""
     server = fork_server or start_fork_server()
     try:
         from vllm_omni.entrypoints.pipeline import open_pipeline
 
-        return open_pipeline(server, args)
+        return open_pipeline(server, args, on_open)
     except BaseException:
         server.close()
         raise
@@ -60,12 +63,15 @@ class OmniBase:
         stage_configs_path: str | None = None,
         *,
         fork_server: ForkServer | None = None,
+        on_open: Callable[[Callable[[], None]], None] = lambda close: None,
         **kwargs: Any,
     ) -> None:
         """
         Args:
             model, stage_configs_path: See `OmniArgs`.
             fork_server: The result of `start_fork_server`, owned by the pipeline from now on. Default: a new one.
+            on_open: Called when the stages begin to start, with a function that closes the pipeline from another
+                thread; the constructor then raises.
             kwargs: The other fields of `OmniArgs`. Any other keyword is an engine argument.
 
         Raises:
@@ -73,9 +79,10 @@ class OmniBase:
             StageConfigError: The stage configuration or an argument is wrong.
             PipelineStartError: The system refuses what the pipeline needs, e.g. files or memory.
             StageStartError: A stage failed to start, or took too long.
+            PipelineClosedError: It was closed while it started.
         """
         args = OmniArgs.from_kwargs(model=model, stage_configs_path=stage_configs_path, **kwargs)
-        self._pipeline = launch_pipeline(args, fork_server)
+        self._pipeline = launch_pipeline(args, fork_server, on_open)
         # Also runs when the interpreter exits, so that no process is left behind without close().
         self._finalizer = weakref.finalize(self, self._pipeline.orchestrator.close)
 

@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_omni.config.dit_config import parse_dit_config
@@ -29,10 +30,12 @@ class Pipeline:
     builder: RequestBuilder
 
 
-def open_pipeline(server: ForkServer, args: OmniArgs) -> Pipeline:
+def open_pipeline(
+    server: ForkServer, args: OmniArgs, on_open: Callable[[Callable[[], None]], None] = lambda close: None
+) -> Pipeline:
     """Starts a pipeline on a fork server, which it owns from now on, and waits until it accepts requests.
 
-    Raises as `OmniLLM`.
+    `on_open` and the errors are those of `OmniBase`.
     """
     resolved = resolve_pipeline(args)
     download_weights(resolved, args.model)
@@ -60,6 +63,7 @@ def open_pipeline(server: ForkServer, args: OmniArgs) -> Pipeline:
         )
         undo.pop_all()
     try:
+        on_open(orchestrator.close)
         # While the stages start: this process needs its own tokenizer and preprocessor.
         builder = RequestBuilder(config, args.model)
         for observer in observers:

@@ -9,13 +9,16 @@ from fastapi import FastAPI
 from vllm import envs
 
 from tests.entrypoints.openai.media_apps import server_args, serving
-from vllm_omni.entrypoints.openai.media_input import install
+from vllm_omni.entrypoints.openai.media_input import CONNECTOR_NAME, install
 
 
-@pytest.fixture(scope="session", autouse=True)
-def media_connector() -> None:
-    """As at the start of a server."""
-    install(server_args("model"))
+@pytest.fixture(scope="package", autouse=True)
+def media_connector() -> Iterator[None]:
+    """As at the start of a server, for the tests of this folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR_NAME)
+        install(server_args("model"))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,19 +3,20 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.entrypoints.fake_pipelines import WRITER, is_idle, running
+from tests.entrypoints.fake_pipelines import WRITER, is_idle, running, set_deadline
 from tests.entrypoints.openai.fake_server import AppRequest, FakeServer
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.errors import PipelineFullError
 
 LONG = {"fake_tokens": 100_000, "fake_seconds": 0.01, "fake_only": "writer"}
-QUICK = {"stream": False, "options": {"text": "hello"}}
+QUICK: dict[str, Any] = {"stream": False, "options": {"text": "hello"}}
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +123,24 @@ def test_a_failed_request_does_not_affect_the_next(server: FakeServer) -> None:
     asyncio.run(main())
 
 
+@pytest.fixture
+def may_restart(llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A dead stage restarts once this is set."""
+    may_restart = threading.Event()
+    supervisor = llm._pipeline.orchestrator._supervisor
+    launch = supervisor._launch
+
+    def launch_when_set(*args: Any) -> Any:
+        may_restart.wait()
+        return launch(*args)
+
+    monkeypatch.setattr(supervisor, "_launch", launch_when_set)
+    yield may_restart
+    may_restart.set()
+
+
 def test_a_dead_stage_fails_its_requests_and_health_until_it_has_restarted(
-    server: FakeServer, llm: AsyncOmniLLM
+    server: FakeServer, may_restart: threading.Event
 ) -> None:
     async def health() -> tuple[int, dict[str, Any]]:
         request = AppRequest(server.app, "/health")
@@ -140,6 +157,7 @@ def test_a_dead_stage_fails_its_requests_and_health_until_it_has_restarted(
         assert (request.status, answer["error"]["code"]) == (503, 503)
         assert int(request.headers["retry-after"]) >= 1
         assert await health() == (503, {"writer": "ready", "speaker": "restarting"})
+        may_restart.set()
         # It waits for the stage, which restarts.
         await check_it_serves(server)
         assert await health() == (200, {"writer": "ready", "speaker": "ready"})
@@ -147,7 +165,7 @@ def test_a_dead_stage_fails_its_requests_and_health_until_it_has_restarted(
     asyncio.run(main())
 
 
-def test_a_request_beyond_its_deadline_is_answered_with_504(tmp_path: Path) -> None:
+def test_a_request_beyond_its_deadline_is_answered_with_504(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(server: FakeServer) -> None:
         request = AppRequest(server.app, "/v1/generate", question(**LONG))
         answer = await request.end()
@@ -157,6 +175,7 @@ def test_a_request_beyond_its_deadline_is_answered_with_504(tmp_path: Path) -> N
         assert await request.end() == {"text": "hello>writer"}
 
     with running(AsyncOmniLLM, tmp_path, (WRITER,), request_timeout_s=0.5) as llm:
+        set_deadline(llm, monkeypatch, QUICK["options"]["text"], None)
         asyncio.run(main(FakeServer(llm)))
         assert is_idle(llm)
 

@@ -71,9 +71,9 @@ import psutil
 block = b"x" * (30 << 20)
 del block
 blocks = [b"x" * (8 << 20) for _ in range(9)]
-held = psutil.Process().memory_info().rss
+held = psutil.Process().memory_info().vms
 del blocks[:-1]
-print(held - psutil.Process().memory_info().rss)
+print(held - psutil.Process().memory_info().vms)
 """
 
 

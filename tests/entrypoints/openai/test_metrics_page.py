@@ -17,7 +17,7 @@ GROUPING = re.compile(r"\bby \(([^)]*)\)")
 
 
 def read(url: str) -> list[tuple[str, dict[str, str], float]]:
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=60).text)
     return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
 

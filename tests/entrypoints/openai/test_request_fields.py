@@ -123,4 +123,4 @@ def test_strange_headers_are_harmless(omni_server: RunningServer) -> None:
 )  # fmt: skip
 def test_operators_endpoints_are_not_served(omni_server: RunningServer, path: str) -> None:
     assert post(omni_server, path, {"lora_name": "a", "lora_path": "/etc"}).status_code == 404
-    assert httpx.get(f"{omni_server.url}{path}").status_code == 404
+    assert httpx.get(f"{omni_server.url}{path}", timeout=60).status_code == 404

@@ -367,10 +367,10 @@ def new_video(name: str) -> Video:
     return Video(id=name, model="m", created_at=0, prompt="p", seconds="1", size="1x1")
 
 
-def test_the_store_is_limited_in_number_bytes_and_time(tmp_path: Path) -> None:
+def test_the_store_is_limited_in_number_bytes_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         limits = ServerLimits(
-            video_dir=str(tmp_path), max_stored_videos=3, max_stored_video_bytes=10, video_expires_after_s=0.05
+            video_dir=str(tmp_path), max_stored_videos=3, max_stored_video_bytes=10, video_expires_after_s=3600
         )
         store = VideoStore(limits)
 
@@ -413,8 +413,10 @@ def test_the_store_is_limited_in_number_bytes_and_time(tmp_path: Path) -> None:
         assert last.task is not None
         await last.task
         assert last.path.exists()
-        expired = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.1, expired.set)
+        loop, expired = asyncio.get_running_loop(), asyncio.Event()
+        in_an_hour = loop.time() + 3600
+        loop.call_at(in_an_hour, expired.set)
+        monkeypatch.setattr(loop, "time", lambda: in_an_hour)
         await expired.wait()
         with pytest.raises(VLLMNotFoundError, match="expired"):  # time
             store.get("last", NO_KEY)

@@ -159,7 +159,7 @@ def played(page: Page) -> np.ndarray:
 
 def num_aborted(url: str, key: str = "none") -> float:
     """Requests that a server has aborted in its stages."""
-    metrics = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"}).text
+    metrics = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"}, timeout=60).text
     lines = [line for line in metrics.splitlines() if line.startswith("vllm_omni:stage_aborted_total")]
     return sum(float(line.split()[-1]) for line in lines)
 

@@ -121,8 +121,8 @@ def test_two_tabs_at_once(browser: Browser, page: Page, talking_server: RunningS
 
 
 def test_the_browser_never_sees_the_key(browser: Browser, talking_server: RunningServer) -> None:
-    assert httpx.get(f"{talking_server.url}/v1/models").status_code == 401
-    assert httpx.get(f"{talking_server.url}/playground/config").status_code == 401
+    assert httpx.get(f"{talking_server.url}/v1/models", timeout=60).status_code == 401
+    assert httpx.get(f"{talking_server.url}/playground/config", timeout=60).status_code == 401
     context = browser.new_context()
     page = context.new_page()
     bodies: list[str] = []

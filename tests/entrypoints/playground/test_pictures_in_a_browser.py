@@ -44,7 +44,7 @@ def painting(page: Page) -> Image.Image:
     page.locator("#images-state").get_by_text("1 of 1 complete").wait_for()
     address = page.locator("#images-gallery img").first.get_attribute("src")
     assert address is not None
-    return Image.open(io.BytesIO(httpx.get(address).content)).convert("RGB")
+    return Image.open(io.BytesIO(httpx.get(address, timeout=60).content)).convert("RGB")
 
 
 @pytest.fixture

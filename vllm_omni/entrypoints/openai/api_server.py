@@ -47,6 +47,7 @@ from vllm_omni.entrypoints.openai.media_stage import final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
 from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, limits_from
+from vllm_omni.entrypoints.openai.start_signals import StartSignals
 from vllm_omni.errors import StageConfigError
 from vllm_omni.orchestrator.fork_server import ForkServer
 
@@ -93,14 +94,14 @@ def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | Non
         OmniError: The pipeline cannot be started.
         OSError: The server cannot listen on the address.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
-    return_large_blocks()
-    media_input.install(args)
-    # Before the stages start, so that an address in use fails at once.
-    address, listener = setup_server(args, reuse_port=False)
-    with listener, AsyncOmniLLM(**llm_args, fork_server=fork_server) as llm:
-        client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout, voice_map=args.voice_map)
-        uvloop.run(_serve(client, address, listener, args))
+    with StartSignals() as start:
+        return_large_blocks()
+        media_input.install(args)
+        # Before the stages start, so that an address in use fails at once.
+        address, listener = setup_server(args, reuse_port=False)
+        with listener, AsyncOmniLLM(**llm_args, fork_server=fork_server, on_open=start.on_open) as llm:
+            client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout, voice_map=args.voice_map)
+            uvloop.run(_serve(client, address, listener, args))
 
 
 class ServedEngineClient(OmniEngineClient):
@@ -134,11 +135,6 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
         **options,
     )
     await shutdown
-
-
-def _interrupt(*_: object) -> NoReturn:
-    """Stops a pipeline that still starts; a running server handles signals itself."""
-    raise KeyboardInterrupt("terminated")
 
 
 def return_large_blocks() -> None:

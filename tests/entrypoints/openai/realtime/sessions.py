@@ -32,7 +32,7 @@ class Session:
         self.events: list[Any] = []
 
     async def next(self) -> Any:
-        event = await asyncio.wait_for(self.connection.recv(), 60)
+        event = await self.connection.recv()
         data = event.model_dump(exclude_unset=True)
         checked = SERVER_EVENTS.validate_python(data)
         assert checked.type == event.type

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from tests.entrypoints.openai.media_apps import with_flags
 from tests.entrypoints.openai.realtime.sessions import Session, converse, types_of
 from tests.shapes.recordings import recording
 from vllm_omni.entrypoints.openai.realtime import turn_detection
+from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
 from vllm_omni.entrypoints.openai.realtime.turn_detection import TurnDetector, with_defaults
 
 needs_vad = pytest.mark.skipif(
@@ -94,9 +94,17 @@ def test_a_turn_is_committed_and_answered(realtime_app: FastAPI) -> None:
 
 @pytest.mark.slow
 @needs_vad
-def test_speech_interrupts_a_response(realtime_app: FastAPI) -> None:
-    """With a short lead the response is still being sent when the user speaks again."""
-    app = with_flags(realtime_app, "--realtime-lead-s=0.1")
+def test_speech_interrupts_a_response(realtime_app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The response is still being sent when the user speaks again: its client has the first piece, and plays slowly."""
+    first: list[SpokenMessage] = []
+
+    async def wait(message: SpokenMessage, seconds: float) -> None:
+        if message in first:
+            await asyncio.Event().wait()
+        if not first:
+            first.append(message)
+
+    monkeypatch.setattr(SpokenMessage, "_wait", wait)
 
     async def main(session: Session) -> None:
         await session.configure(audio={"input": {"turn_detection": VAD}})
@@ -118,7 +126,7 @@ def test_speech_interrupts_a_response(realtime_app: FastAPI) -> None:
         # The turn that interrupted it is answered.
         assert (await session.until("response.done"))[-1].response.status != "cancelled"
 
-    converse(app, main, manual=False)
+    converse(realtime_app, main, manual=False)
 
 
 @pytest.mark.slow

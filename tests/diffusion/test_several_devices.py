@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.entrypoints.fake_pipelines import quick_servers
+from tests.entrypoints.fake_pipelines import descendants, quick_servers, wait_until_ended
 from vllm_omni import ErrorEvent, ImageProgressEvent, OmniLLM
 from vllm_omni.errors import StageConfigError, StageDeadError
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
@@ -27,10 +27,9 @@ def llm(tiny_diffusion: Callable[[str], Path]) -> Iterator[OmniLLM]:
         yield llm
 
 
-def denoisers() -> list[psutil.Process]:
+def denoisers() -> set[psutil.Process]:
     """The processes of this pipeline that compute a denoiser with the stage's own."""
-    descendants = psutil.Process().children(recursive=True)
-    return [process for process in descendants if any("::denoiser" in word for word in process.cmdline())]
+    return descendants("::denoiser")
 
 
 def check_image(llm: OmniLLM, expected: np.ndarray) -> None:
@@ -57,13 +56,12 @@ def test_a_killed_process_fails_the_request_and_the_stage_restarts(
     assert restarted != denoiser
     stage = restarted.parent()
     stage.kill()
-    gone, alive = psutil.wait_procs([restarted], timeout=30)
-    assert gone and not alive, "it ends with the stage's process, however that ended"
+    wait_until_ended([restarted])  # It ends with the stage's process, however that ended.
     check_image(llm, expected)
     left = denoisers()
     llm.close()
-    gone, alive = psutil.wait_procs(left, timeout=30)
-    assert len(gone) == 1 and not alive
+    assert len(left) == 1
+    wait_until_ended(left)
 
 
 def test_such_a_stage_shares_its_process_with_no_other(tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:

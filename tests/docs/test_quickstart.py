@@ -9,6 +9,7 @@ import subprocess
 import sys
 import wave
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -39,17 +40,21 @@ class Reader:
 
     def __init__(self, checkout: Path) -> None:
         self._checkout = checkout
-        self._port = free_port()
         # Without what other tests of this process have set for vLLM.
         own = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
         self._environment = {**own, "PYTHONPATH": str(ROOT)}
         self._server: subprocess.Popen | None = None
 
+    @cached_property
+    def _port(self) -> int:
+        """Taken when the server starts: another process may get a free port meanwhile."""
+        return free_port()
+
     def run(self, snippet: Snippet) -> None:
         text = snippet.text.replace("make ", "make -o .venv/.ready-cpu ")  # The environment is ready.
         # Another port, since 8000, which is the examples' default, may be taken.
         text = re.sub(r"(python examples/\S+)", r"\1 --base-url http://localhost:8000/v1", text)
-        text = text.replace("8000", str(self._port))
+        text = re.sub("8000", lambda _: str(self._port), text)
         if snippet.language == "python":
             self._run([".venv/bin/python", "-c", text])
         elif text.startswith("vllm serve"):
@@ -72,14 +77,17 @@ class Reader:
 
     def _run(self, command: list[str]) -> None:
         result = subprocess.run(
-            command, cwd=self._checkout, env=self._environment, capture_output=True, text=True, timeout=280, check=False
+            command, cwd=self._checkout, env=self._environment, capture_output=True, text=True, check=False
         )
         assert result.returncode == 0, f"{command[-1]}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
 
     def close(self) -> None:
         if self._server is not None:
-            self._server.send_signal(signal.SIGTERM)
-            assert self._server.wait(60) == 0
+            try:
+                self._server.send_signal(signal.SIGTERM)
+                assert self._server.wait() == 0
+            finally:
+                self._server.kill()
 
 
 @pytest.fixture

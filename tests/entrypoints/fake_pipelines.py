@@ -3,11 +3,12 @@
 
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -77,6 +78,24 @@ def wait_until_free(llm: OmniBase) -> None:
     deadline = time.monotonic() + 120
     while any(stage.kv_blocks_used for stage in llm.stats()):
         assert time.monotonic() < deadline, llm.stats_table()
+
+
+def descendants(title: str) -> set[psutil.Process]:
+    """The processes below this one that have this in their command line."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # It has ended.
+            if title in " ".join(process.cmdline()):
+                found.add(process)
+    return found
+
+
+def wait_until_ended(processes: Iterable[psutil.Process]) -> None:
+    """For processes whose parent has ended: a zombie has ended too, and waits for the system's first process."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)  # There is no event for it.
 
 
 def set_deadline(llm: OmniBase, monkeypatch: pytest.MonkeyPatch, text: str, timeout_s: float | None) -> None:

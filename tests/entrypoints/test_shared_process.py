@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from tests.entrypoints.fake_pipelines import quick_servers
+from tests.entrypoints.fake_pipelines import descendants, quick_servers
 from vllm_omni import OmniLLM
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
@@ -65,9 +65,7 @@ def test_eight_different_prompts_at_once_equal_hf(llm: OmniLLM, tiny_qwen3_omni_
 
 
 def test_stages_share_one_process_on_one_core(llm: OmniLLM) -> None:
-    title = "vllm_omni::code2wav+talker+thinker"
-    children = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    (stages,) = (child for child in children if child.cmdline()[0] == title)
+    (stages,) = descendants("vllm_omni::code2wav+talker+thinker")
     assert psutil.Process(stages.ppid()).children() == [stages]  # there is no other stage of this pipeline
     threads = [os.sched_getaffinity(thread.id) for thread in stages.threads()]
     assert threads == [{CORE}] * len(threads) and len(threads) > 6  # three engines, three for input and output

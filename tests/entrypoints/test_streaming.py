@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.entrypoints.fake_pipelines import (
@@ -19,6 +18,7 @@ from tests.entrypoints.fake_pipelines import (
     WINDOWS,
     by_request,
     check_events,
+    descendants,
     fake_prompt,
     is_idle,
     long_prompt,
@@ -199,16 +199,11 @@ def test_more_prompts_than_max_inflight(tmp_path: Path) -> None:
             check_events(events)
 
 
-def stage_processes() -> set[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return {child for child in children if child.cmdline() and child.cmdline()[0].startswith("vllm_omni::")}
-
-
 def test_a_pipeline_stays_open_while_its_events_are_read(tmp_path: Path) -> None:
-    others = stage_processes()
+    others = descendants("vllm_omni::")
     llm = make_pipeline(OmniLLM, tmp_path / "stages.yaml", args={}, **WINDOWS)
     reference = weakref.ref(llm)
-    own = stage_processes() - others
+    own = descendants("vllm_omni::") - others
     assert len(own) == 2
     events = llm.generate([fake_prompt(fake_tokens=5, fake_seconds=0.01), long_prompt()], stream=True)
     del llm

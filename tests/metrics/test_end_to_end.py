@@ -65,7 +65,7 @@ def test_all_observers_of_a_pipeline(collector: Collector, spans_here: InMemoryS
         text_only = caller.submit("text", modalities=("text",))
         failed = caller.submit("bad", fake_fail="b")
         caller.wait(10)
-        slow = caller.submit("slow", fake_seconds=0.5)
+        slow = caller.submit("slow", fake_seconds=60)
         orchestrator.abort([slow])
         caller.wait_one()
         wait_until(lambda: all(stats.num_running == stats.queue_depth == 0 for stats in orchestrator.stats()))

@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.entrypoints.fake_pipelines import wait_until_ended
 from tests.servers import SMALL_VLLM, RunningServer
 
 pytestmark = pytest.mark.slow
@@ -80,10 +81,7 @@ class EndingServer(RunningServer):
                 return response
 
     def check_it_left_nothing(self) -> None:
-        for process in self.processes:
-            with suppress(psutil.NoSuchProcess):
-                while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    time.sleep(0.05)  # Its parent has ended, which alone would get an event.
+        wait_until_ended(self.processes)
         assert self.run_dirs and not any(path.exists() for path in self.run_dirs)
 
 

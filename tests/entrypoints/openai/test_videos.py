@@ -19,6 +19,7 @@ import pytest
 from fastapi import FastAPI, Request
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
+from tests.clock import pass_time
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.openai.media_apps import MODEL, png, send, serving, use, with_flags
 from vllm_omni.diffusion.pipeline_info import nearest_num_frames
@@ -413,11 +414,7 @@ def test_the_store_is_limited_in_number_bytes_and_time(tmp_path: Path, monkeypat
         assert last.task is not None
         await last.task
         assert last.path.exists()
-        loop, expired = asyncio.get_running_loop(), asyncio.Event()
-        in_an_hour = loop.time() + 3600
-        loop.call_at(in_an_hour, expired.set)
-        monkeypatch.setattr(loop, "time", lambda: in_an_hour)
-        await expired.wait()
+        await pass_time(3600, monkeypatch)
         with pytest.raises(VLLMNotFoundError, match="expired"):  # time
             store.get("last", NO_KEY)
         assert not last.path.exists()

@@ -4,13 +4,17 @@
 import contextlib
 import errno
 import json
+import os
+import signal
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.fork_server_cache import QuickForkServer
 from tests.orchestrator.pipelines import FAR
+from tests.orchestrator.test_failure import wait_until
 from vllm_omni.orchestrator import fork_server
 from vllm_omni.orchestrator.fork_server import ForkServer, wait_for_all
 
@@ -75,3 +79,14 @@ def test_a_server_whose_restart_failed_is_started_later(monkeypatch: pytest.Monk
         process = server.fork(b"[]", timeout=FAR)
         assert wait_for_all([process], timeout=FAR) == []
         process.close()
+
+
+def test_closing_wakes_a_thread_that_waits_for_the_server() -> None:
+    with contextlib.closing(QuickForkServer()) as server, ThreadPoolExecutor(1) as threads:
+        os.kill(server._process.pid, signal.SIGSTOP)
+        forking = threads.submit(server.fork, b"[]", timeout=FAR)
+        wait_until(server._lock.locked)
+        server.close()
+        with pytest.raises(EOFError, match="server that starts stage processes died"):
+            forking.result()
+        assert server._control.fileno() < 0

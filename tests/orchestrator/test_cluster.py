@@ -156,6 +156,17 @@ def test_a_start_that_waits_for_a_machine_can_be_closed() -> None:
         orchestrator.wait_until_started()
 
 
+def test_a_start_that_waits_for_a_server_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_started = threading.Event()
+    cluster = LoopbackCluster("", "h1", "")
+    monkeypatch.setattr(cluster, "start_server", lambda *_: is_started.set())  # It never connects.
+    orchestrator = open_orchestrator(make_config(*TRIANGLE), cluster=cluster)
+    is_started.wait()
+    orchestrator.close()
+    with pytest.raises(PipelineClosedError, match="while it started"):
+        orchestrator.wait_until_started()
+
+
 def test_a_pipeline_that_waits_for_a_machine_can_be_closed() -> None:
     cluster = LoopbackCluster("", "h1", "")
     with running(cluster, restart={"backoff_s": 0.01}) as caller:

@@ -90,6 +90,7 @@ class ClusterLauncher(Launcher):
 
     def close(self) -> None:
         self._server.close()
+        self._nodes.cancel_waits()
         self._cluster.close()
 
     def _process_of(self, stages: Sequence[OmniStage]) -> int:

@@ -44,7 +44,6 @@ def test_a_module_that_cannot_be_imported_is_an_immediate_error(capfd: pytest.Ca
     assert "no_such_module" in capfd.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_reply_after_a_timeout_is_not_mistaken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a stage would get the id of another process, and be killed instead of it."""
     replies: list[Any] = []
@@ -54,9 +53,11 @@ def test_a_reply_after_a_timeout_is_not_mistaken_for_another(monkeypatch: pytest
         return replies[-1]
 
     monkeypatch.setattr(fork_server, "json", types.SimpleNamespace(loads=loads, dumps=json.dumps))
-    with contextlib.closing(ForkServer()) as server:
+    with contextlib.closing(QuickForkServer()) as server:
+        os.kill(server._process.pid, signal.SIGSTOP)
         with pytest.raises(TimeoutError):
-            server.fork(b"[]", timeout=0.01)  # it is still importing
+            server.fork(b"[]", timeout=0.01)
+        os.kill(server._process.pid, signal.SIGCONT)
         process = server.fork(b"[]", timeout=FAR)
         (_, first), (_, second) = replies
         assert process.pid == second != first

@@ -45,14 +45,17 @@ class ForkedProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._pidfd: int | None = os.pidfd_open(pid)
+        self._lock = threading.Lock()
 
     def kill(self) -> None:
-        if self._pidfd is not None:
-            with contextlib.suppress(ProcessLookupError):
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self._pidfd is not None:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> None:
-        if self._pidfd is not None:
+        with self._lock:
+            if self._pidfd is None:
+                return
             poller = select.poll()  # `select` fails for large descriptors.
             poller.register(self._pidfd, select.POLLIN)
             assert poller.poll(None if timeout is None else 1000 * timeout), "the process did not end"

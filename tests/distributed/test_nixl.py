@@ -78,7 +78,7 @@ def wait(fetcher: PayloadFetcher) -> tuple[NetworkRef, list[memoryview] | None]:
     poller = zmq.Poller()
     for readable in fetcher.readables:
         poller.register(readable, zmq.POLLIN)
-    while poller.poll(20_000):
+    while poller.poll(240_000):
         for ended in fetcher.take_ended():
             return ended
     raise AssertionError("nothing has ended")
@@ -104,7 +104,7 @@ def test_a_read_that_is_stopped_releases_the_payload(sender: Sender, fetcher: Pa
     for readable in fetcher.readables:
         poller.register(readable, zmq.POLLIN)
     while fetcher._stopping:
-        assert poller.poll(20_000)
+        assert poller.poll(240_000)
         assert list(fetcher.take_ended()) == []
     sender.wait_until_released()
 

@@ -4,11 +4,10 @@
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -67,32 +66,18 @@ def test_payloads_to_a_dead_stage_are_removed(run_dir: RunDir) -> None:
 
 
 @contextmanager
-def forked(work: Callable[[], object]) -> Iterator[int]:
-    """A process that has sent payloads, and runs until it is killed."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
+def process(memory: Path, work: str) -> Iterator[subprocess.Popen]:
+    """A process that does some work in this directory, and then runs until it is killed."""
+    code = "import pathlib, sys; from vllm_omni.distributed import run_dir; memory = pathlib.Path(sys.argv[1]); "
+    code += f"run_dir._MEMORY_FILE_SYSTEM = memory; result = {work}; print('done', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(memory)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as started:
         try:
-            work()
-            os.write(writer, b"done")
-            signal.pause()
+            assert started.stdout is not None and started.stdout.readline() == "done\n"
+            yield started
         finally:
-            os._exit(1)
-    os.close(writer)
-    try:
-        assert os.read(reader, 4) == b"done"
-        yield pid
-    finally:
-        os.close(reader)
-        end(pid)
-
-
-def end(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass  # It was ended before.
+            started.kill()
 
 
 def test_a_pipeline_does_not_remove_the_directory_of_another_container(run_dir: RunDir) -> None:
@@ -107,14 +92,16 @@ def test_a_pipeline_does_not_remove_the_directory_of_another_container(run_dir: 
 
 
 def test_files_of_a_killed_pipeline_are_removed_after_its_last_process_ends(memory: Path) -> None:
-    with forked(RunDir) as parent:
+    with process(memory, "run_dir.RunDir()") as parent:
         (path,) = memory.iterdir()
-        with forked(lambda: hold(path)) as stage:
+        with process(memory, "run_dir.hold(next(memory.iterdir()))") as stage:
             remove_leftovers(memory)
-            end(parent)
+            parent.kill()
+            parent.wait()
             remove_leftovers(memory)
             assert path.exists(), "its stage still uses it"
-            end(stage)
+            stage.kill()
+            stage.wait()
             remove_leftovers(memory)
             assert not path.exists()
 

@@ -26,7 +26,7 @@ from tests.orchestrator.pipelines import (
     texts,
 )
 from tests.orchestrator.test_failure import is_ready, wait_until
-from vllm_omni.errors import StageDeadError, StageStartError
+from vllm_omni.errors import PipelineClosedError, StageDeadError, StageStartError
 from vllm_omni.orchestrator.cluster import Cluster, Place
 
 pytestmark = pytest.mark.slow
@@ -147,6 +147,24 @@ def test_a_stage_that_does_not_fit_its_machine_is_an_error_that_names_it() -> No
             raise AssertionError("it must not start")
     except StageStartError as error:
         assert "stage 1 (b)" in str(error) and "runtime.cpus names 4000" in str(error) and "h1" in str(error)
+
+
+def test_a_start_that_waits_for_a_machine_can_be_closed() -> None:
+    orchestrator = open_orchestrator(make_config(*TRIANGLE), cluster=LoopbackCluster("", "none", ""))
+    orchestrator.close()
+    with pytest.raises(PipelineClosedError, match="while it started"):
+        orchestrator.wait_until_started()
+
+
+def test_a_start_that_waits_for_a_server_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_started = threading.Event()
+    cluster = LoopbackCluster("", "h1", "")
+    monkeypatch.setattr(cluster, "start_server", lambda *_: is_started.set())  # It never connects.
+    orchestrator = open_orchestrator(make_config(*TRIANGLE), cluster=cluster)
+    is_started.wait()
+    orchestrator.close()
+    with pytest.raises(PipelineClosedError, match="while it started"):
+        orchestrator.wait_until_started()
 
 
 def test_a_pipeline_that_waits_for_a_machine_can_be_closed() -> None:

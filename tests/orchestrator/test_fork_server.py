@@ -4,13 +4,17 @@
 import contextlib
 import errno
 import json
+import os
+import signal
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.fork_server_cache import QuickForkServer
 from tests.orchestrator.pipelines import FAR
+from tests.orchestrator.test_failure import wait_until
 from vllm_omni.orchestrator import fork_server
 from vllm_omni.orchestrator.fork_server import ForkServer, wait_for_all
 
@@ -40,7 +44,6 @@ def test_a_module_that_cannot_be_imported_is_an_immediate_error(capfd: pytest.Ca
     assert "no_such_module" in capfd.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_reply_after_a_timeout_is_not_mistaken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a stage would get the id of another process, and be killed instead of it."""
     replies: list[Any] = []
@@ -50,9 +53,11 @@ def test_a_reply_after_a_timeout_is_not_mistaken_for_another(monkeypatch: pytest
         return replies[-1]
 
     monkeypatch.setattr(fork_server, "json", types.SimpleNamespace(loads=loads, dumps=json.dumps))
-    with contextlib.closing(ForkServer()) as server:
+    with contextlib.closing(QuickForkServer()) as server:
+        os.kill(server._process.pid, signal.SIGSTOP)
         with pytest.raises(TimeoutError):
-            server.fork(b"[]", timeout=0.01)  # it is still importing
+            server.fork(b"[]", timeout=0.01)
+        os.kill(server._process.pid, signal.SIGCONT)
         process = server.fork(b"[]", timeout=FAR)
         (_, first), (_, second) = replies
         assert process.pid == second != first
@@ -75,3 +80,14 @@ def test_a_server_whose_restart_failed_is_started_later(monkeypatch: pytest.Monk
         process = server.fork(b"[]", timeout=FAR)
         assert wait_for_all([process], timeout=FAR) == []
         process.close()
+
+
+def test_closing_wakes_a_thread_that_waits_for_the_server() -> None:
+    with contextlib.closing(QuickForkServer()) as server, ThreadPoolExecutor(1) as threads:
+        os.kill(server._process.pid, signal.SIGSTOP)
+        forking = threads.submit(server.fork, b"[]", timeout=FAR)
+        wait_until(server._lock.locked)
+        server.close()
+        with pytest.raises(EOFError, match="server that starts stage processes died"):
+            forking.result()
+        assert server._control.fileno() < 0

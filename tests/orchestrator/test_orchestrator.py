@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline of fake stages, each a real process: routing, failure, and cleanup."""
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -136,6 +139,16 @@ def test_a_stage_that_cannot_start_fails_the_start_with_its_error() -> None:
     orchestrator.close()
     assert not orchestrator._run_dir.path.exists()
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_pipeline_can_be_closed_while_it_starts() -> None:
+    with contextlib.closing(QuickForkServer()) as server:
+        os.kill(server._process.pid, signal.SIGSTOP)
+        orchestrator = open_orchestrator(CONFIG, server=server)
+        orchestrator.close()
+    with pytest.raises(PipelineClosedError, match="while it started"):
+        orchestrator.wait_until_started()
+    assert not orchestrator._run_dir.path.exists()
 
 
 @pytest.mark.slow

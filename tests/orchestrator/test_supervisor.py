@@ -9,7 +9,7 @@ import pytest
 
 from tests.clock import Clock
 from tests.orchestrator.fake_stages import FakeStage
-from tests.orchestrator.pipelines import TRIANGLE, make_config
+from tests.orchestrator.pipelines import TIMEOUT_S, TRIANGLE, make_config
 from vllm_omni.config.stage_config import RestartConfig
 from vllm_omni.distributed.messages import ShutdownMessage
 from vllm_omni.errors import PipelineClosedError, StageStartError
@@ -17,7 +17,6 @@ from vllm_omni.orchestrator import supervisor as supervisor_module
 from vllm_omni.orchestrator.omni_stage import StageState
 from vllm_omni.orchestrator.supervisor import Supervisor
 
-TIMEOUT_S = 10
 INIT_TIMEOUT_S = 60.0
 END_GRACE_S = 2.0
 BACKOFF_S = 1.0

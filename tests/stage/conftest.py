@@ -82,4 +82,5 @@ def start_ar(start: Callable[..., RunningEngine], model_arch: str) -> RunningEng
 def cleared(running: RunningEngine) -> RunningEngine:
     running.items.clear()
     running.counter.batch_sizes.clear()
+    running.counter.after.clear()
     return running

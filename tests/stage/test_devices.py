@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which accelerators are visible to a stage, on simulated machines; drivers read the environment variable."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -140,22 +141,28 @@ def test_the_number_of_devices_must_match_the_engine(stage: dict, says: str, mon
 def test_stages_that_share_a_device_start_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(monkeypatch, GIB, visible="0")
     (stage,) = pipeline({}).stage_args
-    started, finished = threading.Event(), threading.Event()
+    waiting, finished = threading.Event(), threading.Event()
+    flock = fcntl.flock
 
     def start_the_other() -> None:
-        started.set()
         with alone_on_devices(str(tmp_path), stage):
             finished.set()
 
+    def lock(fd: int, operation: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            waiting.set()  # It has chosen the lock of its device.
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
     with alone_on_devices(str(tmp_path), stage):
         other = threading.Thread(target=start_the_other)
         other.start()
-        started.wait()
+        waiting.wait()
         monkeypatch.setenv(VARIABLE, "1")
         with alone_on_devices(str(tmp_path), stage):  # another device is not locked
             assert not finished.is_set()
         monkeypatch.setenv(VARIABLE, "0")
-    other.join(10)
+    other.join()
     assert finished.is_set()
 
 

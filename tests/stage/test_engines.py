@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.stage.running_engine import PATIENCE
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
@@ -38,7 +39,7 @@ def start() -> Iterator[Callable[[StageEngine], StageEngine]]:
     yield start
     for engine, thread in running:
         engine.stop()
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 

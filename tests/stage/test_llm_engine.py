@@ -293,18 +293,18 @@ class TestAbort:
         prompts = random_prompts(30, 40, 50)
         held = first_part("held", prompts[0], greedy(40), feed, 3)
         held.streams_output = streams_output
-        ar.put(held, whole("running", prompts[1], greedy(140), streams_output=True))
-        ar.wait_for("running", 3)
-        ar.put(
+        ar.put_after(
+            4,
             AbortRequest("running"),
             AbortRequest("held"),
             next_part("held", prompts[0], feed, 3, 9),
             AbortRequest("unknown"),
             whole("next", prompts[2], greedy(3)),
         )
+        ar.put(held, whole("running", prompts[1], greedy(140), streams_output=True))
         (output,) = ar.finish("next")
         assert len(output.completions[0].token_ids) == 3
-        assert len(ar.items["running"]) < 140 and isinstance(ar.items["running"][-1], Stream)
+        assert 0 < len(ar.items["running"]) < 140 and isinstance(ar.items["running"][-1], Stream)
         assert all(isinstance(item, Stream) for item in ar.items["held"])
         assert_nothing_is_left(ar)
 
@@ -334,10 +334,10 @@ class TestAbort:
 
     def test_several_sequences(self, ar):
         (prompt,) = random_prompts(40)
+        ar.put_after(4, AbortRequest("a"))
         ar.put(whole("a", prompt, SamplingParams(n=3, max_tokens=100, ignore_eos=True), streams_output=True))
-        ar.wait_for("a", 4)
-        ar.put(AbortRequest("a"))
         ar.wait_asleep()
+        assert isinstance(ar.items["a"][-1], Stream)
         assert_nothing_is_left(ar)
 
 

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.stage.running_engine import is_readable
+from tests.stage.running_engine import PATIENCE, is_readable
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import NewRequest, Outbox, Result
 from vllm_omni.stage.engines.function import BatchFunctionStageEngine
-
-PATIENCE_MS = 20_000
 
 
 def result(request_id: str) -> Result:
@@ -85,7 +83,7 @@ def test_the_reader_never_sleeps_while_items_wait(eager_threads: None) -> None:
     poller.register(outbox.fileno(), select.POLLIN)
     taken: list[str] = []
     while len(taken) < len(names) * count:
-        assert poller.poll(PATIENCE_MS), f"asleep with {len(taken)} items taken"
+        assert poller.poll(PATIENCE * 1000), f"asleep with {len(taken)} items taken"
         taken += ids(outbox)
     for thread in threads:
         thread.join()

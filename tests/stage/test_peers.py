@@ -8,6 +8,7 @@ import pytest
 import torch
 import zmq
 
+from tests.stage.running_engine import PATIENCE
 from vllm_omni.config.stage_config import ConnectorConfig, WindowConfig
 from vllm_omni.distributed.messages import AbortMessage, PeerUpMessage, recv_at_stage
 from vllm_omni.distributed.run_dir import stage_address
@@ -75,6 +76,6 @@ def test_a_target_takes_requests_when_its_address_is_known(context: zmq.Context,
     target.connect(peer_up(tmp_path, epoch=3))
     assert target.takes_new_requests
     target.send(AbortMessage(request_ids=["r"]))
-    assert inbound.poll(5000)
+    assert inbound.poll(PATIENCE * 1000)
     received = recv_at_stage(inbound)
     assert received is not None and received[0] == AbortMessage(request_ids=["r"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shell of a stage with real sockets and an engine that only records its inbox."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.stage.running_engine import PATIENCE
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance, WindowConfig
 from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.messages import (
@@ -63,7 +65,7 @@ class RecordingEngine(StageEngine):
     def _take_in(self, item: RequestItem) -> None: ...
 
     def next(self) -> NewRequest | AbortRequest | Stop:
-        return self.inbox.get(timeout=10)
+        return self.inbox.get(timeout=PATIENCE)
 
 
 class Joiner(StageInputProcessor):
@@ -98,9 +100,10 @@ class Peers:
         )
         self._context = zmq.Context()
         self.orchestrator = self._context.socket(zmq.PULL)
-        self.orchestrator.setsockopt(zmq.RCVTIMEO, 10_000)
+        self.orchestrator.setsockopt(zmq.RCVTIMEO, PATIENCE * 1000)
         self.orchestrator.bind(orchestrator_address(run_dir))
-        shell = StageShell(spec, lifeline, self.outbox, StageRecorder(2, "joiner"))
+        self.is_lost = threading.Event()
+        shell = StageShell(spec, lifeline, self.is_lost.set, self.outbox, StageRecorder(2, "joiner"))
         shell.attach(self.engine, Joiner(None))
         self.thread = threading.Thread(target=shell.run)
         self.thread.start()
@@ -155,7 +158,7 @@ class Peers:
 
     def receive(self) -> Message:
         """The next message to the orchestrator; snapshots before it are in `stats`."""
-        while self.orchestrator.poll(10_000):
+        while self.orchestrator.poll(PATIENCE * 1000):
             received = recv_at_orchestrator(self.orchestrator)
             assert received is not None
             if not isinstance(received[0], StatsMessage):
@@ -164,18 +167,18 @@ class Peers:
         raise AssertionError("no message")
 
     def close(self) -> None:
-        self.send(ShutdownMessage())
-        self.thread.join(10)
+        """Ends the shell as the end of its parent does; it may have been shut down before."""
         self.parent_end.close()
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
         self._context.destroy(linger=0)
 
 
 @pytest.fixture
 def peers(tmp_path: Path) -> Iterator[Peers]:
-    peers = Peers(tmp_path)
-    peers.start()
-    yield peers
-    peers.close()
+    with contextlib.closing(Peers(tmp_path)) as peers:
+        peers.start()
+        yield peers
 
 
 def words(item: NewRequest | AbortRequest | Stop) -> list[str]:
@@ -291,5 +294,11 @@ def test_a_snapshot_precedes_the_result_that_makes_the_stage_idle(peers: Peers) 
 def test_shutdown_stops_the_engine(peers: Peers) -> None:
     peers.send(ShutdownMessage())
     assert isinstance(peers.engine.next(), Stop)
-    peers.thread.join(10)
-    assert not peers.thread.is_alive()
+    peers.thread.join()
+    assert not peers.is_lost.is_set()
+
+
+def test_it_ends_with_its_parent(peers: Peers) -> None:
+    peers.parent_end.close()
+    peers.thread.join()
+    assert peers.is_lost.is_set()

@@ -26,7 +26,7 @@ def test_the_thread_that_has_waited_longest_is_next():
                 pass
     enter("again")
     for thread in threads:
-        thread.join(10)
+        thread.join()
     assert order == [0, 1, 2, 3, "again"]
 
 
@@ -56,7 +56,7 @@ def test_only_one_thread_has_the_lock():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     assert overlaps == [1] * 800
 
 

@@ -6,6 +6,7 @@ import faulthandler
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.engine.running import greedy, random_prompts
 from tests.orchestrator.pipelines import (
+    FAR,
     TRIANGLE,
     Caller,
     error_of,
@@ -34,6 +36,17 @@ from vllm_omni.stage.engines.base import NewRequest, Outbox
 from vllm_omni.stage.engines.diffusion import DiffusionStageEngine
 from vllm_omni.stage.engines.function import FunctionStageEngine
 from vllm_omni.stage.watchdog import COMPILE_S, StepTimer, Watchdog
+
+
+def hang(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+    """A stage function that hangs on the prompt `hangs`.
+
+    Without faulthandler's timer: after a pause of the machine it could be the first to end the process.
+    """
+    faulthandler.dump_traceback_later = lambda *args, **options: None
+    while request.prompt == "hangs":
+        time.sleep(FAR)
+    return {"text": sources[0].completions[0].text + ">b"}
 
 
 def hold_the_lock(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
@@ -63,13 +76,14 @@ def limited(stage: dict[str, Any], limit_s: float, process: bool | str = True) -
 
 @pytest.mark.parametrize("process", [True, "shared by all"])
 def test_requests_fail_and_the_stage_restarts(start: Callable[[PipelineConfig], Caller], process: bool | str) -> None:
-    a, b, c = TRIANGLE
+    a, _, c = TRIANGLE
+    b = function_stage(1, "b", hang, (0,))
     stages = limited(a, 3600.0, process), limited(b, 1.0, process), limited(c, 0, process)
     caller = start(make_config(*stages, restart={"backoff_s": 0.01}))
     for _ in range(2):
         caller.submit("good")
         assert texts(caller.wait_one()) == ["good>a", "good>a+good>a>b>c"]
-        caller.submit("hangs", fake_seconds=3600.0, fake_only="b")
+        caller.submit("hangs")
         error = error_of(caller.wait_one())
         assert isinstance(error, StageDeadError)
         assert "stage 1 (b): a step took longer than 1 s (runtime.step_timeout_s)" in str(error)
@@ -110,10 +124,16 @@ class Ended:
         sys.exit()
 
 
+@pytest.fixture
+def ended() -> Iterator[Ended]:
+    """No timer of faulthandler outlives the test, whose process it would end."""
+    yield Ended()
+    faulthandler.cancel_dump_traceback_later()
+
+
 @ends_in_a_thread
-def test_the_log_has_the_stack_of_the_engine_that_hangs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_has_the_stack_of_the_engine_that_hangs(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     """The first step may take longer, and so may any step of an engine that always compiles."""
-    ended = Ended()
     watchdog = Watchdog(ended)
     timer = watchdog.watch("stage 1 (b)", 0.2, always_compiles=False)
     compiling = watchdog.watch("stage 2 (c)", 0.2, always_compiles=True)
@@ -138,11 +158,10 @@ def test_the_log_has_the_stack_of_the_engine_that_hangs(capsys: pytest.CaptureFi
 
 
 @ends_in_a_thread
-def test_while_no_step_runs_the_watchdog_sleeps_without_a_timeout() -> None:
-    ended = Ended()
+def test_while_no_step_runs_the_watchdog_sleeps_without_a_timeout(ended: Ended) -> None:
     watchdog = Watchdog(ended)
-    timer = watchdog.watch("a", 0.1, always_compiles=False)
-    watchdog.watch("b", 0.1, always_compiles=True)  # Otherwise faulthandler would end the tests.
+    timer = watchdog.watch("a", 0.5, always_compiles=False)
+    watchdog.watch("b", 0.5, always_compiles=True)  # Otherwise faulthandler would end the tests.
     watchdog.start()
     with timer:
         pass

@@ -174,9 +174,6 @@ class ForkServer:
             except BaseException:
                 self._control.close()
                 raise
-        if self._is_closed:  # in the meantime, by another thread, which ended the previous server
-            self._end()
-            raise EOFError(_DIED)
 
     @property
     def modules(self) -> list[str]:
@@ -195,7 +192,7 @@ class ForkServer:
         Waits up to `timeout` seconds for the server to finish its imports.
 
         Raises:
-            EOFError: The server died; its stderr has the reason.
+            EOFError: The server died; its stderr has the reason. Or it was closed, also while this waits.
             TimeoutError: It did not finish its imports in time.
         """
         with self._lock:
@@ -204,9 +201,12 @@ class ForkServer:
             except EOFError:
                 if not self._has_forked or self._is_closed:
                     raise
-            self._end()
-            self._launch()
-            return self._fork(spec, timeout)
+                self._end()
+                self._launch()
+                return self._fork(spec, timeout)
+            finally:
+                if self._is_closed:
+                    self._end()
 
     def _fork(self, spec: bytes, timeout: float) -> StageProcess:
         lifeline, its_lifeline = socket.socketpair()
@@ -225,9 +225,18 @@ class ForkServer:
     def close(self) -> None:
         """Ends the server. Stages that still run are not touched. May be called twice."""
         self._is_closed = True
-        self._end()
+        # Wakes a thread that forks, which then closes the socket: closed here, its number could be another one's.
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._process.kill()
+        self._process.wait()
+        # Without waiting: the garbage collector may run this on the thread that forks.
+        if self._lock.acquire(blocking=False):
+            self._end()
+            self._lock.release()
 
     def _end(self) -> None:
+        """Called with the lock."""
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -239,7 +248,7 @@ class ForkServer:
             EOFError, ConnectionError: The server died.
             TimeoutError: It did not answer in `timeout` seconds.
         """
-        if self._control.fileno() < 0:
+        if self._is_closed or self._control.fileno() < 0:
             raise EOFError(_DIED)  # The next one could not be started.
         number = next(self._numbers)
         self._control.settimeout(max(0.001, timeout))

@@ -33,12 +33,12 @@ class Launcher(ABC):
             on_wait: Called with what is waited for, if there is none.
 
         Raises:
-            OSError, EOFError: It could not be started.
+            OSError, EOFError: It could not be started, or the launcher was closed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """No process is started any more. Those that run are not touched."""
+        """No process is started any more, and `launch` does not wait any longer. Those that run are not touched."""
 
 
 class LocalLauncher(Launcher):
@@ -90,6 +90,7 @@ class ClusterLauncher(Launcher):
 
     def close(self) -> None:
         self._server.close()
+        self._nodes.cancel_waits()
         self._cluster.close()
 
     def _process_of(self, stages: Sequence[OmniStage]) -> int:

@@ -40,6 +40,8 @@ from vllm_omni.orchestrator.fork_server import StageProcess
 
 logger = get_logger(__name__)
 
+_CANCELLED = "the pipeline was closed"
+
 
 class RemoteStageProcess(StageProcess):
     """A stage process on another machine."""
@@ -121,7 +123,7 @@ class Nodes:
         self._numbers = itertools.count()
         self._outgoing: collections.deque[tuple[str, ToNode]] = collections.deque()
         self._wake_reader, self._wake_writer = os.pipe()
-        self._is_closed = False
+        self._is_closed = self._is_cancelled = False
         self._thread = threading.Thread(target=self._run, name="omni-nodes", daemon=True)
         self._thread.start()
 
@@ -130,13 +132,16 @@ class Nodes:
 
         Raises:
             TimeoutError: It did not connect in time.
+            EOFError: The wait was cancelled.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: node in self._nodes, timeout):
+            if not self._changed.wait_for(lambda: node in self._nodes or self._is_cancelled, timeout):
                 raise TimeoutError(
                     f"a node did not connect to {self.address} within {timeout:.0f} s; is that address reachable from "
                     "it (runtime.network_interface)?"
                 )
+            if self._is_cancelled:
+                raise EOFError(_CANCELLED)
             return self._nodes[node].run_dir
 
     def is_alive(self, node: str) -> bool:
@@ -147,12 +152,17 @@ class Nodes:
         self._put(node, Preload(list(modules)))
 
     def fork(self, node: str, spec: bytes, timeout: float) -> RemoteStageProcess:
-        """Starts a stage process. Raises as `ForkServer.fork`, and `EOFError` if the node is lost."""
+        """Starts a stage process.
+
+        Raises as `ForkServer.fork`, and `EOFError` if the node is lost, or the wait for it was cancelled.
+        """
         number, answered = next(self._numbers), threading.Event()
         with self._changed:
             found = self._nodes.get(node)
             if found is None:
                 raise EOFError("the node is lost")
+            if self._is_cancelled:
+                raise EOFError(_CANCELLED)
             process = RemoteStageProcess(number, found.name, lambda: self._put(node, Kill(number)))
             found.processes[number], found.starting[number] = process, answered
         self._put(node, Fork(number, spec, timeout))
@@ -163,6 +173,16 @@ class Nodes:
         if error := found.errors.pop(number, ""):
             raise EOFError(error)
         return process
+
+    def cancel_waits(self) -> None:
+        """Nodes are not waited for any more. What runs on them is not touched."""
+        with self._changed:
+            self._is_cancelled = True
+            self._changed.notify_all()
+            for node in self._nodes.values():
+                for number, answered in list(node.starting.items()):
+                    node.errors[number] = _CANCELLED
+                    answered.set()
 
     def close(self) -> None:
         """Ends the nodes."""

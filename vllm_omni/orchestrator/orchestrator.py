@@ -200,8 +200,11 @@ class Orchestrator:
             if not self._closing:
                 self._closing = True
                 self._wake()
-        if threading.current_thread() is not self._thread:  # The garbage collector may call this on any thread.
-            self._thread.join()
+        if threading.current_thread() is self._thread:  # The garbage collector may call this on any thread.
+            return
+        if not self._started.done():
+            self._launcher.close()  # The start may wait for the fork server, or for a machine.
+        self._thread.join()
 
     def _command(self, command: Callable[[], None]) -> None:
         """Runs a function on the orchestrator's thread, soon."""
@@ -253,7 +256,7 @@ class Orchestrator:
         local.setsockopt(zmq.RCVHWM, 0)
         local.bind(orchestrator_address(self._run_dir.path))
         sockets = [local]
-        launcher = self._open_launcher(context, cleanup)
+        self._launcher = self._open_launcher(context, cleanup)
         if self._network is not None:
             sockets.append(self._network.inbound)
         fetcher = None if self._network is None else self._network.fetcher
@@ -267,7 +270,7 @@ class Orchestrator:
         self._router = RequestRouter(self._config, self._stages, self._admission, PayloadReceiver(), self._observer)
         self._supervisor = Supervisor(
             [[self._stages[instance.instance_id] for instance in process] for process in self._config.processes],
-            launcher.launch,
+            self._launcher.launch,
             self._config.runtime.restart,
             self._config.runtime.stage_init_timeout,
             self._command,
@@ -302,7 +305,11 @@ class Orchestrator:
 
     def _start_stages(self) -> None:
         deadline = time.monotonic() + self._init_timeout
-        self._supervisor.start_all(self._init_timeout)
+        try:
+            self._supervisor.start_all(self._init_timeout)
+        except StageStartError:
+            self._check_open()
+            raise
         while not all(stage.is_ready for stage in self._stages.values()):
             due = self._supervisor.due
             self._poll(deadline if due is None else min(deadline, due))
@@ -310,9 +317,12 @@ class Orchestrator:
             self._check_start(deadline)
         self._supervisor.restarts = True
 
-    def _check_start(self, deadline: float) -> None:
+    def _check_open(self) -> None:
         if self._closing:
             raise PipelineClosedError("the pipeline was closed while it started")
+
+    def _check_start(self, deadline: float) -> None:
+        self._check_open()
         for stage in self._stages.values():
             if stage.death:
                 where = f" on node {stage.node_name}" if stage.node_name else ""

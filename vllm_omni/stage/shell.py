@@ -5,9 +5,9 @@ It knows no kind of engine and no model.
 """
 
 import math
-import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -53,14 +53,21 @@ class StageShell:
         self,
         spec: StageSpec,
         lifeline: socket.socket,
+        on_lost_parent: Callable[[], None],
         outbox: Outbox,
         recorder: StageRecorder,
         tracer: StageTracer | None = None,
     ) -> None:
+        """
+        Args:
+            lifeline: Readable when the parent is gone.
+            on_lost_parent: Called then, to end the process: the engine's work has no consumer.
+        """
         self._spec = spec
         self._instance_id = spec.instance.instance_id
         self._log = about(logger, stage=spec.instance.label)
         self._lifeline = lifeline
+        self._on_lost_parent = on_lost_parent
         self._outbox = outbox
         self._recorder = recorder
         self._engine: StageEngine
@@ -91,7 +98,8 @@ class StageShell:
         while self._is_running:
             ready = dict(poller.poll(self._timeout()))
             if self._lifeline.fileno() in ready:
-                os._exit(1)  # The parent is gone: the engine's work has no consumer.
+                self._on_lost_parent()
+                break
             self._take_messages()
             if self._network is not None:
                 self._network.server.serve()

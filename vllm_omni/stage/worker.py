@@ -53,7 +53,7 @@ class HostedStage:
         self._outbox = Outbox()
         self._recorder = StageRecorder(spec.stage.stage_id, spec.instance.name, spec.instance.replica)
         self._tracer = None if spec.otlp_traces_endpoint is None else StageTracer(spec.otlp_traces_endpoint)
-        self._shell = StageShell(spec, lifeline, self._outbox, self._recorder, self._tracer)
+        self._shell = StageShell(spec, lifeline, partial(os._exit, 1), self._outbox, self._recorder, self._tracer)
         self._threads: list[threading.Thread] = []
         self.start_thread("io", self._shell.run)
 

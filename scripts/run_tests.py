@@ -41,6 +41,9 @@ MOST_MEMORY_GIB = 10
 NUM_SLOWEST = 15
 GRACE_S = 10
 """For pytest to print its summary after an interrupt, and for processes to end after pytest."""
+KEPT_BY_LIBRARIES = ("pytest-of-", "torchinductor_", "vllm_dist_", "gradio")
+"""In the temporary directory: pytest's last folders, compiled code, where processes with an engine meet, and what
+Gradio makes when it is imported."""
 MEASURE_EVERY_S = 10
 """Of the memory: to read it takes tens of milliseconds for each process."""
 
@@ -190,7 +193,7 @@ class TestRun:
 
     def _look_for_files(self, temporary: Path, shared_memory: set[Path]) -> None:
         """Notes files of the run; in shared memory those that no other process uses."""
-        left = [path for path in temporary.iterdir() if not path.name.startswith("pytest-of-")]
+        left = [path for path in temporary.iterdir() if not path.name.startswith(KEPT_BY_LIBRARIES)]
         new = set(SHARED_MEMORY.iterdir()) - shared_memory
         used = files_in_use(SHARED_MEMORY) if new else set()
         for path in new:
@@ -201,9 +204,13 @@ class TestRun:
 
 
 def node_id(case: ElementTree.Element) -> str:
-    file, classname, name = (case.get(key) or "" for key in ("file", "classname", "name"))
-    classes = classname.removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
-    return "::".join(filter(None, (file, *classes.split("."), name)))
+    """A class of tests may be another file's: what JUnit calls a class begins with the module that ran it."""
+    parts = case.get("classname", "").split(".")
+    for length in range(len(parts), 0, -1):
+        file = Path(*parts[:length]).with_suffix(".py")
+        if file.exists():
+            return "::".join([str(file), *parts[length:], case.get("name", "")])
+    return case.get("name", "")  # of a file that could not be collected
 
 
 # -- processes --------------------------------------------------------------------------------------------------------

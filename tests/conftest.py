@@ -103,6 +103,8 @@ def _end_shared() -> None:
 
     They have the scope of a session, because pytest has none for what several files share.
     """
+    if not _shared:
+        return
     while _shared:
         fixturedef, request = _shared.pop()
         fixturedef.finish(request)

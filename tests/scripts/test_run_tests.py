@@ -165,12 +165,12 @@ def test_what_is_left_is_named_and_ended(run: Run, tmp_path: Path) -> None:
             Path(tempfile.gettempdir(), "{name}").touch()
     """)
     assert code == 1
-    problems = "\n".join(results["problems"])
     pid = int((tmp_path / "pid").read_text())
-    assert f"left a process: {pid} sleep 1000" in problems
+    assert results["problems"] == [f"left a process: {pid} sleep 1000"]
     assert not psutil.pid_exists(pid)
-    assert f"left a file: /dev/shm/{name}" in problems and problems.count(name) == 2
-    assert not Path("/dev/shm", name).exists()
+    shared, temporary = results["files"]
+    assert shared == f"/dev/shm/{name}" and Path(temporary).name == name
+    assert not Path(shared).exists() and not Path(temporary).exists()
 
 
 def test_a_teardown_after_a_failure_has_a_time_limit(run: Run) -> None:

@@ -25,6 +25,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
+
 _SWITCH = "switch"
 _RAY_PORT = 6380
 _HEALTH_CHECKS = {
@@ -100,7 +102,9 @@ class Host:
     def popen(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen:
         """Runs a command on the host; options are those of `subprocess.Popen`."""
         enter = ["nsenter", "-t", str(self._pid), "-m", "-u", "-i", "-n", "-p", f"--wd={os.getcwd()}"]
-        return subprocess.Popen([*enter, *command], env={**os.environ, "HOME": "/tmp/home", **(env or {})}, **options)
+        # What vLLM knows of models is shared: to find it out again takes a process for each, of ten seconds.
+        own = {"HOME": "/tmp/home", "VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT}
+        return subprocess.Popen([*enter, *command], env={**os.environ, **own, **(env or {})}, **options)
 
     def run(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> str:
         """The same until it has ended; returns what it wrote.

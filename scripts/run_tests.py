@@ -337,6 +337,11 @@ def parse_part(text: str) -> Part:
     return Part(name, *map(float, numbers.split("/")))
 
 
+def on_sigterm(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # make sends another one, which must not interrupt the end
+    sys.exit("ended by SIGTERM")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -354,7 +359,7 @@ def main() -> int:
         total = Part("all", sum(part.seconds for part in parts), sum(part.budget_s for part in parts))
         return not report(results, [*parts, total])
     adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    signal.signal(signal.SIGTERM, on_sigterm)
     results = [TestRun(arguments.name, arguments.limit * 60, arguments.budget * 60).run(pytest_arguments)]
     return not report(results, results)
 

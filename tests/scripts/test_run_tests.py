@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -171,6 +172,28 @@ def test_what_is_left_is_named_and_ended(run: Run, tmp_path: Path) -> None:
     shared, temporary = results["files"]
     assert shared == f"/dev/shm/{name}" and Path(temporary).name == name
     assert not Path(shared).exists() and not Path(temporary).exists()
+
+
+def test_sigterm_ends_all_processes(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        textwrap.dedent("""
+            import subprocess, time
+            from pathlib import Path
+
+            def test_long():
+                subprocess.run(["setsid", "sh", "-c", "sleep 1000 & echo $! > pid.new; mv pid.new pid"], check=True)
+                time.sleep(1000)
+        """)
+    )
+    command = [sys.executable, SCRIPT, "run", "it", "--limit=10", "--budget=1", "--", "-p", "no:schemathesis"]
+    with subprocess.Popen(command, cwd=tmp_path) as process:
+        while not (tmp_path / "pid").exists():
+            assert process.poll() is None
+            time.sleep(0.05)  # There is no event for it.
+        for _ in range(3):
+            process.terminate()
+    assert process.returncode == 1
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_a_teardown_after_a_failure_has_a_time_limit(run: Run) -> None:

@@ -207,12 +207,12 @@ class TestRun:
 
 def node_id(case: ElementTree.Element) -> str:
     """A class of tests may be another file's: what JUnit calls a class begins with the module that ran it."""
+    name = case.get("name", "")
     parts = case.get("classname", "").split(".")
     for length in range(len(parts), 0, -1):
-        file = Path(*parts[:length]).with_suffix(".py")
-        if file.exists():
-            return "::".join([str(file), *parts[length:], case.get("name", "")])
-    return case.get("name", "")  # of a file that could not be collected
+        if os.path.exists(file := "/".join(parts[:length]) + ".py"):
+            return "::".join([file, *parts[length:], name])
+    return name  # that of a module, which was skipped or could not be imported
 
 
 # -- processes --------------------------------------------------------------------------------------------------------

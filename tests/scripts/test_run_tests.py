@@ -35,11 +35,15 @@ Run = Callable[..., tuple[int, dict, str]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Runs one file of tests in two processes; returns the exit code, the results, and what was printed."""
+    """Runs a file of tests in two processes, beside one that is skipped.
+
+    Returns the exit code, the results, and what was printed.
+    """
 
     def run(tests: str) -> tuple[int, dict, str]:
         (tmp_path / "conftest.py").write_text(CONFTEST)
         (tmp_path / "test_it.py").write_text(textwrap.dedent(tests))
+        (tmp_path / "test_other.py").write_text("import pytest\npytest.skip('a reason', allow_module_level=True)\n")
         flags = ["--numprocesses=2", "--max-worker-restart=0", "-p", "no:schemathesis", "--timeout=200"]
         done = subprocess.run(
             [sys.executable, "-c", CLOCK, SCRIPT, "run", "it", "--limit=10", "--budget=1", "--", *flags],
@@ -76,7 +80,7 @@ def test_one_that_fails_again_has_failed_and_one_that_passes_is_unstable(run: Ru
     assert results["problems"] == []
     report = output[output.rindex("failed: 1") :]
     assert "unstable: 1\n  test_it.py::test_first_time\n    AssertionError: not yet" in report
-    assert "planned  it" in report and report.index("unstable") < report.index("slowest: 3") < report.index("times: 1")
+    assert "planned  it" in report and report.index("unstable") < report.index("slowest: 4") < report.index("times: 1")
 
 
 @pytest.mark.parametrize("count, code", [(3, 0), (4, 1)])

@@ -80,35 +80,39 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """pytest-timeout 2.4 stops its timer when a test fails; the teardown gets one of its own."""
     settings = pytest_timeout._get_item_settings(item)
-    if settings.timeout:  # pytest-timeout 2.4 stops its timer when a test fails; the teardown gets one of its own.
+    if settings.timeout:
         item.config.hook.pytest_timeout_set_timer(item=item, settings=settings)
-    yield
-    if nextitem is not None and _group_of_item(nextitem) != _group_of_item(item):
-        _end_shared()
+    return (yield)
 
 
-_shared: "list[tuple[pytest.FixtureDef[Any], pytest.FixtureRequest]]" = []
+class _SharedServers:
+    """Ends the servers of a group with its last test, because they need memory.
 
-
-def pytest_fixture_setup(fixturedef: "pytest.FixtureDef[Any]", request: pytest.FixtureRequest) -> None:
-    is_ours = fixturedef.baseid and not fixturedef.argname.startswith("tiny_")
-    if fixturedef.scope == "session" and is_ours:
-        _shared.append((fixturedef, request))
-
-
-def _end_shared() -> None:
-    """Ends the engines, servers and pipelines of a group, which nothing after it uses: they need memory.
-
-    They have the scope of a session, because pytest has none for what several files share.
+    They have the scope of a session, because pytest has none for what several files share. A plugin, because for
+    such fixtures pytest does not call the hooks in the conftest.py of a folder.
     """
-    if not _shared:
-        return
-    while _shared:
-        fixturedef, request = _shared.pop()
-        fixturedef.finish(request)
-    gc.collect()
+
+    def __init__(self) -> None:
+        self._running: list[tuple[pytest.FixtureDef[Any], pytest.FixtureRequest]] = []
+
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+        if fixturedef.scope == "session" and fixturedef.argname.endswith("_server"):
+            self._running.append((fixturedef, request))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        yield
+        if nextitem is not None and _group_of_item(nextitem) != _group_of_item(item):
+            while self._running:
+                fixturedef, request = self._running.pop()
+                fixturedef.finish(request)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_SharedServers())
 
 
 def _group_of_item(item: pytest.Item) -> str:

@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OMNI_EXTRA ?= cpu
 TEST_LIMIT ?= 20
-TEST_SLOW_LIMIT ?= 45
+TEST_SLOW_LIMIT ?= 60
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(OMNI_EXTRA)

@@ -31,7 +31,10 @@ gc.disable()  # While modules are imported it finds nothing and takes a fifth of
 _FOLDERS_WITH_ENGINES = re.compile("tests/(?:engine|stage|model_executor/models/(?:qwen|csm|glm|janus)[^/]*)/")
 _MACHINES = re.compile(r"tests/(?:distributed/test_hosts|orchestrator/test_(?:ray|engine_workers))\.py")
 """Ray's clusters and hosts need memory, and answers in time: one after the other, before other tests keep servers."""
-_LONG_FILES = ("tests/shapes/test_quality.py", "tests/orchestrator/test_nodes.py", "tests/stage/test_watchdog.py")
+_LONG_FILES = (
+    "tests/worker/test_parallel_denoiser.py", "tests/shapes/test_quality.py", "tests/orchestrator/test_nodes.py",
+    "tests/stage/test_watchdog.py",
+)  # fmt: skip
 _A_PROCESS_DIED = pytest.StashKey[bool]()
 _SHARED_FIXTURES = re.compile(
     r"\b(?:(?:omni|voice|image|video)_(?:server|app)|(?:talking|qwen2_5|csm|text)_(?:async_)?llm|realtime_app)\b"

@@ -14,7 +14,8 @@ CASES = Path(__file__).with_name("parallel_denoiser_cases.py")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # 36 cases
 def test_a_denoiser_in_several_processes() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    run = subprocess.run(command, cwd=CASES.parents[2], capture_output=True, text=True, timeout=1200)
+    run = subprocess.run(command, cwd=CASES.parents[2], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-20_000:]

@@ -39,8 +39,10 @@ SHARED_MEMORY = Path("/dev/shm")
 MOST_UNSTABLE = 3
 MOST_MEMORY_GIB = 10
 NUM_SLOWEST = 15
+SUMMARY_S = 60
+"""For pytest to end its processes after an interrupt, and to print what has failed."""
 GRACE_S = 10
-"""For pytest to print its summary after an interrupt, and for processes to end after pytest."""
+"""For processes to end after pytest."""
 KEPT_BY_LIBRARIES = ("pytest-of-", "torchinductor_", "vllm_dist_", "gradio", "ray")
 """In the temporary directory: pytest's last folders, compiled code, where processes with an engine meet, what Gradio
 makes when it is imported, and Ray's logs."""
@@ -146,7 +148,7 @@ class TestRun:
                     reap(process.pid)
                     time.sleep(0.2)  # Nothing tells of adopted processes that have ended.
             except KeyboardInterrupt:  # From a terminal pytest has it too.
-                process.wait(GRACE_S)
+                process.wait(SUMMARY_S)
             except BaseException:
                 process.kill()
                 raise
@@ -162,7 +164,7 @@ class TestRun:
         self.results.problems = self.results.problems or [f"{limit} expired"]
         process.send_signal(signal.SIGINT)  # pytest prints what has failed so far.
         try:
-            process.wait(GRACE_S)
+            process.wait(SUMMARY_S)
         except subprocess.TimeoutExpired:
             process.kill()
 

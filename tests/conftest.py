@@ -91,18 +91,18 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     return (yield)
 
 
-class _SharedServers:
-    """Ends the servers of a group with its last test, because they need memory.
+class _GroupFixtures:
+    """Ends what a group shares with its last test, because engines and servers need memory; not the checkpoints.
 
-    They have the scope of a session, because pytest has none for what several files share. A plugin, because for
-    such fixtures pytest does not call the hooks in the conftest.py of a folder.
+    Such fixtures have the scope of a session, because pytest has none for what several files share. A plugin, because
+    for them pytest does not call the hooks in the conftest.py of a folder.
     """
 
     def __init__(self) -> None:
         self._running: list[tuple[pytest.FixtureDef[Any], pytest.FixtureRequest]] = []
 
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
-        if fixturedef.scope == "session" and fixturedef.argname.endswith("_server"):
+        if fixturedef.scope == "session" and fixturedef.baseid and not fixturedef.argname.startswith("tiny_"):
             self._running.append((fixturedef, request))
 
     @pytest.hookimpl(wrapper=True)
@@ -115,7 +115,7 @@ class _SharedServers:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(_SharedServers())
+    config.pluginmanager.register(_GroupFixtures())
 
 
 def _group_of_item(item: pytest.Item) -> str:

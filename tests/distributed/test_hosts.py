@@ -33,24 +33,35 @@ def expected(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory
     return speakers.folder
 
 
-@pytest.fixture
-def hosts(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[list[Host], RayNodes]]:
-    """Two, with Ray; the parameter has more arguments of `Hosts`."""
-    shared = [tmp_path_factory.getbasetemp(), ROOT]
-    with Hosts(2, shared=shared, **getattr(request, "param", {})) as opened:
+@contextlib.contextmanager
+def open_hosts(tmp_path_factory: pytest.TempPathFactory, **options: float) -> Iterator[tuple[list[Host], RayNodes]]:
+    """Two, with Ray; options are those of `Hosts`."""
+    with Hosts(2, shared=[tmp_path_factory.getbasetemp(), ROOT], **options) as opened:
         nodes = RayNodes(opened.hosts[0])
         nodes.add(opened.hosts[1])
         yield opened.hosts, nodes
 
 
-@pytest.fixture
-def speakers(tiny_qwen3_omni_moe: Path, hosts: tuple[list[Host], RayNodes], tmp_path: Path) -> Iterator[Speakers]:
+def start_speakers(model: Path, hosts: tuple[list[Host], RayNodes], folder: Path) -> Speakers:
     """On the first host; talker and vocoder are on the second."""
     (first, _), nodes = hosts
-    speakers = Speakers(tiny_qwen3_omni_moe, tmp_path / "said", first, nodes.env)
+    speakers = Speakers(model, folder, first, nodes.env)
     speakers.read_until(is_("ready"))
+    return speakers
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Host], RayNodes]]:
+    with open_hosts(tmp_path_factory) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def speakers(
+    tiny_qwen3_omni_moe: Path, hosts: tuple[list[Host], RayNodes], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Speakers]:
+    """Tests leave them as they have found them."""
+    speakers = start_speakers(tiny_qwen3_omni_moe, hosts, tmp_path_factory.mktemp("hosts") / "said")
     yield speakers
     speakers.close()
     for host in hosts[0]:
@@ -71,10 +82,7 @@ def assert_right(speakers: Speakers, expected: Path, names: list[str]) -> None:
     assert [name for name in names if speakers.differs(name, expected)] == []
 
 
-@pytest.mark.parametrize(
-    "hosts", [{}, {"delay_s": 0.01, "stall_s": 0.5}], ids=["fast", "with delay and stalls"], indirect=True
-)
-def test_two_hosts_say_what_one_says(speakers: Speakers, expected: Path, hosts: tuple[list[Host], RayNodes]) -> None:
+def assert_two_hosts_say_it(speakers: Speakers, hosts: tuple[list[Host], RayNodes], expected: Path) -> None:
     for name in ("all", "slow"):
         speakers.ask(name, COUNT)
         speakers.read_until(is_("done", name=name))
@@ -85,26 +93,31 @@ def test_two_hosts_say_what_one_says(speakers: Speakers, expected: Path, hosts: 
             host.limit_rate("100mbit")
 
 
+def test_two_hosts_say_what_one_says(speakers: Speakers, hosts: tuple[list[Host], RayNodes], expected: Path) -> None:
+    assert_two_hosts_say_it(speakers, hosts, expected)
+
+
 @pytest.mark.parametrize("fault", ["power_off", "freeze", "unplug"])
 def test_each_request_ends_once_when_a_host_is_lost(
     fault: str, speakers: Speakers, expected: Path, hosts: tuple[list[Host], RayNodes]
 ) -> None:
     (_, second), nodes = hosts
-    speakers.ask("all", COUNT)
+    speakers.ask(fault, COUNT)
     speakers.read_until(is_("first"))
     getattr(second, fault)()
     speakers.read_until(is_("done"))
-    ends = speakers.ends("all")
+    ends = speakers.ends(fault)
     assert len(ends) == COUNT
     failed = [error for error in ends.values() if error is not None]
     assert failed and all(error.startswith("StageDeadError") and second.address in error for error in failed)
     assert_right(speakers, expected, [name for name, error in ends.items() if error is None])
 
     revive(fault, second, nodes)
-    speakers.ask("again", 4)
-    speakers.read_until(is_("done", name="again"))
-    assert set(speakers.ends("again").values()) == {None}
-    assert_right(speakers, expected, list(speakers.ends("again")))
+    again = f"after_{fault}"
+    speakers.ask(again, 4)
+    speakers.read_until(is_("done", name=again))
+    assert set(speakers.ends(again).values()) == {None}
+    assert_right(speakers, expected, list(speakers.ends(again)))
 
 
 def revive(fault: str, host: Host, nodes: RayNodes) -> None:
@@ -119,16 +132,17 @@ def revive(fault: str, host: Host, nodes: RayNodes) -> None:
     nodes.add(host)
 
 
-def test_nothing_is_left_when_the_drivers_host_is_lost(
-    tiny_qwen3_omni_moe: Path, hosts: tuple[list[Host], RayNodes], tmp_path: Path
+def test_a_slow_network_and_the_loss_of_the_drivers_host(
+    tiny_qwen3_omni_moe: Path, expected: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    (first, second), nodes = hosts
-    speakers = Speakers(tiny_qwen3_omni_moe, tmp_path / "said", first, nodes.env)
-    speakers.read_until(is_("ready"))
-    assert second.pipeline_parts
-    first.power_off()
-    wait_until_clean(second)
-    speakers.close()
+    with open_hosts(tmp_path_factory, delay_s=0.01, stall_s=0.5) as hosts:
+        (first, second), _ = hosts
+        speakers = start_speakers(tiny_qwen3_omni_moe, hosts, tmp_path / "said")
+        assert_two_hosts_say_it(speakers, hosts, expected)
+        assert second.pipeline_parts
+        first.power_off()
+        wait_until_clean(second)
+        speakers.close()
 
 
 def test_the_tutorial_speaks(tmp_path: Path) -> None:

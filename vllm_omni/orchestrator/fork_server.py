@@ -332,8 +332,10 @@ class _Server:
 
 
 def _load(modules: Sequence[str]) -> None:
+    gc.disable()  # While modules are imported it finds nothing, and takes a fifth of the time.
     for module in modules:
         importlib.import_module(module)
+    gc.enable()
     # Keeps the garbage collector from writing to, and so copying, the pages that children share.
     gc.collect()
     gc.freeze()

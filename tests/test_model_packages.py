@@ -81,13 +81,15 @@ def test_a_broken_package_is_one_warning_that_names_it(
 ) -> None:
     install("broken", code)
     install("sound", "MODELS = ModelPackage(architectures={'SoundModel': 'sound:Sound'})")
-    plugin.register()
-    (message,) = warnings(caplog)
-    assert message.startswith("vllm_omni leaves out the models of broken 1.0 (broken): ") and reason in message
     from vllm import ModelRegistry
 
-    assert {"SoundModel", "CsmCodec"} <= ModelRegistry.get_supported_archs()
-    del ModelRegistry.models["SoundModel"]
+    try:
+        plugin.register()
+        assert {"SoundModel", "CsmCodec"} <= ModelRegistry.get_supported_archs()
+    finally:
+        ModelRegistry.models.pop("SoundModel", None)
+    (message,) = warnings(caplog)
+    assert message.startswith("vllm_omni leaves out the models of broken 1.0 (broken): ") and reason in message
 
 
 def test_a_broken_configuration_is_one_warning(install: Install, caplog: pytest.LogCaptureFixture) -> None:

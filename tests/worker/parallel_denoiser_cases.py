@@ -5,12 +5,14 @@
 """
 
 import datetime
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -25,6 +27,8 @@ from vllm_omni.worker import parallel_denoiser
 from vllm_omni.worker.parallel_denoiser import FollowerError, pack, unpack
 
 CPU = torch.device("cpu")
+IMPORTS = ["vllm_omni.worker.parallel_denoiser", "diffusers.pipelines.auto_pipeline", "transformers.models.auto"]
+"""Of a process of the denoiser: most of the time that it takes to start."""
 GUIDED = {"negative_prompt": "grey and quiet", "guidance_scale": 3.0}
 
 
@@ -83,6 +87,15 @@ def started(name: str, model: Path, **config: Any) -> Iterator[ParallelHarness]:
     finally:
         harness.executor.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_processes() -> Iterator[None]:
+    """Processes of denoisers are forks of one that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
+    with mock.patch.object(multiprocessing, "get_context", lambda method: context):
+        yield
 
 
 @pytest.fixture(scope="class")

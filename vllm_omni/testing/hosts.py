@@ -27,6 +27,8 @@ from typing import Any
 
 from vllm import envs
 
+_PREFIX = "omni"
+"""Of namespaces; the process that made them follows."""
 _SWITCH = "switch"
 _RAY_PORT = 6380
 _HEALTH_CHECKS = {
@@ -258,7 +260,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         """
         self._delay_s, self._stall_s = delay_s, stall_s
         self._names = [f"h{index + 1}" for index in range(number)]
-        self._prefix = f"omni{os.getpid()}-"
+        self._prefix = f"{_PREFIX}{os.getpid()}-"
         self._shared = [path.resolve() for path in shared if path.resolve().is_relative_to("/tmp")]
         self.hosts: list[Host] = []
 
@@ -267,13 +269,14 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         """Why this machine cannot have such hosts; empty if it can."""
         if missing := [name for name in ("ip", "nsenter", "unshare", "tc") if shutil.which(name) is None]:
             return f"there is no {', '.join(missing)}"
-        name = f"omni{os.getpid()}-probe"
+        name = f"{_PREFIX}{os.getpid()}-probe"
         if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
             return "network namespaces are not allowed"
         _ip("netns", "delete", name)
         return ""
 
     def __enter__(self) -> "Hosts":
+        _remove_leftovers()
         with contextlib.ExitStack() as opened:
             switch = self._add_namespace(_SWITCH, opened)
             _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -310,6 +313,14 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         _ip("netns", "add", namespace)
         opened.callback(_ip, "netns", "delete", namespace)
         return namespace
+
+
+def _remove_leftovers() -> None:
+    """Namespaces of processes that were killed."""
+    for namespace in _ip("netns", "list").split():
+        made_by = re.match(rf"{_PREFIX}(\d+)-", namespace)
+        if made_by and not Path("/proc", made_by[1]).exists():
+            _ip("netns", "delete", namespace)
 
 
 def _ip(*arguments: str) -> str:

@@ -3,11 +3,13 @@
 
 import asyncio
 import io
+import os
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import httpx2
 import openai
@@ -32,7 +34,7 @@ def serving(model: Path, **arguments: Any) -> Iterator[FastAPI]:
     envs.disable_envs_cache()  # An earlier test may have started an engine, from when on vLLM caches it.
     with quick_servers():
         llm = AsyncOmniLLM(str(model), **arguments)
-    with llm:
+    with llm, mock.patch.dict(os.environ):  # `install` sets vLLM's media connector.
         args = server_args(model)
         install(args)
         yield asyncio.run(build_omni_app(OmniEngineClient(llm), args))

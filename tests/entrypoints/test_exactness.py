@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from tests.entrypoints.fake_pipelines import quick_servers
 from tests.entrypoints.random_requests import (
     CODES,
     RandomRequest,
@@ -147,7 +148,7 @@ def test_many_requests_with_the_codes_as_an_output(
     file.write_text(yaml.safe_dump(config))
     checkpoint = request.getfixturevalue(model.checkpoint)
     limits = {"max_model_len": 1024, "max_num_seqs": MAX_CONCURRENCY, "kv_cache_memory_bytes": 64 << 20}
-    with AsyncOmniLLM(str(checkpoint), str(file), dtype="float32", **limits) as llm:
+    with quick_servers(), AsyncOmniLLM(str(checkpoint), str(file), dtype="float32", **limits) as llm:
         comparison = Comparison(
             model, checkpoint, llm, max_talker_tokens=60, modalities=(*MODALITIES, ("audio", CODES))
         )

@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -16,6 +15,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tests.entrypoints.fake_pipelines import quick_servers
 from tests.fork_server_cache import QuickForkServer
 from tests.metrics.collector import Collector
 from tests.metrics.reading import assert_nested, read_events, scrape, tracks
@@ -140,7 +140,7 @@ def test_all_observers_of_a_vllm_stage(
     collector: Collector, spans_here: InMemorySpanExporter, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     with (
-        mock.patch("vllm_omni.entrypoints.omni_base.ForkServer", QuickForkServer),
+        quick_servers(),
         OmniLLM(
             str(tiny_qwen3),
             dtype="float32",
@@ -184,7 +184,7 @@ def test_the_engine_metrics_of_a_restarted_stage_begin_at_zero(tiny_qwen3: Path)
     def wait_for_tokens(count: int) -> None:
         wait_until(lambda: engine_metrics(tiny_qwen3).get("generation_tokens_total") == count)
 
-    with OmniLLM(str(tiny_qwen3), **arguments) as llm:
+    with quick_servers(), OmniLLM(str(tiny_qwen3), **arguments) as llm:
         llm.generate(["user hello"] * 3, params, use_tqdm=False)
         wait_for_tokens(18)
         (group,) = llm._pipeline.orchestrator._supervisor.groups

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from tests.entrypoints.fake_pipelines import quick_servers
 from tests.shapes.recordings import RECORDINGS
 from vllm_omni import OmniLLM
 from vllm_omni.config.utils import find_checkpoint
@@ -46,13 +47,13 @@ def omni(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         config["runtime"]["edges"] = SMALL_WINDOWS
     file = tmp_path_factory.mktemp("shapes") / "stage_config.yaml"
     file.write_text(yaml.safe_dump(config))
-    with OmniLLM("shapes", stage_configs_path=str(file)) as llm:
+    with quick_servers(), OmniLLM("shapes", stage_configs_path=str(file)) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def painter() -> Iterator[OmniLLM]:
-    with OmniLLM("shapes-painter") as llm:
+    with quick_servers(), OmniLLM("shapes-painter") as llm:
         yield llm
 
 

@@ -7,6 +7,7 @@ or cut off. They share the CPU, and all other files. Needs root, iproute2 and ut
 
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from vllm import envs
 
 _PREFIX = "omni"
 """Of namespaces; the process that made them follows."""
+_numbers = itertools.count()
 _SWITCH = "switch"
 _RAY_PORT = 6380
 _HEALTH_CHECKS = {
@@ -260,7 +262,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         """
         self._delay_s, self._stall_s = delay_s, stall_s
         self._names = [f"h{index + 1}" for index in range(number)]
-        self._prefix = f"{_PREFIX}{os.getpid()}-"
+        self._prefix = f"{_PREFIX}{os.getpid()}-{next(_numbers)}-"
         self._shared = [path.resolve() for path in shared if path.resolve().is_relative_to("/tmp")]
         self.hosts: list[Host] = []
 

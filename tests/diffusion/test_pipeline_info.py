@@ -72,6 +72,19 @@ def test_a_configuration_can_name_a_class_of_any_package(tmp_path: Path) -> None
         load(tmp_path, "ZImagePipeline", pipeline_class="pathlib.Path")
 
 
+def test_a_checkpoint_names_classes_of_diffusers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "code_that_is_installed.py").write_text("from diffusers import ZImagePipeline as Own")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    with pytest.raises(StageConfigError, match=r"_class_name 'code_that_is_installed\.Own' .*trust_remote_code: true"):
+        load(tmp_path, "code_that_is_installed.Own")
+
+    assert "code_that_is_installed" not in sys.modules
+    trusted = load(tmp_path, "code_that_is_installed.Own", trust_remote_code=True)
+    assert trusted.pipeline_class.__name__ == "ZImagePipeline"
+    sys.modules.pop("code_that_is_installed")
+
+
 @pytest.mark.parametrize(
     ("class_name", "words"),
     [

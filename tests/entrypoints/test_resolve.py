@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.diffusion.indexes import write_index
 from tests.hub_cache import NAME, HubCache
@@ -14,7 +15,13 @@ from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.entrypoints import resolve
-from vllm_omni.entrypoints.resolve import apply_arguments, read_pipeline, resolve_checkpoints, resolve_pipeline
+from vllm_omni.entrypoints.resolve import (
+    apply_arguments,
+    has_vllm_stages,
+    read_pipeline,
+    resolve_checkpoints,
+    resolve_pipeline,
+)
 from vllm_omni.errors import StageConfigError
 
 PROCESSOR = "tests.diffusion.rewriting.RewrittenPrompt"
@@ -122,6 +129,30 @@ def test_a_checkpoint_brings_its_own_stage_configuration(tmp_path: Path) -> None
     assert read.source == own
     (stage,) = read.loaded.stage_args
     assert (stage.name, stage.default_sampling_params) == ("painter", {"height": 96})
+
+
+def write_own_configuration(folder: Path, **engine_args: Any) -> Path:
+    """A diffusers checkpoint whose own stage configuration sets these."""
+    write_index(folder, "ZImagePipeline")
+    stage = {"stage_id": 0, "engine_type": "DiT", "engine_args": engine_args, "final_output": True}
+    file = folder / "stage_config.yaml"
+    file.write_text(yaml.safe_dump({"stage_args": [stage | {"final_output_type": "image"}]}))
+    return file
+
+
+def test_only_the_operator_lets_a_checkpoint_set_more_than_its_pipeline(tmp_path: Path) -> None:
+    file, model = write_own_configuration(tmp_path, use_safetensors=False), str(tmp_path)
+
+    for attempt in (read_pipeline, resolve_pipeline, has_vllm_stages):
+        with pytest.raises(StageConfigError, match=rf"{file}: stage 0 .*: engine_args\.use_safetensors: "):
+            attempt(OmniArgs(model=model))
+        with pytest.raises(StageConfigError, match="use_safetensors"):  # trust in a stage is trust in its model
+            attempt(OmniArgs(model=model, stage_overrides={0: {"trust_remote_code": True}}))
+    for trusted in (
+        OmniArgs(model=model, engine_args={"trust_remote_code": True}),
+        OmniArgs(model=model, stage_configs_path=str(file)),
+    ):
+        assert read_pipeline(trusted).loaded.stages[0].engine_args["use_safetensors"] is False
 
 
 def test_a_diffusers_pipeline_has_the_stage_configuration_of_its_class(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from vllm_omni.config.checkpoint_rules import check_checkpoint_config
 from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import NIXL, OmniStageConfig, PipelineConfig, RuntimeConfig
 from vllm_omni.config.utils import convert, nearest, split_error
@@ -19,12 +20,17 @@ from vllm_omni.errors import StageConfigError
 _READABLE = ("prompt", "prompt_token_ids", "completions", "tensors", "data")
 
 
-def load_pipeline_config(path: str | Path) -> PipelineConfig:
+def load_pipeline_config(path: str | Path, untrusted_checkpoint: Path | None = None) -> PipelineConfig:
     """Loads a stage configuration.
+
+    Args:
+        untrusted_checkpoint: The checkpoint that the file is part of, if whoever serves it does not trust its code: the
+            file may then set what `checkpoint_rules` allows, and nothing that it names is imported before that is
+            checked.
 
     Raises:
         StageConfigError: The file is missing or not YAML, has an unknown key, a value of a wrong type, an unknown
-            stage, a cycle, or a dotted path that cannot be imported.
+            stage, a cycle, a dotted path that cannot be imported, or what an untrusted checkpoint may not set.
     """
     path = Path(path)
     try:
@@ -33,10 +39,10 @@ def load_pipeline_config(path: str | Path) -> PipelineConfig:
         raise StageConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
     except yaml.YAMLError as error:
         raise StageConfigError(f"{path}: is not YAML: {error}") from error
-    return parse_pipeline_config(raw, str(path))
+    return parse_pipeline_config(raw, str(path), untrusted_checkpoint)
 
 
-def parse_pipeline_config(raw: Any, source: str) -> PipelineConfig:
+def parse_pipeline_config(raw: Any, source: str, untrusted_checkpoint: Path | None = None) -> PipelineConfig:
     """Parses a configuration from `source` (for messages). Raises as `load_pipeline_config`."""
     if not isinstance(raw, Mapping):
         raise StageConfigError(f"{source}: must be a mapping with the key 'stage_args'")
@@ -46,6 +52,8 @@ def parse_pipeline_config(raw: Any, source: str) -> PipelineConfig:
         raise StageConfigError(f"{source}: {_explain(error)}") from error
     config = config.with_stage_args(sorted(config.stage_args, key=lambda stage: stage.stage_id))
     try:
+        if untrusted_checkpoint is not None:
+            check_checkpoint_config(config, untrusted_checkpoint)
         _check_ids(config)
         _check_graph(config)
         for stage in config.stage_args:

@@ -186,6 +186,11 @@ def _find_class(model: str, index: dict[str, Any], config: DiTConfig) -> "type[D
     name = config.pipeline_class or index["_class_name"]
     if not isinstance(name, str):  # [file, class]: code of the checkpoint
         return _load_own_class(model, name[0], name[1], config)
+    if "." in name and not (config.pipeline_class or config.trust_remote_code):
+        raise StageConfigError(
+            f"{model}: {_INDEX}: _class_name {name!r} is no class of diffusers; if you trust this module, set "
+            "engine_args.pipeline_class to it, or engine_args.trust_remote_code: true"
+        )
     found = resolve_dotted_path(name, f"{model}: pipeline_class") if "." in name else getattr(diffusers, name, None)
     if isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline):
         return found

@@ -95,7 +95,7 @@ def read_pipeline(args: OmniArgs) -> ReadPipeline:
         StageConfigError: There is no such checkpoint, or the configuration or an argument is wrong.
     """
     source = _source(args)
-    loaded = _single_diffusion_stage(args) if source is None else load_pipeline_config(source)
+    loaded = _single_diffusion_stage(args) if source is None else _load(source, args)
     with_arguments = apply_arguments(
         loaded.with_runtime(**args.runtime_overrides), args.engine_args, args.stage_overrides
     )
@@ -105,7 +105,15 @@ def read_pipeline(args: OmniArgs) -> ReadPipeline:
 def has_vllm_stages(args: OmniArgs) -> bool:
     """Whether any stage of a checkpoint's pipeline is a vLLM engine. Raises as `read_pipeline`."""
     source = _source(args)
-    return source is not None and any(stage.runs_vllm for stage in load_pipeline_config(source).stage_args)
+    return source is not None and any(stage.runs_vllm for stage in _load(source, args).stage_args)
+
+
+def _load(source: Path, args: OmniArgs) -> PipelineConfig:
+    """A stage configuration. The caller trusts those of packages and of `stage_configs_path`; that of the checkpoint
+    with `trust_remote_code`."""
+    is_own = args.stage_configs_path is None and source == Path(args.model) / CHECKPOINT_STAGE_CONFIG
+    trusts = not is_own or args.engine_args.get("trust_remote_code")
+    return load_pipeline_config(source, None if trusts else Path(args.model))
 
 
 def _source(args: OmniArgs) -> Path | None:

@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import yaml
 
 from vllm_omni.config.loader import load_pipeline_config, parse_pipeline_config
 from vllm_omni.config.utils import stage_configs_dir
+from vllm_omni.entrypoints.cli import doctor
+from vllm_omni.entrypoints.cli.doctor import Platform
 
 
 def sources(text: str) -> dict[str, list[str]]:
@@ -63,6 +66,25 @@ def test_the_output_is_an_equivalent_stage_configuration(run, tiny_qwen3_omni_mo
     assert shown.runtime == shipped.runtime
     for stage, before in zip(shown.stage_args, shipped.stage_args, strict=True):
         assert stage == before
+
+
+@pytest.mark.parametrize("command", ["config show", "doctor", "serve"])
+def test_no_command_trusts_the_configuration_of_a_checkpoint(
+    run, tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(doctor, "probe_platform", lambda: (Platform("cpu", []), []))
+    monkeypatch.setattr(doctor, "import_error", lambda module: None)
+    model = shutil.copytree(tiny_qwen3, tmp_path / "model")
+    stage: dict[str, Any] = yaml.safe_load((stage_configs_dir() / "text.yaml").read_text())["stage_args"][0]
+    stage["engine_args"]["worker_cls"] = "my_package.Worker"
+    (model / "stage_config.yaml").write_text(yaml.safe_dump({"stage_args": [stage]}))
+
+    # `serve` reads the configuration before anything starts, to know who reads this flag.
+    result = run(*command.split(), model, "--allowed-local-media-path", tmp_path)
+
+    assert result.code == 1
+    assert "stage 0 (text): engine_args.worker_cls: " in result.out + result.err
+    assert "--trust-remote-code" in result.out + result.err and "Traceback" not in result.err
 
 
 def test_a_diffusion_model_needs_no_file(run, tiny_diffusion) -> None:

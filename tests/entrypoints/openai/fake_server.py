@@ -20,6 +20,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.slow_clients import limit_kernel_buffer
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
 
 
@@ -58,10 +59,11 @@ class FakeServer:
 
 
 @contextmanager
-def over_http(app: FastAPI) -> Iterator[str]:
-    """Serves an application in a thread; yields its URL."""
+def over_http(app: FastAPI, **options: Any) -> Iterator[str]:
+    """Serves an application in a thread; yields its URL. `options` are uvicorn's."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical"))
+        limit_kernel_buffer(listener)
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical", **options))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         try:

@@ -3,8 +3,9 @@
 
 import argparse
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from tests.entrypoints.openai.small_apps import make_app, pieces, send
+from vllm_omni.entrypoints.openai import slow_clients
 from vllm_omni.entrypoints.openai.server_args import (
     RequestLimits,
     ServerLimits,
@@ -54,9 +56,10 @@ def test_an_invalid_limit_is_refused(flags: tuple[str, str]) -> None:
         parse(*flags)
 
 
-def test_limits_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match="--max-request-bytes 10"):
-        check_limits(parse("--max-request-bytes", "10", "--max-total-request-bytes", "9"))
+@pytest.mark.parametrize("flag", ["--max-total-request-bytes", "--max-client-request-bytes"])
+def test_limits_that_contradict_each_other_are_refused(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"{flag} 9 .* --max-request-bytes 10"):
+        check_limits(parse("--max-request-bytes", "10", flag, "9"))
 
 
 def test_a_body_with_too_large_a_content_length_is_not_read() -> None:
@@ -109,7 +112,7 @@ class Room:
     """An application whose answers to `/v1/hold` end when `let` is set, and a client of it."""
 
     def __init__(self, app: FastAPI, client: httpx.AsyncClient) -> None:
-        self.client = client
+        self.app, self.client = app, client
         self.let = asyncio.Event()
         self.arrived = asyncio.Event()
 
@@ -124,14 +127,14 @@ class Room:
         await self.let.wait()
         yield b"b"
 
-    async def hold(self, body: bytes) -> "asyncio.Task[httpx.Response]":
+    async def hold(self, body: bytes, **headers: str) -> "asyncio.Task[httpx.Response]":
         """A request that is being answered."""
-        task = asyncio.create_task(self.client.post("/v1/hold", content=body))
+        task = asyncio.create_task(self.client.post("/v1/hold", content=body, headers=headers))
         await self.arrived.wait()
         return task
 
 
-def in_room(main: Callable[[Room], Awaitable[None]], **limits: int) -> None:
+def in_room(main: Callable[[Room], Awaitable[None]], **limits: Any) -> None:
     async def run() -> None:
         app = make_app(**limits)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
@@ -178,3 +181,69 @@ def test_refused_and_broken_bodies_free_their_bytes() -> None:
         assert whole.status_code == 200
 
     in_room(main, max_request_bytes=100, max_total_request_bytes=100)
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_one_client_cannot_take_the_bytes_of_all(has_keys: bool) -> None:
+    keys = [{"authorization": f"Bearer {key}"} if has_keys else {} for key in "ab"]
+
+    async def main(room: Room) -> None:
+        held = await room.hold(b"x" * 80, **keys[0])
+        refused = await room.client.post("/v1/form", content=b"y" * 30, headers=keys[0])
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert "--max-client-request-bytes" in refused.json()["error"]["message"]
+
+        body = b'{"text": "' + b"x" * 78 + b'"}'
+        transport = httpx.ASGITransport(room.app, client=("127.0.0.1" if has_keys else "127.0.0.2", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as other:
+            answer = await other.post("/v1/echo", content=body, headers=JSON | keys[1])
+        assert answer.status_code == 200
+        room.let.set()
+        await held
+        assert (await room.client.post("/v1/echo", content=body, headers=JSON | keys[0])).status_code == 200
+
+    in_room(main, max_request_bytes=100, max_total_request_bytes=200, api_key=["a", "b"] if has_keys else None)
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type"),
+    [("/v1/echo", "application/json"), ("/v1/form", "multipart/form-data; boundary=x"), ("/v1/hold", "text/plain")],
+)
+def test_a_body_that_stops_is_refused_and_frees_its_bytes(
+    path: str, content_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_clients, "BODY_PATIENCE_S", 0.1)
+    body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+
+    async def stopping() -> AsyncIterator[bytes]:
+        yield body
+        await asyncio.Event().wait()
+
+    async def main(room: Room) -> None:
+        refused = await room.client.post(path, content=stopping(), headers={"content-type": content_type})
+        assert refused.status_code == 408 and refused.headers["connection"] == "close"
+        assert "--min-body-rate" in refused.json()["error"]["message"]
+        whole = await room.client.post("/v1/echo", content=b'{"text": "' + b"x" * 88 + b'"}', headers=JSON)
+        assert whole.status_code == 200
+
+    in_room(main, max_request_bytes=100, max_total_request_bytes=100)
+
+
+def test_a_slow_body_is_read_if_it_has_the_lowest_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_clients, "BODY_PATIENCE_S", 0.5)
+
+    async def trickling() -> AsyncIterator[bytes]:
+        yield b'{"text": "'
+        for _ in range(20):  # Much longer than the patience; 500 bytes a second.
+            await asyncio.sleep(0.05)
+            yield b"x" * 25
+        yield b'"}'
+
+    async def main(room: Room) -> None:
+        answer = await room.client.post("/v1/echo", content=trickling(), headers=JSON)
+        statuses.append(answer.status_code)
+
+    statuses: list[int] = []
+    in_room(main, min_body_rate=100)
+    in_room(main, min_body_rate=100_000)
+    assert statuses == [200, 408]

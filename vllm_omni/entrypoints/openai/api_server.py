@@ -46,7 +46,8 @@ from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
 from vllm_omni.entrypoints.openai.media_stage import final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
-from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, limits_from
+from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
+from vllm_omni.entrypoints.openai.slow_clients import http_protocol, limit_kernel_buffer
 from vllm_omni.entrypoints.openai.start_signals import StartSignals
 from vllm_omni.errors import StageConfigError
 from vllm_omni.orchestrator.fork_server import ForkServer
@@ -99,6 +100,7 @@ def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | Non
         media_input.install(args)
         # Before the stages start, so that an address in use fails at once.
         address, listener = setup_server(args, reuse_port=False)
+        limit_kernel_buffer(listener)
         with listener, AsyncOmniLLM(**llm_args, fork_server=fork_server, on_open=start.on_open) as llm:
             client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout, voice_map=args.voice_map)
             uvloop.run(_serve(client, address, listener, args))
@@ -126,6 +128,7 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     shutdown = await serve_http(
         app,
         sock=listener,
+        http=http_protocol(limits_from(args, ServerLimits).send_timeout_s),
         enable_ssl_refresh=args.enable_ssl_refresh,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,

@@ -171,7 +171,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
     def chat_completion_stream_generator(  # type: ignore[override]
         self,
         request: OmniChatCompletionRequest,
-        result_generator: AsyncIterator[EngineOutput],
+        result_generator: AsyncGenerator[EngineOutput, None],
         request_id: str,
         model_name: str,
         *args: Any,

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any, TypeAlias
 
 import msgspec
@@ -25,6 +25,8 @@ from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
 
 Line: TypeAlias = str | bytes
+
+MAX_UNSENT_BYTES = 1 << 20
 
 LIFETIME_S = 3600
 MAX_TRANSCRIPTS = 10_000
@@ -163,7 +165,9 @@ class MediaStream(ChatMedia):
     then.
     """
 
-    def __init__(self, outputs: AsyncIterator[EngineOutput], request_id: str, model_name: str, *args: Any) -> None:
+    def __init__(
+        self, outputs: AsyncGenerator[EngineOutput, None], request_id: str, model_name: str, *args: Any
+    ) -> None:
         """The further arguments are those of `ChatMedia`."""
         super().__init__(*args)
         self._outputs = outputs
@@ -176,7 +180,7 @@ class MediaStream(ChatMedia):
         self._transcript: list[str] = []
         self._speaks = "audio" in self._options.modalities
         self._shows_text_end = RequestContext.current().shows_text_end
-        self._lines: asyncio.Queue[Line | None] = asyncio.Queue()
+        self._lines = _LineQueue()
         self._encoders: dict[int, AudioEncoder] = {}
         # Clients join deltas, so role and id are sent once. vLLM's first line has the role.
         self._has_role = self._options.shows_text
@@ -186,12 +190,13 @@ class MediaStream(ChatMedia):
 
     async def text(self) -> AsyncGenerator[RequestOutput, None]:
         """The outputs for vLLM's handler; ends when all outputs are complete."""
-        async for output in self._outputs:
-            if isinstance(output, RequestOutput):
-                self._put_transcript(output)
-                yield output
-            else:
-                await self._put_event(output)
+        async with aclosing(self._outputs):  # It may end while it waits for the client.
+            async for output in self._outputs:
+                if isinstance(output, RequestOutput):
+                    await self._put_transcript(output)
+                    yield output
+                else:
+                    await self._put_event(output)
 
     async def lines(self, text: AsyncGenerator[str, None]) -> AsyncGenerator[Line, None]:
         """The lines of the answer; `text` are those that vLLM's handler makes of `text()`."""
@@ -210,9 +215,9 @@ class MediaStream(ChatMedia):
             async for line in text:
                 rewritten = self._rewrite(line)
                 if rewritten is not None:
-                    self._lines.put_nowait(rewritten)
+                    await self._lines.put(rewritten)
         finally:
-            self._lines.put_nowait(None)
+            self._lines.close()
 
     def _rewrite(self, line: str) -> Line | None:
         """vLLM's line, without the end of choice 0, and with the tokens of the other outputs in the usage.
@@ -235,11 +240,11 @@ class MediaStream(ChatMedia):
                 line = _line({**chunk, "choices": [{**choice, **shown}]}).decode()
         return line if self._options.shows_text else None
 
-    def _put_transcript(self, output: RequestOutput) -> None:
+    async def _put_transcript(self, output: RequestOutput) -> None:
         completion = output.outputs[0]
         if self._speaks and completion.index == 0 and completion.text:
             self._transcript.append(completion.text)
-            self._put_audio(transcript=completion.text)
+            await self._put_audio(transcript=completion.text)
 
     async def _put_event(self, event: OmniEvent) -> None:
         if isinstance(event, CompletedEvent):
@@ -247,7 +252,7 @@ class MediaStream(ChatMedia):
         elif isinstance(event, ARSegmentEvent) and event.final_output_type == "audio":
             samples = event.multimodal_output.get("audio")
             if samples is not None and samples.ndim == 1 and len(samples):
-                self._put_data(await self._encoder(event.stage_id).encode_async(samples.numpy()))
+                await self._put_data(await self._encoder(event.stage_id).encode_async(samples.numpy()))
 
     async def _finish(self, event: CompletedEvent) -> None:
         self._completed = event
@@ -256,39 +261,63 @@ class MediaStream(ChatMedia):
             if output.final_output_type == "audio":
                 await self._finish_audio(output)
             else:
-                self._put(await asyncio.to_thread(message_fields, output))
-        self._put({}, **self._end | {"finish_reason": _joint_finish_reason(self._end["finish_reason"], media)})
+                await self._put(await asyncio.to_thread(message_fields, output))
+        await self._put({}, **self._end | {"finish_reason": _joint_finish_reason(self._end["finish_reason"], media)})
 
     async def _finish_audio(self, output: OmniRequestOutput) -> None:
         encoder = self._encoders.get(output.stage_id)
         if encoder is not None:
-            self._put_data(await encoder.finish_async())
+            await self._put_data(await encoder.finish_async())
         else:
-            self._put_audio(data=await asyncio.to_thread(encode_speech, output, self._options.audio_format))
-        self._put_audio(expires_at=self._transcripts.keep(self._audio_id, "".join(self._transcript)))
+            await self._put_audio(data=await asyncio.to_thread(encode_speech, output, self._options.audio_format))
+        await self._put_audio(expires_at=self._transcripts.keep(self._audio_id, "".join(self._transcript)))
 
-    def _put_data(self, data: bytes) -> None:
+    async def _put_data(self, data: bytes) -> None:
         if data:
-            self._put_audio(data=data)
+            await self._put_audio(data=data)
 
-    def _put_audio(self, **fields: Any) -> None:
+    async def _put_audio(self, **fields: Any) -> None:
         if not self._has_audio_id:
             self._has_audio_id = True
             fields = {"id": self._audio_id, **fields}
-        self._put({"audio": fields})
+        await self._put({"audio": fields})
 
-    def _put(self, delta: dict[str, Any], **end: Any) -> None:
+    async def _put(self, delta: dict[str, Any], **end: Any) -> None:
         if not self._has_role:
             self._has_role = True
             delta = {"role": "assistant", **delta}
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **end}
-        self._lines.put_nowait(_line({**self._chunk, "choices": [choice]}))
+        await self._lines.put(_line({**self._chunk, "choices": [choice]}))
 
     def _encoder(self, stage_id: int) -> AudioEncoder:
         if stage_id not in self._encoders:
             sample_rate = self._config.stages[stage_id].sample_rate or DEFAULT_SAMPLE_RATE
             self._encoders[stage_id] = AudioEncoder(self._options.audio_format, sample_rate)
         return self._encoders[stage_id]
+
+
+class _LineQueue(asyncio.Queue[Line | None]):
+    """The lines that have not been sent; has room below `MAX_UNSENT_BYTES`. A slow client makes its request wait."""
+
+    _num_bytes = 0
+    _is_closed = False
+
+    def full(self) -> bool:
+        return self._num_bytes >= MAX_UNSENT_BYTES and not self._is_closed
+
+    def close(self) -> None:
+        """The reader gets None after the last line."""
+        self._is_closed = True
+        self.put_nowait(None)
+
+    def _put(self, item: Line | None) -> None:
+        self._num_bytes += len(item or "")
+        super()._put(item)
+
+    def _get(self) -> Line | None:
+        item = super()._get()
+        self._num_bytes -= len(item or "")
+        return item
 
 
 def _read(line: str) -> dict[str, Any]:

@@ -220,15 +220,17 @@ class OmniEngineClient(_UnsupportedEngineClient):
         Raises:
             OmniError: The request was refused, or failed.
         """
-        started, owner = time.monotonic(), RequestContext.current().owner
+        started, context = time.monotonic(), RequestContext.current()
         with self._gate:
-            events = self.llm.generate(prompt, sampling_params_list, request_id, **options)
+            events = self.llm.generate(prompt, sampling_params_list, request_id, hold=context.hold, **options)
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, ErrorEvent):
                         raise event.error
                     if isinstance(event, CompletedEvent) and request_id is not None and event.outputs:
-                        self.recent.add(request_id, RecentRequest(owner, started, event.outputs[0].stage_metrics))
+                        self.recent.add(
+                            request_id, RecentRequest(context.owner, started, event.outputs[0].stage_metrics)
+                        )
                     yield event
 
     def generate(  # type: ignore[override]

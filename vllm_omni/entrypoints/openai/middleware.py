@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import gc
 import hashlib
+from collections import Counter
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -25,6 +26,7 @@ from vllm_omni.entrypoints.openai.http_errors import error_response
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, sent_key
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerLimits, flag, limits_from
+from vllm_omni.entrypoints.openai.slow_clients import PatientReceive, in_pieces
 
 # Probes have no key, and the answers name no users or models. /metrics does, and Prometheus can send a key.
 OPEN_PATHS = ("/health", "/ping")
@@ -45,9 +47,8 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     vllms: Any = AuthenticationMiddleware
     app.user_middleware[:] = [each for each in app.user_middleware if each.cls is not vllms]
     app.state.client_secrets = ClientSecrets()
-    total = limits_from(args, ServerLimits).max_total_request_bytes
     app.add_middleware(GarbageMiddleware)
-    app.add_middleware(BodyMiddleware, limits=limits_from(args, RequestLimits), max_total_bytes=total)
+    app.add_middleware(BodyMiddleware, limits_from(args, RequestLimits), limits_from(args, ServerLimits))
     if tokens := api_keys(args):
         app.add_middleware(
             ApiKeyMiddleware, tokens=tokens, secrets=app.state.client_secrets, has_playground=args.playground
@@ -61,14 +62,18 @@ def api_keys(args: argparse.Namespace) -> list[str]:
 
 
 class ContextMiddleware:
-    """Makes the `RequestContext` of a request."""
+    """Makes the `RequestContext` of a request, which holds a slot of the pipeline until its answer has been sent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        RequestContext.start()
-        await self.app(scope, receive, send)
+        context = RequestContext.start()
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        with context.answering():
+            await self.app(scope, receive, in_pieces(send))
 
 
 class ApiKeyMiddleware(AuthenticationMiddleware):
@@ -104,27 +109,36 @@ class ApiKeyMiddleware(AuthenticationMiddleware):
 
 
 class BodyMiddleware:
-    """Refuses bodies that are too large, before or while they are read, and invalid JSON.
+    """Refuses bodies that are too large or too slow, before or while they are read, and invalid JSON.
 
-    The bytes of all bodies together are limited too. A body counts until its request has been answered in full, because
-    the framework and the handlers hold it, or objects made of it, until then. A body beyond the limit is refused at
-    once: bodies that wait half read would hold the bytes that the others wait for.
+    The bytes of all bodies together are limited too, and those of one client: of an API key, or of an address where
+    there are no keys. (On a Unix socket there may be neither.) A body counts until its request has been answered in
+    full, because the framework and the handlers hold it, or objects made of it, until then. A body beyond the limit is
+    refused at once: bodies that wait half read would hold the bytes that the others wait for.
 
     Python's JSON reader accepts more than JSON: NaN, numbers out of range, halves of surrogate pairs, other encodings
     than UTF-8. These would fail later, with an error that does not name the body.
     """
 
-    def __init__(self, app: ASGIApp, limits: RequestLimits, max_total_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, limits: RequestLimits, server: ServerLimits) -> None:
         self.app = app
         self._max_bytes = limits.max_request_bytes
-        self._max_total_bytes = max_total_bytes
+        self._min_rate = limits.min_body_rate
+        self._max_total_bytes = server.max_total_request_bytes
+        half = max(self._max_total_bytes // 2, self._max_bytes)
+        self._max_client_bytes = server.max_client_request_bytes or half
         self._total_bytes = 0
+        self._client_bytes: Counter[bytes | str] = Counter()
         self._too_large = (
             f"the body has more than {self._max_bytes} bytes, which is the limit ({flag('max_request_bytes')})"
         )
         self._no_room = (
-            f"the bodies of all requests would have more than {max_total_bytes} bytes "
+            f"the bodies of all requests would have more than {self._max_total_bytes} bytes "
             f"({flag('max_total_request_bytes')}); try again later"
+        )
+        self._no_share = (
+            f"the bodies of your requests would have more than {self._max_client_bytes} bytes "
+            f"({flag('max_client_request_bytes')}); send fewer at once"
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,8 +147,9 @@ class BodyMiddleware:
             return
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
-        with self._counted(receive) as counted:
-            if refusal := self._refusal(int(length[:20]) if length.isdecimal() else 0):
+        client = RequestContext.current().owner or (scope.get("client") or ("",))[0]
+        with self._counted(PatientReceive(receive, self._min_rate), client) as counted:
+            if refusal := self._refusal(client, int(length[:20]) if length.isdecimal() else 0):
                 await _refuse(refusal, scope, receive, send)
             elif _is_json(headers):
                 await self._check_json(scope, counted, send)
@@ -156,7 +171,7 @@ class BodyMiddleware:
             await self.app(scope, _replayed(body, receive), send)
 
     @contextmanager
-    def _counted(self, receive: Receive) -> Iterator[Receive]:
+    def _counted(self, receive: Receive, client: bytes | str) -> Iterator[Receive]:
         """A `receive` that raises as soon as the body is too large; the framework makes the answer of the exception."""
         num_bytes = 0
 
@@ -164,24 +179,35 @@ class BodyMiddleware:
             nonlocal num_bytes
             message = await receive()
             added = len(message.get("body", b""))
-            if refusal := self._refusal(num_bytes + added, num_counted=num_bytes):
+            if refusal := self._refusal(client, num_bytes + added, num_counted=num_bytes):
                 raise refusal
             num_bytes += added
             self._total_bytes += added
+            self._client_bytes[client] += added
             return message
 
         try:
             yield counted
         finally:
             self._total_bytes -= num_bytes
+            self._client_bytes[client] -= num_bytes
+            if not self._client_bytes[client]:
+                del self._client_bytes[client]
 
-    def _refusal(self, num_bytes: int, num_counted: int = 0) -> HTTPException | None:
+    def _refusal(self, client: bytes | str, num_bytes: int, num_counted: int = 0) -> HTTPException | None:
         """Why a body of so many bytes is refused, `num_counted` of which are in the total; None if it is read."""
         if num_bytes > self._max_bytes:
             return HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._too_large)
-        if self._total_bytes + num_bytes - num_counted > self._max_total_bytes:
-            return HTTPException(HTTPStatus.TOO_MANY_REQUESTS, self._no_room, {"Retry-After": str(_BODY_RETRY_S)})
+        added = num_bytes - num_counted
+        if self._total_bytes + added > self._max_total_bytes:
+            return _try_later(self._no_room)
+        if client and self._client_bytes[client] + added > self._max_client_bytes:
+            return _try_later(self._no_share)
         return None
+
+
+def _try_later(message: str) -> HTTPException:
+    return HTTPException(HTTPStatus.TOO_MANY_REQUESTS, message, {"Retry-After": str(_BODY_RETRY_S)})
 
 
 async def _refuse(refusal: HTTPException, scope: Scope, receive: Receive, send: Send) -> None:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -62,6 +62,7 @@ class RequestContext:
     outputs: list[Peekable[Any]] = field(default_factory=list)
     shows_text_end: bool = False
     mm_token_counts: Mapping[str, int] = field(default_factory=dict)
+    _release: Callable[[], None] | None = None  # None: there is no answer whose sending ends.
 
     @classmethod
     def start(cls) -> RequestContext:
@@ -74,6 +75,25 @@ class RequestContext:
     def current(cls) -> RequestContext:
         """The context of the HTTP request that this task works for; outside of one a context of its own."""
         return _current.get(None) or cls()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While this block sends the answer, the request holds a slot of the pipeline, see `hold`."""
+        self._release = _nothing
+        try:
+            yield
+        finally:
+            release, self._release = self._release, None
+            release()
+
+    def hold(self, release: Callable[[], None]) -> None:
+        """Has a slot of the pipeline released when the answer has been sent, or at once if there is none to send.
+
+        One slot is enough for one answer: another one that was held before is released.
+        """
+        if self._release is not None:
+            release, self._release = self._release, release
+        release()
 
     async def started(self) -> None:
         """Waits until each request to the engine has its first output, so that earlier errors have an HTTP status.
@@ -91,6 +111,10 @@ class RequestContext:
     async def abort(self) -> None:
         """Ends its requests to the engine, if they have not ended."""
         await asyncio.gather(*(outputs.aclose() for outputs in self.outputs))
+
+
+def _nothing() -> None:
+    pass
 
 
 _current: ContextVar[RequestContext] = ContextVar("request_context")

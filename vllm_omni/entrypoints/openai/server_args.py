@@ -50,6 +50,9 @@ class RequestLimits:
     max_speech_inputs: int = 32
     """Texts of a batch of speech. They are spoken at the same time."""
 
+    min_body_rate: int = 1024
+    """Bytes a second of a request's body; one that comes more slowly for 30 seconds is answered with 408."""
+
 
 @dataclass(frozen=True)
 class ServerLimits:
@@ -58,6 +61,13 @@ class ServerLimits:
     max_total_request_bytes: int = 2 * GIB
     """Bytes of the bodies of all requests that have not been answered in full; requests beyond that are answered with
     429. At least --max-request-bytes."""
+
+    max_client_request_bytes: int | None = None
+    """The same for one API key, or, on a server without keys, for one address; not less than --max-request-bytes.
+    Default: half of --max-total-request-bytes."""
+
+    send_timeout_s: float = 60.0
+    """Seconds after which the connection of a client that reads nothing of its answer is closed."""
 
     video_dir: str | None = None
     """Existing directory for the files of generated videos. Default: the system's for temporary files."""
@@ -161,12 +171,14 @@ def check_limits(args: argparse.Namespace) -> None:
         ValueError: Two limits contradict each other.
     """
     largest = limits_from(args, RequestLimits).max_request_bytes
-    total = limits_from(args, ServerLimits).max_total_request_bytes
-    if total < largest:
-        raise ValueError(
-            f"{flag('max_total_request_bytes')} {total} is less than {flag('max_request_bytes')} {largest}: the "
-            "largest request could never be read; raise the first or lower the second"
-        )
+    limits = limits_from(args, ServerLimits)
+    for name in ("max_total_request_bytes", "max_client_request_bytes"):
+        value = getattr(limits, name)
+        if value is not None and value < largest:
+            raise ValueError(
+                f"{flag(name)} {value} is less than {flag('max_request_bytes')} {largest}: the largest request could "
+                "never be read; raise the first or lower the second"
+            )
 
 
 def flag(name: str) -> str:
@@ -196,4 +208,9 @@ def _voice_map(text: str) -> dict[str, str]:
     return parse_json_object(text, str, '{"NAME": "VOICE"}')
 
 
-_PARSERS: dict[Any, Callable[[str], Any]] = {int: _positive_int, float: _positive_float, str | None: _directory}
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    int: _positive_int,
+    int | None: _positive_int,
+    float: _positive_float,
+    str | None: _directory,
+}

@@ -22,7 +22,9 @@ from tests.entrypoints.openai.small_apps import send
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, to_pcm16
+from vllm_omni.entrypoints.openai.speech import CHANNELS_HEADER, FINISH_REASON_HEADER, SAMPLE_RATE_HEADER
 from vllm_omni.entrypoints.openai.voices import OPENAI_VOICES
+from vllm_omni.errors import PipelineFullError
 from vllm_omni.events import CompletedEvent
 
 PATH = "/v1/audio/speech"
@@ -242,3 +244,38 @@ def test_models_by_name(server: FakeServer) -> None:
 def test_the_error_of_a_model_without_audio_lists_its_outputs(tmp_path: Any) -> None:
     with running(AsyncOmniLLM, tmp_path, STAGES[:1]) as llm:
         check_error(speak(FakeServer(llm), "hello"), 400, "cannot output audio", "text", param="model")
+
+
+@pytest.mark.parametrize(
+    ("status", "request_"),
+    [
+        (200, {"json": {"input": "1 piece"}}),
+        (400, {"content": b"{", "headers": {"content-type": "application/json"}}),
+        (400, {"json": {"input": ""}}),
+        (401, {"json": {}, "headers": {"authorization": "Bearer wrong"}}),
+        (404, {"url": "/v1/nowhere"}),
+        (405, {"method": "PUT"}),
+        (413, {"content": b"x" * 2000}),
+        (429, {"url": "/v1/full"}),
+        (500, {"json": {"input": "a failure", "stream": False}}),
+        (500, {"url": "/v1/fault"}),
+    ],
+)
+def test_pages_of_other_sites_can_read_every_answer(llm: AsyncOmniLLM, status: int, request_: dict[str, Any]) -> None:
+    server = FakeServer(llm, '--allowed-origins=["*"]', "--api-key=key", "--max-request-bytes=1000")
+
+    @server.app.post("/v1/fault")
+    async def fault() -> None:
+        raise RuntimeError("unknown")
+
+    @server.app.post("/v1/full")
+    async def full() -> None:
+        raise PipelineFullError("full", 2.0)
+
+    request = dict(request_)
+    headers = {"origin": "https://page.example", "authorization": "Bearer key", **request.pop("headers", {})}
+    answer = send(server.app, request.pop("method", "POST"), request.pop("url", PATH), headers=headers, **request)
+    assert answer.status_code == status
+    assert answer.headers["access-control-allow-origin"] == "*"
+    exposed = answer.headers["access-control-expose-headers"].split(", ")
+    assert {SAMPLE_RATE_HEADER, CHANNELS_HEADER, FINISH_REASON_HEADER, "Retry-After"} <= {*exposed}

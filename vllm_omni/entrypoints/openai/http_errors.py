@@ -112,7 +112,7 @@ def register_error_handlers(app: FastAPI) -> None:
         HTTPException: _on_framework_error,
         fastapi.HTTPException: _on_framework_error,
         RecursionError: _on_recursion_error,
-        Exception: _on_unknown_error,
+        Exception: on_unknown_error,
     }
     for error_type, handler in handlers.items():
         app.add_exception_handler(error_type, handler)
@@ -136,6 +136,6 @@ async def _on_recursion_error(request: Request, error: RecursionError) -> JSONRe
     return error_response("the request is nested too deeply", HTTPStatus.BAD_REQUEST)
 
 
-async def _on_unknown_error(request: Request, error: Exception) -> JSONResponse:
+async def on_unknown_error(request: Request, error: Exception) -> JSONResponse:
     """The framework raises the error again after the answer, and the web server logs it."""
     return error_response("internal error; see the server's log", HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -17,12 +17,14 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, HTTPException, Request
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from vllm_omni.entrypoints.openai.http_errors import error_response
+from vllm_omni.entrypoints.openai.http_errors import error_response, on_unknown_error
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, sent_key
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerLimits, flag, limits_from
@@ -34,6 +36,11 @@ OPEN_PATHS = ("/health", "/ping")
 PLAYGROUND_PATH = "/playground/"
 """Below it the page asks for a name and a password: a browser sends no key."""
 
+EXPOSED_HEADERS = (
+    "Retry-After", "X-Request-Id", "X-Sample-Rate", "X-Channels", "X-Finish-Reason", "Accept-Ranges", "Content-Range",
+)  # fmt: skip
+"""What a page of another site may read, besides what every page may."""
+
 COLLECT_AFTER_BYTES = 64 * MIB
 
 _BODY_RETRY_S = 1
@@ -42,10 +49,12 @@ _BODY_RETRY_S = 1
 def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     """Adds ours outside of vLLM's own: the request gets its context, then the key is checked, then the body.
 
-    Sets `app.state.client_secrets`. vLLM's check of the key, which ours replaces, is removed.
+    Sets `app.state.client_secrets`. vLLM's check of the key, which ours replaces, is removed; its headers for pages of
+    other sites (CORS) are added outside of all others.
     """
-    vllms: Any = AuthenticationMiddleware
-    app.user_middleware[:] = [each for each in app.user_middleware if each.cls is not vllms]
+    replaced: tuple[Any, ...] = (AuthenticationMiddleware, CORSMiddleware)
+    cors = next((each.kwargs for each in app.user_middleware if each.cls is replaced[1]), None)
+    app.user_middleware[:] = [each for each in app.user_middleware if each.cls not in replaced]
     app.state.client_secrets = ClientSecrets()
     app.add_middleware(GarbageMiddleware)
     app.add_middleware(BodyMiddleware, limits_from(args, RequestLimits), limits_from(args, ServerLimits))
@@ -54,6 +63,9 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
             ApiKeyMiddleware, tokens=tokens, secrets=app.state.client_secrets, has_playground=args.playground
         )
     app.add_middleware(ContextMiddleware)
+    if cors is not None:  # A page of another site can read an answer only if it passes this one, refusals too.
+        app.add_middleware(ServerErrorMiddleware, handler=on_unknown_error)
+        app.add_middleware(CORSMiddleware, **{**cors, "expose_headers": EXPOSED_HEADERS})
 
 
 def api_keys(args: argparse.Namespace) -> list[str]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 from starlette.datastructures import State
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.entrypoints.launchers.launcher import serve_http
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
@@ -43,11 +43,12 @@ from vllm_omni.entrypoints.openai import (
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
+from vllm_omni.entrypoints.openai.listener import listening
 from vllm_omni.entrypoints.openai.media_stage import final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
 from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
-from vllm_omni.entrypoints.openai.slow_clients import http_protocol, limit_kernel_buffer
+from vllm_omni.entrypoints.openai.slow_clients import http_protocol
 from vllm_omni.entrypoints.openai.start_signals import StartSignals
 from vllm_omni.errors import StageConfigError
 from vllm_omni.orchestrator.fork_server import ForkServer
@@ -98,10 +99,10 @@ def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | Non
     with StartSignals() as start:
         return_large_blocks()
         media_input.install(args)
-        # Before the stages start, so that an address in use fails at once.
-        address, listener = setup_server(args, reuse_port=False)
-        limit_kernel_buffer(listener)
-        with listener, AsyncOmniLLM(**llm_args, fork_server=fork_server, on_open=start.on_open) as llm:
+        with (
+            listening(args) as (address, listener),  # Before the stages start: an address in use fails at once.
+            AsyncOmniLLM(**llm_args, fork_server=fork_server, on_open=start.on_open) as llm,
+        ):
             client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout, voice_map=args.voice_map)
             uvloop.run(_serve(client, address, listener, args))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from http import HTTPStatus
 from typing import Any
@@ -83,12 +82,6 @@ def http_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
                 self._check.cancel()
 
     return Protocol
-
-
-def limit_kernel_buffer(listener: socket.socket) -> None:
-    """Has the system take little more of an answer than the client's window, so that progress is seen as it is made."""
-    if listener.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 2 * _PIECE_BYTES)
 
 
 class PatientReceive:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The address of a server: Unix sockets that are used again, and ports that the system chooses."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.entrypoints.openai.media_apps import server_args
+from vllm_omni.entrypoints.openai.listener import listening
+
+
+def bind(path: Path) -> socket.socket:
+    unix = socket.socket(socket.AF_UNIX)
+    unix.bind(str(path))
+    return unix
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A short one: that of a Unix socket has at most 107 bytes."""
+    monkeypatch.chdir(tmp_path)
+    return Path("socket")
+
+
+def test_a_unix_socket_is_removed_at_the_end(path: Path) -> None:
+    for _ in range(2):
+        with listening(server_args("model", f"--uds={path}")) as (address, listener):
+            assert address == "unix:socket" and listener.getsockname() == "socket"
+        assert not path.exists()
+
+
+def test_a_unix_socket_that_a_killed_server_has_left_is_used_again(path: Path) -> None:
+    bind(path).close()
+    assert path.is_socket()
+    with listening(server_args("model", f"--uds={path}")) as (_, listener):
+        listener.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_unix_socket_of_a_running_server_is_kept(path: Path, listens: bool) -> None:
+    with bind(path) as other:
+        if listens:
+            other.listen()
+        with pytest.raises(OSError, match="in use"), listening(server_args("model", f"--uds={path}")):
+            pass
+        assert path.is_socket()
+
+
+def test_another_file_is_kept(path: Path) -> None:
+    path.write_text("notes")
+    with pytest.raises(OSError, match="in use"), listening(server_args("model", f"--uds={path}")):
+        pass
+    assert path.read_text() == "notes"
+
+
+def test_the_socket_of_the_next_server_is_kept(path: Path) -> None:
+    with listening(server_args("model", f"--uds={path}")):
+        os.unlink(path)
+        next_server = bind(path)
+    assert path.is_socket()
+    next_server.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_log_has_the_port_that_the_system_has_chosen(host: str) -> None:
+    args = server_args("model", f"--host={host}", "--port=0")
+    with listening(args) as (address, listener):
+        port = listener.getsockname()[1]
+        assert port > 0 and args.port == port
+        assert address == f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -2,22 +2,33 @@
 """Encoded outputs, decoded with the libraries of users."""
 
 import io
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from vllm_omni.distributed.connectors import InlineConnector
 from vllm_omni.distributed.payloads import PayloadReceiver, PayloadSender
-from vllm_omni.media import DEFAULT_FPS, FORMATS, check_output_format, count_media, encode_outputs, read_media, to_uint8
+from vllm_omni.media import (
+    DEFAULT_FPS,
+    FORMATS,
+    as_shown,
+    check_output_format,
+    count_media,
+    encode_outputs,
+    read_media,
+    to_uint8,
+)
 from vllm_omni.outputs import StageOutput
 from vllm_omni.sampling_params import DiffusionSamplingParams
 from vllm_omni.testing.media import make_image, make_video
 
 HEIGHT, WIDTH = 48, 64
+GREY_16 = np.array([[0, 257 * 100, 65535], [128, 129, 300]], np.uint16)
+GREY_8 = [[0, 100, 255], [0, 1, 1]]
 
 
 def pictures(count: int = 2, channels: int = 3) -> list[torch.Tensor]:
@@ -274,3 +285,74 @@ def test_an_unknown_format_is_refused(output_type, requested, known):
 def test_the_formats():
     assert {kind: check_output_format(kind, None) for kind in FORMATS} == {"image": "pil", "video": "np", "audio": "np"}
     assert all(check_output_format(kind, name) == name for kind, names in FORMATS.items() for name in names)
+
+
+def saved(image: Image.Image, file_format: str, **options: Any) -> Image.Image:
+    """The image as it is read from a file."""
+    file = io.BytesIO()
+    image.save(file, file_format, **options)
+    return Image.open(file)
+
+
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"]
+)
+def test_an_image_of_any_mode_is_shown(mode: str) -> None:
+    assert as_shown(Image.new(mode, (4, 3))).mode == "RGB"
+    kept = as_shown(Image.new(mode, (4, 3)), keep_alpha=True)
+    assert kept.size == (4, 3) and kept.mode == ("RGBA" if mode in ("LA", "La", "PA", "RGBA", "RGBa") else "RGB")
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        saved(Image.new("RGBA", (1, 1), (255, 0, 0, 0)), "PNG"),
+        saved(Image.new("LA", (1, 1), (0, 0)), "PNG"),
+        saved(Image.new("P", (1, 1), 0), "PNG", transparency=0),
+        saved(Image.new("P", (1, 1), 0), "GIF", transparency=0),
+        saved(Image.new("L", (1, 1), 7), "PNG", transparency=7),
+        saved(Image.new("RGB", (1, 1), (1, 2, 3)), "PNG", transparency=(1, 2, 3)),
+        saved(Image.new("I;16", (1, 1), 300), "PNG", transparency=300),
+        saved(Image.new("RGBA", (1, 1), (255, 0, 0, 0)), "WEBP", lossless=True, exact=True),
+        saved(Image.new("1", (1, 1), 0), "PNG", transparency=0),
+    ],
+    ids=lambda image: f"{image.mode} {image.format}",
+)
+def test_what_is_transparent_is_white(image: Image.Image) -> None:
+    assert as_shown(image).getpixel((0, 0)) == (255, 255, 255)
+    shown = as_shown(image, keep_alpha=True)
+    assert shown.mode == "RGBA" and shown.getpixel((0, 0))[3] == 0  # type: ignore[index]
+
+
+def test_half_transparent_colours_are_mixed_with_white() -> None:
+    assert as_shown(Image.new("RGBA", (1, 1), (255, 0, 0, 102))).getpixel((0, 0)) == (255, 153, 153)
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF", "PPM", None])
+def test_images_with_16_bits_keep_their_shades(file_format: str | None) -> None:
+    image = Image.fromarray(GREY_16)
+    shown = as_shown(image if file_format is None else saved(image, file_format))
+    assert shown.mode == "RGB" and np.array(shown)[..., 1].tolist() == GREY_8
+    big_endian = Image.frombytes("I;16B", (3, 2), GREY_16.astype(">u2").tobytes())
+    assert np.array(as_shown(big_endian))[..., 0].tolist() == GREY_8
+
+
+@pytest.mark.parametrize(("mode", "white"), [("RGB", (255, 255, 255)), ("L", 255), ("I;16", 65535)])
+def test_a_photo_is_shown_upright(mode: str, white: Any) -> None:
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    image = Image.new(mode, (6, 4))
+    image.putpixel((0, 0), white)
+    shown = as_shown(saved(image, "TIFF" if mode == "I;16" else "PNG", exif=turned))
+    assert shown.size == (4, 6) and shown.getpixel((3, 0)) == (255, 255, 255)
+    assert as_shown(shown).size == (4, 6)  # Once.
+
+
+def test_broken_exif_data_has_no_effect() -> None:
+    assert as_shown(saved(Image.new("RGB", (6, 4)), "JPEG", exif=b"Exif\0\0broken")).size == (6, 4)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_values_without_a_range_are_refused(mode: str) -> None:
+    with pytest.raises(ValueError, match=f"mode '{mode}', whose values have no fixed range; convert it to RGB"):
+        as_shown(saved(Image.new(mode, (4, 3)), "TIFF"))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes the outputs of a diffusion pipeline (as pixels, samples, latents or files), and decodes them. Thread-safe."""
+"""Reads images as viewers show them. Encodes the outputs of a diffusion pipeline (as pixels, samples, latents or
+files), and decodes them. Thread-safe."""
 
+import contextlib
 import io
 import itertools
 from collections.abc import Mapping, Sequence
@@ -9,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from vllm_omni.sampling_params import DiffusionSamplingParams, OutputFormat
 
@@ -23,6 +25,7 @@ FORMATS: dict[str, tuple[OutputFormat, ...]] = {
 DEFAULT_FPS = 16.0
 """Default frames per second of a video: that of the training data of Wan's models."""
 
+_SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _INTERLEAVED = {"max_interleave_delta": "0"}  # pictures and sound side by side in a file of any length
 _LAYOUTS = {1: "mono", 2: "stereo"}
 _AAC_BIT_RATE = 96_000  # of each channel
@@ -134,6 +137,47 @@ def encode_image(pixels: torch.Tensor, file_format: str, quality: int) -> bytes:
     file = io.BytesIO()
     image.save(file, file_format.upper(), **({} if file_format == "png" else {"quality": quality}))
     return file.getvalue()
+
+
+def as_shown(image: Image.Image, *, keep_alpha: bool = False) -> Image.Image:
+    """An image as a viewer shows it: upright, as its EXIF data says, with 8 bits a channel, on white.
+
+    Args:
+        keep_alpha: Of an image with transparency, return RGBA instead.
+
+    Returns:
+        RGB, or RGBA. May be the image itself.
+
+    Raises:
+        ValueError: It cannot be decoded, or has values without a fixed range.
+    """
+    # Pillow reads a PGM file of 16 bits as 32 bits, and says of no other file which range its 32 bits have.
+    is_wide = image.mode in _SIXTEEN_BITS or (image.mode == "I" and image.format == "PPM")
+    if image.mode in ("I", "F") and not is_wide:
+        raise ValueError(f"has mode {image.mode!r}, whose values have no fixed range; convert it to RGB")
+    try:
+        with contextlib.suppress(Exception):  # EXIF data that cannot be read
+            image = ImageOps.exif_transpose(image)
+        if is_wide:
+            image = _to_8_bits(image)
+        elif image.mode == "La":  # Pillow converts it to LA only.
+            image = image.convert("LA")
+        if not image.has_transparency_data:
+            return image.convert("RGB")
+        image = image.convert("RGBA")
+    except (OSError, SyntaxError) as error:  # Pillow decodes late, and raises either for broken files.
+        raise ValueError(f"cannot be decoded: {error}") from error
+    return image if keep_alpha else Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """A grey image of 16 bits as `L`, or `LA` if one of its values is transparent."""
+    values = np.asarray(image).clip(0, 65535).astype(np.uint32)
+    grey = Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+    if "transparency" in image.info:
+        opaque = np.where(values == image.info["transparency"], 0, 255).astype(np.uint8)
+        return Image.merge("LA", (grey, Image.fromarray(opaque)))
+    return grey
 
 
 def to_pil(pixels: torch.Tensor) -> Image.Image:

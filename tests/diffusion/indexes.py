@@ -18,14 +18,14 @@ def write_index(folder: Path, class_name: Any) -> str:
 
 def make_processor(
     folder: Path,
-    class_name: str,
+    class_name: str | None,
     engine_args: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
     makes: str = "image",
     sources: tuple[int, ...] = (),
     **runtime: Any,
 ) -> DiffusionInputProcessor:
-    """The front end of a stage `diffusion` that runs this pipeline class."""
+    """The front end of a stage `diffusion` that runs this pipeline class; without one, the checkpoint in the folder."""
     stage = OmniStageConfig(
         stage_id=len(sources),
         engine_type="DiT",
@@ -36,4 +36,4 @@ def make_processor(
         default_sampling_params=defaults or {},
         runtime=StageRuntimeConfig(**runtime),
     )
-    return DiffusionInputProcessor(stage, write_index(folder, class_name))
+    return DiffusionInputProcessor(stage, write_index(folder, class_name) if class_name else str(folder))

@@ -16,8 +16,8 @@ TRANSPARENT = np.random.default_rng(1).integers(0, 256, (5, 6, 4), dtype=np.uint
 GRAY = PIXELS[..., 0]
 
 
-def read(*images: Any) -> list[torch.Tensor]:
-    return read_images({"image": list(images)}, max_pixels=100)
+def read(*images: Any, **options: Any) -> list[torch.Tensor]:
+    return read_images({"image": list(images)}, max_pixels=100, **options)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,6 @@ def read(*images: Any) -> list[torch.Tensor]:
         (torch.from_numpy(PIXELS), PIXELS),
         (torch.from_numpy(PIXELS).permute(2, 0, 1), PIXELS),
         (torch.from_numpy(PIXELS).permute(2, 0, 1) / 255, PIXELS),
-        (Image.fromarray(TRANSPARENT), TRANSPARENT),
-        (TRANSPARENT, TRANSPARENT),
         (Image.fromarray(GRAY), np.stack([GRAY] * 3, axis=-1)),
         (GRAY, np.stack([GRAY] * 3, axis=-1)),
         (torch.from_numpy(GRAY)[None], np.stack([GRAY] * 3, axis=-1)),
@@ -45,11 +43,14 @@ def test_any_form_becomes_pixels(image: Any, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(pixels.numpy(), expected)
 
 
-def test_a_palette_with_a_transparent_color_stays_transparent() -> None:
-    image = Image.fromarray(PIXELS).quantize(4)
-    assert read(image)[0].shape == (5, 6, 3)
-    image.info["transparency"] = 0
-    assert read(image)[0].shape == (5, 6, 4)
+def test_transparent_images_are_on_white_unless_the_pipeline_takes_alpha() -> None:
+    colours, alpha = TRANSPARENT[..., :3].astype(float), TRANSPARENT[..., 3:] / 255
+    for image in (Image.fromarray(TRANSPARENT), TRANSPARENT, torch.from_numpy(TRANSPARENT).permute(2, 0, 1)):
+        (pixels,) = read(image, keep_alpha=True)
+        np.testing.assert_array_equal(pixels.numpy(), TRANSPARENT)
+        (pixels,) = read(image)
+        assert pixels.is_contiguous()
+        np.testing.assert_allclose(pixels.numpy(), colours * alpha + 255 * (1 - alpha), atol=1)
 
 
 def test_read_images_are_copies() -> None:
@@ -84,7 +85,7 @@ def truncated_png() -> Image.Image:
         (np.full((4, 6, 3), np.nan), ["outside [0, 1]"]),
         (PIXELS.astype(np.int64), ["torch.int64", "give uint8"]),
         (np.array([["a"]]), ["image 1"]),
-        (Image.new("I;16", (4, 4)), ["mode 'I;16'", "convert it to RGB"]),
+        (Image.new("I", (4, 4)), ["image 1 has mode 'I'", "convert it to RGB"]),
         (Image.new("F", (4, 4)), ["mode 'F'"]),
         (torch.ones(5, 6, 3).to_sparse(), ["give a dense one"]),
         (torch.ones(5, 6, 3, device="meta"), ["give a dense one"]),

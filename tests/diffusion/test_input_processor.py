@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests of a diffusion stage: completed by the stage's defaults, or refused."""
 
+import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
@@ -18,6 +20,8 @@ from vllm_omni.errors import StageConfigError
 from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 
 IMAGE = Image.new("RGB", (8, 4), "red")
+TURNED = Image.Exif()
+TURNED[ExifTags.Base.Orientation] = 6
 PAINTERS = {"text": "ZImagePipeline", "edit": "QwenImageEditPipeline", "klein": "Flux2KleinPipeline"}
 PAINTERS |= {"video": "WanPipeline", "audio": "StableAudioPipeline", "flux": "FluxPipeline"}
 PAINTERS |= {"layered": "QwenImageLayeredPipeline"}
@@ -88,6 +92,26 @@ def test_the_settings_depend_on_input_images(processors: dict[str, DiffusionInpu
     assert len(process(processors["klein"], image=[IMAGE, IMAGE]).images) == 2
     with pytest.raises(ValueError, match="ZImageImg2ImgPipeline does not take 'cfg_truncaton'"):
         process(processors["text"], {"extra_args": {"cfg_truncaton": 1.0}}, image=IMAGE)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("flux", [255] * 3), ("qwen_image_edit", [255] * 3), ("qwen_image_layered", [255, 0, 0, 0])],
+)
+def test_only_a_model_that_takes_alpha_gets_it(
+    name: str, shown: list[int], tiny_diffusion: Callable[[str], Path]
+) -> None:
+    processor = make_processor(tiny_diffusion(name), None)
+
+    (pixels,) = process(processor, image=Image.new("RGBA", (96, 64), (255, 0, 0, 0))).images
+
+    assert pixels.shape == (64, 96, len(shown)) and pixels[0, 0].tolist() == shown
+
+
+def test_a_photo_is_upright(processors: dict[str, DiffusionInputProcessor]) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (96, 64)).save(file, "JPEG", exif=TURNED)
+    assert process(processors["text"], image=Image.open(file)).images[0].shape == (96, 64, 3)
 
 
 def test_an_adapter_is_passed_by_name_and_path(processors: dict[str, DiffusionInputProcessor], tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's images, of any supported type, as tensors for a diffusion stage.
-
-Values are not changed: the pipeline decides about resizing, rotation and backgrounds.
-"""
+"""A prompt's images, of any supported type, as tensors for a diffusion stage: as viewers show them, not resized."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,20 +8,22 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vllm_omni.media import to_uint8
+from vllm_omni.media import as_shown, to_pil, to_uint8
 
-_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 _CHANNELS = (1, 3, 4)
 
 
-def read_images(multi_modal_data: Mapping[str, Any] | None, max_pixels: int) -> list[torch.Tensor]:
-    """The images of a prompt's `multi_modal_data`, uint8 `[height, width, 3]`, or `[..., 4]` with transparency.
+def read_images(
+    multi_modal_data: Mapping[str, Any] | None, max_pixels: int, *, keep_alpha: bool = False
+) -> list[torch.Tensor]:
+    """The images of a prompt's `multi_modal_data`, uint8 `[height, width, 3]`, upright and on white.
 
     Args:
         multi_modal_data: `{"image": one or a list of them}`; each a PIL image, an array `[height, width]` or
             `[height, width, channels]`, or a tensor like that or `[channels, height, width]`. uint8, or floating point
             in [0, 1].
         max_pixels: Height x width of the largest accepted image.
+        keep_alpha: An image with transparency is `[height, width, 4]` instead.
 
     Raises:
         ValueError, TypeError: An item is no image, is too large, or cannot be decoded.
@@ -38,30 +37,28 @@ def read_images(multi_modal_data: Mapping[str, Any] | None, max_pixels: int) -> 
             raise ValueError(f"multi_modal_data has {key!r}; a diffusion stage takes images only, as 'image'")
     items = multi_modal_data.get("image")
     images = [] if items is None else list(items) if isinstance(items, (list, tuple)) else [items]
-    return [_read(image, number, max_pixels) for number, image in enumerate(images)]
+    return [_read(image, number, max_pixels, keep_alpha) for number, image in enumerate(images)]
 
 
-def _read(image: Any, number: int, max_pixels: int) -> torch.Tensor:
+def _read(image: Any, number: int, max_pixels: int, keep_alpha: bool) -> torch.Tensor:
     where = f"image {number}"
     if isinstance(image, Image.Image):
         _check_pixels(image.height, image.width, max_pixels, where)
-        return _from_pil(image, where)
+        return _from_pil(image, where, keep_alpha)
     if isinstance(image, (np.ndarray, torch.Tensor)):
         pixels = _as_hwc(image, where)
         _check_pixels(pixels.shape[0], pixels.shape[1], max_pixels, where)
-        return _as_uint8(pixels, where)
+        pixels = _as_uint8(pixels, where)
+        return pixels if keep_alpha or pixels.shape[2] == 3 else _from_pil(to_pil(pixels), where, keep_alpha)
     hint = "; open it first: PIL.Image.open(...)" if isinstance(image, (str, bytes)) else ""
     raise TypeError(f"{where} is {_type(image)}; give a PIL image, a numpy array or a tensor{hint}")
 
 
-def _from_pil(image: Image.Image, where: str) -> torch.Tensor:
-    if image.mode not in _MODES:
-        raise ValueError(f"{where} has mode {image.mode!r}, whose values have no fixed range; convert it to RGB")
+def _from_pil(image: Image.Image, where: str, keep_alpha: bool) -> torch.Tensor:
     try:
-        converted = image.convert("RGBA" if image.has_transparency_data else "RGB")
-    except (OSError, SyntaxError) as error:  # PIL decodes late, and raises either for broken files.
-        raise ValueError(f"{where} cannot be decoded: {error}") from error
-    return torch.from_numpy(np.array(converted))
+        return torch.from_numpy(np.array(as_shown(image, keep_alpha=keep_alpha)))
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from error
 
 
 def _as_hwc(image: np.ndarray | torch.Tensor, where: str) -> torch.Tensor:

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.input_images import read_images
-from vllm_omni.diffusion.pipeline_info import PipelineInfo, takes_several_images
+from vllm_omni.diffusion.pipeline_info import PipelineInfo, takes_alpha, takes_several_images
 from vllm_omni.diffusion.request_settings import (
     call_arguments,
     check_limits,
@@ -48,6 +48,7 @@ class DiffusionInputProcessor:
         where = stage.label
         self._config = parse_dit_config(stage.dit_engine_args, where)
         self._info = PipelineInfo.load(model, self._config)
+        self._takes_alpha = self._info.takes_images and takes_alpha(model, self._info.index, self._config.revision)
         self._class_name = self._info.pipeline_class.__name__
         self._is_first = not stage.engine_input_source
         self.reads_images = self._is_first or stage.runtime.requires_multimodal_data
@@ -112,7 +113,7 @@ class DiffusionInputProcessor:
     def _read_images(self, prompt: OmniPrompt) -> list[torch.Tensor]:
         if not self.reads_images:
             return []
-        images = read_images(prompt.get("multi_modal_data"), self._config.max_pixels)
+        images = read_images(prompt.get("multi_modal_data"), self._config.max_pixels, keep_alpha=self._takes_alpha)
         if not images and self._info.needs_images:
             raise ValueError(f"{self._class_name} needs an input image; give multi_modal_data={{'image': ...}}")
         if len(images) > 1 and not takes_several_images(self._info.class_for(True)):

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origin
@@ -229,6 +229,8 @@ def _is_optional(annotation: Any) -> bool:
     return type(None) in _alternatives(annotation) or (isinstance(annotation, str) and "None" in annotation)
 
 
+VAE_CHANNELS = "input_channels"
+"""The name that VAEs with transparency have for their number of channels."""
 # VAEs' names for the frames of one latent frame.
 _TEMPORAL_FACTORS = ("scale_factor_temporal", "temporal_compression_ratio")
 
@@ -241,19 +243,27 @@ def temporal_factor(model: str, index: dict[str, Any], revision: str | None = No
     Args:
         index: The checkpoint's `model_index.json`.
     """
+    values = _vae_values(_TEMPORAL_FACTORS, model, index, revision)
+    return next((value for value in values if isinstance(value, int) and value > 0), 1)
+
+
+def takes_alpha(model: str, index: dict[str, Any], revision: str | None = None) -> bool:
+    """Whether a checkpoint's VAE encodes images with their transparency. Takes the arguments of `temporal_factor`."""
+    return _vae_values((VAE_CHANNELS,), model, index, revision) == [4]
+
+
+def _vae_values(names: Sequence[str], model: str, index: dict[str, Any], revision: str | None) -> list[Any]:
+    """Settings of a checkpoint's VAE: those of these names that its class has, if it is one of diffusers' own."""
     import diffusers
 
     library, name = index.get("vae") or (None, None)
     if library != "diffusers" or not hasattr(diffusers, str(name)):
-        return 1
+        return []
     vae_class = getattr(diffusers, str(name))
-    config = vae_class.load_config(model, subfolder="vae", revision=revision)
-    known = inspect.signature(vae_class.__init__).parameters
-    for factor in _TEMPORAL_FACTORS:
-        value = config.get(factor, known[factor].default if factor in known else None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 1
+    parameters = inspect.signature(vae_class.__init__).parameters
+    known = {name: parameters[name].default for name in names if name in parameters}
+    config = vae_class.load_config(model, subfolder="vae", revision=revision) if known else {}
+    return [config.get(name, default) for name, default in known.items()]
 
 
 def nearest_num_frames(seconds: float, fps: float, factor: int) -> int:

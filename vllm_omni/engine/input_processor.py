@@ -14,11 +14,13 @@ from typing import Any, TypedDict, cast
 
 import msgspec
 import torch
+import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import EngineInput, PromptType
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 from vllm.pooling_params import PoolingParams
 from vllm.renderers import BaseRenderer, ChatParams
 from vllm.renderers.chat_utils import ChatCompletionMessageParam
@@ -31,6 +33,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_omni.engine.engine_args import OmniEngineSettings
+from vllm_omni.engine.images import fetch_images, show_images
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.payloads import AdditionalInformationPayload, Guidance, OmniEngineCoreRequest, PromptEmbedsPayload
@@ -109,6 +112,14 @@ class OmniInputProcessor(InputProcessor):
         Raises:
             ValueError, TypeError, VLLMClientError: The messages are wrong, or the model has no chat template.
         """
+        if (multimodal := self.model_config.multimodal_config) is not None:
+            connector = MEDIA_CONNECTOR_REGISTRY.load(
+                envs.VLLM_MEDIA_CONNECTOR,
+                media_io_kwargs=params.media_io_kwargs or multimodal.media_io_kwargs,
+                allowed_local_media_path=self.model_config.allowed_local_media_path,
+                allowed_media_domains=self.model_config.allowed_media_domains,
+            )
+            messages = fetch_images(messages, connector)
         extras = {"mm_processor_kwargs": params.mm_processor_kwargs, "cache_salt": cache_salt}
         tokenize = is_mistral_tokenizer(self.renderer.tokenizer) or self.model_config.enable_prompt_embeds
         _, (engine_input,) = self.renderer.render_chat(
@@ -132,6 +143,8 @@ class OmniInputProcessor(InputProcessor):
         """Tokenizes and preprocesses a raw prompt; a rendered one is returned as it is."""
         if isinstance(prompt, dict) and "type" in prompt:
             return cast(EngineInput, prompt)
+        if isinstance(prompt, dict) and isinstance(media := prompt.get("multi_modal_data"), dict):
+            prompt = {**prompt, "multi_modal_data": show_images(media)}
         parsed = parse_model_prompt(self.model_config, prompt)
         if "prompt_embeds" in parsed:
             parsed = self._with_checked_embeds(parsed)

@@ -26,7 +26,7 @@ from vllm_omni.diffusion.pipeline_call import (
     set_dtypes,
     set_execution_device,
 )
-from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, call_parameters
+from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, VAE_CHANNELS, call_parameters
 from vllm_omni.diffusion.pipeline_settings import follow
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 from vllm_omni.diffusion.prompt_cache import PromptCache
@@ -330,7 +330,7 @@ def fit_image(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> dict[str, A
 def add_alpha(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> dict[str, Any]:
     """Gives an input image an opaque alpha channel where the pipeline's autoencoder reads one."""
     image, vae = arguments.get("image"), pipe.components.get("vae")
-    if not isinstance(image, Image.Image) or vae is None or vae.config.get("input_channels") != 4:
+    if not isinstance(image, Image.Image) or vae is None or vae.config.get(VAE_CHANNELS) != 4:
         return arguments
     return {**arguments, "image": image.convert("RGBA")}
 

@@ -110,6 +110,21 @@ def test_an_uploaded_image_is_edited(app: FastAPI) -> None:
     assert abs(red - blue).max() > 1  # The model has read it, with random weights.
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "I;16", "1"])
+def test_an_image_of_any_mode_is_edited_as_it_is_shown(app: FastAPI, mode: str) -> None:
+    image = Image.new(mode, (32, 32), {"RGBA": (255, 0, 0, 0), "LA": (0, 0), "P": 3, "I;16": 65535, "1": 1}[mode])
+    file = io.BytesIO()
+    image.save(file, "PNG", **({"transparency": 3} if mode == "P" else {}))
+
+    def edit(data: bytes) -> Any:
+        files, fields = {"image": ("a.png", data)}, {"prompt": "at night", "size": "32x32"}
+        answer = send(app, "POST", "/v1/images/edits", files=files, data={**fields, **SMALL})
+        assert answer.status_code == 200, answer.text
+        return pixels(answer.json()["data"][0]["b64_json"])
+
+    np.testing.assert_array_equal(edit(file.getvalue()), edit(png(color="white")))
+
+
 def test_images_to_edit_come_in_json_too(app: FastAPI) -> None:
     uri = "data:image/png;base64," + base64.b64encode(png()).decode()
     answers = [

@@ -41,6 +41,7 @@ from vllm.multimodal.media import (
 )
 from vllm.multimodal.media.base import MediaIO
 
+from vllm_omni.engine.images import OmniImageIO
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag, limits_from
 
@@ -151,7 +152,9 @@ class GuardedMediaIO(MediaIO[Any]):
     """
 
     def __init__(self, media_io: MediaIO, limits: RequestLimits, label: str) -> None:
-        self._media_io = media_io
+        self._media_io: MediaIO[Any] = media_io
+        if isinstance(media_io, ImageMediaIO):
+            self._media_io = OmniImageIO.from_vllm(media_io)
         self._limits = limits
         self._label = label
         self._parameter = f"{kind_of(media_io)}_url"

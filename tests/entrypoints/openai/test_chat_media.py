@@ -1,21 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transcripts of earlier speech, and how long they are kept; streams whose client is slow."""
+"""Transcripts of earlier speech, the audio of streamed answers, and streams whose client is slow."""
 
 import asyncio
+import base64
+import io
+import json
 import time
+import wave
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
 
+from tests.entrypoints.openai.audio_stage import AUDIO_STAGE, RATE
+from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.entrypoints.openai import chat_media
 from vllm_omni.entrypoints.openai.chat_media import LIFETIME_S, MAX_UNSENT_BYTES, MediaStream, Transcripts
 from vllm_omni.entrypoints.openai.request_context import RequestOptions
-from vllm_omni.events import ARSegmentEvent
+from vllm_omni.events import ARSegmentEvent, CompletedEvent
+from vllm_omni.outputs import OmniRequestOutput, StageOutput
 
 
 def naming(audio_id: object, **fields: object) -> list[dict]:
@@ -35,8 +44,19 @@ def test_an_audio_id_is_replaced_by_its_text() -> None:
 def test_an_unknown_name_is_refused(audio_id: object) -> None:
     kept = Transcripts()
     kept.keep("audio-1", "It is not.")
+    assert kept.fill_in([{"role": "assistant", "audio": None}])[0]["audio"] is None
     with pytest.raises(VLLMValidationError, match="send its transcript"):
         kept.fill_in(naming(audio_id))
+
+
+def test_an_unknown_audio_has_the_transcript_that_the_message_carries() -> None:
+    """After a restart, or at another replica; a client cannot change what this server has said."""
+    kept = Transcripts()
+    kept.keep("audio-1", "It is not.")
+    own = {"data": "AAAA", "expires_at": 1, "transcript": "Yes."}
+    for audio, text in (({"id": "audio-2", **own}, "Yes."), (own, "Yes."), ({"id": "audio-1", **own}, "It is not.")):
+        message = {"role": "assistant", "content": None, "audio": audio}
+        assert kept.fill_in([message]) == [{"role": "assistant", "content": text}]
 
 
 def test_transcripts_expire_and_their_number_is_limited() -> None:
@@ -106,3 +126,44 @@ def test_a_stream_whose_client_has_gone_is_closed() -> None:
         assert speech.is_closed
 
     asyncio.run(main())
+
+
+def stream_audio(*pieces: torch.Tensor, format: str = "wav") -> list[dict[str, Any]]:
+    """The chunks of a streamed answer whose final stage yields these pieces."""
+
+    async def events() -> AsyncGenerator[Any, None]:
+        nothing = CompletionOutput(0, "", [], None, None, finish_reason="stop")
+        at = {"request_id": "r", "sequence": 0, "ts": 0.0}
+        yield RequestOutput("r", None, [1], None, [nothing], finished=True)
+        for piece in pieces:
+            yield ARSegmentEvent(**at, stage_id=0, final_output_type="audio", multimodal_output={"audio": piece})
+        output = StageOutput(request_id="r", stage_id=0)
+        yield CompletedEvent(**at, outputs=[OmniRequestOutput("r", output, "audio", [])])
+
+    async def main() -> list[dict[str, Any]]:
+        options = RequestOptions(modalities=("audio",), shows_text=False, audio_format=format)
+        config = parse_pipeline_config({"stage_args": [AUDIO_STAGE]}, "test")
+        media = MediaStream(events(), "r", "m", options, config, None, Transcripts())
+
+        async def no_lines() -> AsyncGenerator[str, None]:
+            async for _ in media.text():
+                for nothing in ():
+                    yield nothing
+
+        return [json.loads(bytes(line)[6:]) async for line in media.lines(no_lines())]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (1, 2)])
+def test_streamed_audio_has_all_its_channels(shape: tuple[int, ...]) -> None:
+    """Of a speech model, of two channels, and of the clips of a diffusion stage."""
+    sound = torch.linspace(-0.5, 0.5, 600).reshape(*shape, -1)
+    chunks = stream_audio(sound[..., :200], sound[..., :0], sound[..., 200:])
+    audio = [chunk["choices"][0]["delta"].get("audio", {}) for chunk in chunks]
+    data = b"".join(base64.b64decode(part.get("data", "")) for part in audio)
+    with wave.open(io.BytesIO(data)) as file:
+        assert (file.getframerate(), file.getnchannels()) == (RATE, 2 if shape else 1)
+        samples = np.frombuffer(data[44:], "<i2").reshape(-1, file.getnchannels()).T / 32768
+    np.testing.assert_allclose(samples, sound.reshape(samples.shape), atol=1 / 32768)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"

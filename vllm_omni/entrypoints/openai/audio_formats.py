@@ -159,12 +159,12 @@ def first_clip(audio: torch.Tensor) -> np.ndarray:
     """A stage's `audio` as samples to encode.
 
     Args:
-        audio: `[samples]`, or of a diffusion stage `[n, channels, samples]`.
+        audio: `[samples]` or `[channels, samples]`, or of a diffusion stage `[n, channels, samples]`.
 
     Returns:
         float32 `[samples]`, or `[channels, samples]` of the first of the n.
     """
-    return (audio if audio.ndim == 1 else audio[0]).float().numpy()
+    return (audio if audio.ndim < 3 else audio[0]).float().numpy()
 
 
 def to_pcm16(samples: np.ndarray) -> np.ndarray:

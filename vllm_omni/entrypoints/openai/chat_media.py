@@ -11,13 +11,14 @@ from contextlib import aclosing, suppress
 from typing import Any, TypeAlias
 
 import msgspec
+import torch
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.utils import random_uuid
 
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, AudioEncoder
+from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, AudioEncoder, count_channels, first_clip
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
 from vllm_omni.entrypoints.openai.media_output import encode_speech, finish_reason_of, message_fields
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
@@ -51,10 +52,10 @@ class Transcripts:
         return int(now + LIFETIME_S)
 
     def fill_in(self, messages: Sequence[Any]) -> list[Any]:
-        """The messages, with the text of those that have only an `audio.id`.
+        """The messages, with the text of those that have only an `audio`.
 
         Raises:
-            VLLMValidationError: There is no such audio, or it has expired.
+            VLLMValidationError: There is no audio with its id, or it has expired, and it has no transcript.
         """
         return [self._with_text(message, i) for i, message in enumerate(messages)]
 
@@ -62,11 +63,15 @@ class Transcripts:
         audio = message.get("audio") if isinstance(message, dict) else None
         if audio is None or message.get("content"):
             return message
-        audio_id = audio.get("id") if isinstance(audio, dict) else None
-        expiry, transcript = self._kept.get(audio_id, (0.0, "")) if isinstance(audio_id, str) else (0.0, "")
-        if expiry <= time.time():
+        own = audio if isinstance(audio, dict) else {}
+        audio_id, transcript = own.get("id"), own.get("transcript")
+        expiry, kept = self._kept.get(audio_id, (0.0, "")) if isinstance(audio_id, str) else (0.0, "")
+        if expiry > time.time():
+            transcript = kept
+        if not isinstance(transcript, str):
             raise VLLMValidationError(
-                f"there is no audio {audio_id!r}, or it has expired; send its transcript as content",
+                f"there is no audio {audio_id!r}, or it has expired; send its transcript, as audio.transcript or as "
+                "content",
                 parameter=f"messages[{index}].audio.id",
             )
         return {**{key: value for key, value in message.items() if key != "audio"}, "content": transcript}
@@ -250,9 +255,10 @@ class MediaStream(ChatMedia):
         if isinstance(event, CompletedEvent):
             await self._finish(event)
         elif isinstance(event, ARSegmentEvent) and event.final_output_type == "audio":
-            samples = event.multimodal_output.get("audio")
-            if samples is not None and samples.ndim == 1 and len(samples):
-                await self._put_data(await self._encoder(event.stage_id).encode_async(samples.numpy()))
+            samples = first_clip(event.multimodal_output.get("audio", torch.empty(0)))
+            if samples.size:
+                encoder = self._encoder(event.stage_id, count_channels(samples))
+                await self._put_data(await encoder.encode_async(samples))
 
     async def _finish(self, event: CompletedEvent) -> None:
         self._completed = event
@@ -289,10 +295,10 @@ class MediaStream(ChatMedia):
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **end}
         await self._lines.put(_line({**self._chunk, "choices": [choice]}))
 
-    def _encoder(self, stage_id: int) -> AudioEncoder:
+    def _encoder(self, stage_id: int, num_channels: int) -> AudioEncoder:
         if stage_id not in self._encoders:
             sample_rate = self._config.stages[stage_id].sample_rate or DEFAULT_SAMPLE_RATE
-            self._encoders[stage_id] = AudioEncoder(self._options.audio_format, sample_rate)
+            self._encoders[stage_id] = AudioEncoder(self._options.audio_format, sample_rate, num_channels=num_channels)
         return self._encoders[stage_id]
 
 

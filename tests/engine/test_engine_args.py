@@ -4,7 +4,9 @@
 import logging
 import os
 import pickle
+from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -111,6 +113,21 @@ class TestDefaults:
         assert caplog.text == ""
         assert is_on(enable_prefix_caching=True, engine_type="generation") is False
         assert "stage a runs without enable_prefix_caching: it keeps no keys and values" in caplog.text
+
+    def test_configurations_may_be_dicts(self, tiny_qwen3):
+        """As in a stage configuration; vLLM itself makes objects of some of them only."""
+        for field in fields(EngineArgs):
+            classes = tuple(kind for kind in get_args(field.type) or (field.type,) if is_dataclass(kind))
+            if classes:
+                arguments = create_engine_args(str(tiny_qwen3), **{field.name: {}})
+                assert isinstance(getattr(arguments, field.name), classes), field.name
+
+    def test_a_reasoning_parser_with_settings_of_structured_outputs(self, tiny_qwen3):
+        given = {"backend": "xgrammar"}
+        arguments = create_engine_args(str(tiny_qwen3), reasoning_parser="qwen3", structured_outputs_config=given)
+        config = create_config_for_inputs(arguments).structured_outputs_config
+        assert (config.backend, config.reasoning_parser) == ("xgrammar", "qwen3")
+        assert given == {"backend": "xgrammar"}
 
     def test_a_callable_override(self, tiny_qwen3):
         def deeper(config):

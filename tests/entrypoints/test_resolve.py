@@ -216,6 +216,12 @@ def test_a_checkpoint_of_the_package_is_found_by_its_name(tmp_path: Path, monkey
     assert OmniArgs(model="shapes").model == "shapes"  # the caller's own folder
 
 
+def test_a_wrong_configuration_of_vllms_is_one_line(tiny_qwen3: Path) -> None:
+    arguments = {"structured_outputs_config": {"backend": "nothing"}}
+    with pytest.raises(StageConfigError, match=r"^stage 0 \(text\): engine_args: backend: .*$"):
+        resolve_pipeline(OmniArgs(model=str(tiny_qwen3), engine_args=arguments))
+
+
 @pytest.mark.parametrize("model", ["/no/where", "./dit", "a/b/c"])
 def test_a_stages_own_checkpoint_must_exist(model: str) -> None:
     with pytest.raises(StageConfigError, match=rf"stage 1 \(dit\): engine_args\.model: there is no '{model}'"):

@@ -41,11 +41,6 @@ def split_error(error: msgspec.ValidationError) -> tuple[str, str]:
     return message.split(" - at ")[0], where.group(1).lstrip(".") if where else ""
 
 
-def message_of(error: ValueError | TypeError) -> str:
-    """That of an error of vLLM's configuration, without what pydantic writes before and after it."""
-    return str(error).split("Value error, ")[-1].split(" [type=")[0]
-
-
 def stage_configs_dir() -> Path:
     """The directory of the shipped stage configurations: one YAML for each model, and variants for other machines.
 

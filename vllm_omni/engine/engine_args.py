@@ -9,14 +9,23 @@ import os
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
-from vllm.config import VllmConfig
+from pydantic import ValidationError
+from vllm.config import (
+    ECTransferConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    PoolerConfig,
+    ProfilerConfig,
+    ReasoningConfig,
+    StructuredOutputsConfig,
+    VllmConfig,
+)
 from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
-from vllm_omni.config.utils import message_of
 from vllm_omni.engine.hf_override import StageConfigOverride
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import find_models
@@ -33,6 +42,17 @@ _SCHEDULERS = {
     "ar": "vllm_omni.core.sched.omni_ar_scheduler.OmniARScheduler",
     "generation": "vllm_omni.core.sched.omni_generation_scheduler.OmniGenerationScheduler",
 }
+_CONFIGS: dict[str, type] = {
+    "structured_outputs_config": StructuredOutputsConfig,
+    "reasoning_config": ReasoningConfig,
+    "logging_config": LoggingConfig,
+    "profiler_config": ProfilerConfig,
+    "pooler_config": PoolerConfig,
+    "kv_transfer_config": KVTransferConfig,
+    "kv_events_config": KVEventsConfig,
+    "ec_transfer_config": ECTransferConfig,
+}
+"""Arguments that vLLM reads as objects and does not make of a dict itself, as it does with all other configurations."""
 _ENCODER_CACHE = "vllm_omni.core.sched.encoder_cache.CountingEncoderCacheManager"
 # By class path, because vLLM rewrites the name "uni" to "mp" on the CPU.
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -128,8 +148,9 @@ def create_engine_args(
         arguments.setdefault("distributed_executor_backend", _UNIPROC_EXECUTOR)
     if arguments.get("otlp_traces_endpoint"):
         arguments["disable_log_stats"] = False  # vLLM makes its spans of these statistics, and fails without them.
-    if isinstance(arguments.get("logging_config"), dict):  # vLLM converts all other configurations itself.
-        arguments["logging_config"] = LoggingConfig(**arguments["logging_config"])
+    for name, config_class in _CONFIGS.items():
+        if isinstance(arguments.get(name), dict):
+            arguments[name] = config_class(**arguments[name])
     arguments["additional_config"] = vllm_engine_args.get("additional_config", {}) | {_KEY: asdict(settings)}
     return EngineArgs(model=model, hf_overrides=override, **arguments)
 
@@ -219,6 +240,15 @@ class _StageVllmConfig(VllmConfig):
     @property
     def use_v2_model_runner(self) -> bool:
         return False
+
+
+def message_of(error: ValueError | TypeError) -> str:
+    """That of an error of vLLM's configuration, in one line; of pydantic's the first problem and its key."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = "".join(f"{key}: " for key in first["loc"])
+    return where + first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
 
 
 def create_config_for_inputs(engine_args: EngineArgs) -> VllmConfig:

@@ -8,8 +8,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 from vllm import ModelRegistry
 
-from vllm_omni.config.utils import message_of
-from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.engine.engine_args import create_engine_args, message_of
 
 _TEXT_CLASSES = frozenset(
     {

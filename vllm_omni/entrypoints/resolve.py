@@ -22,7 +22,7 @@ from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, find_stage
 from vllm_omni.config.utils import find_stage_configs, nearest
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model, load_model_index
-from vllm_omni.engine.engine_args import create_engine_args
+from vllm_omni.engine.engine_args import create_engine_args, message_of
 from vllm_omni.engine.hf_override import load_hf_config
 from vllm_omni.engine.text_models import why_not_text
 from vllm_omni.errors import StageConfigError
@@ -300,7 +300,7 @@ def _check_engine_args(config: PipelineConfig, model: str) -> list[EngineArgs]:
             try:
                 checked.append(make_engine_args(stage, model))
             except (ValueError, TypeError) as error:
-                raise StageConfigError(f"{where}: engine_args: {error}") from error
+                raise StageConfigError(f"{where}: engine_args: {message_of(error)}") from error
             _check_architecture(stage)
     return checked
 

@@ -43,11 +43,38 @@ def test_an_item_that_was_awaited_is_not_lost() -> None:
 
 
 def test_a_request_that_fails_at_its_start_aborts_the_others() -> None:
+    async def waiting(closed: list[str]) -> AsyncGenerator[int, None]:
+        try:
+            await asyncio.Event().wait()
+            yield 0
+        finally:
+            closed.append("cancelled")
+
     async def main() -> list[str]:
         closed: list[str] = []
-        context = RequestContext(outputs=[Peekable(numbers(closed)), Peekable(numbers(closed, fail=True))])
+        all_numbers = [numbers(closed), waiting(closed), numbers(closed, fail=True)]
+        context = RequestContext(outputs=[Peekable(each) for each in all_numbers])
         with pytest.raises(ValueError, match="no first number"):
             await context.started()
         return closed
 
-    assert asyncio.run(main()) == ["failed", "closed"]
+    assert asyncio.run(main()) == ["failed", "cancelled", "closed"]
+
+
+def test_the_requests_of_one_answer_start_together() -> None:
+    async def main() -> list[int]:
+        num_started, all_have_started = 0, asyncio.Event()
+
+        async def number(value: int) -> AsyncGenerator[int, None]:
+            nonlocal num_started
+            num_started += 1
+            if num_started == 3:
+                all_have_started.set()
+            await all_have_started.wait()
+            yield value
+
+        context = RequestContext(outputs=[Peekable(number(value)) for value in range(3)])
+        await asyncio.wait_for(context.started(), 10)
+        return [value for outputs in context.outputs async for value in outputs]
+
+    assert asyncio.run(main()) == [0, 1, 2]

@@ -101,10 +101,13 @@ class RequestContext:
         Raises:
             OmniHTTPError: One of them failed; the others are aborted.
         """
+        peeks = [asyncio.create_task(outputs.peek()) for outputs in self.outputs]  # They start together.
         try:
-            for outputs in self.outputs:
-                await outputs.peek()
+            await asyncio.gather(*peeks)
         except BaseException:
+            for peek in peeks:
+                peek.cancel()
+            await asyncio.gather(*peeks, return_exceptions=True)
             await self.abort()
             raise
 

@@ -269,3 +269,37 @@ def _vae_values(names: Sequence[str], model: str, index: dict[str, Any], revisio
 def nearest_num_frames(seconds: float, fps: float, factor: int) -> int:
     """The number of frames of a video of about this length that a VAE with this factor makes, at least 1."""
     return max(0, round((seconds * fps - 1) / factor)) * factor + 1
+
+
+def check_num_frames(num_frames: int, factor: int) -> None:
+    """
+    Raises:
+        ValueError: A VAE with this factor does not make this number of frames; names the nearest.
+    """
+    if (num_frames - 1) % factor:
+        below = (num_frames - 1) // factor * factor + 1
+        raise ValueError(
+            f"num_frames {num_frames}: this model makes multiples of {factor}, and one more; the nearest are {below} "
+            f"and {below + factor}"
+        )
+
+
+def check_size(pipeline_class: type, height: int, width: int) -> None:
+    """Refuses a size by the pipeline class's own check, as far as that needs no loaded pipeline.
+
+    Raises:
+        ValueError: The pipeline does not make this height, or this width.
+    """
+    check = getattr(pipeline_class, "check_inputs", None)
+    parameters = {} if check is None else inspect.signature(check).parameters
+    if check is None or not {"height", "width"} <= parameters.keys():
+        return
+    required = [name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
+    unknown = dict.fromkeys(required[1:])
+    try:
+        check(object.__new__(pipeline_class), **{**unknown, "height": height, "width": width})
+    except ValueError as error:
+        if "height" in str(error):
+            raise ValueError(f"size {width}x{height}: {error}") from error
+    except (AttributeError, TypeError):
+        pass  # What it reads of the loaded pipeline, or of the other arguments, it checks when it runs.

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.entrypoints.fake_pipelines import WRITER, is_idle, running, set_deadline
 from tests.entrypoints.openai.fake_server import AppRequest, FakeServer
+from tests.entrypoints.openai.media_apps import use
+from tests.entrypoints.openai.small_apps import send
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.errors import PipelineFullError
 
@@ -163,6 +166,27 @@ def test_a_dead_stage_fails_its_requests_and_health_until_it_has_restarted(
         assert await health() == (200, {"writer": "ready", "speaker": "ready"})
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/v1/models", "/metrics", "/v1/pipeline"])
+def test_head_is_answered_as_get_without_the_body(server: FakeServer, path: str) -> None:
+    head, get = (send(server.app, method, path) for method in ("HEAD", "GET"))
+    assert head.status_code == get.status_code == 200
+    assert head.content == b"" and head.headers["content-type"] == get.headers["content-type"]
+    assert send(server.app, "HEAD", "/v1/chat/completions").status_code == 405
+
+
+def test_models_are_retrieved_by_name(llm: AsyncOmniLLM) -> None:
+    app = FakeServer(llm, "--served-model-name", "org/model", "short").app
+
+    async def main(client: openai.AsyncOpenAI) -> None:
+        for listed in (await client.models.list()).data:
+            found = await client.models.retrieve(listed.id)
+            assert (found.id, found.object, found.owned_by) == (listed.id, "model", listed.owned_by)
+        with pytest.raises(openai.NotFoundError, match="this server has org/model, short"):
+            await client.models.retrieve("org/other")
+
+    use(app, main)
 
 
 def test_a_request_beyond_its_deadline_is_answered_with_504(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

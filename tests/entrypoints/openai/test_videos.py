@@ -229,7 +229,9 @@ def test_a_running_video_does_not_hold_the_body_of_its_request(app: FastAPI, mon
     use(app, main)
 
 
-def test_an_error_of_the_stage_is_in_the_job(app: FastAPI) -> None:
+def test_an_error_of_the_stage_is_in_the_job(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(videos, "check_num_frames", lambda *_: None)  # As for what only the stage finds out.
+
     async def main(client: openai.AsyncOpenAI) -> None:
         video = await client.videos.create_and_poll(
             prompt="a boat", size="32x32", poll_interval_ms=20, extra_body={**SMALL, "num_frames": 6}
@@ -266,6 +268,9 @@ def test_too_many_videos_are_refused_and_leak_nothing(app: FastAPI) -> None:
         ({"seconds": 1, "num_frames": 5}, "keep one of them"),
         ({"seconds": 3000}, "max_frames"),
         ({"size": "640"}, "pattern"),
+        ({"size": "100x100"}, "size 100x100: `height` and `width` have to be divisible by 16"),
+        ({"extra_body": {"height": 24, "width": 32}}, "size 32x24"),
+        ({"num_frames": 6}, "the nearest are 5 and 9"),
         ({"extra_body": {"num_outputs_per_prompt": 2}}, "one video"),
         ({"frames": 5}, "not permitted"),
         ({"input_reference": URI}, "no input images"),
@@ -277,6 +282,28 @@ def test_wrong_fields_are_named(app: FastAPI, fields: dict[str, Any], words: str
 
     assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
     assert send(app, "GET", "/v1/videos").json()["data"] == []
+
+
+def test_a_video_is_downloaded_in_parts(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        video = await client.videos.create(prompt="a boat", size="32x32", extra_body={**SMALL, "num_frames": 1})  # type: ignore[arg-type]
+        file = await downloaded(client, video.id)
+        http, path = client._client, f"/v1/videos/{video.id}/content"
+
+        head = await http.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["accept-ranges"] == "bytes" and int(head.headers["content-length"]) == len(file)
+        first = await http.get(path, headers={"Range": "bytes=0-1"})  # as Safari begins
+        assert (first.status_code, first.content) == (206, file[:2])
+        assert first.headers["content-range"] == f"bytes 0-1/{len(file)}"
+        rest = await http.get(path, headers={"Range": "bytes=2-", "If-Range": first.headers["etag"]})
+        assert (rest.status_code, rest.content) == (206, file[2:])
+        beyond = await http.get(path, headers={"Range": f"bytes={len(file)}-"})
+        assert beyond.status_code == 416
+        await client.videos.delete(video.id)
+        assert (await http.head(path)).status_code == 404
+
+    use(app, main)
 
 
 def test_unknown_videos_and_variants(app: FastAPI) -> None:

@@ -24,7 +24,7 @@ from vllm.entrypoints.launchers.launcher import serve_http
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
-from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelCard, ModelList, ModelPermission
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 
@@ -44,7 +44,7 @@ from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
 from vllm_omni.entrypoints.openai.listener import listening
-from vllm_omni.entrypoints.openai.media_stage import final_stage
+from vllm_omni.entrypoints.openai.media_stage import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
 from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
@@ -267,6 +267,14 @@ class DiffusionModels(OpenAIModelRegistry):
             for name, adapter in self.lora_requests.items()
         ]
         return models
+
+
+@router.get("/v1/models/{model:path}", responses={HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse}})
+async def retrieve_model(model: str, raw_request: Request) -> ModelCard:
+    """The model, or an adapter, by its name, which may have slashes."""
+    served = (await raw_request.app.state.openai_serving_models.show_available_models()).data
+    check_model(model, [card.id for card in served])
+    return next(card for card in served if card.id == model)
 
 
 class StageStatus(BaseModel):

@@ -56,6 +56,7 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     cors = next((each.kwargs for each in app.user_middleware if each.cls is replaced[1]), None)
     app.user_middleware[:] = [each for each in app.user_middleware if each.cls not in replaced]
     app.state.client_secrets = ClientSecrets()
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(GarbageMiddleware)
     app.add_middleware(BodyMiddleware, limits_from(args, RequestLimits), limits_from(args, ServerLimits))
     if tokens := api_keys(args):
@@ -65,7 +66,8 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     app.add_middleware(ContextMiddleware)
     if cors is not None:  # A page of another site can read an answer only if it passes this one, refusals too.
         app.add_middleware(ServerErrorMiddleware, handler=on_unknown_error)
-        app.add_middleware(CORSMiddleware, **{**cors, "expose_headers": EXPOSED_HEADERS})
+        options: dict[str, Any] = {**cors, "expose_headers": EXPOSED_HEADERS}
+        app.add_middleware(CORSMiddleware, **options)
 
 
 def api_keys(args: argparse.Namespace) -> list[str]:
@@ -86,6 +88,22 @@ class ContextMiddleware:
             return
         with context.answering():
             await self.app(scope, receive, in_pieces(send))
+
+
+class HeadMiddleware:
+    """Answers HEAD as GET, without the body: FastAPI's routes for GET do not."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            await self.app({**scope, "method": "GET"}, receive, send_head)
+        else:
+            await self.app(scope, receive, send)
 
 
 class ApiKeyMiddleware(AuthenticationMiddleware):

@@ -10,10 +10,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from http import HTTPStatus
-from typing import Annotated, Any, BinaryIO, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import Path as PathParameter
+from fastapi.responses import FileResponse
 from openai.types import VideoDeleteResponse
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,7 +25,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.diffusion.pipeline_info import nearest_num_frames, temporal_factor
+from vllm_omni.diffusion.pipeline_info import check_num_frames, check_size, nearest_num_frames, temporal_factor
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
 from vllm_omni.entrypoints.openai.images import RESPONSES
@@ -44,12 +46,13 @@ from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
 
 logger = logging.getLogger("vllm.omni.server")
 
-_CHUNK_BYTES = 1 << 18
 _MAX_PAGE = 100
 _NUM_SEEDS = 1 << 32
 _RETRY_S = 1.0
 
-VideoId = Annotated[str, Path(max_length=200, description="Of a video that this server makes, or has made.")]
+_FILE = {"video/mp4": {"schema": {"type": "string", "format": "binary"}}}
+
+VideoId = Annotated[str, PathParameter(max_length=200, description="Of a video that this server makes, or has made.")]
 
 
 class VideoRequest(DiffusionRequest):
@@ -120,6 +123,7 @@ class ServingVideos:
         """
         self._stage.check_model(request.model)
         settings = self._settings(request)
+        self._check_size(settings, bool(request.input_reference))
         images = await self._stage.fetch_images(request.input_reference or [], "input_reference")
         video = self._describe(request.prompt, request.model or self._stage.model_name, settings)
         return await self._start(video, settings, images, raw_request)
@@ -207,6 +211,26 @@ class ServingVideos:
             settings["num_frames"] = nearest_num_frames(request.seconds, settings["fps"], self._factor)
         return settings
 
+    def _check_size(self, settings: Mapping[str, Any], has_image: bool) -> None:
+        """Refuses now what the stage would refuse when the job begins.
+
+        Raises:
+            VLLMValidationError: The model does not make this size, or this number of frames.
+        """
+        info = self._stage.info
+        if info is None:
+            return
+        height, width, num_frames = (self._stage.expected(name, settings) for name in ("height", "width", "num_frames"))
+        parameter = "num_frames"
+        try:
+            if num_frames:
+                check_num_frames(num_frames, self._factor)
+            parameter = "size"
+            if height and width:
+                check_size(info.class_for(has_image and info.takes_images), height, width)
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter=parameter) from error
+
     def _describe(self, prompt: str, model: str, settings: Mapping[str, Any]) -> Video:
         num_frames = self._stage.expected("num_frames", settings)
         seconds = num_frames and num_frames / self._stage.expected_fps(settings)
@@ -219,15 +243,14 @@ class ServingVideos:
             size=self._stage.expected_size(settings) or "auto",
         )
 
-    async def open(self, video_id: str) -> tuple[BinaryIO, int]:
-        """The file of a complete video, and its size. It remains readable if the video is deleted meanwhile.
+    def path(self, video_id: str) -> Path:
+        """The file of a complete video.
 
         Raises:
             VLLMNotFoundError: There is no such video.
             OmniHTTPError: It is not complete, or failed.
         """
-        job = self._completed(video_id)
-        return await asyncio.to_thread(job.path.open, "rb"), job.num_bytes
+        return self._completed(video_id).path
 
     def _completed(self, video_id: str) -> VideoJob:
         job = self.store.get(video_id, RequestContext.current().owner)
@@ -252,12 +275,6 @@ def _resolve(future: "asyncio.Future[None]", error: Exception | None = None) -> 
 def _deleted(job: VideoJob) -> OmniHTTPError:
     """For a request whose video another request deletes. With a status that clients do not retry."""
     return OmniHTTPError(f"video {job.video.id} was deleted before it was started", HTTPStatus.GONE)
-
-
-async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
-    with file:
-        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
-            yield chunk
 
 
 def _handler(raw_request: Request) -> ServingVideos:
@@ -318,23 +335,24 @@ async def retrieve_video(video_id: VideoId, raw_request: Request) -> Video:
 
 @router.get(
     "/v1/videos/{video_id}/content",
-    response_class=StreamingResponse,
+    response_class=FileResponse,
     responses={
         **RESPONSES,
         HTTPStatus.CONFLICT.value: {"model": ErrorResponse, "description": "It is not complete, or has failed."},
-        HTTPStatus.OK.value: {"content": {"video/mp4": {"schema": {"type": "string", "format": "binary"}}}},
+        HTTPStatus.OK.value: {"content": _FILE},
+        HTTPStatus.PARTIAL_CONTENT.value: {"content": _FILE, "description": "The bytes of the header Range."},
     },
 )
 async def download_video(
     video_id: VideoId,
     raw_request: Request,
     variant: Annotated[str, Query(description="Only video: there are no thumbnails or sprite sheets.")] = "video",
-) -> StreamingResponse:
-    """The MP4 file of a video that is completed."""
+) -> FileResponse:
+    """The MP4 file of a video that is completed, or, with a header Range, a part of it."""
     if variant != "video":
         raise VLLMValidationError("there is only the variant 'video'", parameter="variant")
-    file, num_bytes = await _handler(raw_request).open(video_id)
-    return StreamingResponse(_chunks(file), media_type="video/mp4", headers={"Content-Length": str(num_bytes)})
+    path = _handler(raw_request).path(video_id)
+    return FileResponse(path, media_type="video/mp4", stat_result=path.stat())
 
 
 @router.delete("/v1/videos/{video_id}", responses=RESPONSES)

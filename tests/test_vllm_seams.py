@@ -176,6 +176,14 @@ SIGNATURES = {
         f"{ENGINE}.input_processor:OmniInputProcessor",
     ),
     # Outputs
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat._engine_reasoning_kwargs": (
+        "self, request, parser, chat_template_kwargs, prompt_token_ids",
+        "vllm_omni.entrypoints.openai.chat:OmniServingChat",
+    ),
+    "vllm.parser.abstract_parser:Parser.parse_delta": (
+        "self, delta_text, delta_token_ids, request, prompt_token_ids=..., *, finished",
+        "vllm_omni.stage.spoken_reply:SpokenReply",
+    ),
     "vllm.v1.engine.output_processor:OutputProcessor.__init__": (
         "self, tokenizer, *, log_stats, stream_interval=..., tracing_enabled=..., admission_stats=...",
         f"{ENGINE}.output_processor:MultimodalOutputProcessor",

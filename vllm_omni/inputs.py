@@ -19,6 +19,32 @@ VOICE_FIELD = "speaker"
 """The key of a prompt's `additional_information` that selects a voice."""
 
 
+class ReplyParsers(msgspec.Struct, kw_only=True, frozen=True):
+    """vLLM's parsers of a reply, and the tokenizer of the stage that writes it, by the names of vLLM's options."""
+
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    tool_parser_plugin: str | None = None
+    reasoning_parser_plugin: str | None = None
+    tokenizer: str
+    tokenizer_mode: str = "auto"
+    tokenizer_revision: str | None = None
+    trust_remote_code: bool = False
+
+
+class SpokenText(msgspec.Struct, kw_only=True, frozen=True):
+    """Which part of a reply is spoken: its content, and neither tool calls nor reasoning.
+
+    Attributes:
+        request: The fields of the chat completion request that the parsers read: `tools`, `tool_choice`, ...
+        rows: The tensor of the writing stage that a stage which speaks reads; set for it alone.
+    """
+
+    parsers: ReplyParsers
+    request: dict[str, Any] = {}
+    rows: str = ""
+
+
 class OmniPrompt(TypedDict, total=False):
     """One prompt of `OmniLLM.generate`: vLLM's text, token or embedding prompt, with further keys.
 
@@ -33,6 +59,7 @@ class OmniPrompt(TypedDict, total=False):
     `additional_information` holds tensors for the first stage's model, and plain values that every stage
     input processor can read as `StageRequest.options` (e.g. `{"speaker": "ethan"}`). A model with a `PromptProcessor`
     declares which keys it reads, here and there.
+    `spoken_text` tells which part of a reply is spoken; without it all of it is.
     """
 
     prompt: str | AsyncIterable[str]
@@ -47,6 +74,7 @@ class OmniPrompt(TypedDict, total=False):
     modalities: list[str] | None
     additional_information: dict[str, Any]
     cache_salt: str | None
+    spoken_text: SpokenText | None
 
 
 class StageRequest(msgspec.Struct, kw_only=True):
@@ -67,6 +95,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
         num_ready_tokens: As in `StageInput`, of a prompt that is not complete.
         priority: Lower values come first; 0 where the stage does not schedule by priority.
         cache_salt: The prefix cache finds only requests with the same one.
+        spoken_text: Of a stage that speaks a reply: which part of it. None: all of it.
         trace_headers: W3C trace context of the request (`traceparent`, ...); empty without tracing.
     """
 
@@ -83,6 +112,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
     num_ready_tokens: int | None = None
     priority: int = 0
     cache_salt: str | None = None
+    spoken_text: SpokenText | None = None
     trace_headers: dict[str, str] = {}
 
 

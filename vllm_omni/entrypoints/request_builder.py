@@ -264,8 +264,12 @@ class RequestBuilder:
         if text is not None:
             stages[text.stage_id].is_complete = text.is_complete
             stages[text.stage_id].num_ready_tokens = text.first.num_ready_tokens
+        spoken_text = prompt.get("spoken_text")
         for stage_id in stage_ids:
             if stage_id in self._processors:
+                rows = self._processors[stage_id].spoken_rows
+                if spoken_text is not None and rows is not None:
+                    stages[stage_id].spoken_text = msgspec.structs.replace(spoken_text, rows=rows)
                 self._processors[stage_id].validate(stages[stage_id])
         return stages, self._config.final_stages(modalities)
 

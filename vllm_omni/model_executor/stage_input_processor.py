@@ -38,6 +38,10 @@ class StageInputProcessor(ABC):
     min_first_window_size: ClassVar[int] = 1
     """The fewest units of the first window."""
 
+    spoken_rows: ClassVar[str | None] = None
+    """If it speaks the reply of its only source: the name of the tensor with the prompt's rows and one for each token
+    of the reply but the last. Then it gets what `OmniPrompt.spoken_text` says of a reply, and nothing else."""
+
     def __init__(self, hf_config: PretrainedConfig) -> None:
         """
         Args:

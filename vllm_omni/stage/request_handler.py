@@ -43,6 +43,7 @@ from vllm_omni.stage.outlet import Outlet
 from vllm_omni.stage.queues import FlushTimes, WaitingQueue
 from vllm_omni.stage.request_state import InputStreams, RequestState
 from vllm_omni.stage.spec import StageSpec
+from vllm_omni.stage.spoken_reply import SpokenReply
 
 _LOST_AFTER_S = 0.5
 """How long the last output of a dead stage may still be in transit in the kernel."""
@@ -201,6 +202,9 @@ class RequestHandler:
             raise RuntimeError(f"a piece of the output of stage {self._source_stage(message)} was lost")
         state.num_received[message.source] = message.sequence + 1
         piece.is_last = message.is_last
+        if state.request.spoken_text is not None:
+            state.reply = state.reply or SpokenReply(state.request)
+            piece = state.reply.select(piece)
         source = self._source_stage(message)
         for _ in range(state.inputs.add(source, piece)):
             self._recorder.window(source)

@@ -12,6 +12,7 @@ from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import StreamChunk
 from vllm_omni.stage.segments import Segmenter
+from vllm_omni.stage.spoken_reply import SpokenReply
 from vllm_omni.stage.window import WindowState
 
 
@@ -67,6 +68,7 @@ class RequestState:
         num_received, num_sent: Pieces received from each source, and sent to each target.
         owed: Feeders, requests and bytes to refund when the request leaves the queue.
         more_input: Of its prompt, for the engine when it has the request.
+        reply: Of a stage that speaks a part of a reply: finds that part.
     """
 
     submit: SubmitMessage
@@ -81,6 +83,7 @@ class RequestState:
     num_sent: dict[int, int] = field(default_factory=dict)
     owed: list[tuple[int, int, int]] = field(default_factory=list)  # (feeder, requests, bytes)
     more_input: list[StreamChunk] = field(default_factory=list)
+    reply: SpokenReply | None = None
 
     @property
     def request_id(self) -> str:

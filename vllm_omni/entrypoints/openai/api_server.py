@@ -51,6 +51,7 @@ from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, Server
 from vllm_omni.entrypoints.openai.slow_clients import http_protocol
 from vllm_omni.entrypoints.openai.start_signals import StartSignals
 from vllm_omni.errors import StageConfigError
+from vllm_omni.inputs import ReplyParsers
 from vllm_omni.orchestrator.fork_server import ForkServer
 
 logger = logging.getLogger("vllm.omni.server")
@@ -212,7 +213,19 @@ async def _init_text_state(
     await init_app_state(client, state, args, await client.get_supported_tasks())
     state.openai_serving_chat = chat.OmniServingChat.from_vllm(state.openai_serving_chat)
     state.openai_serving_chat.set_up(default_modalities)
+    state.openai_serving_chat.parsers = _reply_parsers(args, client)
     state.openai_serving_completion = chat.OmniServingCompletion.from_vllm(state.openai_serving_completion)
+
+
+def _reply_parsers(args: Namespace, client: OmniEngineClient) -> ReplyParsers:
+    names = ("tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code")
+    return ReplyParsers(
+        tool_parser=args.tool_call_parser if args.enable_auto_tool_choice else None,
+        reasoning_parser=args.structured_outputs_config.reasoning_parser,
+        tool_parser_plugin=args.tool_parser_plugin,
+        reasoning_parser_plugin=args.reasoning_parser_plugin,
+        **{name: getattr(client.model_config, name) for name in names},
+    )
 
 
 def _init_diffusion_state(state: State, client: OmniEngineClient, args: Namespace) -> None:

@@ -23,6 +23,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, OpenAIBaseModel
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
+from vllm.parser.abstract_parser import Parser
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_omni.config.stage_config import PipelineConfig
@@ -34,12 +35,16 @@ from vllm_omni.entrypoints.openai.server_args import Modality
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, explicit_fields, read_stage_params
 from vllm_omni.errors import StageConfigError
 from vllm_omni.events import CompletedEvent
-from vllm_omni.inputs import VOICE_FIELD
+from vllm_omni.inputs import VOICE_FIELD, ReplyParsers, SpokenText
 
 AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16", "pcm"]
 
 # They change what the model reads and not how much work it is, so every client may set them.
 HARMLESS_MM_KWARGS = {"use_audio_in_video"}
+# What vLLM's parsers of a reply read of a request.
+PARSED_FIELDS = {
+    "tools", "tool_choice", "parallel_tool_calls", "skip_special_tokens", "spaces_between_special_tokens",
+}  # fmt: skip
 
 
 class AudioVoice(OpenAIBaseModel):
@@ -131,7 +136,10 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
     Attributes:
         default_modalities: The outputs of a request without `modalities`.
         transcripts: Those of earlier speech.
+        parsers: Those of `parser_cls`.
     """
+
+    parsers: ReplyParsers
 
     def set_up(self, default_modalities: Sequence[str]) -> None:
         """Completes what `from_vllm` returned."""
@@ -150,6 +158,22 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         if isinstance(answer, AsyncGenerator):
             await context.started()
         return answer
+
+    def _engine_reasoning_kwargs(
+        self,
+        request: ChatCompletionRequest,
+        parser: Parser | None,
+        chat_template_kwargs: dict[str, Any],
+        prompt_token_ids: list[int] | None,
+    ) -> dict[str, Any]:
+        """vLLM's arguments of `generate`, and which part of the reply is spoken."""
+        arguments = super()._engine_reasoning_kwargs(request, parser, chat_template_kwargs, prompt_token_ids)
+        calls_tools = bool(request.tools) and request.tool_choice != "none"
+        if parser is None or not (calls_tools or self.parsers.reasoning_parser):
+            return arguments
+        fields = request.model_dump(mode="json", include=PARSED_FIELDS, exclude_none=True)
+        fields["chat_template_kwargs"] = chat_template_kwargs
+        return {**arguments, "spoken_text": SpokenText(parsers=self.parsers, request=fields)}
 
     async def chat_completion_full_generator(  # type: ignore[override]
         self,

@@ -94,6 +94,11 @@ def _joint_finish_reason(text_reason: str | None, media: Iterable[OmniRequestOut
     return "length" if is_cut and text_reason in (None, "stop") else text_reason or "stop"
 
 
+def _has_unspoken(message: dict[str, Any]) -> bool:
+    """Whether a message, or a delta of one, has text that is not content."""
+    return bool(message.get("tool_calls") or message.get("reasoning"))
+
+
 class ChatMedia:
     """Adds the outputs that are not text to one answer, in the first choice."""
 
@@ -120,15 +125,16 @@ class ChatMedia:
         media = [output for output in event.outputs if output.final_output_type != "text"]
         choice = answer.choices[0]
         fields = choice.message.model_dump()
+        transcript = fields.get("content") or ""
+        is_silent = not transcript.strip() and _has_unspoken(fields)
         if not self._options.shows_text:
-            fields = {"role": choice.message.role}
+            fields = {name: fields[name] for name in ("role", "tool_calls") if fields.get(name)}
             choice.logprobs = None
             del answer.choices[1:]
         for output in media:
             if output.final_output_type == "audio":
-                # The text of the first sequence; empty if the pipeline returns no text.
-                texts = (other.outputs[0].text for other in event.outputs if other.final_output_type == "text")
-                transcript = next(texts, "")
+                if is_silent:
+                    continue
                 fields["audio"] = {
                     "id": self._audio_id,
                     "data": await asyncio.to_thread(encode_speech, output, self._options.audio_format),
@@ -183,6 +189,8 @@ class MediaStream(ChatMedia):
             "model": model_name,
         }
         self._transcript: list[str] = []
+        self._blank = ""  # White space, which is part of the transcript if text follows.
+        self._has_unspoken = False
         self._speaks = "audio" in self._options.modalities
         self._shows_text_end = RequestContext.current().shows_text_end
         self._lines = _LineQueue()
@@ -198,7 +206,6 @@ class MediaStream(ChatMedia):
         async with aclosing(self._outputs):  # It may end while it waits for the client.
             async for output in self._outputs:
                 if isinstance(output, RequestOutput):
-                    await self._put_transcript(output)
                     yield output
                 else:
                     await self._put_event(output)
@@ -218,13 +225,13 @@ class MediaStream(ChatMedia):
     async def _pump(self, text: AsyncGenerator[str, None]) -> None:
         try:
             async for line in text:
-                rewritten = self._rewrite(line)
+                rewritten = await self._rewrite(line)
                 if rewritten is not None:
                     await self._lines.put(rewritten)
         finally:
             self._lines.close()
 
-    def _rewrite(self, line: str) -> Line | None:
+    async def _rewrite(self, line: str) -> Line | None:
         """vLLM's line, without the end of choice 0, and with the tokens of the other outputs in the usage.
 
         None: the line has text that the request does not include.
@@ -236,20 +243,31 @@ class MediaStream(ChatMedia):
             if self._completed is not None:
                 self._add_usage(chunk["usage"], self._completed)
             return _line(chunk)
-        if '"finish_reason":null' not in line:
+        if self._speaks or '"finish_reason":null' not in line:
             chunk = _read(line)
             (choice,) = chunk["choices"]
-            if choice["index"] == 0:
+            if choice["index"] == 0 and self._speaks:
+                await self._take_delta(choice["delta"])
+            if choice["index"] == 0 and choice["finish_reason"] is not None:
                 self._end = {name: choice.pop(name) for name in ("finish_reason", "stop_reason") if name in choice}
                 shown = self._end if self._shows_text_end else {"finish_reason": None}
                 line = _line({**chunk, "choices": [{**choice, **shown}]}).decode()
         return line if self._options.shows_text else None
 
-    async def _put_transcript(self, output: RequestOutput) -> None:
-        completion = output.outputs[0]
-        if self._speaks and completion.index == 0 and completion.text:
-            self._transcript.append(completion.text)
-            await self._put_audio(transcript=completion.text)
+    async def _take_delta(self, delta: dict[str, Any]) -> None:
+        """The text of the first sequence: its content is spoken, and its tool calls are part of every answer."""
+        self._has_unspoken |= _has_unspoken(delta)
+        self._blank += delta.get("content") or ""
+        if self._blank.strip():
+            await self._put_transcript()
+        if delta.get("tool_calls") and not self._options.shows_text:
+            await self._put({"tool_calls": delta["tool_calls"]})
+
+    async def _put_transcript(self) -> None:
+        text, self._blank = self._blank, ""
+        if text:
+            self._transcript.append(text)
+            await self._put_audio(transcript=text)
 
     async def _put_event(self, event: OmniEvent) -> None:
         if isinstance(event, CompletedEvent):
@@ -271,6 +289,9 @@ class MediaStream(ChatMedia):
         await self._put({}, **self._end | {"finish_reason": _joint_finish_reason(self._end["finish_reason"], media)})
 
     async def _finish_audio(self, output: OmniRequestOutput) -> None:
+        if self._has_unspoken and not self._transcript:
+            return
+        await self._put_transcript()
         encoder = self._encoders.get(output.stage_id)
         if encoder is not None:
             await self._put_data(await encoder.finish_async())

@@ -32,7 +32,7 @@ from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import StageSamplingParams, make_sampling_params
 from vllm_omni.errors import OmniError, PipelineClosedError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
-from vllm_omni.inputs import OmniPrompt
+from vllm_omni.inputs import OmniPrompt, SpokenText
 from vllm_omni.metrics.stats import StageMetrics
 
 EngineOutput = RequestOutput | OmniEvent
@@ -245,6 +245,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
         session_id: str | None = None,
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
+        spoken_text: SpokenText | None = None,
         **unused: Any,
     ) -> AsyncGenerator[EngineOutput, None]:
         """Outputs of a rendered prompt: deltas or the whole, see `sampling_params.output_kind`.
@@ -255,6 +256,8 @@ class OmniEngineClient(_UnsupportedEngineClient):
         options = context.options
         omni_prompt = cast(OmniPrompt, {**options.prompt, "engine_input": prompt})
         omni_prompt["modalities"] = list(options.modalities)
+        if options.has_media and spoken_text is not None:
+            omni_prompt["spoken_text"] = spoken_text
         is_delta = sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY
         events = self.run(
             omni_prompt,

@@ -34,6 +34,7 @@ class QwenOmniThinkerToTalker(StageInputProcessor):
     reads: ClassVar[tuple[str, ...]] = ("completions", f"tensors.{TALKER_INPUT}")
     window: ClassVar[WindowConfig] = WindowConfig(unit="tokens", first_window_size=2)
     min_first_window_size: ClassVar[int] = 2
+    spoken_rows: ClassVar[str | None] = TALKER_INPUT
 
     def validate(self, request: StageRequest) -> None:
         find_speaker(request, self.voices)

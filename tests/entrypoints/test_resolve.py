@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which arguments reach which stage, and what is checked before a stage starts."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +216,47 @@ def test_a_checkpoint_of_the_package_is_found_by_its_name(tmp_path: Path, monkey
     assert OmniArgs(model="someone/shapes").model == "someone/shapes"
     (tmp_path / "shapes").mkdir()
     assert OmniArgs(model="shapes").model == "shapes"  # the caller's own folder
+
+
+@pytest.fixture
+def short_checkpoint(tiny_qwen3_omni_moe: Path, tmp_path: Path) -> str:
+    """A thinker of 1024 positions, and a talker of 512: less than the shipped configuration has."""
+    folder = shutil.copytree(tiny_qwen3_omni_moe, tmp_path / "short", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    for part, length in (("thinker_config", 1024), ("talker_config", 512)):
+        config[part]["text_config"]["max_position_embeddings"] = length
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def lengths(args: OmniArgs) -> list[int | None]:
+    return [stage.engine_args.get("max_model_len") for stage in read_pipeline(args).with_checkpoints.stage_args]
+
+
+def test_shipped_lengths_are_upper_bounds(short_checkpoint: str) -> None:
+    assert lengths(OmniArgs(model=short_checkpoint)) == [1024, 512, None]
+    variant = OmniArgs(model=short_checkpoint, stage_configs_path="qwen3_omni_moe_2x80gb")
+    assert lengths(variant)[:2] == [1024, 512]
+    lower = OmniArgs(model=short_checkpoint, stage_overrides={"thinker": {"max_model_len": 64}})
+    assert lengths(lower) == [64, 512, None]
+    assert resolve_pipeline(OmniArgs(model=short_checkpoint)).engine_args[1].max_model_len == 512
+
+
+def test_an_operators_length_that_the_checkpoint_does_not_have_is_refused(
+    short_checkpoint: str, tmp_path: Path, tiny_qwen3: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text((stage_configs_dir() / "qwen3_omni_moe.yaml").read_text())
+    thinker = r"^stage 0 \(thinker\): max_model_len {} .* at most 1024, .* --stage\.thinker\.max_model_len$"
+    for given, message in (
+        ({"engine_args": {"max_model_len": 2048}}, thinker.format(2048)),
+        ({"stage_configs_path": str(file)}, thinker.format(16384)),
+        ({"stage_overrides": {1: {"engine_args": {"max_model_len": 513}}}}, r"stage 1 \(talker\): .* 513 .* most 512"),
+    ):
+        with pytest.raises(StageConfigError, match=message):
+            read_pipeline(OmniArgs(model=short_checkpoint, **given))  # type: ignore[arg-type]
+    with pytest.raises(StageConfigError, match=r"stage 0 \(text\): max_model_len 99999 .* at most 8192"):
+        read_pipeline(OmniArgs(model=str(tiny_qwen3), engine_args={"max_model_len": 99999}))
 
 
 def test_a_wrong_configuration_of_vllms_is_one_line(tiny_qwen3: Path) -> None:

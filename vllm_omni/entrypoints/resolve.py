@@ -6,24 +6,29 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import transformers
 from huggingface_hub import snapshot_download
 from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
+from vllm.transformers_utils.config import get_hf_text_config
+from vllm.transformers_utils.model_arch_config_convertor import (
+    MODEL_ARCH_CONFIG_CONVERTORS,
+    ModelArchConfigConvertorBase,
+)
 
 from vllm_omni.config.dit_config import DIT_SETTINGS, parse_dit_config
 from vllm_omni.config.loader import load_pipeline_config
 from vllm_omni.config.omni_args import OmniArgs
-from vllm_omni.config.overrides import merge, override_stage
+from vllm_omni.config.overrides import merge, overridden_keys, override_stage
 from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, find_stage
 from vllm_omni.config.utils import find_stage_configs, nearest
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model, load_model_index
 from vllm_omni.engine.engine_args import create_engine_args, message_of
-from vllm_omni.engine.hf_override import load_hf_config
+from vllm_omni.engine.hf_override import StageConfigOverride, load_hf_config
 from vllm_omni.engine.text_models import why_not_text
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import find_models
@@ -33,6 +38,7 @@ CHECKPOINT_STAGE_CONFIG = "stage_config.yaml"
 """In a checkpoint's folder: the configuration of that checkpoint, in place of the one for its architecture."""
 # Arguments that may be folders of the pipeline's checkpoint.
 _CHECKPOINT_ARGS = ("model", "tokenizer")
+_LENGTH = "max_model_len"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 # Arguments that the pipeline itself reads.
 _FOR_ALL = {"otlp_traces_endpoint", "trust_remote_code"}
@@ -52,7 +58,7 @@ class ReadPipeline:
         source: The stage configuration file; None for a diffusers model, whose only stage needs none.
         loaded: The content of the file.
         with_arguments: The same with the caller's arguments.
-        with_checkpoints: The same with the stages' own checkpoints resolved.
+        with_checkpoints: The same with the stages' own checkpoints resolved, and no `max_model_len` above theirs.
     """
 
     source: Path | None
@@ -99,7 +105,8 @@ def read_pipeline(args: OmniArgs) -> ReadPipeline:
     with_arguments = apply_arguments(
         loaded.with_runtime(**args.runtime_overrides), args.engine_args, args.stage_overrides
     )
-    return ReadPipeline(source, loaded, with_arguments, resolve_checkpoints(with_arguments, args.model))
+    with_checkpoints = _limit_lengths(resolve_checkpoints(with_arguments, args.model), source, args)
+    return ReadPipeline(source, loaded, with_arguments, with_checkpoints)
 
 
 def has_vllm_stages(args: OmniArgs) -> bool:
@@ -243,6 +250,60 @@ def resolve_checkpoints(config: PipelineConfig, model: str) -> PipelineConfig:
         }
         stages.append(msgspec.structs.replace(stage, engine_args=args | found))
     return config.with_stage_args(stages)
+
+
+def _limit_lengths(config: PipelineConfig, source: Path | None, args: OmniArgs) -> PipelineConfig:
+    """Reduces each `max_model_len` to what the stage's checkpoint has, unless the operator set it.
+
+    Raises:
+        StageConfigError: The operator's is longer.
+    """
+    names_file = args.stage_configs_path is not None and source not in find_models().stage_configs.values()
+    is_for_all = names_file or _LENGTH in args.engine_args
+    overridden = {
+        find_stage(config, key).stage_id
+        for key, override in args.stage_overrides.items()
+        if ("engine_args", _LENGTH) in overridden_keys(override)
+    }
+    stages = []
+    for stage in config.stage_args:
+        given = stage.engine_args.get(_LENGTH)
+        longest = _longest_length(stage, args.model) if stage.runs_vllm and isinstance(given, int) else None
+        if longest is not None:
+            if is_for_all or stage.stage_id in overridden:
+                raise StageConfigError(
+                    f"{stage.label}: {_LENGTH} {given} is more than its checkpoint has; set at most {longest}, for "
+                    f"this stage alone with --stage.{stage.name}.{_LENGTH}"
+                )
+            stage = msgspec.structs.replace(stage, engine_args=stage.engine_args | {_LENGTH: longest})
+        stages.append(stage)
+    return config.with_stage_args(stages)
+
+
+def _longest_length(stage: OmniStageConfig, model: str) -> int | None:
+    """The length of a vLLM stage's checkpoint, if its `max_model_len` is longer; None if vLLM accepts that, or refuses
+    something else, which is reported when the arguments are checked."""
+    given = stage.engine_args[_LENGTH]
+    arguments = {name: value for name, value in stage.engine_args.items() if name != _LENGTH}
+    try:
+        engine_args = make_engine_args(msgspec.structs.replace(stage, engine_args=arguments), model)
+        if given <= _declared_length(engine_args, arguments):
+            return None
+        model_config = engine_args.create_model_config()  # May take seconds.
+    except (ValueError, TypeError, AssertionError, OSError):
+        return None
+    try:
+        model_config.get_and_verify_max_len(given)
+    except ValueError:
+        return model_config.max_model_len
+    return None
+
+
+def _declared_length(engine_args: EngineArgs, arguments: Mapping[str, Any]) -> float:
+    """The length in the configuration of a stage's model, before any scaling; infinite if there is none."""
+    hf_config = cast(StageConfigOverride, engine_args.hf_overrides)(load_hf_config(engine_args.model, arguments))
+    convertor = MODEL_ARCH_CONFIG_CONVERTORS.get(hf_config.model_type, ModelArchConfigConvertorBase)
+    return convertor(hf_config, get_hf_text_config(hf_config)).derive_max_model_len_and_key()[0]
 
 
 def _resolve_checkpoint(own: Any, model: str, revision: str | None, where: str) -> str:

@@ -30,6 +30,8 @@ _SECTIONS = (
     *("defaults", "ar", "restart", "connectors"),  # of the pipeline
 )
 DEFAULT = "default"
+# Engine arguments whose value in the file is not what runs.
+_COMPUTED = {"model": "found in the checkpoint", "max_model_len": "reduced to what the checkpoint has"}
 # Fields of `EngineArgs` that are not arguments of a stage, or that we set internally.
 _NOT_SHOWN = {"model", "hf_overrides", "additional_config"}
 
@@ -126,8 +128,9 @@ class ConfigValues:
         path = ("stage_args", stage.stage_id, "engine_args")
         for name, value in stage.engine_args.items():
             if value != before.engine_args.get(name):
-                source = "found in the checkpoint" if name == "model" else "computed: runtime.memory"
-                yield ConfigValue((*path, name), value, source, is_computed=True)
+                yield ConfigValue(
+                    (*path, name), value, _COMPUTED.get(name, "computed: runtime.memory"), is_computed=True
+                )
         added = self._of_vllm(stage) if stage.runs_vllm else self._of_diffusers(stage) if stage.kind == "DiT" else []
         for name, value, source in added:
             if name not in stage.engine_args:

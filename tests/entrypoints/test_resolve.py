@@ -215,7 +215,8 @@ def test_a_checkpoint_of_the_package_is_found_by_its_name(tmp_path: Path, monkey
     assert (Path(OmniArgs(model="shapes").model) / "config.json").is_file()
     assert OmniArgs(model="someone/shapes").model == "someone/shapes"
     (tmp_path / "shapes").mkdir()
-    assert OmniArgs(model="shapes").model == "shapes"  # the caller's own folder
+    assert (Path(OmniArgs(model="shapes").model) / "config.json").is_file(), "a folder hides no shipped model"
+    assert OmniArgs(model="./shapes").model == "./shapes"
 
 
 @pytest.fixture

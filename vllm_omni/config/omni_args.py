@@ -50,8 +50,9 @@ class OmniArgs(PipelineOptions):
     """All arguments of a pipeline."""
 
     model: str
-    """A checkpoint: a directory, the name of one in the package (`shapes`), or a name on the Hugging Face hub. A stage
-    can have its own (`engine_args.model`), which may be a directory in this one."""
+    """A checkpoint: the name of one in the package (`shapes`; a directory of that name is `./shapes`), a directory, or
+    a name on the Hugging Face hub. A stage can have its own (`engine_args.model`), which may be a directory in this
+    one."""
     log_stats: bool = False
     """Record statistics of stages and requests: logged, and in vLLM's Prometheus registry."""
     stage_overrides: Mapping[str | int, Mapping[str, Any]] = field(default_factory=dict)

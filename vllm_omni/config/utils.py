@@ -50,16 +50,16 @@ def stage_configs_dir() -> Path:
 
 
 def find_stage_configs(path: str) -> Path:
-    """The file of a stage configuration, given by its path or by the name of one of a package without `.yaml`."""
-    named = None if Path(path).exists() else find_models().stage_configs.get(path)
-    return named or Path(path)
+    """The file of a stage configuration, given by the name of one of a package without `.yaml`, or by its path: a file
+    of such a name is `./NAME`."""
+    return find_models().stage_configs.get(path) or Path(path)
 
 
 def find_checkpoint(model: str) -> str:
-    """The folder of a checkpoint that is part of the package, given by its name; any other model as it is."""
+    """The folder of a checkpoint that is part of the package, given by its name; any other model as it is: a folder of
+    such a name is `./NAME`."""
     folder = Path(__file__).parents[1] / "checkpoints" / model
-    is_name = Path(model).name == model
-    return str(folder) if is_name and folder.is_dir() and not Path(model).exists() else model
+    return str(folder) if Path(model).name == model and folder.is_dir() else model
 
 
 def shipped_variants(path: Path | None) -> list[Path]:

@@ -118,8 +118,9 @@ def test_a_shipped_configuration_is_found_by_its_name(tmp_path: Path, monkeypatc
     assert find_stage_configs("qwen3_omni_moe_2x80gb.yaml") == Path("qwen3_omni_moe_2x80gb.yaml")
     assert find_stage_configs("nothing") == Path("nothing")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").touch()  # A file of this name wins.
-    assert find_stage_configs("text") == Path("text")
+    (tmp_path / "text").touch()  # A file of this name hides nothing.
+    assert find_stage_configs("text") == stage_configs_dir() / "text.yaml"
+    assert find_stage_configs("./text") == Path("text")
 
 
 def test_variants_are_those_of_the_same_model() -> None:

@@ -137,7 +137,8 @@ def test_finding_packages_imports_neither_torch_nor_vllm() -> None:
 
 
 def test_the_doctor_lists_packages(install: Install) -> None:
-    from vllm_omni.entrypoints.cli.doctor import Finding, check_model_packages
+    from vllm_omni.entrypoints.cli.doctor import check_model_packages
+    from vllm_omni.entrypoints.cli.findings import Finding
 
     assert list(check_model_packages()) == []
     install("tune", "MODELS = ModelPackage(architectures={'TuneModel': 'tune:Tune'})")

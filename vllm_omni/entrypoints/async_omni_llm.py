@@ -155,7 +155,12 @@ class AsyncOmniLLM(OmniBase):
         self.check_room()
         loop = asyncio.get_running_loop()
         begun = TextInput(
-            self.builder, prompt, text, request_id, lambda work: loop.run_in_executor(self._preprocessing, work)
+            self.builder.prompt_processors,
+            self.builder.lock,
+            prompt,
+            text,
+            request_id,
+            lambda work: loop.run_in_executor(self._preprocessing, work),
         )
         await begun.begin()
         return begun

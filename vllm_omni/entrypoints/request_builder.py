@@ -26,6 +26,7 @@ from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.engine.text_decoder import TextDecoder
 from vllm_omni.entrypoints.resolve import make_engine_args
 from vllm_omni.errors import InvalidRequestError, StageConfigError
+from vllm_omni.entrypoints.text_input import TextInput
 from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import OmniPrompt, StageRequest
 from vllm_omni.metrics.stats import CacheCounts
@@ -37,7 +38,6 @@ from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
-    from vllm_omni.entrypoints.text_input import TextInput
 
 _RAW_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "multi_modal_data", "mm_processor_kwargs")
 
@@ -89,7 +89,7 @@ class RequestBuilder:
         lora_request: LoRARequest | None = None,
         request_fields: Mapping[str, Any] | None = None,
         priority: int = 0,
-        text: "TextInput | None" = None,
+        text: TextInput | None = None,
     ) -> PipelineRequest:
         """
         Args:
@@ -207,7 +207,7 @@ class RequestBuilder:
         sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams,
         lora_request: LoRARequest | None,
         request_fields: Mapping[str, Any],
-        text: "TextInput | None",
+        text: TextInput | None,
     ) -> tuple[dict[int, StageRequest], list[int]]:
         """The request of each stage, and the final stages."""
         modalities = self._check_modalities(prompt.get("modalities"))

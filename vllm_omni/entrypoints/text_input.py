@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of a request that arrives in pieces, while the stages work on those before."""
 
-from collections.abc import AsyncIterable, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
 
-from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import OmniPrompt, StageInput
-from vllm_omni.model_executor.prompt_processor import PromptStream
+from vllm_omni.model_executor.prompt_processor import PromptProcessor, PromptStream
 
 Work = Callable[[], StageInput | None]
 
@@ -25,7 +25,8 @@ class TextInput:
 
     def __init__(
         self,
-        builder: RequestBuilder,
+        prompt_processors: Mapping[int, PromptProcessor],
+        lock: threading.Lock,
         prompt: OmniPrompt,
         text: AsyncIterable[str],
         request_id: str | None,
@@ -33,10 +34,12 @@ class TextInput:
     ) -> None:
         """
         Args:
+            prompt_processors, lock: Those of the `RequestBuilder`.
             request_id: The caller's, for errors.
             run: Calls a function in another thread.
         """
-        self._builder = builder
+        self._prompt_processors = prompt_processors
+        self._lock = lock
         self._prompt = prompt
         self._pieces = aiter(text)
         self._request_id = request_id or ""
@@ -61,10 +64,9 @@ class TextInput:
             send(self.stage_id, stage_input, is_last)
 
     def _open(self) -> None:
-        processors = self._builder.prompt_processors
-        if len(processors) != 1:
+        if len(self._prompt_processors) != 1:
             raise ValueError("this model reads a text whole: prompt must be a string")
-        ((self.stage_id, processor),) = processors.items()
+        ((self.stage_id, processor),) = self._prompt_processors.items()
         self._stream = processor.stream(self._prompt)
 
     async def _next(self) -> tuple[StageInput, bool]:
@@ -78,7 +80,7 @@ class TextInput:
 
     async def _call(self, work: Work) -> StageInput | None:
         def locked() -> StageInput | None:
-            with self._builder.lock:
+            with self._lock:
                 return work()
 
         try:

@@ -14,7 +14,7 @@ import yaml
 from vllm_omni.config.loader import load_pipeline_config, parse_pipeline_config
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.entrypoints.cli import doctor
-from vllm_omni.entrypoints.cli.doctor import Platform
+from vllm_omni.entrypoints.cli.findings import Platform
 
 
 def sources(text: str) -> dict[str, list[str]]:
@@ -85,6 +85,20 @@ def test_no_command_trusts_the_configuration_of_a_checkpoint(
     assert result.code == 1
     assert "stage 0 (text): engine_args.worker_cls: " in result.out + result.err
     assert "--trust-remote-code" in result.out + result.err and "Traceback" not in result.err
+
+
+def test_a_length_that_the_checkpoint_does_not_have_is_reduced(run, tiny_qwen3_omni_moe: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_qwen3_omni_moe, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((model / "config.json").read_text())
+    config["thinker_config"]["text_config"]["max_position_embeddings"] = 1024
+    (model / "config.json").write_text(json.dumps(config))
+
+    result = run("config", "show", model)
+
+    assert "# max_model_len: 1024 " in result.out
+    assert "reduced to what the checkpoint has" in sources(result.out)["max_model_len"]
+    result = run("config", "show", model, "--max-model-len", "2048")
+    assert result.code == 1 and "stage 0 (thinker): max_model_len 2048 is more than" in result.err
 
 
 def test_a_diffusion_model_needs_no_file(run, tiny_diffusion) -> None:

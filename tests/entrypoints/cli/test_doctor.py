@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vllm_omni.entrypoints.cli import doctor, doctor_memory
-from vllm_omni.entrypoints.cli.doctor import Finding, Platform
+from vllm_omni.entrypoints.cli.findings import Finding, Platform
 from vllm_omni.errors import VllmRequirementError
 from vllm_omni.stage.memory_needs import StageNeeds
 
@@ -219,7 +219,7 @@ def test_options_of_a_model_without_a_model(run) -> None:
 
 
 def test_a_failure_is_shown_with_its_remedy(capsys) -> None:
-    doctor._print(Finding("FAIL", "port", "one\ntwo", "do this"))
+    Finding("FAIL", "port", "one\ntwo", "do this").print()
     assert capsys.readouterr().out.splitlines() == [
         "FAIL  port            one",
         " " * 22 + "two",

@@ -14,12 +14,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from vllm_omni.entrypoints.cli.findings import Finding, Level, Platform
 from vllm_omni.errors import StageConfigError, VllmRequirementError
 from vllm_omni.model_packages import OWN_PACKAGE, find_models
 from vllm_omni.vllm_requirement import find_vllm, require_vllm
@@ -31,7 +31,6 @@ nothing and downloads no weights. Has the options of `vllm serve MODEL --omni` t
 the pipeline does not fit.
 """
 
-Level = Literal["OK", "WARN", "FAIL"]
 CPU_WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
 _INSTALL = f"""\
 install it from a checkout (the package of this name on a package index is another project):
@@ -56,33 +55,6 @@ names = [] if p.is_cpu() or p.is_unspecified() else [
     (p.get_device_name(i), p.get_device_total_memory(i)) for i in range(p.device_count())]
 print("\\nPROBE" + json.dumps({"type": p.device_type, "devices": names, "torch": torch.__version__}))
 """
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        remedy: How to fix it.
-    """
-
-    level: Level
-    subject: str
-    message: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Platform:
-    """vLLM's platform.
-
-    Attributes:
-        device_type: `cpu`, `cuda`, ...; empty if vLLM found no usable device.
-        devices: Name and bytes of memory of each accelerator.
-    """
-
-    device_type: str
-    devices: list[tuple[str, int]]
 
 
 def run_doctor(arguments: list[str]) -> None:
@@ -115,7 +87,7 @@ def run_doctor(arguments: list[str]) -> None:
             parser.error(f"--gpu-{error}")
     failed = False
     for finding in _check_all(args, others if has_model else [], devices):
-        _print(finding)
+        finding.print()
         failed |= finding.level == "FAIL"
     sys.exit(1 if failed else 0)
 
@@ -158,16 +130,6 @@ def _check_all(args: argparse.Namespace, arguments: list[str], devices: tuple[in
     yield from check_encoders()
     if platform is not None:
         yield from check_threads(platform.device_type, num_processes)
-
-
-def _print(finding: Finding) -> None:
-    print(f"{finding.level:<4}  {finding.subject:<14}  {_indented(finding.message.splitlines())}", flush=True)
-    if finding.remedy:
-        print(f"{'':22}-> {_indented(finding.remedy.splitlines(), 25)}", flush=True)
-
-
-def _indented(lines: Iterable[str], width: int = 22) -> str:
-    return f"\n{'':{width}}".join(lines)
 
 
 def check_python() -> Iterator[Finding]:

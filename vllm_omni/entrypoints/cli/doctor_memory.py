@@ -15,7 +15,7 @@ from vllm.config import CacheConfig
 from vllm_omni.config.resources import parse_memory, process_devices
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
 from vllm_omni.config.utils import shipped_variants
-from vllm_omni.entrypoints.cli.doctor import Finding, Platform
+from vllm_omni.entrypoints.cli.findings import Finding, Platform
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args
 from vllm_omni.entrypoints.resolve import ReadPipeline, read_pipeline, resolve_pipeline
 from vllm_omni.errors import StageConfigError, UsageError

@@ -3,6 +3,7 @@
 
 import asyncio
 import base64
+import inspect
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,9 @@ def test_stream_and_async_equal_chat(talking_llm: OmniLLM, talking_async_llm: As
     *events, end = talking_llm.chat(QUESTION, GREEDY, stream=True)
     assert isinstance(end, CompletedEvent) and same(end.outputs, whole)
     assert "".join(event.text for event in events) == whole[0].outputs[0].text
+    *events, end = talking_llm.chat(QUESTION, GREEDY, stream=True, keep_outputs=False)
+    last = [event for event in events if event.stage_id == 0][-1]
+    assert end.outputs[0].outputs[0].text == last.text != whole[0].outputs[0].text
 
     async def main() -> Any:
         async with aclosing(talking_async_llm.generate({"messages": QUESTION}, GREEDY, stream=False)) as events:
@@ -115,6 +119,11 @@ def test_stream_and_async_equal_chat(talking_llm: OmniLLM, talking_async_llm: As
 def test_wrong_messages_are_refused(talking_llm: OmniLLM, messages: Any, options: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         talking_llm.chat(messages, GREEDY, use_tqdm=False, **options)
+
+
+def test_chat_takes_the_options_of_generate() -> None:
+    options = set(inspect.signature(OmniLLM.generate).parameters) - {"prompts"}
+    assert options < set(inspect.signature(OmniLLM.chat).parameters)
 
 
 def test_contradicting_arguments_are_refused(talking_llm: OmniLLM, tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ class OmniLLM(OmniBase):
         *,
         stream: bool = False,
         modalities: list[str] | None = None,
+        keep_outputs: bool = True,
         additional_information: dict[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
@@ -192,7 +193,13 @@ class OmniLLM(OmniBase):
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
         prompts = [{"messages": conversation, "chat_params": params, **options} for conversation in conversations]
         return self.generate(  # type: ignore[call-overload]
-            prompts, sampling_params_list, use_tqdm, stream=stream, lora_request=lora_request, priority=priority
+            prompts,
+            sampling_params_list,
+            use_tqdm,
+            stream=stream,
+            keep_outputs=keep_outputs,
+            lora_request=lora_request,
+            priority=priority,
         )
 
 

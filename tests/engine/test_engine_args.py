@@ -13,6 +13,7 @@ import torch
 from vllm import ModelRegistry, SamplingParams, envs
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.engine import engine_args
 from vllm_omni.engine.engine_args import OmniEngineSettings, create_config_for_inputs, create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
@@ -20,6 +21,7 @@ from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import InstalledModels, ModelPackage
 from vllm_omni.stage.engines.base import Outbox
 from vllm_omni.stage.engines.llm import LLMStageEngine
+from vllm_omni.stage.worker import make_stage_engine
 
 
 class TestRefused:
@@ -162,10 +164,19 @@ class TestModelRunner:
         monkeypatch.setenv(self.VARIABLE, "")  # Restored afterwards.
         monkeypatch.delenv(self.VARIABLE)
 
-    def test_the_callers_environment_does_not_change(self, tiny_qwen3):
+    def test_the_callers_environment_does_not_change(self, tiny_qwen3, monkeypatch):
+        by_vllm = ("LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS", "VLLM_WORKER_MULTIPROC_METHOD")
+        for name in by_vllm:
+            monkeypatch.setenv(name, "")  # Restored afterwards.
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "7")
+        arguments = create_engine_args(str(tiny_qwen3))
         before = dict(os.environ)
-        create_config_for_inputs(create_engine_args(str(tiny_qwen3)))
+        create_config_for_inputs(arguments)
+        LLMStageEngine(Outbox(), 0, str(tiny_qwen3), "ar", {})
         assert os.environ == before
+        arguments.create_engine_config()
+        assert all(name in os.environ for name in by_vllm), "or else this shows nothing"
 
     @pytest.mark.slow
     def test_a_model_that_cannot_be_imported_is_named(self, tiny_qwen3, monkeypatch):
@@ -189,7 +200,7 @@ class TestModelRunner:
         processor.process_inputs("0", {"prompt_token_ids": [1]}, SamplingParams())
 
     def test_a_stages_process_selects_the_first_runner(self, tiny_qwen3):
-        LLMStageEngine(Outbox(), 0, str(tiny_qwen3), "ar", {})
+        make_stage_engine(OmniStageConfig(stage_id=0, engine_type="AR"), str(tiny_qwen3), Outbox())
         assert os.environ[self.VARIABLE] == "0"
         assert not create_engine_args(str(tiny_qwen3)).create_engine_config().use_v2_model_runner
 

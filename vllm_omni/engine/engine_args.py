@@ -6,6 +6,7 @@ This is the only place that decides how a stage's engine is set up; it starts no
 
 import difflib
 import os
+import threading
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
@@ -251,16 +252,35 @@ def message_of(error: ValueError | TypeError) -> str:
     return where + first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
 
 
-def create_config_for_inputs(engine_args: EngineArgs) -> VllmConfig:
-    """The configuration of a stage's engine for processing inputs in another process: no engine can run with it.
+_environment_lock = threading.Lock()
 
-    Does not change the environment of the process.
+
+def create_config_without_engine(engine_args: EngineArgs) -> VllmConfig:
+    """The configuration of a stage's engine, for a process that does not run it.
+
+    vLLM sets environment variables for the engine meanwhile, such as `LD_PRELOAD`; they do not stay.
+
+    Raises:
+        ValueError: vLLM refuses the model or an argument.
+    """
+    with _environment_lock:
+        before = dict(os.environ)
+        try:
+            return engine_args.create_engine_config(USAGE_CONTEXT)
+        finally:
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+def create_config_for_inputs(engine_args: EngineArgs) -> VllmConfig:
+    """The same for processing inputs: no engine can run with it.
 
     Raises:
         StageConfigError: vLLM refuses the model or an argument; names the model's class, which may not be importable.
     """
     try:
-        config = engine_args.create_engine_config(USAGE_CONTEXT)
+        config = create_config_without_engine(engine_args)
     except ValueError as error:
         settings = engine_args.additional_config[_KEY]
         path = find_models().architectures.get(cast(StageConfigOverride, engine_args.hf_overrides).model_arch or "")

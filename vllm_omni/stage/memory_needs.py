@@ -33,7 +33,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.engine.engine_args import USAGE_CONTEXT, create_engine_args
+from vllm_omni.engine.engine_args import create_config_without_engine, create_engine_args
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_executor.interfaces import SupportsActivationEstimate
 from vllm_omni.stage.devices import PARALLEL_SIZES
@@ -113,7 +113,7 @@ def _of_vllm(config: PipelineConfig, stage: OmniStageConfig, model: str) -> Stag
         raise StageConfigError(f"weights with quantization {quantization!r} are not computed")
     with _quiet():
         args = create_engine_args(model, engine_type=stage.kind.lower(), **arguments)
-        vllm_config = args.create_engine_config(USAGE_CONTEXT)
+        vllm_config = create_config_without_engine(args)
         module = _build(vllm_config)
     specs = list(_kv_cache_specs(vllm_config))
     return StageNeeds(

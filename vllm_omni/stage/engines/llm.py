@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 
-from vllm_omni.engine.engine_args import USAGE_CONTEXT, choose_v1_model_runner, create_engine_args
+from vllm_omni.engine.engine_args import USAGE_CONTEXT, create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.metrics.stats import CacheCounts, MetricFamily
@@ -62,7 +62,6 @@ class LLMStageEngine(StageEngine):
         # would lack what a refused request has left in the other.
         engine_args = engine_args | {"mm_processor_cache_gb": 0}
         self._engine_args = create_engine_args(model, engine_type=engine_type, **engine_args)
-        choose_v1_model_runner()
         self._request_class: type[LLMRequest] = GenerationRequest if engine_type == "generation" else ARRequest
         self._engine: OmniLLMEngine
         self._requests: dict[str, LLMRequest] = {}

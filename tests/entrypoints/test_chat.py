@@ -106,6 +106,17 @@ def test_stream_and_async_equal_chat(talking_llm: OmniLLM, talking_async_llm: As
     ("messages", "options", "words"),
     [
         ([], {}, "message"),
+        ("hello", {}, r'messages must be a list of messages.*not str; write \[{"role": "user"'),
+        (None, {}, "messages must be a list of messages.*not NoneType"),
+        (QUESTION[0], {}, "messages must be a list of messages.*not dict"),
+        (["hello"], {}, r"messages\[0\] must be a dict .* not str"),
+        ([QUESTION, "hello"], {}, "messages must be a list of messages, not str"),
+        ([{"content": "hello"}], {}, r"messages\[0\]\.role must be a string"),
+        ([{"role": "user", "content": 5}], {}, r"messages\[0\]\.content must be a string or a list of parts, not int"),
+        ([{"role": "assistant", "tool_calls": 5}], {}, r"messages\[0\]\.tool_calls must be a list, not int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "^image_url: Field required$"),
+        ([{"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]}], {}, "messages: a part .* form"),
+        ([{"role": "user", "content": [5]}], {}, r"messages\[0\]\.content: a part is a string or a dict"),
         ([{"role": "user", "content": [{"type": "smell"}]}], {}, "smell"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -178,6 +179,36 @@ def test_a_wrong_prompt_raises_and_aborts_the_others(llm: OmniLLM) -> None:
     with pytest.raises(InvalidRequestError, match="cannot output 'audios'"):
         list(llm.generate([long_prompt(), fake_prompt(modalities=["audios"])], stream=True))
     assert is_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "words"),
+    [
+        (None, {}, "prompts must be a string, a dict, or a list of these, not NoneType"),
+        (5, {}, "prompts must be .* not int"),
+        (b"hello", {}, "prompts must be .* not bytes"),
+        ((text for text in "ab"), {}, "prompts must be .* not generator"),
+        ([None], {}, "a prompt is a string or a dict .* not NoneType"),
+        ([[5]], {}, "a prompt is a string or a dict .* not list"),
+        ({"prompt": 5}, {}, "prompt must be a string, not int"),
+        ({"prompt_token_ids": ["x"]}, {}, "prompt_token_ids must be integers, not 'x'"),
+        ({"prompt": "p", "chat_params": 5}, {}, "chat_params must be vLLM's ChatParams, not int"),
+        ({5: "hello"}, {}, "unknown key 5 in a prompt"),
+        ({"prompt": "p", "modalities": [5]}, {}, "cannot output 5"),
+        ({"prompt": "p", "additional_information": "ada"}, {}, "additional_information must be a dict, not str"),
+        ({"prompt": "p", "multi_modal_data": [5]}, {}, "multi_modal_data must be a dict.* not list"),
+        ({"messages": "hello"}, {}, "messages must be a list of messages, not str"),
+        ("p", {"sampling_params_list": 5}, "sampling_params_list must be a list, not int"),
+        ("p", {"sampling_params_list": "xy"}, "sampling_params_list must be a list, not str"),
+        ("p", {"sampling_params_list": [5, None]}, "stage 'writer' takes SamplingParams.* not int"),
+        ("p", {"lora_request": "adapter"}, "lora_request must be a LoRARequest of vLLM, not str"),
+        ("p", {"priority": "high"}, "priority must be an integer, not str"),
+        ("p", {"priority": [1, 2]}, "priority has 2 entries for 1 prompts"),
+    ],
+)
+def test_a_wrong_argument_is_named(llm: OmniLLM, prompts: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        llm.generate(prompts, use_tqdm=False, **options)
 
 
 def test_a_timeout_ends_with_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,8 +243,8 @@ class _StageVllmConfig(VllmConfig):
         return False
 
 
-def message_of(error: ValueError | TypeError) -> str:
-    """That of an error of vLLM's configuration, in one line; of pydantic's the first problem and its key."""
+def message_of(error: Exception) -> str:
+    """That of an error of vLLM's; of one of pydantic's, the first problem and its key, in one line."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]

@@ -6,12 +6,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from tqdm import tqdm
 
 from vllm_omni.entrypoints.omni_base import OmniBase
+from vllm_omni.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm.lora.request import LoRARequest
@@ -144,8 +145,8 @@ class OmniLLM(OmniBase):
         use_tqdm: bool | None = None,
         *,
         stream: bool = False,
-        modalities: list[str] | None = None,
         keep_outputs: bool = True,
+        modalities: list[str] | None = None,
         additional_information: dict[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
@@ -175,7 +176,7 @@ class OmniLLM(OmniBase):
         All other arguments, the return value and the exceptions are those of `generate`.
         """
         if add_generation_prompt and continue_final_message:
-            raise ValueError("continue_final_message needs add_generation_prompt=False")
+            raise InvalidRequestError("continue_final_message needs add_generation_prompt=False", "")
         from vllm.renderers import ChatParams
 
         template_kwargs = {
@@ -190,8 +191,7 @@ class OmniLLM(OmniBase):
             mm_processor_kwargs=mm_processor_kwargs,
         )
         options = {"modalities": modalities, "additional_information": additional_information}
-        conversations = messages if messages and isinstance(messages[0], list) else [messages]
-        prompts = [{"messages": conversation, "chat_params": params, **options} for conversation in conversations]
+        prompts = [{"messages": each, "chat_params": params, **options} for each in _as_conversations(messages)]
         return self.generate(  # type: ignore[call-overload]
             prompts,
             sampling_params_list,
@@ -322,16 +322,31 @@ class _ProgressBar:
         self._bar.close()
 
 
-def _settings(prompts: Prompts, **settings: Any) -> list[tuple[str | OmniPrompt, dict[str, Any]]]:
+def _settings(prompts: Any, **settings: Any) -> list[tuple[str | OmniPrompt, dict[str, Any]]]:
     """Pairs of a prompt and its settings. Of a setting that is a list each prompt has one entry."""
-    prompts = [prompts] if isinstance(prompts, (str, dict)) else cast("Sequence[str | OmniPrompt]", prompts)
+    if isinstance(prompts, (str, Mapping)):
+        prompts = [prompts]
+    elif not isinstance(prompts, Collection) or isinstance(prompts, (bytes, bytearray)):
+        found = type(prompts).__name__
+        raise InvalidRequestError(f"prompts must be a string, a dict, or a list of these, not {found}", "")
     of_all = {}
     for name, value in settings.items():
         values = list(value) if isinstance(value, (list, tuple)) else [value] * len(prompts)
         if len(values) != len(prompts):
-            raise ValueError(f"{name} has {len(values)} entries for {len(prompts)} prompts")
+            raise InvalidRequestError(f"{name} has {len(values)} entries for {len(prompts)} prompts", "")
         of_all[name] = values
     return [(prompt, {name: of_all[name][i] for name in of_all}) for i, prompt in enumerate(prompts)]
+
+
+def _as_conversations(messages: Conversations) -> Sequence[Any]:
+    """A list of conversations, one if there is only one. Messages are checked with their prompts."""
+    if not isinstance(messages, (list, tuple)):
+        raise InvalidRequestError(
+            "messages must be a list of messages, or a list of such lists, not "
+            f'{type(messages).__name__}; write [{{"role": "user", "content": "..."}}]',
+            "",
+        )
+    return messages if messages and isinstance(messages[0], (list, tuple)) else [messages]
 
 
 def _collect(events: Iterator[OmniEvent]) -> list[OmniRequestOutput]:

@@ -9,7 +9,8 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -21,12 +22,12 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import nearest
-from vllm_omni.engine.engine_args import create_config_for_inputs
+from vllm_omni.engine.engine_args import create_config_for_inputs, message_of
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.engine.text_decoder import TextDecoder
 from vllm_omni.entrypoints.resolve import make_engine_args
-from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.entrypoints.text_input import TextInput
+from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import OmniPrompt, StageRequest
 from vllm_omni.metrics.stats import CacheCounts
@@ -39,8 +40,21 @@ from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 if TYPE_CHECKING:
     from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
 
+_PROMPT_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "prompt": ((str, AsyncIterable), "a string"),
+    "prompt_token_ids": ((list, tuple), "a list of token ids"),
+    "messages": ((list, tuple), "a list of messages"),
+    "chat_params": (ChatParams, "vLLM's ChatParams"),
+    "engine_input": (Mapping, "a prompt that vLLM has rendered"),
+    "multi_modal_data": (Mapping, "a dict, such as {'image': image}"),
+    "mm_processor_kwargs": (Mapping, "a dict"),
+    "negative_prompt": (str, "a string"),
+    "additional_information": (Mapping, "a dict"),
+    "cache_salt": (str, "a string"),
+}
 _RAW_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "multi_modal_data", "mm_processor_kwargs")
 
+_PARAMS = (SamplingParams, DiffusionSamplingParams, Mapping)
 StageSamplingParams = SamplingParams | DiffusionSamplingParams | Mapping[str, Any] | None
 
 
@@ -114,6 +128,7 @@ class RequestBuilder:
         # A caller's id may be reused; ours is unique, so that no late message is assigned to a new request.
         internal_id = external_id if request_id is None else f"{request_id}-{number}"
         try:
+            _check_settings(lora_request, priority)
             with self.lock:
                 prompt = self._with_rendered_chat(_as_prompt(prompt))
                 stages, final_stages = self._build(
@@ -122,7 +137,7 @@ class RequestBuilder:
                 decoders = self._make_decoders(stages, final_stages)
             self._set_priority(stages, priority)
         except (ValueError, TypeError, VLLMClientError) as error:
-            raise InvalidRequestError(str(error), external_id) from error
+            raise InvalidRequestError(message_of(error), external_id) from error
         return PipelineRequest(
             request_id=internal_id,
             external_id=external_id,
@@ -283,12 +298,15 @@ class RequestBuilder:
         if self.prompt_stage is None:
             raise ValueError("no stage of this pipeline has a chat template; use prompt instead of messages")
         processor = self.input_processors[self.prompt_stage.stage_id]
+        _check_messages(prompt["messages"])
         try:
             engine_input = processor.render_chat(
                 prompt["messages"], prompt.get("chat_params") or ChatParams(), prompt.get("cache_salt")
             )
         except (NotImplementedError, OSError) as error:  # media that vLLM cannot load
             raise ValueError(f"messages: {error}") from error
+        except (AttributeError, LookupError) as error:  # vLLM checks some parts only
+            raise ValueError(f"messages: a part of a message has the wrong form: {error}") from error
         rendered = {key: value for key, value in prompt.items() if key not in ("messages", "chat_params")}
         return cast(OmniPrompt, {**rendered, "prompt": engine_input.get("prompt"), "engine_input": engine_input})
 
@@ -300,7 +318,8 @@ class RequestBuilder:
             raise ValueError(f"modalities must be a list of values in {known}, not {modalities!r}")
         for modality in modalities:
             if modality not in known:
-                raise ValueError(f"this pipeline cannot output {modality!r}{nearest(modality, known)} (it has {known})")
+                hint = nearest(str(modality), known)
+                raise ValueError(f"this pipeline cannot output {modality!r}{hint} (it has {known})")
         return list(modalities)
 
     def _params_by_stage(
@@ -310,7 +329,9 @@ class RequestBuilder:
         if given is None:
             return {}
         stages = self._config.stage_args
-        is_single = isinstance(given, (SamplingParams, DiffusionSamplingParams, Mapping))
+        is_single = isinstance(given, _PARAMS)
+        if not is_single and (isinstance(given, str) or not isinstance(given, Sequence)):
+            raise TypeError(f"sampling_params_list must be a list, not {type(given).__name__}")
         entries = cast("Sequence[StageSamplingParams]", [given] if is_single else given)
         if len(entries) != len(stages):
             names = ", ".join(stage.name for stage in stages)
@@ -318,6 +339,12 @@ class RequestBuilder:
                 f"sampling_params_list must have one entry for each of the {len(stages)} stages ({names}), "
                 "with None for a stage's defaults"
             )
+        for stage, entry in zip(stages, entries, strict=True):
+            if entry is not None and not isinstance(entry, _PARAMS):
+                raise TypeError(
+                    f"sampling_params_list: stage {stage.name!r} takes SamplingParams, a dict of their fields, or "
+                    f"None, not {type(entry).__name__}"
+                )
         return {stage.stage_id: entry for stage, entry in zip(stages, entries, strict=True)}
 
     def _sampling_params(self, given: Mapping[int, StageSamplingParams]) -> dict[int, SamplingParams]:
@@ -423,16 +450,48 @@ def _mm_metadata(request: OmniEngineCoreRequest, keys: set[str]) -> dict[str, to
     return {key: torch.stack(tensors) for key, tensors in items.items()}
 
 
+def _check_settings(lora_request: Any, priority: Any) -> None:
+    if lora_request is not None and not isinstance(lora_request, LoRARequest):
+        raise TypeError(f"lora_request must be a LoRARequest of vLLM, not {type(lora_request).__name__}")
+    if not isinstance(priority, int):
+        raise TypeError(f"priority must be an integer, not {type(priority).__name__}")
+
+
 def _as_prompt(prompt: str | OmniPrompt) -> OmniPrompt:
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if not isinstance(prompt, Mapping):
         raise TypeError(f"a prompt is a string or a dict with the key 'prompt', not {type(prompt).__name__}")
     known = OmniPrompt.__annotations__
-    for key in prompt:
+    for key, value in prompt.items():
         if key not in known:
-            raise ValueError(f"unknown key {key!r} in a prompt{nearest(key, known)} (known: {', '.join(known)})")
+            raise ValueError(f"unknown key {key!r} in a prompt{nearest(str(key), known)} (known: {', '.join(known)})")
+        expected, words = _PROMPT_TYPES.get(key, (object, ""))
+        if value is not None and not isinstance(value, expected):
+            raise TypeError(f"{key} must be {words}, not {type(value).__name__}")
+    tokens: Sequence[Any] = prompt.get("prompt_token_ids") or ()
+    for token in tokens:
+        if not isinstance(token, Integral):
+            raise TypeError(f"prompt_token_ids must be integers, not {token!r}")
     return prompt
+
+
+def _check_messages(messages: Sequence[Any]) -> None:
+    """As far as vLLM relies on it."""
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise TypeError(f'{where} must be a dict {{"role": ..., "content": ...}}, not {type(message).__name__}')
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{where}.role must be a string, such as 'user', not {message.get('role')!r}")
+        content = message.get("content")
+        if content is not None and not isinstance(content, (str, list, tuple)):
+            raise TypeError(f"{where}.content must be a string or a list of parts, not {type(content).__name__}")
+        if not isinstance(message.get("tool_calls"), (list, tuple, type(None))):
+            raise TypeError(f"{where}.tool_calls must be a list, not {type(message['tool_calls']).__name__}")
+        for part in () if content is None or isinstance(content, str) else content:
+            if not isinstance(part, (str, Mapping)):
+                raise TypeError(f"{where}.content: a part is a string or a dict with a type, not {type(part).__name__}")
 
 
 def _as_sampling_params(

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cards of the package's checkpoints, to which docs/models.md sends its readers, hold measured figures."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+from vllm_omni.config.utils import find_checkpoint
+
+CARDS = sorted(Path(find_checkpoint("shapes")).parent.glob("*/README.md"))
+PLACEHOLDER = re.compile(r"\b(?:FIGURES?|TODO|TBD|TBA|FIXME|XXX+|N/?A|PLACEHOLDER)\b|\?\?|\.\.\.$", re.MULTILINE)
+
+
+def test_every_checkpoint_has_a_card() -> None:
+    assert {card.parent.name for card in CARDS} == {folder.name for folder in CARDS[0].parents[1].iterdir()}
+    for card in CARDS:
+        assert card.relative_to(ROOT).as_posix() in (ROOT / "docs/models.md").read_text()
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.parent.name)
+def test_a_card_holds_what_was_measured(card: Path) -> None:
+    text = card.read_text()
+    assert PLACEHOLDER.findall(text) == []
+    _, measured = text.split("Measured", 1)
+    assert "benchmarks/quality.py" in measured and (ROOT / "benchmarks/quality.py").is_file()
+    shares = [float(share) for share in re.findall(r"(?<![\d.])[01]\.\d+(?![\d.]*\d)", measured)]
+    assert len(shares) >= 3 and all(0.5 < share <= 1 for share in shares)

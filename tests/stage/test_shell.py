@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from tests.stage.running_engine import PATIENCE
+from tests.stage.test_watchdog import Ended, ends_in_a_thread
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance, WindowConfig
 from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.messages import (
@@ -23,6 +24,7 @@ from vllm_omni.distributed.messages import (
     InputMessage,
     Message,
     PayloadRef,
+    PeerDownMessage,
     PeerUpMessage,
     ReadyMessage,
     ResultMessage,
@@ -36,7 +38,8 @@ from vllm_omni.distributed.payloads import PayloadSender
 from vllm_omni.distributed.run_dir import orchestrator_address
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.recorder import StageRecorder
-from vllm_omni.metrics.stats import StageStats
+from vllm_omni.metrics.stats import COMPLETED, StageMetrics, StageStats
+from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.payloads import AdditionalInformationPayload
@@ -52,6 +55,7 @@ from vllm_omni.stage.engines.base import (
 )
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import SourceSpec, StageSpec
+from vllm_omni.stage.watchdog import StepTimer, Watchdog
 
 
 class RecordingEngine(StageEngine):
@@ -81,10 +85,24 @@ class Joiner(StageInputProcessor):
 CONNECTOR = ConnectorConfig(name="SharedMemoryConnector", extra={"shm_threshold_bytes": 512})
 
 
+class RecordingTracer(StageTracer):
+    """Records the outcomes of spans, by request id."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, str] = {}
+
+    def request_ended(
+        self, request_id: str, trace_headers: Mapping[str, str], metrics: StageMetrics, outcome: str = COMPLETED
+    ) -> None:
+        self.outcomes[request_id] = outcome
+
+
 class Peers:
     """The orchestrator and the sources of stage 2, which reads stages 0 and 1."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(
+        self, run_dir: Path, timer: StepTimer | None = None, processor: StageInputProcessor | None = None
+    ) -> None:
         self.run_dir = run_dir
         self.outbox = Outbox()
         self.engine = RecordingEngine(self.outbox)
@@ -103,8 +121,9 @@ class Peers:
         self.orchestrator.setsockopt(zmq.RCVTIMEO, PATIENCE * 1000)
         self.orchestrator.bind(orchestrator_address(run_dir))
         self.is_lost = threading.Event()
-        shell = StageShell(spec, lifeline, self.is_lost.set, self.outbox, StageRecorder(2, "joiner"))
-        shell.attach(self.engine, Joiner(None))
+        self.tracer = RecordingTracer()
+        shell = StageShell(spec, lifeline, self.is_lost.set, self.outbox, StageRecorder(2, "joiner"), self.tracer)
+        shell.attach(self.engine, processor or Joiner(None), timer)
         self.thread = threading.Thread(target=shell.run)
         self.thread.start()
         self.socket = self._context.socket(zmq.PUSH)
@@ -289,6 +308,35 @@ def test_a_snapshot_precedes_the_result_that_makes_the_stage_idle(peers: Peers) 
     assert isinstance(peers.receive(), ResultMessage)
     stats = peers.stats[-1]
     assert (stats.num_enqueued, stats.num_completed, stats.num_running, stats.queue_depth) == (2, 2, 0, 0)
+
+
+def test_a_request_that_is_reported_lost_has_a_metric_and_a_span(peers: Peers) -> None:
+    peers.submit("r", 1)
+    peers.data("r", 1, 0, "a")
+    peers.send(PeerDownMessage(instance_id=1, epoch=0, finished=["r"]))
+    message = peers.receive()
+    assert isinstance(message, ErrorMessage) and (message.request_id, message.dead_instance) == ("r", 1)
+    assert peers.stats[-1].failures == {"StageDeadError": 1}
+    assert peers.tracer.outcomes == {"r": "StageDeadError"}
+
+
+@ends_in_a_thread
+def test_code_of_a_model_that_hangs_on_this_thread_is_overdue(tmp_path: Path) -> None:
+    ended = Ended()
+
+    class Hanging(Joiner):
+        def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
+            assert request.request_id == "a" or ended.happened.wait(PATIENCE)
+            return super().process(request, sources)
+
+    watchdog = Watchdog(ended)
+    timer = watchdog.watch("joiner", 0.2, always_compiles=False)
+    watchdog.watch("other", 0.5, always_compiles=True)  # Otherwise faulthandler would end the tests.
+    watchdog.start()
+    with contextlib.closing(Peers(tmp_path, timer, Hanging(None))) as peers:
+        peers.start()
+        peers.start_requests("ab")  # The first may take longer.
+    assert ended.messages == ["joiner: the stage input processor took longer than 0.2 s (runtime.step_timeout_s)"]
 
 
 def test_shutdown_stops_the_engine(peers: Peers) -> None:

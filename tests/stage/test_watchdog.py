@@ -17,25 +17,25 @@ from tests.orchestrator.pipelines import (
     FAR,
     TRIANGLE,
     Caller,
-    error_of,
     fake_stage,
     function_stage,
     make_config,
     open_orchestrator,
     texts,
 )
+from tests.orchestrator.test_failure import wait_until
 from tests.stage.running_engine import PATIENCE, RunningEngine
 from tests.stage.test_llm_engine import whole
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.errors import StageDeadError
 from vllm_omni.inputs import StageRequest
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.engines.base import NewRequest, Outbox
+from vllm_omni.stage.engines.base import NewRequest, Outbox, RequestItem
 from vllm_omni.stage.engines.diffusion import DiffusionStageEngine
+from vllm_omni.stage.engines.fake import FakeStageEngine
 from vllm_omni.stage.engines.function import FunctionStageEngine
-from vllm_omni.stage.watchdog import COMPILE_S, StepTimer, Watchdog
+from vllm_omni.stage.watchdog import COMPILE_S, INTAKE, STEP, StepTimer, Watchdog
 
 
 def hang(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
@@ -47,6 +47,17 @@ def hang(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str,
     while request.prompt == "hangs":
         time.sleep(FAR)
     return {"text": sources[0].completions[0].text + ">b"}
+
+
+class HangingIntakeEngine(FakeStageEngine):
+    """Hangs in the intake of the prompt `hangs`."""
+
+    def _take_in(self, item: RequestItem) -> None:
+        while isinstance(item, NewRequest) and item.request.prompt == "hangs":
+            assert self.ended.wait(PATIENCE)  # type: ignore[attr-defined]
+            self.stop()
+            return
+        super()._take_in(item)
 
 
 def hold_the_lock(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
@@ -83,10 +94,13 @@ def test_requests_fail_and_the_stage_restarts(start: Callable[[PipelineConfig], 
     for _ in range(2):
         caller.submit("good")
         assert texts(caller.wait_one()) == ["good>a", "good>a+good>a>b>c"]
-        caller.submit("hangs")
-        error = error_of(caller.wait_one())
-        assert isinstance(error, StageDeadError)
-        assert "stage 1 (b): a step took longer than 1 s (runtime.step_timeout_s)" in str(error)
+        num_restarts = caller.orchestrator.health()[1].num_restarts
+        hanging = caller.submit("hangs")
+        wait_until(lambda n=num_restarts: caller.orchestrator.health()[1].num_restarts > n)
+        expected = "stage 1 (b): a step took longer than 1 s (runtime.step_timeout_s)"
+        assert caller.orchestrator.health()[1].last_death == expected
+        caller.orchestrator.abort([hanging])  # It is tried again: the first step of the next process has more time.
+        assert caller.wait_one().request_id == hanging
 
 
 @pytest.mark.slow
@@ -96,9 +110,12 @@ def test_code_that_holds_the_lock(start: Callable[[PipelineConfig], Caller]) -> 
     for _ in range(2):
         caller.submit("good")
         assert texts(caller.wait_one()) == ["done"]
-        caller.submit("hang")
-        error = error_of(caller.wait_one())
-        assert isinstance(error, StageDeadError) and "it exited with status 1" in str(error)
+        num_restarts = caller.orchestrator.health()[0].num_restarts
+        hanging = caller.submit("hang")
+        wait_until(lambda n=num_restarts: caller.orchestrator.health()[0].num_restarts > n)
+        assert caller.orchestrator.health()[0].last_death == "it exited with status 1"
+        caller.orchestrator.abort([hanging])
+        assert caller.wait_one().request_id == hanging
 
 
 def test_without_a_limit_there_is_no_watchdog(start: Callable[[PipelineConfig], Caller]) -> None:
@@ -158,6 +175,20 @@ def test_the_log_has_the_stack_of_the_engine_that_hangs(ended: Ended, capsys: py
 
 
 @ends_in_a_thread
+def test_an_intake_that_hangs(ended: Ended) -> None:
+    watchdog = Watchdog(ended)
+    engine = HangingIntakeEngine(Outbox(), 0, "a")
+    engine.ended = ended.happened  # type: ignore[attr-defined]
+    engine.step_timer = watchdog.watch("a", 0.2, always_compiles=False)
+    watchdog.watch("b", 0.5, always_compiles=True)  # Otherwise faulthandler would end the tests.
+    watchdog.start()
+    for prompt in ("good", "hangs"):
+        engine.inbox.put(NewRequest(StageRequest(request_id=prompt, prompt=prompt)))
+    engine.run()
+    assert ended.messages == ["a: taking in a request took longer than 0.2 s (runtime.step_timeout_s)"]
+
+
+@ends_in_a_thread
 def test_while_no_step_runs_the_watchdog_sleeps_without_a_timeout(ended: Ended) -> None:
     watchdog = Watchdog(ended)
     timer = watchdog.watch("a", 0.5, always_compiles=False)
@@ -174,6 +205,26 @@ def test_while_no_step_runs_the_watchdog_sleeps_without_a_timeout(ended: Ended) 
     assert watchdog.wakes_at == math.inf and not ended.messages
     with timer:  # The watchdog still runs.
         assert ended.happened.wait(PATIENCE)
+
+
+def test_the_first_step_of_a_shape_has_more_time() -> None:
+    timer = StepTimer("a", 10.0, wake_before=lambda deadline: None)
+    for shape, limit_s in ((1, COMPILE_S + 10), (1, 10.0), (2, COMPILE_S + 10), (2, 10.0), (1, 10.0)):
+        with timer:
+            timer.set_shape(shape)
+            assert timer.limit_s == limit_s, shape
+    for limit_s in (COMPILE_S + 10, 10.0):
+        with timer.of(INTAKE):
+            assert (timer.what, timer.limit_s) == (INTAKE, limit_s)
+
+
+def test_work_inside_a_step_has_a_limit_of_its_own() -> None:
+    timer = StepTimer("a", 10.0, wake_before=lambda deadline: None)
+    with timer:
+        with timer.of(INTAKE):
+            assert timer.what == INTAKE
+        assert timer.what == STEP and timer.deadline < math.inf
+    assert timer.deadline == math.inf
 
 
 class RecordingTimer(StepTimer):
@@ -221,4 +272,4 @@ def test_each_piece_of_a_generator_has_the_limit_of_a_step() -> None:
     running.put(NewRequest(StageRequest(request_id="r")))
     running.wait_for("r", 3)
     running.stop()
-    assert len(timer.deadlines) == 3 and timer.deadline == math.inf
+    assert len(timer.deadlines) == 4 and timer.deadline == math.inf, "the intake, the step, and two pieces"

@@ -41,8 +41,9 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         max_batch_size: Requests that the engine processes at once (its `max_num_seqs`).
         max_inflight: Requests that the engine holds, running or waiting. Default: what it can use.
         max_queued: Requests that may wait in the stage for its engine. Beyond that its sources wait.
-        step_timeout_s: Seconds that a step of the engine may take; then the process is killed and restarted. A step
-            that may compile gets 600 s more: the first one, and any of a diffusion stage with `compile`. 0: no limit.
+        step_timeout_s: Seconds that a step of the engine, taking in a request, or the work of the IO thread may take;
+            then the process is killed and restarted. A step that may compile gets 600 s more: the first one of each
+            shape, and any of a diffusion stage with `compile`. 0: no limit.
         requires_multimodal_data: The stage reads the multimodal data of prompts. First stages always do; of the others
             only a diffusion stage can, and receives the prompt's images.
     """
@@ -58,7 +59,7 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     max_batch_size: int | None = None
     max_inflight: int | None = None
     max_queued: int | None = None
-    step_timeout_s: float = 1800.0
+    step_timeout_s: float = 300.0
     requires_multimodal_data: bool = False
 
     def of_replica(self, replica: int) -> "StageRuntimeConfig":
@@ -277,7 +278,8 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`runtime.restart`: what happens when a stage's process dies.
 
     Attributes:
-        max_restarts: Restarts in `window_s` seconds; a stage that needs more stays dead. 0: never restart.
+        max_restarts: Restarts in `window_s` seconds. A stage that needs more is dead: its requests fail immediately,
+            until it has started again after `max_backoff_s`. 0: never restart.
         window_s: See `max_restarts`.
         backoff_s: Seconds before the first restart; doubled for each further restart in the window.
         max_backoff_s: Upper bound of the back-off.

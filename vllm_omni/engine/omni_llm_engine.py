@@ -5,7 +5,7 @@ It knows one stage only; the orchestrator connects stages.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -229,6 +229,10 @@ class OmniLLMEngine(LLMEngine):
         batch = self._scheduler.last_batch
         num_twins = sum(isinstance(request, OmniRequest) and request.is_unconditional for request in batch)
         return max(len(batch) - num_twins, min(len(batch), 1))
+
+    def watch_steps(self, on_scheduled: Callable[[int], None]) -> None:
+        """`on_scheduled` is called with the number of tokens of each step, before it is computed."""
+        self._scheduler.on_scheduled = on_scheduled
 
     def quarantine(self, request_id: str, num_tokens: int) -> None:
         """After `recover`: runs a request in steps of its own until it has computed this many tokens again."""

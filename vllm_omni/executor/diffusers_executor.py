@@ -3,7 +3,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import find_joinable
@@ -22,6 +22,7 @@ class DiffusersPipelineExecutor:
 
     Attributes:
         max_batch_size: The most concurrent jobs.
+        on_shape: Called before jobs are computed; calls of equal shape run the same kernels.
     """
 
     def __init__(self, model: str, config: DiTConfig, memory: float | int | None = None) -> None:
@@ -29,6 +30,7 @@ class DiffusersPipelineExecutor:
         # Concurrent jobs at different components would move an offloaded pipeline's components back and forth.
         is_serial = config.cache_backend is not None or config.offload == "model"
         self.max_batch_size = config.max_batch_size or (1 if is_serial else _DEFAULT_MAX_BATCH_SIZE)
+        self.on_shape: Callable[[Hashable], None] = lambda shape: None
         self._worker = DiffusionGPUWorker(model, config, memory)
         self._runner: DiffusionModelRunner
         self._waiting: deque[DiffusionJob] = deque()
@@ -84,6 +86,7 @@ class DiffusersPipelineExecutor:
         batch = self._next_batch()
         ends, self._ended = self._ended, []
         if batch:
+            self.on_shape((batch[0].waiting_call.layout, len(batch)))
             ends += self._worker.execute(batch)
         self._start_waiting()
         return ends, len(batch)

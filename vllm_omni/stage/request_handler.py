@@ -20,7 +20,7 @@ from vllm_omni.distributed.messages import (
     SubmitMessage,
 )
 from vllm_omni.distributed.payloads import PayloadReceiver
-from vllm_omni.errors import InvalidRequestError
+from vllm_omni.errors import InvalidRequestError, StageDeadError
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.recorder import ABORTED, StageRecorder
 from vllm_omni.metrics.stats import COMPLETED, StageMetrics
@@ -44,6 +44,7 @@ from vllm_omni.stage.queues import FlushTimes, WaitingQueue
 from vllm_omni.stage.request_state import InputStreams, RequestState
 from vllm_omni.stage.spec import StageSpec
 from vllm_omni.stage.spoken_reply import SpokenReply
+from vllm_omni.stage.watchdog import INPUT, StepTimer
 
 _LOST_AFTER_S = 0.5
 """How long the last output of a dead stage may still be in transit in the kernel."""
@@ -54,6 +55,7 @@ class RequestHandler:
     Attributes:
         capacity: Requests that the engine holds at once; 0 until it has started.
         num_running: Requests in the engine.
+        timer: The time limit of this thread's work.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class RequestHandler:
         """
         self.capacity = 0
         self.num_running = 0
+        self.timer = StepTimer()
         self._spec = spec
         self._instance_id = spec.instance.instance_id
         self._payloads = PayloadReceiver()
@@ -259,10 +262,16 @@ class RequestHandler:
         while state.is_running and state.inputs.is_ready:
             sources, is_last = state.inputs.next_call()
             try:
-                stage_input = None if self._processor is None else self._processor.process(state.request, sources)
+                stage_input = None if self._processor is None else self._process(self._processor, state, sources)
                 self._pass_to_engine(state, sources, is_last, stage_input)
             except Exception as error:
                 self.on_error(Error.from_exception(state.request_id, error, isinstance(error, InvalidRequestError)))
+
+    def _process(
+        self, processor: StageInputProcessor, state: RequestState, sources: dict[int, StageOutput]
+    ) -> StageInput | None:
+        with self.timer.of(INPUT):
+            return processor.process(state.request, sources)
 
     def _pass_to_engine(
         self, state: RequestState, sources: dict[int, StageOutput], is_last: bool, stage_input: StageInput | None
@@ -421,8 +430,9 @@ class RequestHandler:
                 self._report_lost(request_id, source)
 
     def _report_lost(self, request_id: str, dead_instance: int) -> None:
-        self._forget(request_id)
+        state = self._forget(request_id)
         self._outlet.forget(request_id)
+        self._record_end(state, StageDeadError.__name__)
         text = "it died with data of the request"
         message = ErrorMessage(
             request_id=request_id, instance_id=self._instance_id, error=text, dead_instance=dead_instance

@@ -42,6 +42,7 @@ from vllm_omni.stage.outlet import Outlet
 from vllm_omni.stage.peers import make_socket
 from vllm_omni.stage.request_handler import RequestHandler
 from vllm_omni.stage.spec import StageSpec
+from vllm_omni.stage.watchdog import IO, StepTimer
 
 logger = get_logger(__name__)
 
@@ -85,9 +86,14 @@ class StageShell:
             sockets, fetcher = [local, self._network.inbound], self._network.fetcher
         self._inbound = Inbound(sockets, recv_at_stage, self._requests.is_current, fetcher)
 
-    def attach(self, engine: StageEngine, processor: StageInputProcessor | None) -> None:
-        """Sets the engine and the stage input processor. Called before the outbox reports `Started`."""
+    def attach(
+        self, engine: StageEngine, processor: StageInputProcessor | None, timer: StepTimer | None = None
+    ) -> None:
+        """Sets the engine, the stage input processor and the time limit of this thread's work. Called before the outbox
+        reports `Started`."""
         self._engine = engine
+        if timer is not None:
+            self._requests.timer = timer
         self._requests.attach(engine, processor)
 
     def run(self) -> None:
@@ -100,19 +106,23 @@ class StageShell:
             if self._lifeline.fileno() in ready:
                 self._on_lost_parent()
                 break
-            self._take_messages()
-            if self._network is not None:
-                self._network.server.serve()
-            if self._outbox.fileno() in ready:
-                self._take_outbox()
-            self._requests.start_waiting()
-            self._feeders.send_refunds()
-            self._act_on_time()
-            self._outlet.flush()
-            self._requests.wake_engine()
+            with self._requests.timer.of(IO):
+                self._work(has_output=self._outbox.fileno() in ready)
         if self._network is not None:
             self._network.close()
         self._context.destroy(linger=0)  # Unsent messages have no consumer any more.
+
+    def _work(self, has_output: bool) -> None:
+        self._take_messages()
+        if self._network is not None:
+            self._network.server.serve()
+        if has_output:
+            self._take_outbox()
+        self._requests.start_waiting()
+        self._feeders.send_refunds()
+        self._act_on_time()
+        self._outlet.flush()
+        self._requests.wake_engine()
 
     def _timeout(self) -> int | None:
         """Milliseconds until something is due; None while nothing is."""

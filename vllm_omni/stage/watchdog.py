@@ -1,36 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a stage's process when a step of its engine takes too long: other processes cannot detect that it hangs.
+"""Ends a stage's process when its work takes too long: other processes cannot detect that it hangs.
 
-An engine records the start and end of each step, which costs about a microsecond. One thread for all engines of the
-process sleeps until the first of their steps can be overdue, and without a timeout while none of them steps.
+The engine's thread records the start and end of each step, and of taking in a request, which may encode an image; the
+IO thread those of each wake-up, in which stage input processors run. That costs about a microsecond. One thread for all
+of a process sleeps until the first of them can be overdue, and without a timeout while nothing runs.
 
 Code that holds the interpreter's lock stops that thread as well. So the thread sets a timer of faulthandler before it
 sleeps, whose own thread needs no lock: it ends the process, without an error message, if the watchdog does not wake up
 in time.
 """
 
+import contextlib
 import faulthandler
 import math
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from typing import NoReturn
 
 _STDERR = 2
 COMPILE_S = 600.0
-"""Additional time for a step that may compile or record something first."""
+"""Additional time for the first work of a kind or shape: it may compile, record or load something."""
+TIMEOUT_OPTION = "runtime.step_timeout_s"
+STEP = "a step"
+INTAKE = "taking in a request"
+IO = "the work of the IO thread"
+INPUT = "the stage input processor"
 
 
 class StepTimer:
-    """The time limit of an engine's steps. A context manager around each step, on the engine's thread.
+    """The time limit of one thread's work: an engine's steps and its intake, or what an IO thread does at a wake-up.
+
+    A context manager around each step, and `of` for other work. Work inside other work has a limit of its own; then
+    that of the outer one starts again.
 
     Attributes:
         label: The stage's.
-        limit_s: Limit of the running or the next step, in seconds.
-        deadline: When the running step is overdue; infinite while none runs.
-        thread_id: The engine's thread.
+        what: The running or the next work.
+        limit_s: Its limit in seconds.
+        deadline: When the running work is overdue; infinite while none runs.
+        thread_id: The thread.
     """
 
     def __init__(
@@ -42,30 +53,62 @@ class StepTimer:
     ) -> None:
         """
         Args:
-            limit_s: For a step that compiles nothing.
-            always_compiles: Any step may compile something; otherwise only the first one.
+            limit_s: For work that compiles nothing.
+            always_compiles: Any step may compile something; otherwise only the first one of each shape.
             wake_before: Called with each deadline; None: no watchdog.
         """
         self.label = label
-        self.limit_s = limit_s + COMPILE_S
         self.deadline = math.inf
         self.thread_id = 0
-        self._later_limit_s = self.limit_s if always_compiles else limit_s
+        self._base_limit_s = limit_s
+        self._always_compiles = always_compiles
         self._wake_before = wake_before
+        self._running: list[tuple[str, Hashable]] = []
+        self._known: set[tuple[str, Hashable]] = set()
+        self._set_limit((STEP, None))
 
     def __enter__(self) -> None:
-        self.thread_id = threading.get_ident()
-        self.restart()
+        self._begin(STEP)
 
     def __exit__(self, *exc_info: object) -> None:
-        self.deadline = math.inf
-        self.limit_s = self._later_limit_s
+        self._known.add(self._running.pop())
+        if self._running:
+            self.restart()
+        else:
+            self.deadline = math.inf
+            self._set_limit((STEP, None))
+
+    @contextlib.contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Around other work than a step."""
+        self._begin(what)
+        with contextlib.ExitStack() as stack:
+            stack.push(self.__exit__)
+            yield
+
+    def _begin(self, what: str) -> None:
+        self.thread_id = threading.get_ident()
+        self._running.append((what, None))
+        self.restart()
+
+    def set_shape(self, shape: Hashable) -> None:
+        """The running step computes something of this shape: if it is the first, it has more time."""
+        if self._running and (key := (self._running[-1][0], shape)) not in self._known:
+            self._known.add(self._running[-1])
+            self._running[-1] = key
+            self.restart()
 
     def restart(self) -> None:
-        """The step has made progress: its time limit starts again."""
+        """The work has made progress: its time limit starts again."""
+        self._set_limit(self._running[-1])
         if self._wake_before is not None:
             self.deadline = time.monotonic() + self.limit_s
             self._wake_before(self.deadline)
+
+    def _set_limit(self, key: tuple[str, Hashable]) -> None:
+        self.what = key[0]
+        may_compile = key not in self._known or (self._always_compiles and self.what == STEP)
+        self.limit_s = self._base_limit_s + (COMPILE_S if may_compile else 0.0)
 
 
 class Watchdog:
@@ -88,7 +131,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def watch(self, label: str, limit_s: float, always_compiles: bool) -> StepTimer:
-        """A timer for another engine. Called before `start`."""
+        """A timer for another thread. Called before `start`."""
         timer = StepTimer(label, limit_s, always_compiles, self._wake_before)
         self._timers.append(timer)
         return timer
@@ -130,7 +173,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(deadline - time.monotonic() + longest, exit=True, file=_STDERR)
 
     def _end(self, timer: StepTimer) -> NoReturn:
-        message = f"{timer.label}: a step took longer than {timer.limit_s:g} s (runtime.step_timeout_s)"
+        message = f"{timer.label}: {timer.what} took longer than {timer.limit_s:g} s ({TIMEOUT_OPTION})"
         stack = "".join(traceback.format_stack(sys._current_frames()[timer.thread_id]))
-        print(f"{message}; its engine is here:\n{stack}", file=sys.stderr, flush=True)
+        print(f"{message}; it is here:\n{stack}", file=sys.stderr, flush=True)
         self._exit_process(message)

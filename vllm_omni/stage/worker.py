@@ -62,9 +62,11 @@ class HostedStage:
         self.engine = make_stage_engine(stage, self.spec.model, self._outbox, self.spec.workers, self.spec.log_stats)
         self.engine.on_failure = partial(_exit_process, self._lifeline, f"{self.label}: a worker of its engine ended")
         self.engine.recorder = self._recorder
+        io_timer = None
         if limit_s := stage.runtime.step_timeout_s:
             self.engine.step_timer = self._watchdog.watch(self.label, limit_s, self.engine.always_compiles)
-        self._shell.attach(self.engine, load_stage_input_processor(stage, self.spec.model))
+            io_timer = self._watchdog.watch(self.label, limit_s, always_compiles=False)
+        self._shell.attach(self.engine, load_stage_input_processor(stage, self.spec.model), io_timer)
 
     def start(self) -> None:
         """Starts the engine; then the stage accepts requests."""

@@ -6,6 +6,7 @@ A step skips a held request, and no other: it keeps its place and, as long as no
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -27,6 +28,8 @@ class OmniSchedulerMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.on_scheduled: Callable[[int], None] = lambda num_tokens: None
+        """Called with the number of tokens of a step, before it is computed."""
         self.last_batch: list[Request] = []
         """The requests of the last step; empty where scheduling itself raised."""
         self.has_output = False
@@ -46,6 +49,7 @@ class OmniSchedulerMixin(Scheduler):
         self._order_requests()
         output = super().schedule(throttle_prefills)
         self.last_batch = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
+        self.on_scheduled(output.total_num_scheduled_tokens)
         if not output.num_scheduled_tokens:
             self._preempt_held()
         if output.scheduled_new_reqs:

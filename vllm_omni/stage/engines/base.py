@@ -20,7 +20,7 @@ from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.stats import CacheCounts, MetricFamily
 from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.watchdog import StepTimer
+from vllm_omni.stage.watchdog import INTAKE, StepTimer
 
 
 @dataclass(slots=True)
@@ -210,7 +210,7 @@ class StageEngine(ABC):
     Attributes:
         capacity: Requests that it should hold at once: the shell passes no more. Set by `start`.
         recorder: Counts the steps.
-        step_timer: Entered around every step.
+        step_timer: Entered around every step, and around everything that reads an item of the inbox.
         always_compiles: Any step may compile something, not only the first one.
         lock: Held while it reads an item of the inbox, and during every step.
         on_failure: Called from any thread when the engine is broken outside of a step.
@@ -265,7 +265,7 @@ class StageEngine(ABC):
         if isinstance(item, Stop):
             self._is_stopping = True
         else:
-            with self.lock:
+            with self.lock, self.step_timer.of(INTAKE):
                 self._take_in(item)
 
     @abstractmethod

@@ -82,6 +82,7 @@ class DiffusionStageEngine(StageEngine):
 
     def start(self) -> None:
         self._info = PipelineInfo.load(self._model, self._config)
+        self._executor.on_shape = lambda shape: self.step_timer.set_shape(shape)
         self._executor.start(lambda: self.on_failure())
         self.capacity = 2 * self._executor.max_batch_size  # one batch to compute, and the next one
 

@@ -80,6 +80,8 @@ class LLMStageEngine(StageEngine):
     def start(self) -> None:
         log_stats = self._log_stats or not self._engine_args.disable_log_stats
         self._engine = OmniLLMEngine.from_omni_config(self._vllm_config, log_stats)
+        # Kernels are compiled for ranges of sizes; each power of two is taken for one.
+        self._engine.watch_steps(lambda num_tokens: self.step_timer.set_shape(num_tokens.bit_length()))
         self._engine.model_executor.register_failure_callback(self.on_failure)
         self.capacity = self._engine.vllm_config.scheduler_config.max_num_seqs
 

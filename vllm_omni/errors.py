@@ -12,6 +12,7 @@
     └── RequestError                one request failed; the pipeline continues      recoverable
         ├── InvalidRequestError     refused before it reached an engine
         ├── StageExecutionError     failed inside a stage
+        │   └── StageCrashError     the stage's process died of it, twice
         ├── StageDeadError          the stage that held it died
         ├── RequestTimeoutError     its deadline passed
         └── RequestAbortedError     aborted by the caller or by close()
@@ -111,8 +112,22 @@ class StageExecutionError(RequestError, RuntimeError):
     """Processing the request failed inside a stage."""
 
 
+class StageCrashError(StageExecutionError):
+    """The stage's process died with the request, and again when it did nothing else. Sending it again does not help."""
+
+
 class StageDeadError(RequestError, RuntimeError):
-    """The process of the stage that held the request died."""
+    """The process of the stage that held the request died, or the stage is dead.
+
+    Attributes:
+        retry_after_s: Seconds after which the stage probably works again; None: it is not restarted.
+    """
+
+    def __init__(
+        self, message: str, request_id: str, stage_id: int | None = None, retry_after_s: float | None = 5.0
+    ) -> None:
+        super().__init__(message, request_id, stage_id)
+        self.retry_after_s = retry_after_s
 
 
 class RequestTimeoutError(RequestError, TimeoutError):

@@ -137,14 +137,51 @@ def _merge_tensors(parts: Sequence[StageOutput]) -> dict[str, torch.Tensor]:
     for part in parts:
         for name, tensor in part.tensors.items():
             rows.setdefault(name, []).append(tensor)
-    return {name: concatenate(tensors) for name, tensors in rows.items()}
+    return {name: concatenate(tensors, stream_dim(name)) for name, tensors in rows.items()}
 
 
-def concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Along the first dimension; scalars become a vector."""
+def stream_dim(name: str) -> int:
+    """The dimension along which a tensor of this name grows in a stream: time for audio, rows for all others."""
+    return -1 if name == "audio" else 0
+
+
+def concatenate(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Along one dimension; scalars become a vector."""
     if len(tensors) == 1:
         return tensors[0]
-    return torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)
+    return torch.cat(tensors, dim) if tensors[0].ndim else torch.stack(tensors)
+
+
+class StreamShapes:
+    """The shapes of a stream's tensors: pieces that cannot be joined are refused when they come, not at the end."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, list[int] | None] = {}
+
+    def check(self, piece: StageOutput) -> None:
+        """
+        Raises:
+            ValueError: A tensor differs from an earlier one in a dimension that does not grow.
+        """
+        if piece.step is not None:
+            return  # Previews are not joined.
+        for name, tensor in piece.tensors.items():
+            shape = _fixed_shape(name, tensor)
+            before = self._shapes.setdefault(name, shape)
+            if shape != before:
+                raise ValueError(
+                    f"pieces of {name!r} differ in shape: {before} and then {shape}, without the dimension that grows; "
+                    "make all pieces of a stream equal there"
+                )
+
+
+def _fixed_shape(name: str, tensor: torch.Tensor) -> list[int] | None:
+    """Without the dimension that grows; None of a scalar."""
+    if not tensor.ndim:
+        return None
+    shape = list(tensor.shape)
+    del shape[stream_dim(name)]
+    return shape
 
 
 def without_content(output: StageOutput) -> StageOutput:
@@ -153,7 +190,9 @@ def without_content(output: StageOutput) -> StageOutput:
         output,
         completions=[msgspec.structs.replace(c, text="", token_ids=[], logprobs=None) for c in output.completions],
         tensors={
-            name: tensor.new_empty((0, *tensor.shape[1:])) for name, tensor in output.tensors.items() if tensor.ndim
+            name: tensor.narrow(stream_dim(name), 0, 0).clone()
+            for name, tensor in output.tensors.items()
+            if tensor.ndim
         },
     )
 

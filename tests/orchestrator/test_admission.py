@@ -5,7 +5,9 @@ import threading
 
 import pytest
 
+from tests.clock import Clock
 from vllm_omni.errors import PipelineClosedError, PipelineFullError
+from vllm_omni.orchestrator import admission as admission_module
 from vllm_omni.orchestrator.admission import Admission
 from vllm_omni.orchestrator.request import PipelineRequest
 
@@ -23,7 +25,10 @@ def test_requests_are_taken_in_order() -> None:
     assert admission.withdraw("b") is not None and admission.withdraw("b") is None
     first = admission.peek()
     assert first is not None and first.request_id == "a"
-    assert [admission.take().request_id for _ in range(2)] == ["a", "c"]
+    assert admission.withdraw("a") is not None
+    first = admission.peek()
+    assert first is not None and first.request_id == "c"
+    admission.withdraw("c")
     assert admission.peek() is None
 
 
@@ -31,7 +36,7 @@ def test_a_request_counts_until_its_last_event_was_received() -> None:
     admission = Admission(max_inflight=1, max_queued=1)
     admission.put(request("a"), wait=False)
     admission.put(request("b"), wait=False)
-    admission.take()
+    admission.withdraw("a")
     with pytest.raises(PipelineFullError) as full:
         admission.put(request("c"), wait=False)
     with pytest.raises(PipelineFullError):
@@ -79,6 +84,31 @@ def test_waiting_for_room_can_be_cancelled() -> None:
     assert len(errors) == 1
     admission.release("a")
     admission.check_room()
+
+
+def test_the_retry_time_does_not_count_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(admission_module, "time", clock)
+    admission = Admission(max_inflight=1, max_queued=3)
+    for _ in range(20):
+        clock.now += 3600.0  # Nobody asks for anything.
+        admission.put(request("a"), wait=False)
+        clock.now += 4.0
+        admission.release("a")
+    for request_id in "abcd":
+        admission.put(request(request_id), wait=False)
+    with pytest.raises(PipelineFullError) as full:
+        admission.check_room()
+    assert 3.0 <= full.value.retry_after_s <= 4.0
+    clock.now += 4.0
+    admission.release("a")
+    admission.put(request("a"), wait=False)
+    clock.now += 4.0
+    admission.release("b")
+    admission.put(request("b"), wait=False)
+    with pytest.raises(PipelineFullError) as full:
+        admission.check_room()
+    assert 3.0 <= full.value.retry_after_s <= 4.0
 
 
 def test_requests_in_preparation_count() -> None:

@@ -49,7 +49,7 @@ def caller(request: pytest.FixtureRequest) -> Iterator[Caller]:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize(("what", "reason"), [("object", "object"), ("shapes", "Sizes")])
+@pytest.mark.parametrize(("what", "reason"), [("object", "object"), ("shapes", "differ in shape")])
 def test_an_output_that_cannot_be_sent_fails_its_request(what: str, reason: str, streams: bool, caller: Caller) -> None:
     for _ in range(5):  # more than may wait: the reader's credit comes back
         caller.submit(what, streams=streams)

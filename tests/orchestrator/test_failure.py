@@ -32,7 +32,7 @@ from tests.orchestrator.pipelines import (
 )
 from vllm_omni.distributed.messages import PROTOCOL_VERSION, DataMessage, InlineRef, send
 from vllm_omni.distributed.run_dir import stage_address
-from vllm_omni.errors import StageDeadError, StageExecutionError
+from vllm_omni.errors import RequestAbortedError, StageCrashError, StageDeadError, StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
@@ -91,7 +91,7 @@ def limit_files(request: StageRequest, sources: Mapping[int, StageOutput]) -> di
     return {"text": request.prompt, "bytes": torch.zeros(request.options.get("size", 0), dtype=torch.uint8)}
 
 
-def test_a_killed_stage_fails_its_requests_and_restarts() -> None:
+def test_a_killed_stage_restarts_and_its_requests_are_tried_again() -> None:
     """`b` dies while it works. The requests of `a` and `c`, and those that `b` has not received yet, continue."""
     with running(*TRIANGLE) as caller:
         first_at_c = caller.submit("first at c", fake_seconds=FAR, fake_only="c")
@@ -106,11 +106,13 @@ def test_a_killed_stage_fails_its_requests_and_restarts() -> None:
         kill(caller, "b")
         wait_until(lambda: restarts_of(caller, "b") == 1)
         caller.orchestrator.abort([first_at_a, first_at_c])
-        ends = caller.wait(10)
-        for request_id in at_b:
-            error = error_of(ends[request_id])
-            assert isinstance(error, StageDeadError) and error.recoverable and error.stage_id == 1
-            assert "stage 1 (b) died: it was killed by SIGKILL" in str(error)
+        ends = caller.wait(7)
+        wait_until(lambda: caller.orchestrator.activity()["b"] == 1)
+        caller.orchestrator.abort(at_b[:1])  # The first of them works again.
+        caller.submit("not before them")
+        caller.orchestrator.abort(at_b[1:])
+        ends |= caller.wait(4)
+        assert {type(error_of(ends[request_id])) for request_id in at_b} == {RequestAbortedError}
         assert texts(ends[at_c])[0] == "at c>a"
         assert [texts(ends[r])[1] for r in at_a] == [f"at a {i}>a+at a {i}>a>b>c" for i in range(3)]
         assert texts(ends[text]) == ["text>a"]
@@ -141,18 +143,34 @@ def test_a_stage_that_dies_during_a_stream_ends_the_stream(name: str) -> None:
         assert texts(caller.wait_one())[1] == "0 1 2 3 4 >b>c"
 
 
-def test_a_stage_that_dies_too_often_stays_dead() -> None:
-    with running(*TRIANGLE, restart={"max_restarts": 1, "backoff_s": 0.01}) as caller:
+def test_a_request_that_kills_its_stage_is_tried_once_more_and_others_are_served() -> None:
+    with running(*TRIANGLE) as caller:
+        bad = [caller.submit(f"bad {i}", fake_die="b") for i in range(3)]
+        good = [caller.submit(f"good {i}") for i in range(3)]
+        ends = caller.wait(6)
+        for request_id in bad:
+            error = error_of(ends[request_id])
+            assert (
+                isinstance(error, StageCrashError) and error.stage_id == 1 and "it was killed by SIGKILL" in str(error)
+            )
+        for number, request_id in enumerate(good):
+            assert texts(ends[request_id])[0] == f"good {number}>a"
+        assert restarts_of(caller, "b") <= 6 and restarts_of(caller, "a") == 0
+
+
+def test_a_stage_that_dies_too_often_is_dead_for_the_longest_back_off() -> None:
+    with running(*TRIANGLE, restart={"max_restarts": 1, "backoff_s": 0.01, "max_backoff_s": 5.0}) as caller:
         caller.submit("p", fake_die="b")
-        assert isinstance(error_of(caller.wait_one()), StageDeadError)
-        wait_until(lambda: is_ready(caller))
-        held = caller.submit("p", fake_die="b")
-        assert caller.wait_one().request_id == held
+        assert isinstance(error_of(caller.wait_one()), StageCrashError)
         wait_until(lambda: state_of(caller.orchestrator)["b"] == "dead")
         caller.submit("needs b")
-        assert isinstance(error_of(caller.wait_one()), StageDeadError)
+        error = error_of(caller.wait_one())
+        assert isinstance(error, StageDeadError) and error.retry_after_s == 5.0
         caller.submit("does not", ("text",))
         assert texts(caller.wait_one()) == ["does not>a"]
+        wait_until(lambda: is_ready(caller))
+        caller.submit("again")
+        assert texts(caller.wait_one())[0] == "again>a"
 
 
 def test_stages_restart_although_the_fork_server_died() -> None:
@@ -166,7 +184,7 @@ def test_stages_restart_although_the_fork_server_died() -> None:
         caller.submit("next")
         assert texts(caller.wait_one())[0] == "next>a"
         caller.submit("p", fake_die="a")
-        assert isinstance(error_of(caller.wait_one()), StageDeadError)
+        assert isinstance(error_of(caller.wait_one()), StageCrashError)
         caller.submit("again")
         assert texts(caller.wait_one())[0] == "again>a"
     finally:

@@ -26,7 +26,7 @@ class Replicas:
 
     @property
     def take_new_requests(self) -> bool:
-        return self._set.take_new_requests
+        return self._set.take_new_requests()
 
     def select(self, *token_ids: int) -> str:
         """Selects a replica as the router does; returns its name."""

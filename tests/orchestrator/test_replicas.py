@@ -2,7 +2,6 @@
 """Stages with several replicas: each request runs in one of them, and one that dies fails only its own."""
 
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +20,7 @@ from tests.orchestrator.pipelines import (
     texts,
 )
 from tests.orchestrator.test_failure import kill, processes, restarts_of, wait_until
-from vllm_omni.errors import RequestAbortedError, StageDeadError
+from vllm_omni.errors import RequestAbortedError
 from vllm_omni.events import CompletedEvent
 
 WINDOW = {"from": 0, "to": 1, "window_size": 3, "unit": "rows"}
@@ -75,7 +74,7 @@ def num_running_in_b(caller: Caller) -> list[int]:
     return [stats.num_running for stats in fresh_stats(caller.orchestrator) if stats.stage_id == 1]
 
 
-def test_a_replica_that_dies_fails_its_own_requests_and_the_others_take_new_ones() -> None:
+def test_a_replica_that_dies_tries_its_own_requests_again_and_the_others_take_new_ones() -> None:
     with running() as caller:
         held_ids = [caller.submit(f"held {i}", fake_seconds={"b": FAR}) for i in range(3)]
         wait_until(lambda: num_running_in_b(caller) == [1, 1, 1])
@@ -86,11 +85,8 @@ def test_a_replica_that_dies_fails_its_own_requests_and_the_others_take_new_ones
         new_ids = [caller.submit(f"new {i}") for i in range(4)]
         caller.orchestrator.abort(held_ids)
         ends = caller.wait(len(held_ids) + len(ids) + len(new_ids))
-        ends_of_held = Counter(type(error_of(ends[request_id])) for request_id in held_ids)
-        assert ends_of_held == {RequestAbortedError: 2, StageDeadError: 1}
-        (failed,) = [request_id for request_id in ids if not isinstance(ends[request_id], CompletedEvent)]
-        error = error_of(ends[failed])
-        assert isinstance(error, StageDeadError) and error.stage_id == 1 and "stage 1 (b.1) died" in str(error)
+        assert {type(error_of(ends[request_id])) for request_id in held_ids} == {RequestAbortedError}
+        assert all(isinstance(ends[request_id], CompletedEvent) for request_id in ids), "one was tried again"
         for number, request_id in enumerate(new_ids):
             assert texts(ends[request_id])[0] == f"new {number}>a"
         wait_until(lambda: set(state_of(caller.orchestrator).values()) == {"ready"})

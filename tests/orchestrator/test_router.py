@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.clock import Clock
 from tests.orchestrator.fake_stages import FakeStage
 from tests.orchestrator.pipelines import TRIANGLE, fake_stage, make_config
 from vllm_omni.distributed.connectors import Connector, InlineConnector, SharedMemoryConnector
@@ -24,6 +25,7 @@ from vllm_omni.errors import (
     InvalidRequestError,
     RequestAbortedError,
     RequestTimeoutError,
+    StageCrashError,
     StageDeadError,
     StageExecutionError,
 )
@@ -31,8 +33,10 @@ from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEve
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
 from vllm_omni.metrics.stats import StageMetrics
+from vllm_omni.orchestrator import router as router_module
 from vllm_omni.orchestrator.admission import Admission
 from vllm_omni.orchestrator.omni_stage import StageState
+from vllm_omni.orchestrator.quarantine import LIMIT_S, Quarantine
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
 from vllm_omni.outputs import Completion, StageOutput
@@ -152,8 +156,24 @@ class Pipeline:
         assert isinstance(end, ErrorEvent), end
         return end.error
 
+    def is_lost(self, request_id: str, stage_id: int) -> bool:
+        """Whether a stage's death has taken the request, which is to be tried again."""
+        assert self.events[request_id] == []
+        return any(
+            stage_id in q.instances and r.request_id == again(request_id) for q in self.quarantines for r in q.waiting
+        )
+
+    @property
+    def quarantines(self) -> list[Quarantine]:
+        return self.router._quarantines
+
     def submitted(self, stage_id: int) -> list[str]:
         return list(self.stages[stage_id].submits)
+
+
+def again(request_id: str) -> str:
+    """The id of its second try."""
+    return f"{request_id}.retry"
 
 
 def as_payload(
@@ -348,8 +368,7 @@ def test_a_stage_reports_the_death_of_another(pipeline: Pipeline) -> None:
     pipeline.start("r")
     pipeline.stages[B].death = "it was killed"
     pipeline.error(C, "r", dead_instance=B)
-    error = pipeline.failure("r")
-    assert isinstance(error, StageDeadError) and "stage 1 (b) died: it was killed" in str(error)
+    assert pipeline.is_lost("r", B)
 
 
 def test_aborts_of_running_waiting_and_unknown_requests() -> None:
@@ -403,15 +422,14 @@ def test_closing_ends_all_requests_and_admits_none() -> None:
 # Stages that die and restart.
 
 
-def test_requests_whose_input_died_fail_and_the_others_wait(pipeline: Pipeline) -> None:
+def test_requests_whose_input_died_start_again_and_the_others_wait(pipeline: Pipeline) -> None:
     for request_id in ("sent", "unsent"):
         pipeline.start(request_id)
     pipeline.result(A, "sent", "text", b=0, c=0)
     pipeline.log.clear()
     pipeline.kill(B)
-    error = pipeline.failure("sent")
-    assert isinstance(error, StageDeadError) and "stage 1 (b) died: it was killed by SIGKILL" in str(error)
-    assert pipeline.events["unsent"] == [] and pipeline.observer.ended[0].failed_stage == "b"
+    assert pipeline.is_lost("sent", B)
+    assert pipeline.events["unsent"] == [] and pipeline.observer.ended == []
     down = PeerDownMessage(instance_id=B, epoch=0, finished=[])
     assert pipeline.log == [("a", down), ("c", down)]
     pipeline.log.clear()
@@ -425,13 +443,13 @@ def test_requests_whose_input_died_fail_and_the_others_wait(pipeline: Pipeline) 
     assert isinstance(pipeline.end("unsent"), CompletedEvent)
 
 
-def test_the_first_stage_s_death_fails_all_that_it_had(pipeline: Pipeline) -> None:
+def test_the_first_stage_s_death_takes_all_that_it_had(pipeline: Pipeline) -> None:
     for request_id in "rs":
         pipeline.start(request_id)
     pipeline.result(A, "s", "text", b=0, c=0)
     pipeline.log.clear()
     pipeline.kill(A)
-    assert isinstance(pipeline.failure("r"), StageDeadError)
+    assert pipeline.is_lost("r", A)
     assert ("b", PeerDownMessage(instance_id=A, epoch=0, finished=["s"])) in pipeline.log
     pipeline.result(B, "s", c=0)
     pipeline.result(C, "s", "audio")
@@ -457,17 +475,15 @@ def test_output_kept_for_a_restarting_target_dies_with_its_stage(pipeline: Pipel
     pipeline.result(B, "r")
     assert pipeline.events["r"] == []
     pipeline.kill(B)
-    error = pipeline.failure("r")
-    assert isinstance(error, StageDeadError) and error.stage_id == B
+    assert pipeline.is_lost("r", B)
 
 
-def test_output_for_a_process_that_has_died_fails_the_request(pipeline: Pipeline) -> None:
+def test_output_for_a_process_that_has_died_is_made_again(pipeline: Pipeline) -> None:
     pipeline.start("r")
     pipeline.kill(B)
     pipeline.restart(B)
     pipeline.result(A, "r", "text", b=0, c=0)
-    error = pipeline.failure("r")
-    assert isinstance(error, StageDeadError) and error.stage_id == B
+    assert pipeline.is_lost("r", B)
 
 
 def test_a_dead_stage_fails_its_requests_immediately(pipeline: Pipeline) -> None:
@@ -480,6 +496,164 @@ def test_a_dead_stage_fails_its_requests_immediately(pipeline: Pipeline) -> None
     assert isinstance(pipeline.failure("s"), StageDeadError) and "s" not in pipeline.submitted(A)
     pipeline.result(A, "text", "text")
     assert isinstance(pipeline.end("text"), CompletedEvent)
+
+
+# Requests that are tried again.
+
+
+def lose(pipeline: Pipeline, *request_ids: str) -> None:
+    """Stage b dies with these requests, and works again."""
+    for request_id in request_ids:
+        pipeline.stages[A].credit.reset()
+        pipeline.start(request_id)
+        pipeline.result(A, request_id, "text", b=pipeline.stages[B].epoch, c=0)
+    for stage in pipeline.stages.values():
+        stage.credit.reset()
+    pipeline.kill(B)
+    pipeline.restart(B)
+    pipeline.router.admit()
+
+
+def complete_again(pipeline: Pipeline, request_id: str) -> None:
+    pipeline.result(A, again(request_id), "text", b=pipeline.stages[B].epoch, c=0)
+    pipeline.result(B, again(request_id), c=0)
+    pipeline.result(C, again(request_id), "audio")
+    assert isinstance(pipeline.end(request_id), CompletedEvent)
+
+
+def test_requests_are_tried_again_one_by_one_and_new_ones_wait(pipeline: Pipeline) -> None:
+    lose(pipeline, "r", "s")
+    assert pipeline.submitted(B)[2:] == [again("r")]
+    pipeline.start("new")
+    pipeline.start("text", "text")
+    assert "new" not in pipeline.submitted(A) and "text" in pipeline.submitted(A), "it does not need b"
+    pipeline.result(A, "r", "late", b=0, c=0)  # about the first try
+    pipeline.result(A, again("r"), "text", b=1, c=0)
+    pipeline.router.admit()
+    assert again("s") not in pipeline.submitted(B)
+    pipeline.result(B, again("r"), c=0)  # It has left the process.
+    pipeline.router.admit()
+    assert pipeline.submitted(B)[2:] == [again("r"), again("s")] and "new" not in pipeline.submitted(A)
+    pipeline.result(C, again("r"), "audio")
+    assert isinstance(pipeline.end("r"), CompletedEvent)
+    pipeline.stages[A].credit.reset()
+    complete_again(pipeline, "s")
+    pipeline.router.admit()
+    assert "new" in pipeline.submitted(B) and pipeline.quarantines == []
+    assert pipeline.router._retried == {}
+
+
+def test_a_request_that_kills_alone_fails_for_good_and_the_others_are_served(pipeline: Pipeline) -> None:
+    lose(pipeline, "good", "bad", "other")
+    complete_again(pipeline, "good")
+    pipeline.router.admit()
+    pipeline.result(A, again("bad"), "text", b=1, c=0)
+    pipeline.kill(B)
+    error = pipeline.failure("bad")
+    assert isinstance(error, StageCrashError) and error.stage_id == B and "while it did nothing else" in str(error)
+    pipeline.router.admit()
+    pipeline.restart(B)
+    pipeline.router.admit()
+    complete_again(pipeline, "other")
+
+
+def test_requests_that_came_before_the_death_finish_first(pipeline: Pipeline) -> None:
+    pipeline.start("before")
+    lose(pipeline, "r")
+    assert "before" in pipeline.submitted(B) and again("r") not in pipeline.submitted(B)
+    pipeline.result(A, "before", "text", b=1, c=0)
+    pipeline.result(B, "before", c=0)
+    pipeline.router.admit()
+    assert again("r") in pipeline.submitted(B)
+
+
+def test_a_request_is_tried_again_once(pipeline: Pipeline) -> None:
+    """Another process, in which it is not alone, dies with it: it is not known to be the cause."""
+    lose(pipeline, "r")
+    pipeline.result(A, again("r"), "text", b=1, c=0)
+    pipeline.result(B, again("r"), c=0)
+    pipeline.kill(C)
+    error = pipeline.failure("r")
+    assert isinstance(error, StageDeadError) and error.retry_after_s == 5.0
+
+
+def test_a_caller_that_has_output_gets_the_error(pipeline: Pipeline) -> None:
+    pipeline.start("r", streams=True)
+    pipeline.output(A, "r", "first")
+    pipeline.result(A, "r", "text", b=0, c=0)
+    pipeline.kill(B)
+    assert isinstance(pipeline.failure("r"), StageDeadError) and pipeline.quarantines == []
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_requests_that_are_tried_again_can_be_aborted_and_have_deadlines(pipeline: Pipeline, is_running: bool) -> None:
+    pipeline.put("timed", deadline=10.0)
+    pipeline.router.admit()
+    pipeline.result(A, "timed", "text", b=0, c=0)
+    lose(pipeline, "aborted")
+    if is_running:
+        assert again("timed") in pipeline.submitted(A)
+        pipeline.router.abort(["aborted"])
+        pipeline.router.end_overdue(10.0)
+    else:
+        pipeline.router.abort(["timed"])
+        pipeline.router.end_all()
+    assert isinstance(pipeline.failure("aborted"), RequestAbortedError)
+    assert isinstance(pipeline.failure("timed"), RequestTimeoutError if is_running else RequestAbortedError)
+    pipeline.router.admit()
+    assert pipeline.quarantines == [] and [stage.num_requests for stage in pipeline.stages.values()] == [0, 0, 0]
+
+
+def test_a_process_is_not_kept_for_long(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(router_module, "time", clock)
+    lose(pipeline, "r", "s")
+    assert pipeline.router.due == clock.now + LIMIT_S
+    clock.now += LIMIT_S
+    pipeline.router.admit()
+    assert isinstance(pipeline.failure("s"), StageDeadError) and pipeline.quarantines == []
+    pipeline.result(A, again("r"), "text", b=1, c=0)
+    pipeline.kill(B)
+    assert type(pipeline.failure("r")) is StageDeadError, "others may have been there"
+
+
+def test_a_stage_that_is_taken_for_dead_fails_those_that_wait_for_it(pipeline: Pipeline) -> None:
+    lose(pipeline, "r", "s")
+    pipeline.kill(B, StageState.DEAD)
+    pipeline.router.admit()
+    for request_id in "rs":
+        error = pipeline.failure(request_id)
+        assert isinstance(error, StageDeadError) and error.retry_after_s == 30.0
+    pipeline.restart(B)
+    pipeline.start("next")
+    pipeline.result(A, "next", "text", b=2, c=0)
+    pipeline.result(B, "next", c=0)
+    pipeline.result(C, "next", "audio")
+    assert isinstance(pipeline.end("next"), CompletedEvent)
+
+
+def test_input_that_was_sent_is_sent_again(pipeline: Pipeline) -> None:
+    request = pipeline.put("r")
+    pipeline.router.admit()
+    for part in ("one", "two"):
+        pipeline.router.extend(request, A, StageInput(prompt=part), is_last=part == "two")
+    pipeline.kill(A)
+    pipeline.restart(A)
+    pipeline.router.admit()
+    parts = [entry for name, entry in pipeline.log if name == "a" and isinstance(entry, tuple) and len(entry) == 3]
+    assert [entry[0] for entry in parts] == ["r", "r", again("r"), again("r")]
+    assert [entry[1] for entry in parts] == ["one", "two", "one", "two"]
+
+
+def test_other_replicas_take_new_requests_meanwhile() -> None:
+    pipeline = Pipeline(fake_stage(0, "a", (), "text", replicas=2))
+    pipeline.start("r")
+    pipeline.kill(0)
+    pipeline.restart(0)
+    pipeline.router.admit()
+    for request_id in ("s", "t"):
+        pipeline.start(request_id)
+    assert pipeline.submitted(0) == ["r", again("r")] and pipeline.submitted(1) == ["s", "t"]
 
 
 def test_activity_counts_stages_with_input(pipeline: Pipeline) -> None:

@@ -223,14 +223,28 @@ def test_the_back_off_doubles_up_to_its_limit_within_the_window(pipeline: Pipeli
     assert restart(pipeline) == 1.0
 
 
-def test_a_stage_that_dies_too_often_stays_dead(clock: Clock) -> None:
+def test_a_stage_that_dies_too_often_is_dead_until_it_has_started_again(clock: Clock) -> None:
     pipeline = Pipeline(clock, max_restarts=2)
     pipeline.start()
     for _ in range(2):
         restart(pipeline)
     pipeline.die(pipeline.server.processes[-1])
-    assert pipeline.states == ["ready", "ready", "dead"] and pipeline.supervisor.due is None
+    assert pipeline.states == ["ready", "ready", "dead"]
     assert pipeline.down == ["c"] * 3, "the router is notified also of the last death"
+    due = clock.now + 3.0
+    assert pipeline.supervisor.due == due
+    pipeline.act_at(due)
+    pipeline.run_command()
+    assert pipeline.states == ["ready", "ready", "dead"]
+    assert restart(pipeline) == 3.0, "it dies again before it is ready"
+    assert pipeline.states == ["ready"] * 3
+
+
+def test_a_stage_can_stay_dead(clock: Clock) -> None:
+    pipeline = Pipeline(clock, max_restarts=0)
+    pipeline.start()
+    pipeline.die(pipeline.server.processes[-1])
+    assert pipeline.states == ["ready", "ready", "dead"] and pipeline.supervisor.due is None
 
 
 def test_a_failed_restart_counts_as_a_death(pipeline: Pipeline) -> None:

@@ -24,7 +24,7 @@ from tests.orchestrator.pipelines import (
     texts,
 )
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.errors import RequestAbortedError, StageDeadError, StageStartError
+from vllm_omni.errors import RequestAbortedError, StageCrashError, StageStartError
 from vllm_omni.events import CompletedEvent
 from vllm_omni.inputs import StageRequest
 from vllm_omni.orchestrator.orchestrator import Orchestrator
@@ -142,14 +142,14 @@ def test_the_end_of_a_process_affects_only_its_stages(start: Open) -> None:
     wanted = ("text", "audio")
     caller.submit("p", wanted, fake_die="b")
     error = error_of(caller.wait_one())
-    assert isinstance(error, StageDeadError) and "SIGKILL" in str(error)
+    assert isinstance(error, StageCrashError) and "SIGKILL" in str(error)
     again = caller.submit("again", wanted)  # all stages of the process restart
     assert texts(caller.wait(1)[again]) == ["again>a", "again>a+again>a>b>c"]
 
     # An engine that breaks in its thread ends the process, and its error reaches the caller.
     caller.submit("p", ("nothing",))
     error = error_of(caller.wait_one())
-    assert isinstance(error, StageDeadError)
+    assert isinstance(error, StageCrashError)
     assert "stage 3 (ending): SystemExit: not caught" in str(error)
     again = caller.submit("again", wanted)
     assert texts(caller.wait(1)[again]) == ["again>a", "again>a+again>a>b>c"]

@@ -16,7 +16,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutp
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
 
-from vllm_omni.outputs import concatenate
+from vllm_omni.outputs import concatenate, stream_dim
 
 # Set on vLLM's own output objects, which have no such field.
 _ATTRIBUTE = "multimodal_output"
@@ -56,15 +56,15 @@ class OmniRequestState(RequestState):
 
     def _take_multimodal_output(self) -> dict[str, torch.Tensor]:
         chunks, self.multimodal_chunks = self.multimodal_chunks, defaultdict(list)
-        return {name: concatenate(tensors) for name, tensors in chunks.items()}
+        return {name: concatenate(tensors, stream_dim(name)) for name, tensors in chunks.items()}
 
 
 class MultimodalOutputProcessor(OutputProcessor):
     """Attaches `multimodal_output: dict[str, Tensor]` to every `RequestOutput` and to each of its completions.
 
-    Tensors are on the CPU and concatenated along their first dimension. With output kind DELTA each output has the
-    increment; otherwise the last output has everything, and those before it an empty dict. The `RequestOutput`'s own is
-    that of its first completion.
+    Tensors are on the CPU and concatenated along their first dimension, `audio` along its last: time. With output kind
+    DELTA each output has the increment; otherwise the last output has everything, and those before it an empty dict.
+    The `RequestOutput`'s own is that of its first completion.
     """
 
     def __init__(self, tokenizer: TokenizerLike | None, *, output_type: str, **kwargs: Any) -> None:

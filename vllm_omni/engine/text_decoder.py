@@ -31,6 +31,10 @@ class TextDecoder:
         params.detokenize = False
         return cls(tokenizer, request)
 
+    def reset(self) -> None:
+        """The request starts again."""
+        self._detokenizers.clear()
+
     def decode(self, piece: StageOutput) -> None:
         """Sets the text of a piece of the output: that of its tokens."""
         for completion in piece.completions:

@@ -103,11 +103,17 @@ class OmniBase:
 
     @property
     def is_open(self) -> bool:
-        """False after `close()`."""
-        return self._finalizer.alive
+        """False after `close()`, and after the pipeline has ended on an error of its own."""
+        return self._finalizer.alive and self._pipeline.orchestrator.is_running
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error of its own that ended the pipeline, and all its requests; None if there was none."""
+        return self._pipeline.orchestrator.error
 
     def health(self) -> list[StageHealth]:
-        """The state of each stage in stage order: `starting`, `ready`, `restarting` or `dead`."""
+        """The state of each stage in stage order: `starting`, `ready`, `restarting` or `dead`; once the pipeline is not
+        open any more, all are dead."""
         return self._pipeline.orchestrator.health()
 
     def stats(self) -> list[StageStats]:

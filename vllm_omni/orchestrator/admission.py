@@ -8,6 +8,7 @@ import bisect
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from vllm_omni.errors import PipelineClosedError, PipelineFullError
 from vllm_omni.orchestrator.request import PipelineRequest
@@ -27,7 +28,7 @@ class Admission:
         self._waiting: deque[PipelineRequest] = deque()
         self._open: set[str] = set()
         self._changed = threading.Condition()
-        self._is_closed = False
+        self._why_closed = ""
         self._last_release = time.monotonic()
         self._seconds_per_request = 0.0
 
@@ -43,18 +44,20 @@ class Admission:
         """
         with self._changed:
             while wait and len(self._open) >= self._limit:
-                if self._is_closed or (cancelled and cancelled.is_set()):
+                if self._why_closed or (cancelled and cancelled.is_set()):
                     break
                 self._changed.wait()
             self.check_room()
+            if not self._open:
+                self._last_release = time.monotonic()  # Nothing was asked for until now.
             self._open.add(request.request_id)
             bisect.insort(self._waiting, request, key=lambda waiting: waiting.priority)
 
     def check_room(self, num_coming: int = 0) -> None:
         """Raises what `put` would raise without `wait` after `num_coming` further requests."""
         with self._changed:  # reentrant
-            if self._is_closed:
-                raise PipelineClosedError("the pipeline is closed; make a new one")
+            if self._why_closed:
+                raise PipelineClosedError(f"{self._why_closed}; make a new one")
             count = len(self._open) + num_coming
             if count >= self._limit:
                 raise PipelineFullError(
@@ -62,14 +65,10 @@ class Admission:
                     self._retry_after(),
                 )
 
-    def peek(self) -> PipelineRequest | None:
-        """The next request."""
+    def peek(self, can_start: Callable[[PipelineRequest], bool] = lambda request: True) -> PipelineRequest | None:
+        """The next request, of those that can start."""
         with self._changed:
-            return self._waiting[0] if self._waiting else None
-
-    def take(self) -> PipelineRequest:
-        with self._changed:
-            return self._waiting.popleft()
+            return next(filter(can_start, self._waiting), None)
 
     def withdraw(self, request_id: str) -> PipelineRequest | None:
         """Removes a request from the queue, if it is still there."""
@@ -89,10 +88,10 @@ class Admission:
             # All of them: one may be waiting with the request that is cancelled here.
             self._changed.notify_all()
 
-    def close(self) -> list[PipelineRequest]:
-        """Refuses further requests; returns those that were waiting."""
+    def close(self, reason: str = "the pipeline was closed") -> list[PipelineRequest]:
+        """Refuses further requests, for this reason; returns those that were waiting."""
         with self._changed:
-            self._is_closed = True
+            self._why_closed = reason
             waiting, self._waiting = list(self._waiting), deque()
             self._changed.notify_all()
             return waiting

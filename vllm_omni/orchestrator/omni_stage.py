@@ -30,7 +30,7 @@ class StageState(Enum):
     RESTARTING = "restarting"
     """Its process died, and the next one is due or loading."""
     DEAD = "dead"
-    """Its process died too often, and is not restarted."""
+    """Its process died too often; its requests fail until the next one is ready."""
 
 
 class OmniStage:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import msgspec
 import zmq
@@ -48,7 +49,7 @@ from vllm_omni.orchestrator.cluster import Cluster
 from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.orchestrator.launcher import ClusterLauncher, Launcher, LocalLauncher
 from vllm_omni.orchestrator.nodes import Nodes
-from vllm_omni.orchestrator.omni_stage import OmniStage
+from vllm_omni.orchestrator.omni_stage import OmniStage, StageState
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
 from vllm_omni.orchestrator.spec_factory import Site, SpecFactory
@@ -57,7 +58,8 @@ from vllm_omni.stage.spec import StagePlacement
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 
-_CLOSED = "the pipeline is closed; make a new one"
+_CLOSED = "the pipeline was closed"
+_FAILED = "the pipeline ended on an internal error (see the log)"
 _OPEN_FILES, _OPEN_FILES_PER_STAGE = 16, 8
 """Upper bounds: for ZMQ's context, and for the sockets, connections and start of each stage."""
 
@@ -107,6 +109,7 @@ class Orchestrator:
         self._cluster = cluster
         self._started: Future[None] = Future()
         self._closing = False
+        self._error: BaseException | None = None
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._admission = Admission(config.runtime.max_inflight, config.runtime.max_queued)
         self._stats: dict[int, StageStats] = {}  # by instance id; replaced as a whole, so any thread may read it
@@ -176,9 +179,26 @@ class Orchestrator:
         """Aborts these requests; those still running end with `RequestAbortedError`."""
         self._command(lambda: self._router.abort(request_ids))
 
+    @property
+    def is_running(self) -> bool:
+        """False once it is closed, or has ended on an error of its own."""
+        return not self._closing and self._thread.is_alive()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error of its own that ended it; None if there was none."""
+        return self._error if self._started.done() else None
+
     def health(self) -> list[StageHealth]:
-        """The state of each replica, in stage order."""
-        return self._supervisor.health
+        """The state of each replica, in stage order; all are dead once it does not run any more."""
+        health = self._supervisor.health
+        if self.is_running:
+            return health
+        return [replace(stage, state=StageState.DEAD.value, last_death=self._why_ended) for stage in health]
+
+    @property
+    def _why_ended(self) -> str:
+        return _CLOSED if self._error is None else _FAILED
 
     def activity(self) -> dict[str, int]:
         """The number of requests that each stage works on, by stage name, in stage order."""
@@ -191,7 +211,7 @@ class Orchestrator:
             PipelineClosedError: The pipeline is closed.
         """
         if self._closing:
-            raise PipelineClosedError(_CLOSED)
+            raise PipelineClosedError(f"{self._why_ended}; make a new one")
         return sorted(self._stats.values(), key=lambda stats: (stats.stage_id, stats.replica))
 
     def close(self) -> None:
@@ -210,7 +230,7 @@ class Orchestrator:
         """Runs a function on the orchestrator's thread, soon."""
         with self._lock:
             if self._closing:
-                raise PipelineClosedError(_CLOSED)
+                raise PipelineClosedError(f"{self._why_ended}; make a new one")
             self._commands.append(command)
             self._wake()
 
@@ -223,19 +243,28 @@ class Orchestrator:
     def _run(self) -> None:
         try:
             with self._cleanup:
-                self._start_stages()
-                self._started.set_result(None)
-                while not self._closing:
-                    self._run_commands()
-                    self._supervisor.act_on_time()
-                    self._router.end_overdue(time.monotonic())
-                    self._router.admit()
-                    self._poll(self._next_due())
+                try:
+                    self._start_stages()
+                    self._started.set_result(None)
+                    self._serve()
+                except BaseException as error:
+                    self._error = error  # Before the cleanup, which ends all requests, and may take seconds.
+                    if self._started.done():
+                        logger.critical("the pipeline ends on an error of its own", exc_info=error)
+                    raise
         except BaseException as error:
-            if self._started.done():
-                logger.error("the pipeline ended on an error of its own", exc_info=error)
-            else:
+            if not self._started.done():
                 self._started.set_exception(error)
+            elif error is not self._error:
+                logger.error("the pipeline could not be cleaned up", exc_info=error)
+
+    def _serve(self) -> None:
+        while not self._closing:
+            self._run_commands()
+            self._supervisor.act_on_time()
+            self._router.end_overdue(time.monotonic())
+            self._router.admit()
+            self._poll(self._next_due())
 
     def _open(self, cleanup: contextlib.ExitStack) -> None:
         """Creates sockets, directory and handles; `cleanup` closes them in the opposite order."""
@@ -363,8 +392,10 @@ class Orchestrator:
     def _end_requests(self) -> None:
         with self._lock:
             self._closing = True
-        self._run_commands()
-        self._router.end_all()
+        try:
+            self._run_commands()
+        finally:
+            self._router.end_all(self._why_ended)
 
     # Messages.
 
@@ -377,7 +408,10 @@ class Orchestrator:
                 continue
             if received is None:
                 return
-            self._on_message(*received)
+            try:
+                self._on_message(*received)
+            except Exception as error:
+                self._on_unhandled(received[0], error)
 
     def _is_current(self, sender: int, epoch: int) -> bool:
         """False for what was sent by a process that has died since."""
@@ -392,7 +426,7 @@ class Orchestrator:
             case OutputMessage():
                 self._router.on_output(stage, message, frames)
             case TextsMessage():
-                self._on_texts(stage, message, frames)
+                self._router.on_texts(stage, message, frames)
             case ResultMessage():
                 self._router.on_result(stage, message, frames)
             case ErrorMessage():
@@ -406,19 +440,22 @@ class Orchestrator:
             case FaultMessage():
                 self._on_fault(message.peer, message.error)
 
-    def _on_texts(self, stage: OmniStage, message: TextsMessage, frames: list[memoryview]) -> None:
-        try:
-            self._router.on_texts(stage, message, frames)
-        except msgspec.MsgspecError as error:
-            self._on_fault(stage.instance_id, str(error))
-
     def _on_fault(self, peer: int | None, error: str) -> None:
-        """Kills a stage whose messages cannot be decoded: its requests would never end."""
+        """Kills a stage whose messages cannot be read: its requests would never end."""
         stage = None if peer is None else self._stages.get(peer)
         if stage is None:
-            logger.error("a message from an unknown sender cannot be decoded: %s", error)
+            logger.error("a message from an unknown sender cannot be read: %s", error)
         else:
-            self._supervisor.kill(stage, f"a message from it could not be decoded: {error}")
+            self._supervisor.kill(stage, f"a message from it could not be read: {error}")
+
+    def _on_unhandled(self, message: OrchestratorInbound, error: Exception) -> None:
+        """A message could not be handled: its request fails; without one all of its sender, which is killed."""
+        logger.error("a %s could not be handled", type(message).__name__, exc_info=error)
+        request_id = message.request_id if isinstance(message, OutputMessage | ResultMessage | ErrorMessage) else None
+        if (stage := self._stages.get(message.instance_id)) is not None:
+            self._router.fail_unhandled(request_id, stage, error)
+        if request_id is None:
+            self._on_fault(message.instance_id, f"{type(error).__name__}: {error}")
 
     def _on_ready(self, stage: OmniStage, message: ReadyMessage) -> None:
         if stage.epoch > 0:

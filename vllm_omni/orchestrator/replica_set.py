@@ -3,7 +3,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from vllm_omni.inputs import StageRequest
 from vllm_omni.orchestrator.omni_stage import OmniStage, StageState
@@ -25,14 +25,17 @@ class ReplicaSet:
         self._turns = itertools.count()
         self._prefixes = _Prefixes()
 
-    @property
-    def take_new_requests(self) -> bool:
-        """Whether one of them accepts more requests."""
-        return any(not stage.credit.is_spent for stage in self.stages)
+    def take_new_requests(self, barred: Collection[int] = ()) -> bool:
+        """Whether one of them accepts more requests; those with these instance ids do not."""
+        return any(not stage.credit.is_spent for stage in self.stages if stage.instance_id not in barred)
 
-    def select(self, request: StageRequest) -> OmniStage:
-        """The replica for a request: one that is ready, if there is one, else one that restarts."""
-        candidates = self._candidates()
+    def select(self, request: StageRequest, barred: Collection[int] = ()) -> OmniStage:
+        """The replica for a request: one that is ready, if there is one, else one that restarts.
+
+        Args:
+            barred: Instance ids of those that get no request as long as there are others.
+        """
+        candidates = self._candidates([s for s in self.stages if s.instance_id not in barred] or self.stages)
         if len(candidates) == 1:
             return candidates[0]
         if self._policy == "round_robin":
@@ -46,11 +49,11 @@ class ReplicaSet:
         self._prefixes.add(request.prompt_token_ids, selected.instance_id)
         return selected
 
-    def _candidates(self) -> Sequence[OmniStage]:
-        ready = [stage for stage in self.stages if stage.is_ready]
+    def _candidates(self, stages: Sequence[OmniStage]) -> Sequence[OmniStage]:
+        ready = [stage for stage in stages if stage.is_ready]
         with_room = [stage for stage in ready if not stage.credit.is_spent]
-        alive = [stage for stage in self.stages if stage.state is not StageState.DEAD]
-        return with_room or ready or alive or self.stages
+        alive = [stage for stage in stages if stage.state is not StageState.DEAD]
+        return with_room or ready or alive or stages
 
 
 class _Prefixes:

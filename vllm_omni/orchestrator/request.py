@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request as the orchestrator receives it, and its state until its terminal event."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,9 +18,12 @@ from vllm_omni.outputs import (
     OmniRequestOutput,
     StageMetrics,
     StageOutput,
+    StreamShapes,
     merge_stage_outputs,
     without_content,
 )
+
+logger = logging.getLogger("vllm.omni.orchestrator")
 
 _MAX_PIECES = 32
 """Of an output that is not kept: merging them costs more than they take."""
@@ -74,6 +78,9 @@ class RequestRecord:
         instances: The instance of each stage that works on it, by stage id.
         pending: Stages that have not answered.
         unsubmitted: Stages to which it was not submitted yet, because they are restarting.
+        request_id: Its id in stages and in messages.
+        is_retry: A process died with it, and it was started again.
+        sent_input: Of `PipelineRequest.more_input`, what was sent.
     """
 
     def __init__(self, request: PipelineRequest, number: int, config: PipelineConfig) -> None:
@@ -82,13 +89,35 @@ class RequestRecord:
         self.instances: dict[int, int] = {}
         self.pending = set(request.stages)
         self.unsubmitted = set(request.stages)
+        self.request_id = request.request_id
+        self.is_retry = False
+        self.sent_input: list[tuple[int, StageInput, bool]] = []
         self._config = config
         self._pieces: dict[int, list[StageOutput]] = {stage_id: [] for stage_id in request.final_stages}
+        self._shapes = {stage_id: StreamShapes() for stage_id in request.final_stages}
         self._metrics: dict[int, StageMetrics] = {}
         self._audio_seconds = 0.0
         self._num_images = 0
         self._num_events = 0
         self._first: dict[str, float] = {}
+
+    @property
+    def has_events(self) -> bool:
+        """Whether the caller has received a part of the output."""
+        return self._num_events > 0
+
+    def make_retry(self) -> "RequestRecord":
+        """The same request from its start, under another id: there may still be messages about this try."""
+        request = self.request
+        retry = RequestRecord(request, 0, self._config)
+        retry.is_retry = True
+        retry.request_id = f"{request.request_id}.retry"
+        for stage_request in request.stages.values():
+            stage_request.request_id = retry.request_id
+        request.more_input.extendleft(reversed(self.sent_input))
+        for decoder in request.decoders.values():
+            decoder.reset()
+        return retry
 
     def sources(self, stage_id: int) -> list[int]:
         """The stages that `stage_id` waits for, for this request."""
@@ -110,7 +139,12 @@ class RequestRecord:
         return source in self.pending
 
     def add_piece(self, stage_id: int, piece: StageOutput) -> None:
-        """A segment of a final stage's output; creates the events of a streaming client."""
+        """A segment of a final stage's output; creates the events of a streaming client.
+
+        Raises:
+            Exception: It is not an output of this stage, or cannot be joined to those before.
+        """
+        self._shapes[stage_id].check(piece)
         if (decoder := self.request.decoders.get(stage_id)) is not None:
             decoder.decode(piece)
         output_type = self._config.stages[stage_id].final_output_type or ""
@@ -141,6 +175,11 @@ class RequestRecord:
         self._metrics[stage_id] = metrics
 
     def complete(self) -> CompletedEvent:
+        """The terminal event, for `end`.
+
+        Raises:
+            Exception: The outputs cannot be joined, or are no outputs of their type.
+        """
         outputs = [
             OmniRequestOutput(
                 self.request.external_id,
@@ -151,12 +190,17 @@ class RequestRecord:
             )
             for stage_id, pieces in sorted(self._pieces.items())
         ]
-        event = CompletedEvent(**self._next_event(), outputs=outputs)
-        self.request.on_event(event)
-        return event
+        return CompletedEvent(**self._next_event(), outputs=outputs)
 
     def fail(self, error: RequestError) -> None:
-        self.request.on_event(ErrorEvent(**self._next_event(), error=error))
+        self.end(ErrorEvent(**self._next_event(), error=error))
+
+    def end(self, event: CompletedEvent | ErrorEvent) -> None:
+        """Delivers the terminal event. What the receiver raises concerns no other request."""
+        try:
+            self.request.on_event(event)
+        except Exception:
+            logger.exception("request %s: its receiver raised on the last event", self.request.external_id)
 
     def summarize(self, outcome: str = COMPLETED, failed_stage: str | None = None) -> RequestSummary:
         """The summary of an ended request, for observers."""

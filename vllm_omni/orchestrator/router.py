@@ -6,6 +6,10 @@ Belongs to the orchestrator's thread. Does not depend on sockets or processes.
 
 import contextlib
 import heapq
+import logging
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from vllm_omni.config.stage_config import PipelineConfig
@@ -23,6 +27,7 @@ from vllm_omni.errors import (
     RequestAbortedError,
     RequestError,
     RequestTimeoutError,
+    StageCrashError,
     StageDeadError,
     StageExecutionError,
 )
@@ -30,9 +35,12 @@ from vllm_omni.inputs import StageInput
 from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.orchestrator.admission import Admission
 from vllm_omni.orchestrator.omni_stage import OmniStage, StageState
+from vllm_omni.orchestrator.quarantine import LIMIT_S, Quarantine
 from vllm_omni.orchestrator.replica_set import ReplicaSet
 from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
 from vllm_omni.outputs import StageOutput
+
+logger = logging.getLogger("vllm.omni.orchestrator")
 
 
 class RequestRouter:
@@ -61,12 +69,20 @@ class RequestRouter:
         self._observer = observer
         self._number = 0
         self._records: dict[str, RequestRecord] = {}
+        self._retried: dict[str, str] = {}  # ids in stages, by id
+        self._processes = {
+            instance.instance_id: {other.stage.stage_id: other.instance_id for other in process}
+            for process in config.processes
+            for instance in process
+        }
+        self._quarantines: list[Quarantine] = []
         self._deadlines: list[tuple[float, str]] = []  # a heap; includes ended requests
 
     @property
     def due(self) -> float | None:
-        """When `end_overdue` must be called (`time.monotonic()`)."""
-        return self._deadlines[0][0] if self._deadlines else None
+        """When `end_overdue` or `admit` must be called (`time.monotonic()`)."""
+        times = [quarantine.ends for quarantine in self._quarantines if quarantine.ends < math.inf]
+        return min([*times, *(deadline for deadline, _ in self._deadlines[:1])], default=None)
 
     def activity(self) -> dict[str, int]:
         """The number of requests that each stage works on, by stage name, in stage order. For any thread."""
@@ -84,33 +100,74 @@ class RequestRouter:
             heapq.heappush(self._deadlines, (request.deadline, request.request_id))
 
     def admit(self) -> None:
-        """Starts waiting requests in order, as long as there is room."""
+        """Starts waiting requests in order, as long as there is room; first those that are tried again."""
+        for quarantine in list(self._quarantines):
+            self._continue(quarantine)
         while len(self._records) < self._config.runtime.max_inflight:
-            request = self._admission.peek()
+            request = self._admission.peek(self._reaches_all) if self._quarantines else self._admission.peek()
             if request is None or not self._takes_new(request):
                 return
-            self._start(self._admission.take())
+            self._start(request)
 
     def _takes_new(self, request: PipelineRequest) -> bool:
         """Whether its first stages accept more requests."""
         firsts = (stage_id for stage_id in request.stages if not self._config.stages[stage_id].engine_input_source)
-        return all(self._replicas[stage_id].take_new_requests for stage_id in firsts)
+        barred = self._barred
+        return all(self._replicas[stage_id].take_new_requests(barred) for stage_id in firsts)
+
+    def _reaches_all(self, request: PipelineRequest) -> bool:
+        """Whether each of its stages has a replica that is not in quarantine."""
+        barred = self._barred
+        return all(
+            any(stage.instance_id not in barred for stage in self._replicas[stage_id].stages)
+            for stage_id in request.stages
+        )
+
+    @property
+    def _barred(self) -> set[int]:
+        """Instances that take no new requests: their processes are in quarantine."""
+        return {instance_id for quarantine in self._quarantines for instance_id in quarantine.instances.values()}
 
     def _start(self, request: PipelineRequest) -> None:
-        self._number += 1
-        record = RequestRecord(request, self._number, self._config)
-        self._records[request.request_id] = record
+        """Starts a waiting request. It is always known here or in `Admission`, so that it gets its terminal event."""
+        record = self._records[request.request_id] = RequestRecord(request, 0, self._config)
+        self._admission.withdraw(request.request_id)
         modalities = next(iter(request.stages.values())).modalities
         headers = self._observer.request_started(request.request_id, modalities, request.trace_headers)
-        for stage_id, stage_request in request.stages.items():
+        for stage_request in request.stages.values():
             stage_request.trace_headers = headers
-            stage = self._replicas[stage_id].select(stage_request)
-            stage.num_requests += 1
-            record.instances[stage_id] = stage.instance_id
+        self._submit(record, {})
+
+    def _submit(self, record: RequestRecord, process: Mapping[int, int]) -> None:
+        """Submits a request to its stages.
+
+        Args:
+            process: The instances that it has to run in, by stage id; any for other stages.
+        """
+        request = record.request
+        self._number += 1
+        record.number = self._number
+        try:
+            self._select_replicas(record, process)
+        except Exception as error:
+            logger.exception("request %s could not be started", request.external_id)
+            text = f"the request could not be started: {type(error).__name__}: {error}"
+            self._fail(record, StageExecutionError(text, request.external_id))
+            return
         # The last stages first, so that a stage usually gets a request before its data.
         for stage_id in sorted(request.stages, reverse=True):
-            if request.request_id in self._records:
+            if record.request_id in self._records:
                 self._submit_to(self._stage_of(record, stage_id), record)
+
+    def _select_replicas(self, record: RequestRecord, process: Mapping[int, int]) -> None:
+        barred = self._barred
+        for stage_id, stage_request in record.request.stages.items():
+            if stage_id in process:
+                stage = self._stages[process[stage_id]]
+            else:
+                stage = self._replicas[stage_id].select(stage_request, barred)
+            stage.num_requests += 1
+            record.instances[stage_id] = stage.instance_id
 
     def _stage_of(self, record: RequestRecord, stage_id: int) -> OmniStage:
         """The replica that works on the request."""
@@ -139,7 +196,7 @@ class RequestRouter:
     def extend(self, request: PipelineRequest, stage_id: int, stage_input: StageInput, is_last: bool) -> None:
         """More input of a request, for a stage that reads the prompt. Dropped if the request has ended."""
         request.more_input.append((stage_id, stage_input, is_last))
-        record = self._records.get(request.request_id)
+        record = self._find(request.request_id)
         if record is not None:
             self._send_input(record)
 
@@ -147,10 +204,11 @@ class RequestRouter:
         """Sends the input that has arrived, unless the request waits for the stage."""
         request = record.request
         while request.more_input and request.more_input[0][0] not in record.unsubmitted:
-            stage_id, stage_input, is_last = request.more_input.popleft()
+            stage_id, stage_input, is_last = more = request.more_input.popleft()
+            record.sent_input.append(more)
             stage = self._stage_of(record, stage_id)
             try:
-                stage.extend(request.request_id, stage_input, is_last)
+                stage.extend(record.request_id, stage_input, is_last)
             except Exception as error:
                 self._fail_to_send(record, stage, error)
                 return
@@ -165,7 +223,10 @@ class RequestRouter:
         self._take_piece(stage, message.request_id, message.payload, frames, is_last=False)
 
     def on_texts(self, stage: OmniStage, message: TextsMessage, frames: list[memoryview]) -> None:
-        """Raises `msgspec.MsgspecError` where the texts cannot be read."""
+        """
+        Raises:
+            Exception: The texts cannot be read.
+        """
         for piece in self._payloads.get(list[StageOutput], message.payload, frames):
             record = self._records.get(piece.request_id)
             if record is not None:  # Else it has ended.
@@ -183,19 +244,24 @@ class RequestRouter:
         record.finish(stage.stage_id, message.metrics)
         for target, epoch in message.sent_to.items():
             if self._stages[target].stage_id in record.pending and epoch != self._stages[target].epoch:
-                self._fail_dead(record, self._stages[target])  # It was sent to a process that has died.
+                self._lose(record, self._stages[target])  # It was sent to a process that has died.
                 return
         if not record.pending:
-            del self._records[message.request_id]
-            self._observer.request_ended(record.summarize())
-            record.complete()
+            self._complete(record, stage)
+
+    def _complete(self, record: RequestRecord, stage: OmniStage) -> None:
+        with self._failing(record, stage):
+            event, summary = record.complete(), record.summarize()
+            self._drop(record)
+            self._observer.request_ended(summary)
+            record.end(event)
 
     def on_error(self, stage: OmniStage, message: ErrorMessage) -> None:
         record = self._records.get(message.request_id)
         if record is None:
             return
         if message.dead_instance is not None:
-            self._fail_dead(record, self._stages[message.dead_instance])
+            self._lose(record, self._stages[message.dead_instance])
             return
         kind = InvalidRequestError if message.invalid else StageExecutionError
         error = kind(f"{stage.label}: {message.error}", record.request.external_id, stage.stage_id)
@@ -226,17 +292,17 @@ class RequestRouter:
     # Stages that die and restart.
 
     def on_stage_down(self, stage: OmniStage) -> None:
-        """Fails the requests whose data the stage's process held; the others wait for the next process."""
+        """Starts the requests again whose data the stage's process held; the others wait for the next process."""
         finished = []
         for record in list(self._records.values()):
             if record.instances.get(stage.stage_id) != stage.instance_id:
                 continue
             if self._is_lost(record, stage):
-                self._fail_dead(record, stage)
+                self._lose(record, stage)
             elif stage.stage_id in record.pending:
                 record.unsubmitted.add(stage.stage_id)
             else:
-                finished.append(record.request.request_id)
+                finished.append(record.request_id)
         for neighbour in self._neighbours(stage):
             neighbour.send(PeerDownMessage(instance_id=stage.instance_id, epoch=stage.epoch - 1, finished=finished))
 
@@ -246,7 +312,7 @@ class RequestRouter:
             if neighbour.is_ready:
                 stage.send(neighbour.peer_up(stage.node))
         for record in sorted(self._records.values(), key=lambda record: record.number):
-            if stage.stage_id in record.unsubmitted and record.instances[stage.stage_id] == stage.instance_id:
+            if stage.stage_id in record.unsubmitted and record.instances.get(stage.stage_id) == stage.instance_id:
                 self._submit_to(stage, record)
         for neighbour in self._neighbours(stage):
             neighbour.send(stage.peer_up(neighbour.node))
@@ -268,6 +334,53 @@ class RequestRouter:
         sources = record.sources(stage.stage_id)
         return not sources or any(source not in record.pending for source in sources)
 
+    def _lose(self, record: RequestRecord, stage: OmniStage) -> None:
+        """The stage's process died with data of the request, which is tried once more, alone.
+
+        A request of which the caller has received output fails, and so do all requests of a dead stage.
+        """
+        quarantine = next((q for q in self._quarantines if stage.instance_id in q.instances.values()), None)
+        is_alone = quarantine is not None and quarantine.running is record
+        if is_alone and record.is_working(stage.stage_id):
+            text = f"{stage.label} died of the request twice, at last while it did nothing else: {stage.death}"
+            self._fail(record, StageCrashError(text, record.request.external_id, stage.stage_id))
+        elif record.is_retry or record.has_events or stage.state is StageState.DEAD:
+            self._fail_dead(record, stage)
+        else:
+            if quarantine is None:
+                quarantine = Quarantine(self._processes[stage.instance_id])
+                self._quarantines.append(quarantine)
+            self._leave(record)
+            retry = record.make_retry()
+            self._records[retry.request_id] = retry
+            self._retried[record.request.request_id] = retry.request_id
+            quarantine.waiting.append(retry)
+            logger.warning("request %s: %s died; it is tried again, alone", record.request.external_id, stage.label)
+
+    def _continue(self, quarantine: Quarantine) -> None:
+        """Tries the next request, if nothing else is in the process; ends the quarantine if there is none."""
+        if quarantine.running is not None and not self._is_in(quarantine, quarantine.running):
+            quarantine.running = None
+        waiting = quarantine.waiting = deque(r for r in quarantine.waiting if r.request_id in self._records)
+        stages = [self._stages[instance_id] for instance_id in quarantine.instances.values()]
+        now = time.monotonic()
+        if not all(stage.is_ready for stage in stages):
+            quarantine.ends = math.inf
+            is_over = any(stage.state is StageState.DEAD for stage in stages)
+        else:
+            quarantine.ends = min(quarantine.ends, now + LIMIT_S)
+            is_over = now >= quarantine.ends
+        if is_over or not (waiting or quarantine.running):
+            self._quarantines.remove(quarantine)
+            for record in waiting:
+                self._fail_dead(record, stages[0])
+        elif waiting and quarantine.ends < math.inf and not any(map(quarantine.concerns, self._records.values())):
+            quarantine.running = waiting.popleft()
+            self._submit(quarantine.running, quarantine.instances)
+
+    def _is_in(self, quarantine: Quarantine, record: RequestRecord) -> bool:
+        return record.request_id in self._records and quarantine.concerns(record)
+
     def _neighbours(self, stage: OmniStage) -> list[OmniStage]:
         """The replicas of the stages that it sends data to, or gets data from."""
         stage_ids = {*stage.config.engine_input_source, *self._config.targets[stage.stage_id]}
@@ -286,22 +399,38 @@ class RequestRouter:
             _, request_id = heapq.heappop(self._deadlines)
             self._end(request_id, lambda external_id: RequestTimeoutError(text, external_id))
 
-    def end_all(self) -> None:
-        """The pipeline is closed; nothing is admitted any more."""
-        text = "the pipeline was closed"
-        for request in self._admission.close():
-            self._end_waiting(request, RequestAbortedError(text, request.external_id))
+    def fail_unhandled(self, request_id: str | None, stage: OmniStage, error: Exception) -> None:
+        """A message of the stage could not be handled.
+
+        Args:
+            request_id: The request that it is about; None: it may be about any that the stage works on.
+        """
+        text = f"a message of {stage.label} could not be handled: {type(error).__name__}: {error}"
         for record in list(self._records.values()):
-            self._fail(record, RequestAbortedError(text, record.request.external_id))
+            is_there = stage.stage_id in record.pending and record.instances[stage.stage_id] == stage.instance_id
+            if record.request_id == request_id or (request_id is None and is_there):
+                self._fail(record, StageExecutionError(text, record.request.external_id, stage.stage_id))
+
+    def end_all(self, reason: str = "the pipeline was closed") -> None:
+        """Ends every request; nothing is admitted any more."""
+        for request in self._admission.close(reason):
+            with _continuing():
+                self._end_waiting(request, RequestAbortedError(reason, request.external_id))
+        for record in list(self._records.values()):
+            with _continuing():
+                self._fail(record, RequestAbortedError(reason, record.request.external_id))
 
     def _end(self, request_id: str, make_error: Callable[[str], RequestError]) -> None:
         """Ends a request, running or waiting. Does nothing if it has ended."""
         waiting = self._admission.withdraw(request_id)
         if waiting is not None:
             self._end_waiting(waiting, make_error(waiting.external_id))
-        elif request_id in self._records:
-            record = self._records[request_id]
+        elif (record := self._find(request_id)) is not None:
             self._fail(record, make_error(record.request.external_id))
+
+    def _find(self, request_id: str) -> RequestRecord | None:
+        """A running request by the id that its caller knows."""
+        return self._records.get(self._retried.get(request_id, request_id))
 
     def _end_waiting(self, request: PipelineRequest, error: RequestError) -> None:
         """Ends a request that was not submitted to any stage."""
@@ -309,19 +438,43 @@ class RequestRouter:
         self._report_failure(RequestRecord(request, 0, self._config), error)
 
     def _fail_dead(self, record: RequestRecord, stage: OmniStage) -> None:
-        text = f"{stage.label} died: {stage.death}"
-        self._fail(record, StageDeadError(text, record.request.external_id, stage.stage_id))
+        error = StageDeadError(f"{stage.label} died: {stage.death}", record.request.external_id, stage.stage_id)
+        if stage.state is StageState.DEAD:
+            restart = self._config.runtime.restart
+            error.retry_after_s = restart.max_backoff_s if restart.max_restarts else None
+        self._fail(record, error)
 
     def _fail(self, record: RequestRecord, error: RequestError) -> None:
         """Ends a request with an error and aborts it at every stage."""
-        del self._records[record.request.request_id]
-        for stage_id in record.request.stages:
-            stage = self._stage_of(record, stage_id)
+        try:
+            self._leave(record)
+        finally:
+            self._report_failure(record, error)
+
+    def _leave(self, record: RequestRecord) -> None:
+        """Aborts the request at every stage."""
+        self._drop(record)
+        for stage_id, instance_id in record.instances.items():
+            stage = self._stages[instance_id]
             stage.num_requests -= stage_id in record.pending
-            stage.abort([record.request.request_id])
-        self._report_failure(record, error)
+            stage.abort([record.request_id])
+
+    def _drop(self, record: RequestRecord) -> None:
+        del self._records[record.request_id]
+        self._retried.pop(record.request.request_id, None)
 
     def _report_failure(self, record: RequestRecord, error: RequestError) -> None:
         stage = None if error.stage_id is None else self._config.stages[error.stage_id].name
-        self._observer.request_ended(record.summarize(type(error).__name__, stage))
-        record.fail(error)
+        try:
+            self._observer.request_ended(record.summarize(type(error).__name__, stage))
+        finally:
+            record.fail(error)
+
+
+@contextlib.contextmanager
+def _continuing() -> Iterator[None]:
+    """Logs what one request raises at the end of the pipeline: the others have to end, too."""
+    try:
+        yield
+    except Exception:
+        logger.exception("a request could not be ended properly")

@@ -228,17 +228,26 @@ class Supervisor:
         while group.deaths[0] < now - self._restart.window_s:
             group.deaths.popleft()
         if len(group.deaths) > self._restart.max_restarts:
-            for stage in group.stages:
-                stage.state = StageState.DEAD
-            logger.error(
-                "%s: died (%s); it is not restarted, because it died too often (runtime.restart)",
-                group.label,
-                group.stages[0].death,
-            )
+            self._take_for_dead(group)
             return
         backoff = self._restart.backoff_s * 2 ** (len(group.deaths) - 1)
         group.fork_due = now + min(backoff, self._restart.max_backoff_s)
         logger.error("%s: died (%s); restarting in %.1f s", group.label, group.stages[0].death, group.fork_due - now)
+
+    def _take_for_dead(self, group: StageGroup) -> None:
+        """Its requests fail immediately until it has started again, which is tried at the longest back-off."""
+        for stage in group.stages:
+            stage.state = StageState.DEAD
+        if not self._restart.max_restarts:
+            logger.error("%s: died (%s); it is not restarted (runtime.restart)", group.label, group.stages[0].death)
+            return
+        group.fork_due = time.monotonic() + self._restart.max_backoff_s
+        logger.error(
+            "%s: died (%s), too often; its requests fail until it has started again, in %.1f s (runtime.restart)",
+            group.label,
+            group.stages[0].death,
+            self._restart.max_backoff_s,
+        )
 
     def _restart_group(self, group: StageGroup) -> None:
         """Launches on another thread: if the fork server has died too, its replacement takes seconds to start."""

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from vllm_omni.config.stage_config import SegmentConfig, WindowConfig
-from vllm_omni.outputs import StageOutput, merge_stage_outputs
+from vllm_omni.outputs import StageOutput, StreamShapes, merge_stage_outputs, stream_dim
 from vllm_omni.stage.window import WindowSizes
 
 
@@ -83,7 +83,7 @@ class WindowReader(Reader):
             first = piece.first_completion
             return 0 if first is None else len(first.token_ids)
         rows = piece.tensors.get(self._unit)
-        return 0 if rows is None else rows.shape[0]
+        return 0 if rows is None else rows.shape[stream_dim(self._unit)]
 
 
 class Segmenter:
@@ -107,6 +107,7 @@ class Segmenter:
         self._keeps_whole = keeps_whole
         self._pieces: list[StageOutput] = []  # held for the next segment
         self._segments: list[StageOutput] = []
+        self._shapes = StreamShapes()
 
     @property
     def due(self) -> float | None:
@@ -117,7 +118,12 @@ class Segmenter:
         return min((due for due in times if due is not None), default=None)
 
     def add(self, piece: StageOutput) -> StageOutput | None:
-        """Adds a piece; returns a segment if one is due."""
+        """Adds a piece; returns a segment if one is due.
+
+        Raises:
+            ValueError: It cannot be joined to those before.
+        """
+        self._shapes.check(piece)
         self._pieces.append(piece)
         is_due = [reader.add(piece) for reader in self._readers]
         return self._flush() if any(is_due) or not self._readers or piece.step is not None else None
@@ -127,7 +133,11 @@ class Segmenter:
         return self._flush() if due is not None and self._clock() >= due else None
 
     def finish(self, piece: StageOutput) -> tuple[StageOutput, StageOutput]:
-        """Adds the last piece; returns the last segment, and the whole output (without `keeps_whole` the segment)."""
+        """Adds the last piece; returns the last segment, and the whole output (without `keeps_whole` the segment).
+
+        Raises as `add`.
+        """
+        self._shapes.check(piece)
         segment = merge_stage_outputs([*self._pieces, piece])
         segment.is_last = True
         return segment, merge_stage_outputs([*self._segments, segment])

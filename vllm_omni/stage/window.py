@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from vllm_omni.config.stage_config import WindowConfig
-from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
+from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs, stream_dim
 
 
 class WindowSizes:
@@ -110,30 +110,32 @@ def _with_first(output: StageOutput, first: Completion) -> StageOutput:
 
 
 class _RowUnits:
-    """The rows of one tensor."""
+    """The rows of one tensor; of audio, its samples."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._dim = stream_dim(name)
         self._start = 0
         self._rows: torch.Tensor | None = None
 
     @property
     def end(self) -> int:
-        return self._start + (0 if self._rows is None else self._rows.shape[0])
+        return self._start + (0 if self._rows is None else self._rows.shape[self._dim])
 
     def take_from(self, piece: StageOutput) -> StageOutput:
         rows = piece.tensors.get(self._name)
         if rows is None:
             return piece
-        self._rows = rows if self._rows is None else torch.cat((self._rows, rows))
+        self._rows = rows if self._rows is None else torch.cat((self._rows, rows), self._dim)
         others = {name: tensor for name, tensor in piece.tensors.items() if name != self._name}
         return msgspec.structs.replace(piece, tensors=others)
 
     def put_into(self, window: StageOutput, start: int, stop: int) -> None:
         if self._rows is not None:
-            window.tensors = {**window.tensors, self._name: self._rows[start - self._start : stop - self._start]}
+            rows = self._rows.narrow(self._dim, start - self._start, stop - start)
+            window.tensors = {**window.tensors, self._name: rows}
 
     def forget_before(self, position: int) -> None:
         if self._rows is not None and position > self._start:
-            self._rows = self._rows[position - self._start :].clone()
+            self._rows = self._rows.narrow(self._dim, position - self._start, self.end - position).clone()
             self._start = position

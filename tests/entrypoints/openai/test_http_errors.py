@@ -15,6 +15,7 @@ from vllm_omni.errors import (
     PipelineFullError,
     RequestAbortedError,
     RequestTimeoutError,
+    StageCrashError,
     StageDeadError,
     StageExecutionError,
 )
@@ -39,6 +40,7 @@ def failing_with(error: Exception) -> FastAPI:
         (PipelineClosedError("closed"), 503),
         (RequestAbortedError("aborted", "r"), 503),
         (StageExecutionError("boom", "r", 1), 500),
+        (StageCrashError("died twice", "r", 1), 500),
     ],
 )
 def test_every_error_of_a_pipeline_has_its_status(error: Exception, status: int) -> None:
@@ -56,7 +58,18 @@ def test_a_full_pipeline_answers_with_a_retry_time(seconds: float, header: str) 
 
 def test_only_a_dead_stage_has_a_retry_time() -> None:
     assert "retry-after" in send(failing_with(StageDeadError("died", "r", 1)), "GET", "/v1/fail").headers
-    assert "retry-after" not in send(failing_with(InvalidRequestError("wrong", "r")), "GET", "/v1/fail").headers
+    assert send(failing_with(StageDeadError("dead", "r", 1, 30.0)), "GET", "/v1/fail").headers["retry-after"] == "30"
+    never = StageDeadError("dead", "r", 1, None)
+    for error in (InvalidRequestError("wrong", "r"), StageCrashError("died twice", "r", 1), never):
+        assert "retry-after" not in send(failing_with(error), "GET", "/v1/fail").headers
+
+
+def test_openai_s_client_does_not_send_a_request_again_that_kills_its_stage() -> None:
+    for error, header in (
+        (StageCrashError("died twice", "r", 1), "false"),
+        (StageExecutionError("boom", "r", 1), None),
+    ):
+        assert send(failing_with(error), "GET", "/v1/fail").headers.get("x-should-retry") == header
 
 
 def test_internal_errors_are_only_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -53,6 +53,7 @@ from vllm_omni.entrypoints.openai.start_signals import StartSignals
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
 from vllm_omni.orchestrator.fork_server import ForkServer
+from vllm_omni.stage.watchdog import TIMEOUT_OPTION
 
 logger = logging.getLogger("vllm.omni.server")
 
@@ -94,7 +95,7 @@ def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | Non
         fork_server: One that was started before, for the stages.
 
     Raises:
-        OmniError: The pipeline cannot be started.
+        OmniError: The pipeline cannot be started, or ended on an error of its own.
         OSError: The server cannot listen on the address.
     """
     with StartSignals() as start:
@@ -106,6 +107,10 @@ def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | Non
         ):
             client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout, voice_map=args.voice_map)
             uvloop.run(_serve(client, address, listener, args))
+            if (
+                llm.error is not None
+            ):  # vLLM's server has ended because of it; what watches this process starts it again.
+                raise client.dead_error
 
 
 class ServedEngineClient(OmniEngineClient):
@@ -298,6 +303,14 @@ class StageStatus(BaseModel):
         examples=["stage0"],
     )
     status: str = Field(description="`starting`, `ready`, `restarting` or `dead`.", examples=["ready"])
+    step_timeout_s: float | None = Field(
+        None, description="Seconds after which a step that hangs ends its process.", examples=[300.0]
+    )
+    last_timeout: str | None = Field(
+        None,
+        description="Which limit has ended its last process, if one did.",
+        examples=["stage 0 (stage0): a step took longer than 300 s (runtime.step_timeout_s)"],
+    )
     node: str | None = Field(None, description="On a Ray cluster: its node.", examples=["10.0.0.2 (gpu-2)"])
     waits_for: str | None = Field(
         None, description="On a Ray cluster: what is missing to start it again.", examples=["a node with GPU 1"]
@@ -324,7 +337,13 @@ async def health(raw_request: Request) -> JSONResponse:
     replicas = client.llm.health()
     stages = [
         StageStatus(
-            name=replica.name, status=replica.state, node=replica.node or None, waits_for=replica.waits_for or None
+            name=replica.name,
+            status=replica.state,
+            step_timeout_s=client.config.stages[replica.stage_id].runtime.step_timeout_s or None,
+            # Other deaths may quote a request, and this path is open.
+            last_timeout=replica.last_death if replica.last_death.endswith(f"({TIMEOUT_OPTION})") else None,
+            node=replica.node or None,
+            waits_for=replica.waits_for or None,
         )
         for replica in replicas
     ]

@@ -337,11 +337,14 @@ class OmniEngineClient(_UnsupportedEngineClient):
 
     @property
     def errored(self) -> bool:
-        """False while a dead stage restarts: its requests wait for it as long as the pipeline is open."""
+        """False while a dead stage restarts: its requests wait for it as long as the pipeline is open. Otherwise vLLM's
+        server ends itself."""
         return not self.llm.is_open
 
     @property
     def dead_error(self) -> BaseException:
+        if self.llm.error is not None:
+            return PipelineClosedError("the pipeline ended on an internal error; see the log, and restart the server")
         return PipelineClosedError("the server is shutting down")
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:

@@ -26,14 +26,12 @@ from vllm_omni.errors import (
     RequestAbortedError,
     RequestError,
     RequestTimeoutError,
+    StageCrashError,
     StageDeadError,
     StageExecutionError,
 )
 
 logger = logging.getLogger("vllm.omni.server")
-
-# A stage restarts in about this time if its weights are in the page cache.
-_RESTART_S = 5.0
 
 _STATUS: dict[type[OmniError], HTTPStatus] = {
     InvalidRequestError: HTTPStatus.BAD_REQUEST,
@@ -56,14 +54,20 @@ class OmniHTTPError(GracefulHTTPError):
 
     Attributes:
         retry_after_s: Seconds after which a client may retry; None if a retry does not help.
+        is_final: Sending the request again does harm; OpenAI's clients would otherwise, after any internal error.
     """
 
-    def __init__(self, message: str, http_status: HTTPStatus, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, http_status: HTTPStatus, retry_after_s: float | None = None, is_final: bool = False
+    ) -> None:
         super().__init__(message, http_status)
         self.retry_after_s = retry_after_s
+        self.is_final = is_final
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.is_final:
+            return {"x-should-retry": "false"}
         if self.retry_after_s is None:
             return {}
         return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
@@ -73,12 +77,12 @@ def to_http_error(error: OmniError) -> OmniHTTPError:
     """An error of the pipeline as an answer. The causes of internal errors go to the log, not to the client."""
     status = next((_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
-        return OmniHTTPError(_log_failure(error), status)
+        return OmniHTTPError(_log_failure(error), status, is_final=isinstance(error, StageCrashError))
     if isinstance(error, PipelineFullError):
         return OmniHTTPError(str(error), status, error.retry_after_s)
     if isinstance(error, StageDeadError):
         text = "the stage that held the request failed and restarts; send the request again"
-        return OmniHTTPError(text, status, _RESTART_S)
+        return OmniHTTPError(text, status, error.retry_after_s)
     return OmniHTTPError(str(error), status)
 
 

@@ -22,7 +22,7 @@ from tests.entrypoints.openai.audio_stage import AUDIO_STAGE, RATE
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.entrypoints.openai import chat_media
 from vllm_omni.entrypoints.openai.chat_media import LIFETIME_S, MAX_UNSENT_BYTES, MediaStream, Transcripts
-from vllm_omni.entrypoints.openai.request_context import RequestOptions
+from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
 from vllm_omni.outputs import OmniRequestOutput, StageOutput
 
@@ -59,17 +59,38 @@ def test_an_unknown_audio_has_the_transcript_that_the_message_carries() -> None:
         assert kept.fill_in([message]) == [{"role": "assistant", "content": text}]
 
 
-def test_transcripts_expire_and_their_number_is_limited() -> None:
+def test_transcripts_expire_and_their_bytes_are_limited() -> None:
     kept, now = Transcripts(), time.time()
     kept.keep("audio-1", "a")
     with mock.patch("time.time", lambda: now + LIFETIME_S + 1), pytest.raises(VLLMValidationError, match="expired"):
         kept.fill_in(naming("audio-1"))
-    with mock.patch.object(chat_media, "MAX_TRANSCRIPTS", 2):
-        kept.keep("audio-2", "b")
-        kept.keep("audio-3", "c")
-    kept.fill_in(naming("audio-3"))
+    with mock.patch.object(chat_media, "MAX_TRANSCRIPT_BYTES", 10_000):
+        kept.keep("audio-2", "b" * 4000)
+        kept.keep("audio-3", "c" * 8000)
+        kept.fill_in(naming("audio-3"))
+        for audio_id in ("audio-1", "audio-2"):
+            with pytest.raises(VLLMValidationError):
+                kept.fill_in(naming(audio_id))
+        kept.keep("audio-4", "d" * 20_000)  # More than is kept.
+        kept.keep("audio-5", "e")
+        kept.fill_in(naming("audio-5"))
+
+
+def test_the_transcripts_of_one_key_do_not_remove_those_of_another() -> None:
+    kept = Transcripts()
+
+    async def keep(owner: bytes, audio_id: str, num_bytes: int) -> None:
+        RequestContext.start().owner = owner
+        kept.keep(audio_id, "x" * num_bytes)
+
+    with mock.patch.object(chat_media, "MAX_TRANSCRIPT_BYTES", 10_000):
+        asyncio.run(keep(b"one", "audio-1", 10))
+        for number in range(5):
+            asyncio.run(keep(b"other", f"audio-other-{number}", 8000))
+    for audio_id in ("audio-1", "audio-other-4"):
+        kept.fill_in(naming(audio_id))
     with pytest.raises(VLLMValidationError):
-        kept.fill_in(naming("audio-1"))
+        kept.fill_in(naming("audio-other-3"))
 
 
 class Speech:

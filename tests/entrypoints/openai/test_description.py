@@ -61,3 +61,6 @@ def test_only_the_owner_finds_a_request_and_old_ones_are_forgotten(monkeypatch: 
         recent.add(name, RecentRequest(b"one", 0.0, []))
     assert recent.find("a", b"one") is None and recent.find("c", b"two") is None
     assert recent.find("c", b"one") is not None
+    for name in ("d", "e"):
+        recent.add(name, RecentRequest(b"two", 0.0, []))
+    assert recent.find("c", b"one") is not None

@@ -395,6 +395,30 @@ def new_video(name: str) -> Video:
     return Video(id=name, model="m", created_at=0, prompt="p", seconds="1", size="1x1")
 
 
+def test_the_videos_of_one_key_do_not_remove_those_of_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        limits = ServerLimits(video_dir=str(tmp_path), max_stored_videos=2, max_stored_video_bytes=10)
+        store = VideoStore(limits)
+
+        async def work(job: VideoJob) -> None:
+            await store.complete(job, b"1234")
+
+        async def make(name: str, owner: bytes) -> None:
+            job = store.start(new_video(name), work, owner=owner, settings={}, has_image=False)
+            assert job.task is not None
+            await job.task
+
+        await make("one's", b"one")
+        for number in range(4):
+            await make(f"other's {number}", b"other")
+        assert store.get("one's", b"one").path.exists()
+        others, _ = store.page(b"other", None, 9, newest_first=False)
+        assert [video.id for video in others] == ["other's 2", "other's 3"]
+        await store.close()
+
+    asyncio.run(main())
+
+
 def test_the_store_is_limited_in_number_bytes_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         limits = ServerLimits(

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeAlias
@@ -30,25 +31,31 @@ Line: TypeAlias = str | bytes
 MAX_UNSENT_BYTES = 1 << 20
 
 LIFETIME_S = 3600
-MAX_TRANSCRIPTS = 10_000
+MAX_TRANSCRIPT_BYTES = 16 << 20
+"""Of each API key, as Python holds them."""
 
 
 class Transcripts:
     """Texts of earlier speech, for later turns that name it by `audio.id`, as in OpenAI's API.
 
-    Those of the last hour, at most `MAX_TRANSCRIPTS`. Ids are random: one client cannot guess another's. For the event
-    loop.
+    Those of the last hour, at most `MAX_TRANSCRIPT_BYTES` of each API key. Ids are random: one client cannot guess
+    another's. For the event loop.
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[float, str]] = OrderedDict()  # id: (expiry, text), in order of expiry
+        # By owner, see `RequestContext`. id: (expiry, text), in order of expiry
+        self._kept: defaultdict[bytes, OrderedDict[str, tuple[float, str]]] = defaultdict(OrderedDict)
+        self._num_bytes: Counter[bytes] = Counter()
 
     def keep(self, audio_id: str, transcript: str) -> int:
         """Keeps a transcript; returns when it expires, in seconds since 1970."""
-        now = time.time()
-        self._kept[audio_id] = (now + LIFETIME_S, transcript)
-        while len(self._kept) > MAX_TRANSCRIPTS or next(iter(self._kept.values()))[0] <= now:
-            self._kept.popitem(last=False)
+        now, owner = time.time(), RequestContext.current().owner
+        kept = self._kept[owner]
+        kept[audio_id] = (now + LIFETIME_S, transcript)
+        self._num_bytes[owner] += sys.getsizeof(transcript)
+        while kept and (self._num_bytes[owner] > MAX_TRANSCRIPT_BYTES or next(iter(kept.values()))[0] <= now):
+            _, (_, oldest) = kept.popitem(last=False)
+            self._num_bytes[owner] -= sys.getsizeof(oldest)
         return int(now + LIFETIME_S)
 
     def fill_in(self, messages: Sequence[Any]) -> list[Any]:
@@ -65,9 +72,10 @@ class Transcripts:
             return message
         own = audio if isinstance(audio, dict) else {}
         audio_id, transcript = own.get("id"), own.get("transcript")
-        expiry, kept = self._kept.get(audio_id, (0.0, "")) if isinstance(audio_id, str) else (0.0, "")
+        found = [kept[audio_id] for kept in self._kept.values() if isinstance(audio_id, str) and audio_id in kept]
+        expiry, kept_transcript = found[0] if found else (0.0, "")
         if expiry > time.time():
-            transcript = kept
+            transcript = kept_transcript
         if not isinstance(transcript, str):
             raise VLLMValidationError(
                 f"there is no audio {audio_id!r}, or it has expired; send its transcript, as audio.transcript or as "

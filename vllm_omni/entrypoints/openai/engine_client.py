@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -138,20 +138,20 @@ class RecentRequest:
 
 
 class RecentRequests:
-    """The metrics of the last `MAX_RECENT` completed requests, by their ids. For the event loop."""
+    """The metrics of the last `MAX_RECENT` completed requests of each owner, by their ids. For the event loop."""
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[str, RecentRequest] = OrderedDict()
+        self._requests: defaultdict[bytes, OrderedDict[str, RecentRequest]] = defaultdict(OrderedDict)
 
     def add(self, request_id: str, request: RecentRequest) -> None:
-        self._requests[request_id] = request
-        if len(self._requests) > MAX_RECENT:
-            self._requests.popitem(last=False)
+        requests = self._requests[request.owner]
+        requests[request_id] = request
+        if len(requests) > MAX_RECENT:
+            requests.popitem(last=False)
 
     def find(self, request_id: str, owner: bytes) -> RecentRequest | None:
         """None: it is unknown, or another owner's."""
-        request = self._requests.get(request_id)
-        return request if request is not None and request.owner == owner else None
+        return self._requests[owner].get(request_id)
 
 
 class OmniEngineClient(_UnsupportedEngineClient):

@@ -73,10 +73,10 @@ class ServerLimits:
     """Existing directory for the files of generated videos. Default: the system's for temporary files."""
 
     max_stored_videos: int = 1000
-    """Video jobs that are kept; for a new one the oldest that has ended is removed."""
+    """Video jobs that are kept for each API key; for a new one its oldest that has ended is removed."""
 
     max_stored_video_bytes: int = 8 * GIB
-    """Bytes of all files of generated videos; for a new one the oldest are removed."""
+    """Bytes of files of generated videos that are kept for each API key; for a new one its oldest are removed."""
 
     video_expires_after_s: float = 3600.0
     """Seconds that a video job and its file are kept after it has ended."""

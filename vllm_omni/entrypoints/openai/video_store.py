@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Video jobs: the state of each, and the files of complete ones.
 
-Limited in number, bytes and time. A video belongs to the API key that requested it; for other keys it does not exist.
+Limited in number, bytes and time, for each API key by itself. A video belongs to the key that requested it; for other
+keys it does not exist.
 Does not know how videos are made. For use from one event loop.
 """
 
@@ -18,7 +19,7 @@ import openai.types
 from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
-from vllm_omni.entrypoints.openai.server_args import ServerLimits
+from vllm_omni.entrypoints.openai.server_args import ServerLimits, flag
 from vllm_omni.errors import PipelineFullError
 
 _FULL_RETRY_S = 10.0
@@ -96,12 +97,16 @@ class VideoStore:
         """Starts a job; `make` does the work, and is cancelled if the job is deleted.
 
         Raises:
-            PipelineFullError: As many as are kept are being made.
+            PipelineFullError: The owner has as many as are kept, and none of them has ended.
         """
-        if len(self._jobs) >= self._max_videos:
-            ended = next((job for job in self._jobs.values() if job.has_ended), None)
+        own = self._of(owner)
+        if len(own) >= self._max_videos:
+            ended = next((job for job in own if job.has_ended), None)
             if ended is None:
-                raise PipelineFullError(f"{self._max_videos} videos are being made; try again later", _FULL_RETRY_S)
+                raise PipelineFullError(
+                    f"{self._max_videos} of your videos are being made ({flag('max_stored_videos')}); try again later",
+                    _FULL_RETRY_S,
+                )
             self._remove(ended)
         path = Path(self._folder.name, f"{video.id}.mp4")
         job = VideoJob(video=video, owner=owner, settings=settings, has_image=has_image, path=path)
@@ -125,7 +130,7 @@ class VideoStore:
         Raises:
             VLLMValidationError: The owner has no video `after`.
         """
-        videos = [job.video for job in self._jobs.values() if job.owner == owner]
+        videos = [job.video for job in self._of(owner)]
         if newest_first:
             videos.reverse()
         start = 0
@@ -151,7 +156,7 @@ class VideoStore:
         self._end(job)
         job.num_bytes = len(file)
         job.video.status, job.video.progress = "completed", 100
-        self._make_room()
+        self._make_room(job.owner)
 
     def fail(self, job: VideoJob, code: str, message: str) -> None:
         """Keeps the error of a job."""
@@ -178,9 +183,13 @@ class VideoStore:
         job.video.completed_at, job.video.expires_at = int(now), int(now + self._keep_s)
         job.expiry = asyncio.get_running_loop().call_later(self._keep_s, self._remove, job)
 
-    def _make_room(self) -> None:
-        excess = sum(job.num_bytes for job in self._jobs.values()) - self._max_bytes
-        for job in list(self._jobs.values()):
+    def _of(self, owner: bytes) -> list[VideoJob]:
+        return [job for job in self._jobs.values() if job.owner == owner]
+
+    def _make_room(self, owner: bytes) -> None:
+        own = self._of(owner)
+        excess = sum(job.num_bytes for job in own) - self._max_bytes
+        for job in own:
             if excess > 0 and job.num_bytes:
                 excess -= job.num_bytes
                 self._remove(job)

@@ -193,6 +193,15 @@ def test_keys_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys.find(second.value) is None and keys.find(third.value) is third
 
 
+def test_the_keys_of_one_owner_do_not_remove_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_secrets, "MAX_SECRET_BYTES", 1000)
+    keys = ClientSecrets()
+    kept = keys.create(60, b"one", {"instructions": "x" * 900})
+    large = [keys.create(60, b"other", {"instructions": "x" * 600}) for _ in range(3)]
+    assert keys.find(kept.value) is kept
+    assert [keys.find(key.value) for key in large] == [None, None, large[2]]
+
+
 def test_a_model_that_does_not_hear_or_speak(text_async_llm: AsyncOmniLLM, tiny_qwen3: Any) -> None:
     client = OmniEngineClient(text_async_llm)
     client.default_sampling_params["max_tokens"] = 8

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
@@ -19,7 +19,8 @@ KEY_SUBPROTOCOL = "openai-insecure-api-key."
 
 MIN_S, DEFAULT_S, MAX_S = 10, 600, 7200
 """Seconds that a key is valid."""
-MAX_SECRETS = 10_000
+MAX_SECRETS, MAX_SECRET_BYTES = 10_000, 64 << 20
+"""Keys that one API key may have made, and bytes of their configurations."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +31,36 @@ class ClientSecret:
         expires_at: In seconds since 1970.
         owner: See `RequestContext`; of the request that made it.
         values: The configuration that its sessions start with.
+        num_bytes: Of `values`, as JSON.
     """
 
     value: str
     expires_at: int
     owner: bytes
     values: dict[str, Any]
+    num_bytes: int
 
 
 class ClientSecrets:
-    """The keys that are valid, at most `MAX_SECRETS`. For the event loop."""
+    """The keys that are valid, oldest first. For the event loop."""
 
     def __init__(self) -> None:
-        self._secrets: OrderedDict[str, ClientSecret] = OrderedDict()
+        self._secrets: dict[str, ClientSecret] = {}
 
     def create(self, seconds: int, owner: bytes, values: dict[str, Any]) -> ClientSecret:
-        """A new key; the oldest one goes if there are too many."""
+        """A new key; the owner's oldest ones go if there are too many, or if they are too large."""
         now = time.time()
         for value in [value for value, secret in self._secrets.items() if secret.expires_at <= now]:
             del self._secrets[value]
-        while len(self._secrets) >= MAX_SECRETS:
-            self._secrets.popitem(last=False)
-        made = ClientSecret(PREFIX + secrets.token_urlsafe(32), int(now) + seconds, owner, values)
+        num_bytes = len(msgspec.json.encode(values))
+        made = ClientSecret(PREFIX + secrets.token_urlsafe(32), int(now) + seconds, owner, values, num_bytes)
         self._secrets[made.value] = made
+        own = [secret for secret in self._secrets.values() if secret.owner == owner]
+        total = sum(secret.num_bytes for secret in own)
+        for number, secret in enumerate(own[:-1]):
+            if len(own) - number > MAX_SECRETS or total > MAX_SECRET_BYTES:
+                total -= secret.num_bytes
+                del self._secrets[secret.value]
         return made
 
     def find(self, key: str) -> ClientSecret | None:

@@ -22,9 +22,11 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 import av
+import numpy as np
 import pybase64
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.connector import Connection
@@ -37,6 +39,7 @@ from vllm.multimodal.media import (
     AudioMediaIO,
     ImageMediaIO,
     MediaConnector,
+    MediaWithBytes,
     VideoMediaIO,
 )
 from vllm.multimodal.media.base import MediaIO
@@ -48,6 +51,13 @@ from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag, limits
 logger = logging.getLogger("vllm.omni.server")
 
 CONNECTOR_NAME = "omni"
+
+MIN_AUDIO_SECONDS = 0.025
+"""The shortest sound that is read: a window of the models' spectrograms."""
+
+_BASE64 = ";base64,"
+_MAX_DATA_HEADER = 1000
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 _ID3 = b"ID3"
 # The first bytes of a file, and their offset.
@@ -98,6 +108,13 @@ class OmniMediaConnector(MediaConnector):
         guarded, label = self._guard(url, media_io)
         with _client_errors(label, kind_of(media_io)):
             return await super().load_from_url_async(url, guarded, fetch_timeout=fetch_timeout)
+
+    def _load_data_url(self, url: str, media_io: MediaIO[Any]) -> Any:
+        """vLLM's reads no parameters of a type that contain a comma, as `video/webm;codecs=vp8,opus`."""
+        end = url[:_MAX_DATA_HEADER].lower().find(_BASE64)
+        if end < 0:
+            raise ValueError("only base64 data URIs are read, data:TYPE;base64,DATA")
+        return media_io.load_base64(url[5:end].partition(";")[0], url[end + len(_BASE64) :])
 
     def _guard(self, url: str, media_io: MediaIO[Any]) -> tuple[GuardedMediaIO, str]:
         context = RequestContext.current()
@@ -176,9 +193,13 @@ class GuardedMediaIO(MediaIO[Any]):
         self._check_num_bytes(len(data))
         with self._client_errors():
             self._check(data)
+            if isinstance(self._media_io, VideoMediaIO) and (whole := with_length(data)) is not data:
+                self._check(data := whole)
             media = self._media_io.load_bytes(data)
             if isinstance(self._media_io, VideoMediaIO) and not len(media.media[0]):
-                raise ValueError("none of its frames can be decoded")
+                media = MediaWithBytes(read_single_frame(data), data)
+        if isinstance(self._media_io, AudioMediaIO):
+            self._check_seconds(len(media[0]) / media[1])
         return media
 
     def load_base64(self, media_type: str, data: str) -> Any:
@@ -186,7 +207,7 @@ class GuardedMediaIO(MediaIO[Any]):
         with self._client_errors():
             if media_type.lower() == "video/jpeg":
                 return self._media_io.load_base64(media_type, data)
-            decoded = pybase64.b64decode(data, validate=True)
+            decoded = decode_base64(data)
         return self.load_bytes(decoded)
 
     def load_file(self, filepath: Path) -> Any:
@@ -216,6 +237,13 @@ class GuardedMediaIO(MediaIO[Any]):
         if num_bytes > limit:
             raise self._refusal(f"has more than {limit} bytes, which is the limit ({flag('max_media_bytes')})")
 
+    def _check_seconds(self, seconds: float) -> None:
+        if seconds < MIN_AUDIO_SECONDS:
+            raise self._refusal(
+                f"has {1000 * seconds:.0f} ms of sound; send at least {1000 * MIN_AUDIO_SECONDS:.0f} ms (a WAV file "
+                "whose header says that it is empty has none)"
+            )
+
     def _check_image(self, data: bytes) -> None:
         """Reads the header only."""
         with open_image(BytesIO(data)) as image:
@@ -240,6 +268,54 @@ class GuardedMediaIO(MediaIO[Any]):
         if image.width * image.height > limit:
             size = f"{image.width}x{image.height}"
             raise self._refusal(f"is {size}, more than {limit} pixels, which is the limit ({flag(name)})")
+
+
+def decode_base64(data: str) -> bytes:
+    """base64 as browsers and shells write it: with line breaks, percent-encoded, in the alphabet for URLs, unpadded.
+
+    Raises:
+        ValueError: It is none.
+    """
+    text = (unquote(data) if "%" in data else data).encode("ascii").translate(_URL_SAFE, delete=b" \t\r\n")
+    return pybase64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
+
+
+def with_length(data: bytes) -> bytes:
+    """A video whose file does not say how long it is, as a browser's recorder writes it, in a file that does."""
+    file = BytesIO()
+    with av.open(BytesIO(data)) as source:
+        stream = source.streams.video[0]
+        if source.duration or stream.duration or stream.frames:
+            return data
+        with av.open(file, "w", format="matroska") as target:
+            copy = target.add_stream_from_template(stream)
+            for packet in source.demux(stream):
+                if packet.size:
+                    packet.stream = copy
+                    target.mux(packet)
+    return file.getvalue()
+
+
+def read_single_frame(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:
+    """A video of one frame, of which vLLM reads none: uint8 `[1, height, width, 3]`, and vLLM's metadata.
+
+    Raises:
+        ValueError: It has no frame.
+    """
+    with av.open(BytesIO(data)) as container:
+        frame = next(container.decode(video=0), None)
+        fps = float(container.streams.video[0].average_rate or 1)
+    if frame is None:
+        raise ValueError("none of its frames can be decoded")
+    metadata = {
+        "total_num_frames": 1,
+        "fps": fps,
+        "duration": 1 / fps,
+        "video_backend": "pyav",
+        "frames_indices": [0],
+        "do_sample_frames": False,
+    }
+    return frame.to_ndarray(format="rgb24")[None], metadata
 
 
 def check_container(data: bytes) -> None:

@@ -53,8 +53,8 @@ class EchoStrategy(FeedbackStrategy):
 
     def extend(self, pieces: list[InputPiece]) -> None:
         self.calls.append(("extend", len(pieces)))
-        for piece in pieces:
-            self.feed.append(piece.slot, piece.information.get("feed", torch.zeros(0, self.last.shape[1])))
+        nothing = torch.zeros(0, self.last.shape[1])
+        self.feed.extend([(piece.slot, piece.information.get("feed", nothing)) for piece in pieces])
 
     def end(self, slot: int) -> None:
         del self.prompts[slot]

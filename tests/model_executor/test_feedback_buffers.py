@@ -2,10 +2,14 @@
 """Rows by slot against lists, whatever the order in which slots begin, grow and are read."""
 
 import random
+from unittest import mock
 
+import pytest
 import torch
 
+from vllm_omni.model_executor.feedback import FedBack, FedBackRows, InputPiece, RequestInput
 from vllm_omni.model_executor.feedback_buffers import SlotBuffer, SlotRows
+from vllm_omni.model_executor.layers.talker import TextFeedback
 
 PADDING = torch.tensor([-1.0, -2.0])
 
@@ -59,3 +63,55 @@ def test_rows_survive_growth() -> None:
     buffer.write(torch.tensor([7]), torch.tensor([999]), torch.tensor([[7, 8, 9]]))
     assert len(buffer._rows) >= 8
     assert read(buffer, [7, 1, 0], [999, 9, 0]).tolist() == [[7, 8, 9], [1, 2, 3], [4, 5, 6]]
+
+
+class Text(TextFeedback):
+    """A talker that only keeps its text, of rows of two."""
+
+    text_key = "text"
+
+    def __init__(self) -> None:
+        super().__init__(torch.full((1, 2), 9.0), PADDING, max_batch_size=2)
+
+    def embed_text(self, text: torch.Tensor) -> torch.Tensor:
+        return text
+
+    def begin(self, slot: int, request: RequestInput) -> None:
+        self.set_input(slot, torch.zeros(1, 2), request.information["text"], request.is_complete)
+
+    def feed_back(self, rows: FedBackRows) -> FedBack:
+        return FedBack(self._text.read(rows.slots, rows.frames), {})
+
+    replay = feed_back
+
+    def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        pass
+
+    def text_of(self, slot: int, size: int) -> list[float]:
+        rows = FedBackRows(torch.zeros(size), torch.full((size,), slot), torch.arange(size))
+        return self.feed_back(rows).embeds[:, 0].tolist()
+
+
+def test_pieces_that_come_again_after_a_lack_of_memory_are_there_once() -> None:
+    """Some slots had room, another had not: the step is repeated with the same pieces."""
+    talker = Text()
+    for slot in (0, 1):
+        talker.begin(slot, RequestInput([1], {"text": torch.full((1, 2), float(slot))}, mock.Mock(), False))
+    pieces = [
+        InputPiece(0, {"text": torch.full((2, 2), 3.0)}, False),
+        InputPiece(0, {"text": torch.full((1, 2), 4.0)}, True),
+        InputPiece(1, {"text": torch.full((200, 2), 5.0)}, True),
+    ]
+    reserve = SlotBuffer.reserve
+
+    def reserve_little(self: SlotBuffer, slot: int, capacity: int) -> None:
+        if capacity > 64:
+            raise torch.OutOfMemoryError("no memory")
+        reserve(self, slot, capacity)
+
+    with mock.patch.object(SlotBuffer, "reserve", reserve_little), pytest.raises(torch.OutOfMemoryError):
+        talker.extend(pieces)
+    assert talker.text_of(0, 3) == [0, -1, -1]
+    talker.extend(pieces)
+    assert talker.text_of(0, 7) == [0, 3, 3, 4, 9, -1, -1]
+    assert talker.text_of(1, 204) == [1, *[5] * 200, 9, -1, -1]

@@ -5,6 +5,8 @@ A buffer grows on demand, is reused by the slot's next request, and never shrink
 waits for the device. This file knows no model and no runner.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 _FIRST_CAPACITY = 64
@@ -88,6 +90,20 @@ class SlotRows(SlotBuffer):
         self.reserve(slot, stop + 1)  # and the padding
         self._rows[slot, start:stop] = rows
         self._end_at(slot, stop)
+
+    def extend(self, rows: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Appends to several slots, or to none: reserves memory for all before it changes a row.
+
+        Args:
+            rows: Slots, of which one may come more than once, and what to append to each, as in `append`.
+        """
+        sizes: dict[int, int] = {}
+        for slot, new in rows:
+            sizes[slot] = sizes.get(slot, self._sizes[slot]) + len(new)
+        for slot, size in sizes.items():
+            self.reserve(slot, size + 1)
+        for slot, new in rows:
+            self.append(slot, new)
 
     def read(self, slots: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """`[N, *row_shape]`, the rows at `[N]` int64 slots and indices, on the device."""

@@ -4,8 +4,9 @@
 import pytest
 import torch
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+from vllm.sampling_params import SamplingParams
 
-from vllm_omni.model_executor.layers.residual_codes import MAX_TOP_K, ResidualFilter, ResidualSampling
+from vllm_omni.model_executor.layers.residual_codes import MAX_TOP_K, ResidualFilter, ResidualSampler, ResidualSampling
 
 
 def exponential_noise(batch: int, steps: int, seed: int = 0) -> torch.Tensor:
@@ -33,3 +34,11 @@ def test_sampling_draws_from_hf_s_filtered_distribution(residual: ResidualFilter
 def test_a_codebook_smaller_than_top_k_can_be_sampled() -> None:
     sampling = ResidualSampling(torch.tensor([ResidualFilter()] * 3), exponential_noise(3, 1))
     assert sampling.sample(torch.randn(3, 8), 0).max() < 8
+
+
+def test_a_slot_begins_without_what_a_request_left_that_did_not_begin() -> None:
+    """Something may raise after its sampling was set: the slot is not taken, and nobody ends it."""
+    sampler = ResidualSampler(2, 1, torch.device("cpu"))
+    sampler.begin(0, SamplingParams(seed=1), ResidualFilter())
+    sampler.begin(0, SamplingParams(temperature=0.0), ResidualFilter())
+    assert sampler.draw(torch.tensor([0])) is None

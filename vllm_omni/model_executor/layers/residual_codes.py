@@ -82,6 +82,7 @@ class ResidualSampler:
         self._generators: dict[int, torch.Generator] = {}
 
     def begin(self, slot: int, params: SamplingParams, residual: ResidualFilter) -> None:
+        self.end(slot)  # of a request that did not begin, because something later raised
         self._filters = with_room_for(self._filters, slot)
         is_greedy = params.sampling_type == SamplingType.GREEDY
         self._filters[slot] = torch.tensor(GREEDY if is_greedy else residual)

@@ -100,8 +100,8 @@ class TextFeedback(FeedbackStrategy):
             rows = self.embed_text(torch.cat([text for text in received if text is not None]))
         else:
             rows = self._text_end[:0]
-        for piece, part in zip(pieces, rows.split(sizes), strict=True):
-            self._append(piece.slot, part, piece.is_last)
+        parts = zip(pieces, rows.split(sizes), strict=True)
+        self._text.extend([(piece.slot, self._with_end(part, piece.is_last)) for piece, part in parts])
 
     def end(self, slot: int) -> None:
         self._prompts.pop(slot, None)
@@ -116,12 +116,12 @@ class TextFeedback(FeedbackStrategy):
             prompt: `[prompt_len, hidden]`.
             text: `[n, hidden]`, the rows of the text after those in the prompt.
         """
-        self._prompts[slot] = prompt
         self._text.begin(slot)
-        self._append(slot, text, is_complete)
+        self._text.append(slot, self._with_end(text, is_complete))
+        self._prompts[slot] = prompt
 
-    def _append(self, slot: int, rows: torch.Tensor, is_last: bool) -> None:
-        self._text.append(slot, torch.cat((rows, self._text_end)) if is_last else rows)
+    def _with_end(self, rows: torch.Tensor, is_last: bool) -> torch.Tensor:
+        return torch.cat((rows, self._text_end)) if is_last else rows
 
 
 class FrameFeedback(TextFeedback):

@@ -102,6 +102,12 @@ class SpokenReply:
         return [self._token_ids[i] for i in passed], rows
 
 
+def read_spoken(spoken: SpokenText, prompt_token_ids: list[int], token_ids: Sequence[int], is_stopped: bool) -> str:
+    """What a stage that speaks gets of a whole reply, as text. Takes long: call it in a thread beside an event loop."""
+    texts = _Content(spoken, prompt_token_ids).add(token_ids, True, is_stopped)
+    return "".join(text for text in texts if text is not None)
+
+
 class _Content:
     """Decides which tokens of a reply are content."""
 

@@ -173,7 +173,9 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
             return arguments
         fields = request.model_dump(mode="json", include=PARSED_FIELDS, exclude_none=True)
         fields["chat_template_kwargs"] = chat_template_kwargs
-        return {**arguments, "spoken_text": SpokenText(parsers=self.parsers, request=fields)}
+        spoken_text = SpokenText(parsers=self.parsers, request=fields)
+        RequestContext.current().spoken_text = spoken_text
+        return {**arguments, "spoken_text": spoken_text}
 
     async def chat_completion_full_generator(  # type: ignore[override]
         self,

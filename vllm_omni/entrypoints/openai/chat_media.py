@@ -25,6 +25,7 @@ from vllm_omni.entrypoints.openai.media_output import encode_speech, finish_reas
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.stage.spoken_reply import read_spoken
 
 Line: TypeAlias = str | bytes
 
@@ -133,8 +134,9 @@ class ChatMedia:
         media = [output for output in event.outputs if output.final_output_type != "text"]
         choice = answer.choices[0]
         fields = choice.message.model_dump()
-        transcript = fields.get("content") or ""
-        is_silent = not transcript.strip() and _has_unspoken(fields)
+        content = fields.get("content") or ""
+        transcript = await self._read_transcript(event, content)
+        is_silent = not transcript.strip() and (bool(content) or _has_unspoken(fields))
         if not self._options.shows_text:
             fields = {name: fields[name] for name in ("role", "tool_calls") if fields.get(name)}
             choice.logprobs = None
@@ -156,6 +158,17 @@ class ChatMedia:
         usage = answer.usage.model_dump()
         self._add_usage(usage, event)
         answer.usage = type(answer.usage)(**usage)
+
+    async def _read_transcript(self, event: CompletedEvent, content: str) -> str:
+        """The content; of a reply that is cut in a tool call, which vLLM then calls content, what comes before it."""
+        spoken = RequestContext.current().spoken_text
+        text = next((output for output in event.outputs if output.final_output_type == "text"), None)
+        if spoken is None or text is None or isinstance(text.outputs[0].stop_reason, str):
+            return content
+        first, is_stopped = text.outputs[0], text.outputs[0].finish_reason == "stop"
+        return await asyncio.to_thread(
+            read_spoken, spoken, list(text.prompt_token_ids or ()), list(first.token_ids), is_stopped
+        )
 
     def _add_usage(self, usage: dict[str, Any], event: CompletedEvent) -> None:
         """Adds the tokens of speech to a usage, and which tokens of the prompt were audio."""

@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from vllm_omni.inputs import SpokenText
+
 Item = TypeVar("Item")
 
 
@@ -54,6 +56,7 @@ class RequestContext:
         outputs: Those of its requests to the engine, in the order of their submission.
         shows_text_end: Whether the chunk that ends a text has its finish reason, also if other outputs follow.
         mm_token_counts: Tokens of the rendered prompt by type of media.
+        spoken_text: Which part of the reply is spoken; None: all of it.
     """
 
     owner: bytes = b""
@@ -62,6 +65,7 @@ class RequestContext:
     outputs: list[Peekable[Any]] = field(default_factory=list)
     shows_text_end: bool = False
     mm_token_counts: Mapping[str, int] = field(default_factory=dict)
+    spoken_text: SpokenText | None = None
     _release: Callable[[], None] | None = None  # None: there is no answer whose sending ends.
 
     @classmethod

@@ -117,3 +117,13 @@ def test_reasoning_is_not_spoken(
     shown = "text" in modalities
     assert (answer.get("reasoning") or "").strip() == ("It may be." if shown else "")
     assert (answer["content"] or "").strip() == (TEXT if shown else "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_is_not_in_the_transcript(
+    realtime_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path, speech: bytes, stream: bool
+) -> None:
+    app = app_that_writes(realtime_llm, tiny_qwen3_omni_moe, f"{TEXT}\n{CALL}")
+    answer = ask(app, stream=stream, tools=[TOOL], max_tokens=40)
+    assert answer["audio"]["transcript"].strip() == TEXT and answer["audio"]["data"] == speech
+    assert answer["finish_reason"] == "length"

@@ -21,14 +21,16 @@ NUM_OPERATIONS = 12  # about the number of operations of a server that have para
 MAX_GROWTH = 256 << 20
 
 
-def fuzz(kind: str, count: int, seed: int, folder: Path) -> Summary:
+def fuzz(kind: str, count: int, seed: int, folder: Path, described: float, model: Path | str | None = None) -> Summary:
     from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint  # imports torch
 
-    model = write_tiny_checkpoint(MODELS[kind], folder / kind)
+    if model is None:
+        model = write_tiny_checkpoint(MODELS[kind], folder / kind)
     server = RunningServer(model, *FLAGS.get(kind, ()), log=folder / f"{kind}.log")
     try:
-        described = count // 2 // (2 * NUM_OPERATIONS)
-        return Campaign(kind, server.port, server.process.pid, seed).run(count - count // 2, described)
+        num_described = round(count * described)
+        campaign = Campaign(kind, server.port, server.process.pid, seed)
+        return campaign.run(count - num_described, num_described // (2 * NUM_OPERATIONS))
     finally:
         code = server.stop(timeout=120)
         print(f"{kind}: the server ended with {code}")
@@ -38,9 +40,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=1000, help="approximate total for all servers (1000)")
     parser.add_argument("--kinds", nargs="+", choices=list(MAKERS), default=list(MAKERS), help="servers to test")
+    parser.add_argument("--model", help="of the only kind, such as shapes; default: a tiny one with random weights")
+    parser.add_argument(
+        "--described", type=float, default=0.5, help="share that schemathesis makes, which takes minutes (0.5)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, help="keep the servers' output in this folder")
     args = parser.parse_args()
+    if args.model is not None and len(args.kinds) != 1:
+        parser.error("--model is that of one kind: name the kind with --kinds")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     failed = False
     with tempfile.TemporaryDirectory() as scratch:
@@ -48,7 +56,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for kind in args.kinds:
             started = time.monotonic()
-            summary = fuzz(kind, args.requests // len(args.kinds), args.seed, folder)
+            summary = fuzz(kind, args.requests // len(args.kinds), args.seed, folder, args.described, args.model)
             growth = summary.after.memory - summary.before.memory
             print(f"== {kind}, {time.monotonic() - started:.0f} s\n{summary}", flush=True)
             failed |= bool(summary.faults) or growth > MAX_GROWTH or summary.after.files > summary.before.files + 8

@@ -258,6 +258,117 @@ def client_aborts(bodies: dict[str, dict[str, Any]], long: dict[str, dict[str, A
     return [make]
 
 
+_CALL = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+_SAID = {"id": "audio-0", "data": "AAAA", "expires_at": 1, "transcript": "Hello."}
+# Turns of the assistant as OpenAI's objects dump them, and as clients join them from streams.
+_HISTORY: list[list[dict[str, Any]]] = [
+    [{"role": "assistant", "content": "Hi.", "refusal": None, "annotations": None, "audio": None, "function_call": None,
+      "tool_calls": None}],
+    [{"role": "assistant", "content": None, "audio": _SAID}],
+    [{"role": "assistant", "audio": {"id": "audio-of-another-server"}}],
+    [{"role": "assistant", "content": None, "tool_calls": [_CALL]},
+     {"role": "tool", "tool_call_id": "call-1", "content": "A hen."}],
+    [{"role": "assistant", "content": "", "tool_calls": []}],
+]  # fmt: skip
+_NULLS: dict[str, list[str]] = {
+    CHAT: [
+        "stop",
+        "n",
+        "seed",
+        "tools",
+        "audio",
+        "modalities",
+        "response_format",
+        "logprobs",
+        "user",
+        "stream_options",
+    ],
+    COMPLETIONS: ["stop", "n", "seed", "suffix", "logprobs", "user"],
+    SPEECH: ["response_format", "speed", "stream_format", "stream", "voice", "instructions"],
+    IMAGES: ["n", "size", "quality", "response_format", "output_format", "background", "user", "seed"],
+    VIDEOS: ["size", "seconds", "input_reference", "seed", "fps"],
+}
+_LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def odd_clients(bodies: dict[str, dict[str, Any]]) -> list[Maker]:
+    """What other clients send: null where a field is meant to be absent, dumped histories, and other HTTP."""
+    paths = [path for path in bodies if path in _NULLS]
+
+    def nulls(rng: random.Random) -> FuzzRequest:
+        path = rng.choice(paths)
+        names = rng.sample(_NULLS[path], rng.randrange(1, 4))
+        return _odd("null fields", path, {**bodies[path], **dict.fromkeys(names)})
+
+    def history(rng: random.Random) -> FuzzRequest:
+        body = bodies[CHAT]
+        return _odd("history", CHAT, {**body, "messages": [*_MESSAGES, *rng.choice(_HISTORY), *_MESSAGES]})
+
+    def stock_chat(rng: random.Random) -> FuzzRequest:
+        fields = {
+            "messages": [{"role": "system", "content": "Be kind."}, *_MESSAGES], "tools": rng.choice([[], [_LOOK]]),
+            "response_format": {"type": "text"}, "modalities": rng.choice([["image", "text"], ["text", "audio"]]),
+            "stream": rng.random() < 0.5,
+        }  # fmt: skip
+        return _odd("stock client", CHAT, {**bodies[CHAT], **fields})
+
+    def http(rng: random.Random) -> FuzzRequest:
+        method, path = rng.choice(
+            [("HEAD", "/health"), ("HEAD", "/v1/models"), ("GET", "/v1/models/x"), ("HEAD", f"{VIDEOS}/x/content"),
+             ("GET", f"{VIDEOS}/x/content"), ("OPTIONS", paths[0])]
+        )  # fmt: skip
+        headers = {"Range": rng.choice(["bytes=0-1", "bytes=-1", "bytes=9-1", "x"]), "Origin": "http://example.com"}
+        return FuzzRequest("other method", method, path, headers=headers, must_fail=False)
+
+    return [nulls, http, *([history, stock_chat] if CHAT in bodies else [])]
+
+
+def _odd(what: str, path: str, body: dict[str, Any]) -> FuzzRequest:
+    return post_json(what, path, body, must_fail=False, abort_after_s=_ABORT_AFTER_S)
+
+
+def odd_parts() -> list[Maker]:
+    """Chat with media that are valid, but odd, or that browsers and shells write in their own way."""
+
+    def make(rng: random.Random) -> FuzzRequest:
+        kind, makers = rng.choice([("image", media.ODD_IMAGES), ("audio", media.ODD_SOUNDS)])
+        name = rng.choice(list(makers))
+        return replace(_chat_with(kind, name, makers[name](rng), rng), must_fail=False)
+
+    def written_by_others(rng: random.Random) -> FuzzRequest:
+        wav = base64.b64encode(media.audio_file("wav")).decode()
+        mp4 = base64.b64encode(media.video(rng.choice([1, 2, 4]))).decode()
+        in_lines = "\n".join(mp4[i : i + 76] for i in range(0, len(mp4), 76))
+        sound_format = rng.choice(
+            ["wav", "mp3", "flac", "opus", "aac", "ogg", "webm", "m4a", "pcm16", None, "", "midi"]
+        )
+        part = rng.choice(
+            [
+                {"type": "video_url", "video_url": {"url": f"data:video/webm;codecs=vp8,opus;base64,{mp4}"}},
+                {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{in_lines}"}},
+                {"type": "input_audio", "input_audio": {"data": f"data:audio/wav;base64,{wav}", "format": "wav"}},
+                {"type": "input_audio", "input_audio": {"data": wav, "format": sound_format}},
+                {"type": "image_url", "image_url": {"url": _uri("image/png", media.image_file("PNG")), "detail": None}},
+            ]
+        )
+        return replace(_chat("written by others", [part]), must_fail=False)
+
+    return [make, written_by_others]
+
+
+def odd_uploads(path: str, field: str, fields: dict[str, str]) -> list[Maker]:
+    """Forms with an image that is valid, but odd, and with parts that are unfilled or have no file name."""
+
+    def make(rng: random.Random) -> FuzzRequest:
+        name = rng.choice(list(media.ODD_IMAGES))
+        request = _form(name, path, field, fields, media.ODD_IMAGES[name](rng))
+        if rng.random() < 0.3:
+            request = replace(request, body=request.body.replace(b'; filename="a.png"', b""))
+        return replace(request, must_fail=False)
+
+    return [make]
+
+
 def _kind_of(doubtful: str) -> str:
     """Of one of `media.DOUBTFUL`."""
     if doubtful == "half a JPEG":
@@ -355,6 +466,7 @@ def _common(bodies: dict[str, dict[str, Any]], long: dict[str, dict[str, Any]]) 
         *broken_bodies(bodies),
         *broken_http(bodies),
         *client_aborts(bodies, long),
+        *odd_clients(bodies),
     ]
 
 
@@ -366,6 +478,7 @@ MAKERS: dict[str, list[Maker]] = {
         *_common(OMNI_BODIES, {CHAT: _LONG_SPEECH, COMPLETIONS: {"max_tokens": 200, "min_tokens": 200}}),
         *broken_parts(),
         *broken_recordings(TRANSCRIPTIONS, "file", {"language": "en"}),
+        *odd_parts(),
     ],
     "voice": [
         *_common(VOICE_BODIES, {}),
@@ -375,10 +488,12 @@ MAKERS: dict[str, list[Maker]] = {
     "image": [
         *_common(IMAGE_BODIES, {IMAGES: {"num_inference_steps": 40}}),
         *broken_uploads(EDITS, "image", _IMAGE_FIELDS),
+        *odd_uploads(EDITS, "image", _IMAGE_FIELDS),
     ],
     "video": [
         *_common(VIDEO_BODIES, {}),
         *broken_uploads(VIDEOS, "input_reference", {**_IMAGE_FIELDS, "num_frames": "5"}),
+        *odd_uploads(VIDEOS, "input_reference", {**_IMAGE_FIELDS, "num_frames": "5"}),
     ],
 }
 """By kind of server. An entry that appears twice is used twice as often."""

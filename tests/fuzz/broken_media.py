@@ -11,6 +11,7 @@ from functools import cache
 
 import av
 import numpy as np
+from PIL import Image
 
 from vllm_omni.testing.media import make_audio, make_image, make_video
 
@@ -44,12 +45,12 @@ def audio_file(format: str) -> bytes:
 
 
 @cache
-def video() -> bytes:
+def video(num_frames: int = 4) -> bytes:
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=4)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for pixels in make_video(0, 4, 64, 48):
+        for pixels in make_video(0, num_frames, 64, 48):
             for packet in stream.encode(av.VideoFrame.from_ndarray(pixels)):
                 container.mux(packet)
         for packet in stream.encode():
@@ -158,6 +159,47 @@ DOUBTFUL: dict[str, Maker] = {
     "FLAC with a wrong byte": lambda rng: _with_a_wrong_byte(audio_file("flac"), rng),
     "MP4 with a wrong byte": lambda rng: _with_a_wrong_byte(video(), rng),
 }
+
+
+@cache
+def _image_of_mode(mode: str, format: str, orientation: int | None = None) -> bytes:
+    image = make_image(0, 64, 48).convert("L" if mode.startswith("I") else mode)
+    if mode == "I;16":
+        image = Image.fromarray(np.asarray(image, dtype=np.uint16) * 257)
+    exif = Image.Exif()
+    if orientation is not None:
+        exif[0x0112] = orientation
+    buffer = io.BytesIO()
+    image.save(buffer, format, exif=exif)
+    return buffer.getvalue()
+
+
+ODD_IMAGES: dict[str, Maker] = {
+    "screenshot with alpha": lambda rng: _image_of_mode("RGBA", rng.choice(["PNG", "WEBP"])),
+    "grey with alpha": lambda rng: _image_of_mode("LA", "PNG"),
+    "palette": lambda rng: _image_of_mode("P", rng.choice(["PNG", "GIF"])),
+    "16-bit grey": lambda rng: _image_of_mode("I;16", rng.choice(["PNG", "TIFF"])),
+    "one bit": lambda rng: _image_of_mode("1", "PNG"),
+    "print colours": lambda rng: _image_of_mode("CMYK", rng.choice(["JPEG", "TIFF"])),
+    "photo on its side": lambda rng: _image_of_mode("RGB", "JPEG", rng.randrange(1, 9)),
+    "image of one pixel": lambda rng: png(1, 1, zlib.compress(bytes(4))),
+}
+"""Valid images that are not plain RGB."""
+
+ODD_SOUNDS: dict[str, Maker] = {
+    "clip of a millisecond": lambda rng: _wav_of(16),
+    "clip without samples": lambda rng: _wav_of(0),
+    "stereo of 8 kHz": lambda rng: _wav_of(8000, 8000, 2),
+}
+"""Valid sounds that models may not take."""
+
+
+def _wav_of(num_frames: int, rate: int = 16_000, num_channels: int = 1) -> bytes:
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((num_channels, 2, rate, 0, "NONE", ""))
+        file.writeframes(bytes(2 * num_channels * num_frames))
+    return buffer.getvalue()
 
 
 def _with_a_wrong_byte(whole: bytes, rng: random.Random, before: int | None = None) -> bytes:

@@ -32,7 +32,7 @@ from vllm.utils.mistral import is_mistral_tokenizer
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_omni.engine.engine_args import OmniEngineSettings
+from vllm_omni.engine.engine_args import OmniEngineSettings, message_of
 from vllm_omni.engine.images import fetch_images, show_images
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.metrics.stats import CacheCounts
@@ -102,7 +102,7 @@ class OmniInputProcessor(InputProcessor):
             guidance, names = further.get("guidance"), further.get("token_information", ())
             return self._finish(request, information, cast("Guidance | None", guidance), cast("Sequence[str]", names))
         except (ValueError, TypeError, VLLMClientError) as error:
-            raise InvalidRequestError(str(error), request_id) from error
+            raise InvalidRequestError(describe_refusal(error), request_id) from error
 
     def render_chat(
         self, messages: list[ChatCompletionMessageParam], params: ChatParams, cache_salt: str | None = None
@@ -232,6 +232,14 @@ class OmniInputProcessor(InputProcessor):
         for position, token_id in enumerate(token_ids):
             if not 0 <= token_id < self._vocab_size and position not in covered:
                 raise ValueError(f"token id {token_id} at position {position} is not in [0, {self._vocab_size})")
+
+
+def describe_refusal(error: Exception) -> str:
+    """An error about a prompt, in one sentence: vLLM's of a model's processor have all arrays of the prompt."""
+    if error.__cause__ is None or not str(error).startswith("Failed to apply "):
+        return message_of(error)
+    cause = str(error.__cause__).partition("\n")[0]
+    return f"the model does not read an image, sound or video of the prompt, which may be too short or narrow: {cause}"
 
 
 def _resample_without_torchaudio(renderer: BaseRenderer) -> None:

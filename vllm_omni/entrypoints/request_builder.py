@@ -23,7 +23,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import nearest
 from vllm_omni.engine.engine_args import create_config_for_inputs, message_of
-from vllm_omni.engine.input_processor import OmniInputProcessor
+from vllm_omni.engine.input_processor import OmniInputProcessor, describe_refusal
 from vllm_omni.engine.text_decoder import TextDecoder
 from vllm_omni.entrypoints.resolve import make_engine_args
 from vllm_omni.entrypoints.text_input import TextInput
@@ -307,6 +307,8 @@ class RequestBuilder:
             raise ValueError(f"messages: {error}") from error
         except (AttributeError, LookupError) as error:  # vLLM checks some parts only
             raise ValueError(f"messages: a part of a message has the wrong form: {error}") from error
+        except ValueError as error:
+            raise ValueError(describe_refusal(error)) from error
         rendered = {key: value for key, value in prompt.items() if key not in ("messages", "chat_params")}
         return cast(OmniPrompt, {**rendered, "prompt": engine_input.get("prompt"), "engine_input": engine_input})
 

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from PIL import Image
 
 from tests.entrypoints.openai.media_apps import MODEL, png, send, use
+from vllm_omni.entrypoints.openai.images import ImageEditRequest
 
 SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1}
 
@@ -137,6 +138,33 @@ def test_images_to_edit_come_in_json_too(app: FastAPI) -> None:
         np.testing.assert_array_equal(pixels(answer["data"][0]["b64_json"]), first)
 
 
+def test_null_and_unfilled_fields_are_absent(app: FastAPI) -> None:
+    uri = "data:image/png;base64," + base64.b64encode(png()).decode()
+    names = [name for name in ImageEditRequest.model_fields if name not in ("image", "prompt", "size", *SMALL)]
+    given = {"prompt": "at night", "size": "32x32", **SMALL}
+    body = {**dict.fromkeys([*names, "mask", "images"]), "image": uri, **given}
+    whole = send(app, "POST", "/v1/images/edits", json=body)
+    files = [("image", ("a.png", png())), ("mask", ("", b"")), ("image", ("", b""))]
+    form = send(app, "POST", "/v1/images/edits", data={**dict.fromkeys(names, ""), "mask": "", **given}, files=files)
+
+    assert (whole.status_code, form.status_code) == (200, 200), whole.text[:200] + form.text[:200]
+    np.testing.assert_array_equal(*(pixels(answer.json()["data"][0]["b64_json"]) for answer in (whole, form)))
+    mask = {"image": ("a.png", png()), "mask": ("m.png", png())}
+    assert "take no mask" in send(app, "POST", "/v1/images/edits", data=given, files=mask).text
+
+
+def test_an_upload_without_a_name_is_refused_with_the_remedy(app: FastAPI) -> None:
+    head = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na hen\r\n'
+    part = b'--x\r\nContent-Disposition: form-data; name="image"\r\n\r\n' + png() + b"\r\n--x--\r\n"
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+
+    answer = send(app, "POST", "/v1/images/edits", content=head + part, headers=headers)
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "image")
+    assert "a file needs a name (with curl: -F image=@FILE)" in error["message"]
+
+
 def test_an_edit_can_be_streamed(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> list[Any]:
         stream = await client.images.edit(
@@ -163,7 +191,7 @@ def test_an_edit_can_be_streamed(app: FastAPI) -> None:
         ({"output_compression": 50}, "output_compression", "jpeg or webp"),
         ({"partial_images": 2}, "partial_images", "stream"),
         ({"background": "transparent"}, "background", "opaque"),
-        ({"wdith": 64}, "wdith", "not permitted"),
+        ({"wdith": 64}, "wdith", "wdith is not a field of this request; remove it"),
         ({"extra_body": {"wdith": 64}}, "extra_body.wdith", "did you mean 'width'"),
         ({"extra_body": {"num_frames": 5}}, None, "does not take 'num_frames'"),
         ({"seed": -1}, None, "seed -1: must be 0 to"),
@@ -196,7 +224,7 @@ def test_another_model_is_not_found(app: FastAPI) -> None:
         ({"image": png(200, 200)}, "max_pixels"),
         ({"image": png(), "mask": png()}, "take no mask"),
         ({"prompt": png(), "image": png()}, "valid string"),
-        ({"picture": png()}, "Field required"),
+        ({"picture": png()}, "image is missing"),
     ],
 )
 def test_broken_uploads_are_refused(app: FastAPI, files: dict[str, bytes], words: str) -> None:

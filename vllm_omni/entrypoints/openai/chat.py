@@ -22,14 +22,17 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest, Compl
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, OpenAIBaseModel
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.parser.abstract_parser import Parser
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.engine.input_processor import describe_refusal
 from vllm_omni.entrypoints.openai.chat_media import ChatMedia, Line, MediaStream, Transcripts, split_outputs
+from vllm_omni.entrypoints.openai.chat_messages import read_messages
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import describe_errors
+from vllm_omni.entrypoints.openai.media_request import without_nulls
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import Modality
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, explicit_fields, read_stage_params
@@ -90,6 +93,14 @@ class OmniChatCompletionRequest(ChatCompletionRequest):
     @classmethod
     def _refuse_malformed_fields(cls, data: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
         """vLLM's validators read the raw fields and raise these errors if one has another type."""
+        if isinstance(data, Mapping):
+            data = without_nulls(data)
+            if data.get("tools") == []:
+                del data["tools"]
+            if "tools" not in data and data.get("tool_choice") in ("auto", "none"):
+                del data["tool_choice"]
+            if "messages" in data:
+                data["messages"] = read_messages(data["messages"])
         try:
             return check(data)
         except KeyError as error:
@@ -222,7 +233,12 @@ class _Renderer:
 
     async def render_chat(self, request: ChatCompletionRequest) -> Any:
         is_harmless = set(request.mm_processor_kwargs or {}) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs
-        return await (self._trusting_renderer if is_harmless else self._renderer).render_chat(request)
+        try:
+            return await (self._trusting_renderer if is_harmless else self._renderer).render_chat(request)
+        except VLLMClientError:
+            raise
+        except ValueError as error:
+            raise VLLMValidationError(describe_refusal(error), parameter="messages") from error
 
 
 def read_options(

@@ -13,7 +13,7 @@ from vllm.multimodal.media import MediaConnector
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.images import RESPONSES
-from vllm_omni.entrypoints.openai.media_request import SoundUrl, describe_form, fetch_sound, read_request
+from vllm_omni.entrypoints.openai.media_request import RequestModel, SoundUrl, describe_form, fetch_sound, read_request
 from vllm_omni.entrypoints.openai.media_stage import get_handler
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, ServerLimits, flag, limits_from
@@ -33,7 +33,7 @@ def _check_name(name: str) -> str:
     return name
 
 
-class VoiceRequest(BaseModel):
+class VoiceRequest(RequestModel):
     """A recording of a voice."""
 
     model_config = ConfigDict(extra="forbid")

@@ -6,11 +6,14 @@ Knows the errors of the pipeline and of the web framework; no endpoint.
 
 import logging
 import math
+import re
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, cast
 
 import fastapi
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
@@ -32,6 +35,10 @@ from vllm_omni.errors import (
 )
 
 logger = logging.getLogger("vllm.omni.server")
+
+_FIELD = re.compile(r"[a-z_][a-z0-9_]*")
+# Pydantic's names of alternatives that look like fields.
+_TYPES = {"str", "int", "float", "bool", "bytes", "none", "dict", "list", "tuple"}
 
 _STATUS: dict[type[OmniError], HTTPStatus] = {
     InvalidRequestError: HTTPStatus.BAD_REQUEST,
@@ -97,9 +104,11 @@ def _log_failure(error: OmniError) -> str:
     return f"request {error.request_id} {kind}{where}; see the server's log"
 
 
-def error_response(message: str, status: HTTPStatus, headers: dict[str, str] | None = None) -> JSONResponse:
+def error_response(
+    message: str, status: HTTPStatus, headers: dict[str, str] | None = None, parameter: str | None = None
+) -> JSONResponse:
     """An error in vLLM's form, for middleware, where no handler is called."""
-    info = ErrorInfo(message=message, type=status.phrase, code=status.value)
+    info = ErrorInfo(message=message, type=status.phrase, code=status.value, param=parameter)
     return JSONResponse(ErrorResponse(error=info).model_dump(), status.value, headers)
 
 
@@ -115,6 +124,7 @@ def register_error_handlers(app: FastAPI) -> None:
         OmniHTTPError: _on_error,
         HTTPException: _on_framework_error,
         fastapi.HTTPException: _on_framework_error,
+        RequestValidationError: _on_wrong_fields,
         RecursionError: _on_recursion_error,
         Exception: on_unknown_error,
     }
@@ -132,6 +142,58 @@ async def _on_framework_error(request: Request, error: HTTPException) -> JSONRes
     response = await http_exception_handler(request, cast(fastapi.HTTPException, error))
     response.headers.update(error.headers or {})
     return response
+
+
+async def _on_wrong_fields(request: Request, error: RequestValidationError) -> JSONResponse:
+    message, parameter = describe_wrong_fields(error.errors())
+    return error_response(sanitize_message(message), HTTPStatus.BAD_REQUEST, parameter=parameter)
+
+
+def describe_wrong_fields(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """One sentence about the first wrong field of a body, and the field.
+
+    Args:
+        errors: Those of pydantic; of a union those of each alternative.
+    """
+    paths = [_path_of(found) for found in errors]
+    # What was given is most like the alternative that was read furthest.
+    same_field = [path for path in paths if path[:1] == paths[0][:1]]
+    path = max(same_field, key=len)
+    reasons = dict.fromkeys(_reason(found) for found, at in zip(errors, paths, strict=True) if at == path)
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    place = str(next(iter(errors[0]["loc"]), "body"))  # or query, path, header
+    return f"{field or f'the {place}'} {', or '.join(reasons)}", ".".join([place, *map(str, path)])
+
+
+def _path_of(found: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """The names and indexes on the way to a wrong field, without pydantic's names of types."""
+    path = found["loc"][1:]
+    if found["type"] == "json_invalid" or not path:
+        return ()
+    names = [part for part in path[:-1] if _is_name(part)]
+    return (*names, path[-1]) if found["type"] == "extra_forbidden" or _is_name(path[-1]) else tuple(names)
+
+
+def _is_name(part: str | int) -> bool:
+    return isinstance(part, int) or (part not in _TYPES and _FIELD.fullmatch(part) is not None)
+
+
+def _reason(found: Mapping[str, Any]) -> str:
+    match found["type"]:
+        case "missing":
+            return "is missing"
+        case "extra_forbidden":
+            return "is not a field of this request; remove it"
+        case "json_invalid":
+            return f"is not JSON: {found.get('ctx', {}).get('error', found['msg'])}"
+        case "value_error":
+            return f"is wrong: {found.get('ctx', {}).get('error', found['msg'])}"
+    message = found["msg"]
+    for before, after in (("Input should", "must"), ("should", "must")):
+        _, is_there, rest = message.partition(f"{before} ")
+        if is_there:
+            return f"{after} {rest}"
+    return f"is wrong: {message}"
 
 
 async def _on_recursion_error(request: Request, error: RecursionError) -> JSONResponse:

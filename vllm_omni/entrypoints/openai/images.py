@@ -114,7 +114,7 @@ class ImageEditRequest(ImageRequest):
     def _refuse_masks(cls, fields: Any) -> Any:
         """OpenAI's fields that would change the result, and that no model here supports."""
         for name in ("mask", "markup"):
-            if isinstance(fields, Mapping) and name in fields:
+            if isinstance(fields, Mapping) and fields.get(name) is not None:
                 raise VLLMValidationError(
                     f"this server's models change whole images and take no {name}; leave it out", parameter=name
                 )

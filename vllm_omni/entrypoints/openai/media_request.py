@@ -6,7 +6,9 @@ vLLM's media connector reads the media: uploads, data URIs and addresses alike, 
 
 import asyncio
 import base64
+import re
 from argparse import Namespace
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
@@ -15,7 +17,7 @@ import vllm.envs as envs
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from PIL import Image
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.datastructures import UploadFile
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaWithBytes
@@ -31,6 +33,8 @@ _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _MAX_FIELDS = 100
 _SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 
+_ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -38,7 +42,7 @@ def as_urls(value: Any) -> Any:
     """An image field as a list of addresses; pydantic refuses any other value.
 
     It has one address or a list; each is a string, or an object with it as `image_url` (a string, or an object with
-    `url`).
+    `url`). `detail` beside an address has no effect.
     """
     entries = value if isinstance(value, list) else [value]
     return [_as_url(entry, "image_url") for entry in entries]
@@ -46,7 +50,7 @@ def as_urls(value: Any) -> Any:
 
 def _as_url(entry: Any, field: str) -> Any:
     for key in (field, "url"):
-        if isinstance(entry, dict) and set(entry) == {key}:
+        if isinstance(entry, dict) and set(entry) - {"detail"} == {key}:
             entry = entry[key]
     return entry
 
@@ -67,7 +71,21 @@ Prompt = Annotated[
 ]
 
 
-class DiffusionRequest(BaseModel):
+def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request that are given: null is as good as absent."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+class RequestModel(BaseModel):
+    """A request whose fields may all be null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        return without_nulls(fields) if isinstance(fields, Mapping) else fields
+
+
+class DiffusionRequest(RequestModel):
     """The common fields of requests for images and videos. Defaults are those of the stage, or of the model."""
 
     model_config = ConfigDict(extra="forbid")
@@ -211,8 +229,10 @@ async def _read_form(request: Request, file_field: str) -> dict[str, Any]:
         for key, value in form.multi_items():
             # Clients write a list as `image[]`, and a field of an object as `input_reference[image_url]`.
             name = key.removesuffix("[]").removesuffix("[image_url]").removesuffix("[audio_url]")
+            if value == "" or (isinstance(value, UploadFile) and not value.filename and not value.size):
+                continue  # A page sends its unfilled fields, too.
             if name == file_field:
-                fields.setdefault(name, []).append(await _as_data_uri(value))
+                fields.setdefault(name, []).append(await _as_data_uri(value, name))
             elif key in fields:
                 raise VLLMValidationError(f"{key} is given more than once", parameter=key)
             else:
@@ -220,8 +240,14 @@ async def _read_form(request: Request, file_field: str) -> dict[str, Any]:
     return fields
 
 
-async def _as_data_uri(value: UploadFile | str) -> str:
+async def _as_data_uri(value: UploadFile | str, name: str) -> str:
     if isinstance(value, str):
+        if not _ADDRESS.match(value):
+            raise VLLMValidationError(
+                f"{name} is neither a file nor an address nor a data URI; a file needs a name (with curl: "
+                f"-F {name}=@FILE)",
+                parameter=name,
+            )
         return value
     data = await value.read()
     encoded = await asyncio.to_thread(base64.b64encode, data)

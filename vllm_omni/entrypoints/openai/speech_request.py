@@ -19,7 +19,7 @@ from vllm.multimodal.media import MediaConnector
 from vllm_omni.config.utils import nearest
 from vllm_omni.entrypoints.openai.audio_formats import MAX_SPEED, MIN_SPEED
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_request import SoundUrl, fetch_sound
+from vllm_omni.entrypoints.openai.media_request import RequestModel, SoundUrl, fetch_sound
 from vllm_omni.entrypoints.openai.voice_store import VoiceStore
 from vllm_omni.inputs import VOICE_FIELD
 
@@ -61,7 +61,7 @@ class SpeechTurn(BaseModel):
     voice: str | None = Field(None, description="A voice of the model. Default: that of the request.")
 
 
-class SpeechSettings(BaseModel):
+class SpeechSettings(RequestModel):
     """How a text is spoken."""
 
     model_config = ConfigDict(extra="allow")  # Further fields of the model.

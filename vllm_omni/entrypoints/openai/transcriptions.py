@@ -29,7 +29,13 @@ from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
 from vllm_omni.entrypoints.openai.chat import Line, OmniChatCompletionRequest, OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.images import RESPONSES as FORM_RESPONSES
-from vllm_omni.entrypoints.openai.media_request import SoundUrl, describe_form, read_request
+from vllm_omni.entrypoints.openai.media_request import (
+    RequestModel,
+    SoundUrl,
+    describe_form,
+    read_request,
+    without_nulls,
+)
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.speech import FINISH_REASON_HEADER, ClosingResponse, sse_line
 
@@ -62,7 +68,7 @@ def _check_language(code: str) -> str:
     return code.lower()
 
 
-class TranscriptionRequest(BaseModel):
+class TranscriptionRequest(RequestModel):
     """Speech to be written down."""
 
     model_config = ConfigDict(extra="forbid")
@@ -86,7 +92,7 @@ class TranscriptionRequest(BaseModel):
         """OpenAI's fields and values that would change the result."""
         if not isinstance(fields, Mapping):
             return fields
-        for name in fields:
+        for name in without_nulls(fields):
             base = str(name).partition("[")[0]  # Forms have include[] and chunking_strategy[type].
             if base == "chunking_strategy" and fields[name] != "auto":
                 raise VLLMValidationError("a sound is always read as a whole; leave it out", parameter=base)

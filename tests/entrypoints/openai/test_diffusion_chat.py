@@ -32,6 +32,7 @@ from vllm_omni.media import encode_outputs
 from vllm_omni.outputs import OmniRequestOutput, StageOutput
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2, "seed": 1}
 URI = "data:image/png;base64," + base64.b64encode(png()).decode()
 
@@ -91,6 +92,34 @@ def test_only_the_last_message_is_read(app: FastAPI) -> None:
     assert np.abs(pixels(alone[0]) - pixels(without_image[0])).max() > 0
 
 
+def test_what_chat_clients_always_send_has_no_effect(app: FastAPI) -> None:
+    user = {"role": "user", "content": [{"type": "text", "text": "a hen"}]}
+    fields: dict[str, Any] = {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": "Be kind."}, user],
+        "modalities": ["image", "text"],
+        "response_format": {"type": "text"},
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "temperature": 0.7,
+        "logprobs": False,
+        "stop": None,
+        "audio": None,
+    }
+
+    answer = chat(app, **fields)
+
+    assert answer.status_code == 200, answer.text
+    plain = chat(app).json()["choices"][0]["message"]["images"]
+    np.testing.assert_array_equal(pixels(answer.json()["choices"][0]["message"]["images"][0]), pixels(plain[0]))
+
+
+def test_an_image_may_have_a_detail(app: FastAPI) -> None:
+    for detail in (None, "high"):
+        parts = [{"type": "text", "text": "a hen"}, {"type": "image_url", "image_url": {"url": URI, "detail": detail}}]
+        assert chat(app, parts).status_code == 200
+
+
 def test_sampling_params_list_names_the_same_settings(app: FastAPI) -> None:
     one = chat(app, extra_body=None, sampling_params_list=[SMALL]).json()["choices"][0]["message"]["images"]
     other = chat(app).json()["choices"][0]["message"]["images"]
@@ -129,7 +158,10 @@ def test_the_client_reads_the_stream(app: FastAPI) -> None:
         ({"modalities": []}, "modalities", "image"),
         ({"audio": {"format": "wav"}}, "audio", "makes no sound"),
         ({"messages": []}, "messages", "last message must be the user's"),
-        ({"messages": [{"role": "system", "content": "Be brief."}]}, "messages", "no system message"),
+        ({"messages": [{"role": "system", "content": "Be brief."}]}, "messages", "the user's"),
+        ({"modalities": ["text"]}, "modalities", "cannot output 'text'"),
+        ({"modalities": ["image", "audio"]}, "modalities", "cannot output 'audio'"),
+        ({"tools": [TOOL]}, "tools", "models that write"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "the user's"),
         ({"content": [{"type": "video_url", "video_url": {"url": URI}}]}, "messages", "not 'video_url'"),
         ({"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}, None, "image"),

@@ -2,7 +2,7 @@
 """POST /v1/chat/completions for a pipeline without a vLLM stage that reads prompts: a diffusion model.
 
 It has no chat template. Its prompt is the text of the last message, its input images are those of that message. Earlier
-turns and fields of text sampling are not used.
+turns, system messages and fields of text sampling, which chat clients send to every model, are not used.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DiffusionChat:
         if self._stage.stage.runs_vllm:
             raise VLLMValidationError("this model reads no conversation; POST /v1/audio/speech speaks a text")
         for name in _FOR_TEXT:
-            if getattr(request, name):
+            if getattr(request, name) and not _is_plain_text(getattr(request, name)):
                 raise VLLMValidationError(f"{name} is for models that write; this one does not", parameter=name)
         self._check_outputs(request)
         prompt, urls = read_last_message(request.messages)
@@ -88,7 +88,10 @@ class DiffusionChat:
 
     def _check_outputs(self, request: OmniChatCompletionRequest) -> None:
         makes = self._stage.makes
-        modalities = read_modalities(request.modalities, self._stage.config, [makes])
+        # Chat clients ask for text beside what they want.
+        asked = request.modalities
+        wanted = [name for name in asked if name != "text"] if asked and makes in asked else asked
+        modalities = read_modalities(wanted, self._stage.config, [makes])
         if modalities != [makes]:
             raise VLLMValidationError(
                 f"chat with this model returns {makes} only, not {modalities}", parameter="modalities"
@@ -201,8 +204,6 @@ def read_last_message(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[
     Raises:
         VLLMValidationError: The messages have content that it does not read.
     """
-    if any(_field(message, "role") in ("system", "developer") for message in messages):
-        raise _refusal("a diffusion model takes no system message; put all text into the user's last message")
     if not messages or _field(messages[-1], "role") != "user":
         raise _refusal("the last message must be the user's; its text is the prompt")
     content = _field(messages[-1], "content")
@@ -219,6 +220,11 @@ def read_last_message(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[
     if not all(isinstance(value, str) for value in (*texts, *urls)):
         raise _refusal("a part of type text has a text, and one of type image_url an object with a url")
     return "\n".join(texts), urls
+
+
+def _is_plain_text(value: Any) -> bool:
+    """Whether it is the `response_format` that every answer has."""
+    return getattr(value, "type", None) == "text"
 
 
 def _field(value: Any, name: str) -> Any:

@@ -617,6 +617,19 @@ def test_a_process_is_not_kept_for_long(pipeline: Pipeline, monkeypatch: pytest.
     assert type(pipeline.failure("r")) is StageDeadError, "others may have been there"
 
 
+def test_nothing_waits_for_a_process_that_waits_for_a_node(pipeline: Pipeline) -> None:
+    for request_id in ("aborted", "r"):
+        pipeline.start(request_id)
+        pipeline.result(A, request_id, "text", b=0, c=0)
+    pipeline.kill(B)
+    pipeline.router.abort(["aborted"])
+    pipeline.router.on_stage_waits(pipeline.stages[B])  # type: ignore[arg-type]
+    assert isinstance(pipeline.failure("aborted"), RequestAbortedError)
+    assert type(pipeline.failure("r")) is StageDeadError
+    pipeline.router.admit()
+    assert pipeline.quarantines == []
+
+
 def test_a_stage_that_is_taken_for_dead_fails_those_that_wait_for_it(pipeline: Pipeline) -> None:
     lose(pipeline, "r", "s")
     pipeline.kill(B, StageState.DEAD)

@@ -2,7 +2,7 @@
 """`Supervisor` with a fake fork server and a fake clock: starts, deaths, restarts with back-off, and the end."""
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -75,16 +75,24 @@ class Pipeline:
         a, b, c = self.stages.values()
         self.server = FakeLauncher()
         self.down: list[str] = []
+        self.waiting: list[str] = []
+        self.waits_for = ""
         self.is_closed = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.supervisor = Supervisor(
             [[a, b], [c]],  # type: ignore[list-item]
-            lambda stages, timeout, on_wait: self.server.launch(stages, timeout),  # type: ignore[arg-type, return-value]
+            self._launch,  # type: ignore[arg-type]
             RestartConfig(**{"backoff_s": BACKOFF_S, "max_backoff_s": 3.0, "window_s": 100.0, **restart}),
             INIT_TIMEOUT_S,
             self._command,
             lambda stage: self.down.append(stage.config.name),
+            lambda stage: self.waiting.append(stage.config.name),
         )
+
+    def _launch(self, stages: Sequence[FakeStage], timeout: float, on_wait: Callable[[str], None]) -> FakeProcess:
+        if self.waits_for:
+            on_wait(self.waits_for)
+        return self.server.launch(stages, timeout)
 
     def _command(self, command: Callable[[], None]) -> None:
         if self.is_closed:
@@ -258,6 +266,18 @@ def test_a_failed_restart_counts_as_a_death(pipeline: Pipeline) -> None:
     pipeline.act_at(pipeline.supervisor.due)
     pipeline.run_command()
     assert pipeline.server.specs[-1] == [{"name": "c", "epoch": 2}]
+
+
+def test_a_restart_that_waits_for_a_node_is_reported(pipeline: Pipeline) -> None:
+    pipeline.start()
+    pipeline.waits_for = "a node"
+    pipeline.die(pipeline.server.processes[0])
+    pipeline.act_at(1000.0 + BACKOFF_S)
+    pipeline.run_command()
+    assert pipeline.waiting == ["a", "b"]
+    assert [stage.waits_for for stage in pipeline.supervisor.health] == ["a node", "a node", ""]
+    pipeline.run_command()
+    assert [stage.waits_for for stage in pipeline.supervisor.health] == [""] * 3
 
 
 def test_stages_that_are_ready_before_their_process_is_known(pipeline: Pipeline) -> None:

@@ -304,6 +304,7 @@ class Orchestrator:
             self._config.runtime.stage_init_timeout,
             self._command,
             self._on_stage_down,
+            self._router.on_stage_waits,
         )
         cleanup.callback(self._supervisor.stop_all)
         cleanup.callback(self._end_requests)

@@ -306,6 +306,14 @@ class RequestRouter:
         for neighbour in self._neighbours(stage):
             neighbour.send(PeerDownMessage(instance_id=stage.instance_id, epoch=stage.epoch - 1, finished=finished))
 
+    def on_stage_waits(self, stage: OmniStage) -> None:
+        """Nobody knows when there will be a node for its next process: what would be tried again in it fails."""
+        for quarantine in self._quarantines:
+            if stage.instance_id in quarantine.instances.values():
+                for record in quarantine.waiting:
+                    if record.request_id in self._records:
+                        self._fail_dead(record, stage)
+
     def on_stage_up(self, stage: OmniStage) -> None:
         """A new process of the stage takes requests. It gets those that waited for it, in order, then their data."""
         for neighbour in self._neighbours(stage):

@@ -97,6 +97,7 @@ class Supervisor:
         stage_init_timeout: float,
         command: Callable[[Callable[[], None]], None],
         on_down: Callable[[OmniStage], None],
+        on_wait: Callable[[OmniStage], None],
     ) -> None:
         """
         Args:
@@ -106,6 +107,7 @@ class Supervisor:
             stage_init_timeout: Seconds that a process may take to become ready.
             command: Runs a function on the orchestrator's thread.
             on_down: Called for each stage whose process died, or could not be started again.
+            on_wait: Called for each stage that cannot be started again before the cluster has a node for it.
         """
         self.restarts = False
         self.groups = [StageGroup(stages) for stages in groups]
@@ -114,6 +116,7 @@ class Supervisor:
         self._stage_init_timeout = stage_init_timeout
         self._command = command
         self._on_down = on_down
+        self._on_wait = on_wait
         self.health = self._make_health()
 
     @property
@@ -276,6 +279,8 @@ class Supervisor:
         logger.error("%s: waits for %s", group.label, what)
         group.waits_for = what
         self.health = self._make_health()
+        for stage in group.stages:
+            self._on_wait(stage)
 
     def _on_forked(self, group: StageGroup, process: StageProcess) -> None:
         group.process, group.waits_for = process, ""

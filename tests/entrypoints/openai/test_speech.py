@@ -23,6 +23,7 @@ from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, to_pcm16
 from vllm_omni.entrypoints.openai.speech import CHANNELS_HEADER, FINISH_REASON_HEADER, SAMPLE_RATE_HEADER
+from vllm_omni.entrypoints.openai.speech_request import SpeechRequest
 from vllm_omni.entrypoints.openai.voices import OPENAI_VOICES
 from vllm_omni.errors import PipelineFullError
 from vllm_omni.events import CompletedEvent
@@ -210,7 +211,7 @@ def test_a_failed_stream_of_events_ends_with_an_error(server: FakeServer) -> Non
         ({"voice": "nobody"}, "voice"),
         ({"stream": False, "stream_format": "sse"}, "stream"),
         ({"voice": {"id": "nobody"}}, "voice"),
-        ({"voice": {"name": "alloy"}}, "body.voice"),
+        ({"voice": {"name": "alloy"}}, "body.voice.id"),
         ({"colour": "red"}, "colour"),
         ({"sampling_params_list": [None, None]}, "sampling_params_list"),
         ({"sampling_params_list": [{"temperature": 1.0}]}, "sampling_params_list[0]"),
@@ -218,6 +219,11 @@ def test_a_failed_stream_of_events_ends_with_an_error(server: FakeServer) -> Non
 )
 def test_a_wrong_field_is_named(server: FakeServer, fields: dict[str, Any], param: str) -> None:
     check_error(speak(server, "1 pieces", **fields), 400, param=param)
+
+
+def test_null_is_absent(server: FakeServer) -> None:
+    nulls = dict.fromkeys(name for name in SpeechRequest.model_fields if name != "input")
+    assert speak(server, "1 pieces", **nulls).content == speak(server, "1 pieces").content
 
 
 @pytest.mark.parametrize("voice", ["default", {"id": "Default"}, None, "alloy"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ipaddress
+import itertools
 import logging
 import os
 import socket
@@ -300,12 +301,15 @@ def read_single_frame(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:
     """A video of one frame, of which vLLM reads none: uint8 `[1, height, width, 3]`, and vLLM's metadata.
 
     Raises:
-        ValueError: It has no frame.
+        ValueError: It has none that can be decoded, or several.
     """
     with av.open(BytesIO(data)) as container:
-        frame = next(container.decode(video=0), None)
         fps = float(container.streams.video[0].average_rate or 1)
-    if frame is None:
+        try:
+            frames = list(itertools.islice(container.decode(video=0), 2))
+        except av.FFmpegError:
+            frames = []
+    if len(frames) != 1:
         raise ValueError("none of its frames can be decoded")
     metadata = {
         "total_num_frames": 1,
@@ -315,7 +319,7 @@ def read_single_frame(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:
         "frames_indices": [0],
         "do_sample_frames": False,
     }
-    return frame.to_ndarray(format="rgb24")[None], metadata
+    return frames[0].to_ndarray(format="rgb24")[None], metadata
 
 
 def check_container(data: bytes) -> None:

@@ -6,11 +6,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from diffusers import ZImageImg2ImgPipeline
+from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from vllm_omni.config.dit_config import DiTConfig
@@ -19,6 +21,7 @@ from vllm_omni.diffusion.pipeline_call import PipelineCall
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 from vllm_omni.testing.media import make_image
+from vllm_omni.worker.gpu_diffusion_model_runner import check_size
 
 SIZE = {"height": 32, "width": 32, "num_inference_steps": 3, "max_sequence_length": 64}
 
@@ -289,6 +292,16 @@ def test_unsupported_sizes_are_refused_before_any_computation(harness: Harness, 
     assert harness.ends["refused"].is_invalid
     assert words in str(harness.ends["refused"].error)
     assert not harness.progress
+
+
+@pytest.mark.parametrize(
+    ("of_processor", "patch"), [(8, {"vae_scale_factor": 8, "patch_size": 2}), (16, {"vae_scale_factor": 8}), (16, {})]
+)
+def test_the_nearest_size_counts_the_patches_of_the_network(of_processor: int, patch: dict[str, int]) -> None:
+    pipe: Any = SimpleNamespace(image_processor=VaeImageProcessor(vae_scale_factor=of_processor), **patch)
+    with pytest.raises(ValueError, match="height 8: this pipeline makes multiples of 16; the nearest is 16"):
+        check_size(pipe, {"height": 8, "width": 16})
+    check_size(pipe, {"height": 16, "width": 16})
 
 
 def test_the_pipelines_default_size_is_limited_too(model: Path):

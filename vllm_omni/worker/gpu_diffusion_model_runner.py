@@ -361,7 +361,11 @@ def check_frames(num_frames: int, max_frames: int) -> None:
 def _spatial_factor(pipe: DiffusionPipeline) -> int | None:
     processors = (getattr(pipe, name, None) for name in _PROCESSORS)  # an image encoder's is of another class
     processor = next((found for found in processors if isinstance(found, VaeImageProcessor)), None)
-    return None if processor is None else processor.config.vae_scale_factor
+    if processor is None:
+        return None
+    # The processors of some, as Stable Diffusion 3, know the VAE's factor only.
+    patch = getattr(pipe, "vae_scale_factor", 0) * getattr(pipe, "patch_size", 0)
+    return max(processor.config.vae_scale_factor, patch)
 
 
 def _near(size: int, factor: int, offset: int) -> str:

@@ -176,6 +176,20 @@ SIGNATURES = {
         f"{ENGINE}.input_processor:OmniInputProcessor",
     ),
     # Outputs
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.create_chat_completion": (
+        "self, request, raw_request=...",
+        "vllm_omni.entrypoints.openai.chat:OmniServingChat",
+    ),
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": (
+        "self, request, result_generator, request_id, model_name, conversation, tokenizer, request_metadata, "
+        "parser=..., mm_token_counts=...",
+        "vllm_omni.entrypoints.openai.chat:OmniServingChat",
+    ),
+    "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": (
+        "self, request, result_generator, request_id, model_name, conversation, tokenizer, request_metadata, "
+        "chat_template_kwargs=..., mm_token_counts=...",
+        "vllm_omni.entrypoints.openai.chat:OmniServingChat",
+    ),
     "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat._engine_reasoning_kwargs": (
         "self, request, parser, chat_template_kwargs, prompt_token_ids",
         "vllm_omni.entrypoints.openai.chat:OmniServingChat",

@@ -434,8 +434,6 @@ def test_a_later_turn_refers_to_earlier_speech_by_id(omni_server: RunningServer,
     named = follow({"role": "assistant", "audio": {"id": spoken.audio_id}})
     assert named == follow({"role": "assistant", "content": spoken.transcript})
     assert named != follow({"role": "assistant", "content": "No."})
-    with pytest.raises(
-        openai.BadRequestError, match=r"no audio 'audio-1'.*transcript or as content"
-    ) as refused:
+    with pytest.raises(openai.BadRequestError, match=r"no audio 'audio-1'.*transcript or as content") as refused:
         follow({"role": "assistant", "audio": {"id": "audio-1"}})
     assert refused.value.param == "messages[1].audio.id"

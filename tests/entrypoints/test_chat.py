@@ -121,7 +121,7 @@ def test_stream_and_async_equal_chat(talking_llm: OmniLLM, talking_async_llm: As
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
             {},
-            "Only base64 data URLs",
+            "nly base64 data UR[IL]s",
         ),
         (QUESTION, {"modalities": ["smell"]}, "cannot output 'smell'"),
         (QUESTION, {"chat_template": "{{ raise_exception('no such role') }}"}, "no such role"),

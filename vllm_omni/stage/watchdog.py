@@ -71,12 +71,13 @@ class StepTimer:
         self._begin(STEP)
 
     def __exit__(self, *exc_info: object) -> None:
-        self._known.add(self._running.pop())
+        key = self._running.pop()
+        self._known.add(key)
         if self._running:
             self.restart()
         else:
             self.deadline = math.inf
-            self._set_limit((STEP, None))
+            self._set_limit(key)
 
     @contextlib.contextmanager
     def of(self, what: str) -> Iterator[None]:
@@ -124,6 +125,7 @@ class Watchdog:
             exit_process: Ends the process with this error message.
         """
         self.wakes_at = math.inf
+        self._longest_s = 0.0  # with which faulthandler's timer was set
         self._exit_process = exit_process
         self._timers: list[StepTimer] = []
         self._lock = threading.Lock()
@@ -141,9 +143,10 @@ class Watchdog:
             self._thread.start()
 
     def _wake_before(self, deadline: float) -> None:
-        if deadline < self.wakes_at:
+        if deadline < self.wakes_at or self._longest() > self._longest_s:
             with self._lock:
-                self._set_timer(deadline)  # Here: the step may hold the lock from its start on.
+                # Here: the step may hold the lock from its start on.
+                self._set_timer(min(deadline, self.wakes_at))
                 self._is_due.set()
 
     def _run(self) -> None:
@@ -167,10 +170,14 @@ class Watchdog:
             self._set_timer(deadline)
             return seconds
 
+    def _longest(self) -> float:
+        """Any work may hold the lock for its whole time limit."""
+        return max(timer.limit_s for timer in self._timers)
+
     def _set_timer(self, deadline: float) -> None:
-        # Any step may hold the lock for its whole time limit.
-        longest = max(timer.limit_s for timer in self._timers)
-        faulthandler.dump_traceback_later(deadline - time.monotonic() + longest, exit=True, file=_STDERR)
+        self._longest_s = self._longest()
+        seconds = max(0.0, deadline - time.monotonic()) + self._longest_s
+        faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
 
     def _end(self, timer: StepTimer) -> NoReturn:
         message = f"{timer.label}: {timer.what} took longer than {timer.limit_s:g} s ({TIMEOUT_OPTION})"

@@ -272,7 +272,7 @@ def test_too_many_videos_are_refused_and_leak_nothing(app: FastAPI) -> None:
         ({"extra_body": {"height": 24, "width": 32}}, "size 32x24"),
         ({"num_frames": 6}, "the nearest are 5 and 9"),
         ({"extra_body": {"num_outputs_per_prompt": 2}}, "one video"),
-        ({"frames": 5}, "not permitted"),
+        ({"frames": 5}, "is not a field of this request"),
         ({"input_reference": URI}, "no input images"),
         ({"input_reference": "data:image/png;base64,AAAA"}, "image"),
     ],

@@ -143,7 +143,7 @@ class Watchdog:
             self._thread.start()
 
     def _wake_before(self, deadline: float) -> None:
-        if deadline < self.wakes_at or self._longest() > self._longest_s:
+        if deadline < self.wakes_at or self._longest() != self._longest_s:
             with self._lock:
                 # Here: the step may hold the lock from its start on.
                 self._set_timer(min(deadline, self.wakes_at))

@@ -176,6 +176,7 @@ def test_the_client_reads_the_stream(app: FastAPI) -> None:
         ({"extra_body": {"heigth": 32}}, "extra_body.heigth", "did you mean 'height'"),
         ({"extra_body": {"height": 33}}, None, "height 33"),
         ({"sampling_params_list": []}, "sampling_params_list", "one entry for each"),
+        ({"sampling_params_list": [{"seeed": 1}]}, "sampling_params_list[0].seeed", "did you mean 'seed'"),
         ({"logprobs": True}, "logprobs", "models that write"),
         ({"response_format": {"type": "json_object"}}, "response_format", "models that write"),
     ],

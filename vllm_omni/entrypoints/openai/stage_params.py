@@ -66,19 +66,19 @@ def explicit_fields(request: BaseModel) -> frozenset[str]:
 def _read_entry(entry: Mapping[str, Any] | None, stage: OmniStageConfig, index: int) -> Mapping[str, Any] | None:
     if not entry:
         return None
-    if stage.kind == "DiT":
-        return diffusion_settings(entry)
-    if not stage.runs_vllm:
+    is_diffusion = stage.kind == "DiT"
+    if not (is_diffusion or stage.runs_vllm):
         raise VLLMValidationError(
             f"stage {stage.name!r} does not sample; give it null", parameter=f"sampling_params_list[{index}]"
         )
+    known = {*SETTINGS, "extra_body"} if is_diffusion else SAMPLING_FIELDS
     for name in entry:
-        if name not in SAMPLING_FIELDS:
+        if name not in known:
             raise VLLMValidationError(
-                f"unknown sampling parameter {name!r} for stage {stage.name!r}{nearest(name, SAMPLING_FIELDS)}",
+                f"unknown sampling parameter {name!r} for stage {stage.name!r}{nearest(name, known)}",
                 parameter=f"sampling_params_list[{index}].{name}",
             )
-    return entry
+    return diffusion_settings(entry) if is_diffusion else entry
 
 
 def diffusion_settings(request_fields: Mapping[str, Any], *, adapters: bool = False) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Item:
     Attributes:
         data: In the form of OpenAI's events, without sound.
         sounds: Those of a user's message, by index of its content.
-        made_ms, num_chars: Of an assistant's speech: what the model has made so far, and the length of its text.
+        made_ms, num_chars: Of an assistant's speech: its length, estimated while it is made, and that of its text.
         sent_ms: What of it the client has got.
     """
 

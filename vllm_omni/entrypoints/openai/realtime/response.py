@@ -27,6 +27,9 @@ from vllm_omni.entrypoints.openai.realtime.protocol import new_id
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
+_MS_PER_CHAR = 1000 / 15
+"""Of speech that is not complete yet: about 150 words of English in a minute."""
+
 
 class Response:
     """One response; `start` it once.
@@ -65,7 +68,7 @@ class Response:
         self._message: SpokenMessage | WrittenMessage | None = None
         self._calls: dict[int, Call] = {}
         self._early_speech: list[bytes] = []
-        self._made_ms, self._num_chars = 0.0, 0
+        self._made_ms, self._num_chars, self._is_made = 0.0, 0, False
         self._usage: dict[str, Any] = {}
         self._mm_token_counts: dict[str, int] = {}
         self._finish_reason: str | None = None
@@ -126,6 +129,8 @@ class Response:
                     self._chunks.put_nowait(chunk)
                     if has_calls and not has_text and _has_ended(chunk):
                         break
+            self._is_made = True
+            self._note_in_item()
         except Exception as error:
             last = as_chat_error(error)
         self._chunks.put_nowait(last)
@@ -134,13 +139,18 @@ class Response:
         """How much was made, which may be more than is sent."""
         self._num_chars += len(delta.get("content") or "")
         if data := (delta.get("audio") or {}).get("data"):
-            speed = self._settings["audio"]["output"]["speed"]
-            self._made_ms += 1000 * len(data) * 3 / 4 / 2 / self._session.sample_rate / speed
+            self._made_ms += 1000 * len(data) * 3 / 4 / 2 / self._session.sample_rate / self._speed
         self._note_in_item()
 
+    @property
+    def _speed(self) -> float:
+        return self._settings["audio"]["output"]["speed"]
+
     def _note_in_item(self) -> None:
+        """Speech that is still being made lags behind its text, and will be longer."""
         if self._message is not None:
-            self._message.item.made_ms, self._message.item.num_chars = self._made_ms, self._num_chars
+            expected_ms = 0.0 if self._is_made else self._num_chars * _MS_PER_CHAR / self._speed
+            self._message.item.made_ms, self._message.item.num_chars = max(self._made_ms, expected_ms), self._num_chars
 
     async def _send_chunks(self) -> None:
         while (chunk := await self._chunks.get()) is not None:

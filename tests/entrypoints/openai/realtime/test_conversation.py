@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Items as chat messages, their order, and speech that was cut."""
 
+import asyncio
 import base64
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,9 @@ from vllm_omni.entrypoints.openai.realtime import protocol
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item, read_item, to_messages
 from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
+from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
+from vllm_omni.entrypoints.openai.realtime.response import Response
 
 PCM, ULAW = FORMATS["audio/pcm"], FORMATS["audio/pcmu"]
 
@@ -122,3 +126,41 @@ def test_the_input_buffer() -> None:
     sound = buffer.take()
     np.testing.assert_array_equal(sound.samples, np.arange(6800, 8000))
     assert buffer.seconds == 0 and buffer.end_ms == 1000 and sound.seconds == 0.15
+
+
+def test_speech_that_is_being_made_is_as_long_as_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an answer that is interrupted where speech is made slowly would be remembered whole."""
+    text, half_second = "one two three four five six seven eight", base64.b64encode(bytes(24_000)).decode()
+
+    async def main() -> None:
+        goes_on, waits = asyncio.Event(), asyncio.Event()
+
+        async def chunks(*_: Any) -> AsyncGenerator[dict[str, Any], None]:
+            for delta in ({"content": text}, {"audio": {"data": half_second}}, {"audio": {"data": half_second}}):
+                choice = {"index": 0, "delta": delta, "finish_reason": None}
+                yield {"choices": [choice], "usage": None, "mm_token_counts": None}
+                if "audio" in delta:
+                    waits.set()
+                    await goes_on.wait()
+
+        async def send(*_: Any, **__: Any) -> None: ...
+
+        monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.response.chunks", chunks)
+        handler: Any = None
+        session = SessionContext(send=send, chat=handler, owner=b"", sample_rate=24_000, lead_s=10.0)
+        settings = {
+            "model": "m", "output_modalities": ["audio"], "tools": [], "max_output_tokens": "inf",
+            "audio": {"output": {"format": {"type": "audio/pcm"}, "voice": "marin", "speed": 1.0}},
+        }  # fmt: skip
+        response = Response(session, settings, [{"role": "user", "content": "count"}], None, None)
+        task = response.start()
+        await waits.wait()
+        while not response._outputs:
+            await asyncio.sleep(0)
+        (output,) = response._outputs
+        assert output.item.num_chars == len(text) and 2000 < output.item.made_ms < 4000
+        goes_on.set()
+        await task
+        assert output.item.made_ms == 1000
+
+    asyncio.run(main())

@@ -8,7 +8,7 @@ folders of this one. Everything else (classes, pickles, paths, addresses, option
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import yaml
@@ -43,6 +43,7 @@ _ENGINE_ARGS = {
     *("max_pixels", "max_frames", "max_steps", "max_outputs", "preview_size"),
 }
 _FOLDERS = ("model", "tokenizer")
+_Code: TypeAlias = list[tuple[str, Any]]  # keys and dotted paths of functions and classes
 _GENERATION_CONFIGS = ("auto", "vllm")  # Anything else is a path.
 _REMEDY = "remove the key, or, if you have read the file and trust it, start with --trust-remote-code"
 
@@ -57,14 +58,15 @@ def check_checkpoint_config(config: PipelineConfig, folder: Path) -> None:
     Raises:
         StageConfigError: A key is not one of those that are allowed, or its value names other code or another folder.
     """
+    registered = _registered_code()
     for stage in config.stage_args:
         where = stage.label
         _check_keys(stage, {*_STAGE_KEYS, *_FUNCTIONS}, f"{where}: ")
         _check_keys(stage.runtime, _STAGE_RUNTIME_KEYS, f"{where}: runtime.")
         for key in _FUNCTIONS:
-            _check_code(key, getattr(stage, key), f"{where}: {key}")
+            _check_code(key, getattr(stage, key), registered, f"{where}: {key}")
         for key, value in stage.engine_args.items():
-            _check_engine_arg(key, value, f"{where}: engine_args.{key}", folder)
+            _check_engine_arg(key, value, registered, f"{where}: engine_args.{key}", folder)
     _check_keys(config.runtime, _RUNTIME_KEYS, "runtime.")
 
 
@@ -76,27 +78,27 @@ def _check_keys(struct: msgspec.Struct, allowed: Collection[str], where: str) ->
             raise _refusal(f"{where}{name}")
 
 
-def _check_engine_arg(key: str, value: Any, where: str, folder: Path) -> None:
+def _check_engine_arg(key: str, value: Any, registered: _Code, where: str, folder: Path) -> None:
     if key in _FOLDERS:
         inside = (folder / str(value)).resolve()
         if not (inside.is_relative_to(folder.resolve()) and inside.is_dir()):
             raise _refusal(where, f"{value!r} is no folder of the checkpoint")
     elif key in _CLASSES:
         if key != "pipeline_class" or "." in str(value):  # Without dots it is a class of diffusers.
-            _check_code(key, value, where)
+            _check_code(key, value, registered, where)
     elif key == "generation_config" and value not in _GENERATION_CONFIGS:
         raise _refusal(where, f"{value!r} is not one of {', '.join(_GENERATION_CONFIGS)}")
     elif key not in _ENGINE_ARGS:
         raise _refusal(where)
 
 
-def _check_code(key: str, path: Any, where: str) -> None:
-    if path is not None and (key, path) not in _registered_code():
+def _check_code(key: str, path: Any, registered: _Code, where: str) -> None:
+    if path is not None and (key, path) not in registered:
         raise _refusal(where, f"{path!r} is in no stage configuration of an installed package")
 
 
-def _registered_code() -> list[tuple[str, Any]]:
-    """The keys and dotted paths of functions and classes in the stage configurations of installed packages."""
+def _registered_code() -> _Code:
+    """The code in the stage configurations of installed packages."""
     found = []
     for file in find_models().stage_configs.values():
         try:

@@ -107,9 +107,8 @@ def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | Non
         ):
             client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout, voice_map=args.voice_map)
             uvloop.run(_serve(client, address, listener, args))
-            if (
-                llm.error is not None
-            ):  # vLLM's server has ended because of it; what watches this process starts it again.
+            # vLLM's server ends because of it; what watches this process starts it again.
+            if llm.error is not None:
                 raise client.dead_error
 
 

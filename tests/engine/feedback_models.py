@@ -25,9 +25,9 @@ class EchoStrategy(FeedbackStrategy):
         self.embedding = embedding
         self.prompts: dict[int, torch.Tensor] = {}
         self.raise_at: dict[tuple[int, int], str] = {}
-        self.feed = SlotRows(max_batch_size, torch.zeros(hidden_size))
-        self.draws = SlotBuffer((1,), max_batch_size, dtype=torch.float32, device="cpu")
-        self.echoes = SlotBuffer((hidden_size,), max_batch_size, dtype=torch.float32, device="cpu")
+        self.feed = SlotRows(max_batch_size, 64, torch.zeros(hidden_size))
+        self.draws = SlotBuffer((1,), max_batch_size, 64, dtype=torch.float32, device="cpu")
+        self.echoes = SlotBuffer((hidden_size,), max_batch_size, 64, dtype=torch.float32, device="cpu")
         self.last = torch.zeros(max_batch_size, hidden_size)
         self.first: dict[int, torch.Tensor] = {}
         self.last_frames = torch.zeros(max_batch_size, dtype=torch.int64)
@@ -51,6 +51,10 @@ class EchoStrategy(FeedbackStrategy):
         if "raise_at" in information:
             self.raise_at[slot, information["raise_at"]] = f"told to raise at {information['raise_at']}"
 
+    @property
+    def buffer_bytes(self) -> int:
+        return self.feed.nbytes + self.draws.nbytes + self.echoes.nbytes
+
     def extend(self, pieces: list[InputPiece]) -> None:
         self.calls.append(("extend", len(pieces)))
         nothing = torch.zeros(0, self.last.shape[1])
@@ -58,6 +62,8 @@ class EchoStrategy(FeedbackStrategy):
 
     def end(self, slot: int) -> None:
         del self.prompts[slot]
+        for buffer in (self.feed, self.draws, self.echoes):
+            buffer.free(slot)
 
     def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         return self.prompts[slot][start:stop]

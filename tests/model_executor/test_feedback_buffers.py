@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_omni.model_executor.feedback import FedBack, FedBackRows, InputPiece, RequestInput
-from vllm_omni.model_executor.feedback_buffers import SlotBuffer, SlotRows
+from vllm_omni.model_executor.feedback_buffers import PAGE_SIZE, SlotBuffer, SlotRows
 from vllm_omni.model_executor.layers.talker import TextFeedback
 
 PADDING = torch.tensor([-1.0, -2.0])
@@ -19,7 +19,7 @@ def read(rows: SlotBuffer, slots: list[int], indices: list[int]) -> torch.Tensor
 
 
 def test_rows_are_those_of_the_slot_and_padding_beyond_its_end() -> None:
-    rows = SlotRows(2, PADDING)
+    rows = SlotRows(2, 64, PADDING)
     rows.begin(0)
     rows.begin(1)
     rows.append(0, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -27,7 +27,7 @@ def test_rows_are_those_of_the_slot_and_padding_beyond_its_end() -> None:
 
 
 def test_a_reused_slot_is_empty() -> None:
-    rows = SlotRows(1, PADDING)
+    rows = SlotRows(1, 64, PADDING)
     rows.begin(0)
     rows.append(0, torch.ones(5, 2))
     rows.begin(0)
@@ -37,7 +37,7 @@ def test_a_reused_slot_is_empty() -> None:
 
 def test_any_order_of_growth_gives_what_lists_give() -> None:
     random.seed(0)
-    rows, lists = SlotRows(2, PADDING), {}
+    rows, lists = SlotRows(2, 64, PADDING), {}
     for _ in range(400):
         slot = random.randrange(9)
         if slot not in lists or random.random() < 0.05:
@@ -56,13 +56,47 @@ def test_any_order_of_growth_gives_what_lists_give() -> None:
 
 
 def test_rows_survive_growth() -> None:
-    buffer = SlotBuffer((3,), 2, dtype=torch.int64, device="cpu")
+    buffer = SlotBuffer((3,), 2, 8, dtype=torch.int64, device="cpu")
     buffer.reserve(1, 10)
     buffer.write(torch.tensor([1, 0]), torch.tensor([9, 0]), torch.tensor([[1, 2, 3], [4, 5, 6]]))
     buffer.reserve(7, 1000)
     buffer.write(torch.tensor([7]), torch.tensor([999]), torch.tensor([[7, 8, 9]]))
-    assert len(buffer._rows) >= 8
     assert read(buffer, [7, 1, 0], [999, 9, 0]).tolist() == [[7, 8, 9], [1, 2, 3], [4, 5, 6]]
+
+
+def test_memory_is_allocated_once_and_used_again() -> None:
+    """Whatever comes and goes, while all together hold no more than the slots' shares."""
+    random.seed(1)
+    buffer = SlotBuffer((2,), 4, 2 * PAGE_SIZE, dtype=torch.float32, device="cpu")
+    memory, size = buffer._rows.data_ptr(), buffer.nbytes
+    assert size == 4 * 2 * PAGE_SIZE * 2 * 4 and buffer.num_free_pages == 8
+    for _ in range(200):
+        buffer.reserve(0, random.randrange(1, 6 * PAGE_SIZE))  # three times its share
+        buffer.reserve(5, random.randrange(1, 2 * PAGE_SIZE))
+        for slot in random.sample([0, 5], 2):
+            buffer.free(slot)
+        assert buffer.num_free_pages == 8
+    assert (buffer._rows.data_ptr(), buffer.nbytes) == (memory, size)
+
+
+def test_slots_never_share_a_page() -> None:
+    random.seed(2)
+    buffer = SlotBuffer((1,), 2, PAGE_SIZE, dtype=torch.int64, device="cpu")
+    capacities: dict[int, int] = {}
+    for step in range(300):
+        slot = random.randrange(6)
+        if random.random() < 0.3:
+            buffer.free(slot)
+            capacities.pop(slot, None)
+            continue
+        new = random.randrange(1, 5 * PAGE_SIZE)
+        if new > capacities.get(slot, 0):
+            buffer.reserve(slot, new)
+            capacities[slot] = new
+            buffer.write(torch.full((new,), slot), torch.arange(new), torch.full((new, 1), 1000 * slot + step))
+        for held, capacity in capacities.items():
+            values = buffer.read(torch.full((capacity,), held), torch.arange(capacity)).unique().tolist()
+            assert len(values) == 1 and values[0] // 1000 == held
 
 
 class Text(TextFeedback):
@@ -92,6 +126,15 @@ class Text(TextFeedback):
         return self.feed_back(rows).embeds[:, 0].tolist()
 
 
+def test_an_ended_request_gives_its_memory_back() -> None:
+    talker = Text()
+    free = talker._text.num_free_pages
+    talker.begin(0, RequestInput([1], {"text": torch.ones(1000, 2)}, mock.Mock(), False))
+    assert talker._text.num_free_pages < free
+    talker.end(0)
+    assert talker._text.num_free_pages == free
+
+
 def test_pieces_that_come_again_after_a_lack_of_memory_are_there_once() -> None:
     """Some slots had room, another had not: the step is repeated with the same pieces."""
     talker = Text()
@@ -105,7 +148,7 @@ def test_pieces_that_come_again_after_a_lack_of_memory_are_there_once() -> None:
     reserve = SlotBuffer.reserve
 
     def reserve_little(self: SlotBuffer, slot: int, capacity: int) -> None:
-        if capacity > 64:
+        if capacity > PAGE_SIZE:
             raise torch.OutOfMemoryError("no memory")
         reserve(self, slot, capacity)
 

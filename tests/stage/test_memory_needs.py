@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computed memory compared with running engines; `tests/published` has published checkpoints."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.engine import feedback_models
 from tests.stage.running_engine import RunningEngine
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
@@ -57,6 +59,15 @@ def test_fewer_bits_and_more_tokens(tiny_qwen3: Path) -> None:
     wider = needs_of(tiny_qwen3, max_num_batched_tokens=8192, **MODEL_ARGS)
     assert wider.activations is not None and needs.activations is not None
     assert wider.activations > needs.activations
+
+
+def test_what_is_kept_of_requests_is_counted(tiny_qwen3: Path) -> None:
+    """`EchoQwen3` keeps three buffers, of the share of each of four requests: a page of 128 rows."""
+    feedback_models.register()
+    needs = needs_of(tiny_qwen3, model_arch="EchoQwen3", enable_prompt_embeds=True, **MODEL_ARGS)
+    without = needs_of(tiny_qwen3, **MODEL_ARGS)
+    config = json.loads((tiny_qwen3 / "config.json").read_text())
+    assert needs.overhead - without.overhead == 4 * 128 * 4 * (2 * config["hidden_size"] + 1)
 
 
 def test_several_devices_are_counted_together(tiny_qwen3: Path) -> None:

@@ -73,8 +73,8 @@ def test_a_chunk_is_appended_on_the_device_of_the_value(device: SimulatedDevice)
 
 def test_buffers_of_slots(device: SimulatedDevice) -> None:
     def fill(device: torch.device) -> list[torch.Tensor]:
-        buffer = SlotBuffer((3,), 1, dtype=torch.int64, device=device)
-        rows = SlotRows(1, torch.full((2,), -1.0).to(device))
+        buffer = SlotBuffer((3,), 1, 64, dtype=torch.int64, device=device)
+        rows = SlotRows(1, 64, torch.full((2,), -1.0).to(device))
         slots, indices = torch.tensor([0, 2], device=device), torch.tensor([70, 1], device=device)
         for slot in range(3):
             buffer.reserve(slot, 80)

@@ -92,6 +92,11 @@ class FeedbackStrategy(ABC):
     def end(self, slot: int) -> None:
         """The request has ended, in any state; another can take the slot."""
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Device memory for requests that is allocated from the start, for the estimate before anything is loaded."""
+        return 0
+
     @abstractmethod
     def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """`[stop - start, hidden]`, the input of the prompt's rows `start..stop`; from 0 again after a preemption or a
@@ -125,7 +130,7 @@ class SupportsFeedback(Protocol):
     """A model for the `FeedbackARModelRunner`. It has no hooks of `interfaces`."""
 
     def make_feedback_strategy(self, max_batch_size: int) -> FeedbackStrategy:
-        """Called once, when the weights are loaded.
+        """Called once, when the weights are loaded; on the meta device for an estimate of its `buffer_bytes`.
 
         Args:
             max_batch_size: The most requests of one step. A request gets the lowest free slot. Slots can exceed this

@@ -35,6 +35,7 @@ from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.engine.engine_args import create_config_without_engine, create_engine_args
 from vllm_omni.errors import StageConfigError
+from vllm_omni.model_executor.feedback import SupportsFeedback
 from vllm_omni.model_executor.interfaces import SupportsActivationEstimate
 from vllm_omni.stage.devices import PARALLEL_SIZES
 
@@ -56,7 +57,7 @@ class StageNeeds:
     Attributes:
         weights: Bytes of parameters and buffers.
         activations: The peak of one step; None: unknown.
-        overhead: See `OVERHEAD_BYTES`.
+        overhead: `OVERHEAD_BYTES`, and what a talker keeps of its requests besides the KV cache.
         kv_token: KV cache of one token of a long request; 0 for a model without KV cache.
         kv_request: KV cache of one request of `max_model_len` tokens, which vLLM requires to start.
         max_model_len: Tokens of the longest request; 0 for a stage without vLLM.
@@ -119,7 +120,7 @@ def _of_vllm(config: PipelineConfig, stage: OmniStageConfig, model: str) -> Stag
     return StageNeeds(
         weights=_weights(module, _QUANTIZED_BYTES.get(quantization)),
         activations=_activations(module, vllm_config, _rows_of_a_step(config, stage, vllm_config)),
-        overhead=OVERHEAD_BYTES,
+        overhead=OVERHEAD_BYTES + _feedback_bytes(module, vllm_config),
         kv_token=sum(spec.page_size_bytes / spec.block_size for spec in specs),
         kv_request=sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs),
         max_model_len=vllm_config.model_config.max_model_len,
@@ -191,6 +192,13 @@ def _weights(module: nn.Module, quantized_bytes: int | None) -> int:
 def _is_experts(layer: nn.Module, parameter: torch.Tensor) -> bool:
     """Whether these are the weights of all experts of a layer, `[experts, out, in]`."""
     return parameter.dim() == 3 and not isinstance(layer, nn.Conv1d)
+
+
+def _feedback_bytes(module: nn.Module, vllm_config: VllmConfig) -> int:
+    if not isinstance(module, SupportsFeedback):
+        return 0
+    with torch.device("meta"):
+        return module.make_feedback_strategy(vllm_config.scheduler_config.max_num_seqs).buffer_bytes
 
 
 def _kv_cache_specs(vllm_config: VllmConfig) -> Iterator[Any]:

@@ -27,7 +27,9 @@ class FrameLoop:
         like = decoder.codec_embedding
         self._decoder = decoder
         self._max_frames = max_frames
-        self._codes = SlotBuffer((decoder.num_codes,), max_batch_size, dtype=torch.int64, device=like.device)
+        self._codes = SlotBuffer(
+            (decoder.num_codes,), max_batch_size, max_frames, dtype=torch.int64, device=like.device
+        )
         self._last_hidden = like.new_zeros(max_batch_size, like.shape[-1])
         self._sampler = ResidualSampler(decoder.num_steps, max_batch_size, like.device)
 
@@ -41,7 +43,13 @@ class FrameLoop:
         self._sampler.begin(slot, params, residual)
 
     def end(self, slot: int) -> None:
+        self._codes.free(slot)
         self._sampler.end(slot)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the frames that are kept."""
+        return self._codes.nbytes
 
     def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """A token's residual codes are predicted from the state that the token is sampled from; see

@@ -20,6 +20,9 @@ from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStra
 from vllm_omni.model_executor.feedback_buffers import SlotRows
 from vllm_omni.model_executor.layers.frame_loop import FrameLoop
 
+TEXT_ROWS = 2048
+"""Rows of text for which a talker has memory from the start, for each request of a step: ten minutes of speech."""
+
 NUM_SPECIALS = 1024
 """The last ids of Qwen3's codec vocabularies: marks, languages and voices."""
 
@@ -86,7 +89,7 @@ class TextFeedback(FeedbackStrategy):
             text_pad: `[hidden]`, the row that follows these, for ever.
         """
         self._prompts: dict[int, torch.Tensor] = {}
-        self._text = SlotRows(max_batch_size, text_pad)
+        self._text = SlotRows(max_batch_size, TEXT_ROWS, text_pad)
         self._text_end = text_end
 
     @abstractmethod
@@ -105,6 +108,11 @@ class TextFeedback(FeedbackStrategy):
 
     def end(self, slot: int) -> None:
         self._prompts.pop(slot, None)
+        self._text.free(slot)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._text.nbytes
 
     def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         return self._prompts[slot][start:stop]
@@ -146,6 +154,10 @@ class FrameFeedback(TextFeedback):
     def end(self, slot: int) -> None:
         super().end(slot)
         self._frames.end(slot)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return super().buffer_bytes + self._frames.buffer_bytes
 
     def feed_back(self, rows: FedBackRows) -> FedBack:
         first = self._codec_embedding(rows.token_ids)

@@ -160,6 +160,10 @@ class CsmFeedback(FeedbackStrategy):
         self._prompts.pop(slot, None)
         self._frames.end(slot)
 
+    @property
+    def buffer_bytes(self) -> int:
+        return self._frames.buffer_bytes
+
     def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         return self._prompts[slot][start:stop]
 

@@ -57,7 +57,7 @@ class StageNeeds:
     Attributes:
         weights: Bytes of parameters and buffers.
         activations: The peak of one step; None: unknown.
-        overhead: `OVERHEAD_BYTES`, and what a talker keeps of its requests besides the KV cache.
+        overhead: `OVERHEAD_BYTES`, and what a model with feedback keeps of its requests.
         kv_token: KV cache of one token of a long request; 0 for a model without KV cache.
         kv_request: KV cache of one request of `max_model_len` tokens, which vLLM requires to start.
         max_model_len: Tokens of the longest request; 0 for a stage without vLLM.

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -33,6 +35,39 @@ def test_it_ends_with_its_parent_and_prints_nothing(capfd: pytest.CaptureFixture
     server.close()
     output = capfd.readouterr().err
     assert "leaked" not in output and "Traceback" not in output
+
+
+FORK_FROM_HERE = """
+import os, signal, sys, threading
+from vllm_omni.orchestrator.fork_server import ForkServer, wait_for_all
+
+def fork_a_stage(server):
+    process = server.fork(b"[]", timeout=600)
+    assert wait_for_all([process], timeout=600) == []
+    print(process.close())
+
+def parent_of(pid):
+    return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+
+server = ForkServer(["json.tool"], from_this_process=True)
+assert "vllm" in sys.modules and parent_of(server._process._pid) == os.getpid()
+fork_a_stage(server)
+os.kill(server._process._pid, signal.SIGKILL)  # A new interpreter replaces it.
+fork_a_stage(server)
+assert "-c" in open(f"/proc/{server._process.pid}/cmdline").read().split("\\0")
+server.close()
+try:
+    os.waitpid(-1, 0)
+except ChildProcessError:
+    print("no child is left")
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_is_forked_from_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK_FROM_HERE], capture_output=True, text=True, check=True)
+    ran = "IndexError: list index out of range\n"  # of `worker.main`: there is no stage
+    assert done.stdout == 2 * ran + "no child is left\n"
 
 
 @pytest.mark.slow

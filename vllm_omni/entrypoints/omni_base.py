@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from vllm_omni.orchestrator.supervisor import StageHealth
 
 
-def start_fork_server() -> ForkServer:
+def start_fork_server(*, from_this_process: bool = False) -> ForkServer:
     """Starts the process that stages are forked from; it imports vLLM in the background.
+
+    Args:
+        from_this_process: See `ForkServer`.
 
     Raises:
         VllmRequirementError: vLLM is missing or is another version.
@@ -35,7 +38,9 @@ def start_fork_server() -> ForkServer:
     """
     require_vllm()
     try:
-        return ForkServer(preload=["vllm_omni.stage.engines.llm", "vllm.model_executor.model_loader"])
+        return ForkServer(
+            ["vllm_omni.stage.engines.llm", "vllm.model_executor.model_loader"], from_this_process=from_this_process
+        )
     except OSError as error:
         raise PipelineStartError.from_system(error) from error
 

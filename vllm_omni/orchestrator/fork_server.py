@@ -149,12 +149,17 @@ def wait_for_all(processes: Sequence[StageProcess], timeout: float) -> list[Stag
 class ForkServer:
     """Starts the server, and forks stages from it; replaces a server that dies. For use from any thread."""
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    _process: "_ServerProcess"
+
+    def __init__(self, preload: Sequence[str] = (), *, from_this_process: bool = False) -> None:
         """
         Args:
             preload: Modules that the server imports before it forks, beside the stage shell itself.
+            from_this_process: Fork the server as well, from this process, which imports these modules first: one import
+                for both, and the memory of what they import is shared. For a process that does nothing else yet.
         """
         self._modules = list(preload)
+        self._from_this_process = from_this_process and _can_fork()
         self._has_forked = False
         self._is_closed = False
         self._lock = threading.Lock()
@@ -164,6 +169,10 @@ class ForkServer:
     def _launch(self) -> None:
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
+            if self._from_this_process:
+                self._from_this_process = False  # Another one is started when this process has threads.
+                self._process = _fork_server(self._control, server_end, self._modules)
+                return
             import_path = json.dumps([str(entry) for entry in sys.path])
             try:
                 self._process = subprocess.Popen(
@@ -262,6 +271,61 @@ class ForkServer:
                 return answer
 
 
+class _ServerProcess(Protocol):
+    """What a `ForkServer` needs of its server; `subprocess.Popen` has it."""
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> Any: ...
+
+
+class _ForkedServer(_ServerProcess):
+    """A child of this process that is not a `Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._has_ended = False
+        self._lock = threading.RLock()  # The garbage collector may close a server anywhere.
+
+    def kill(self) -> None:
+        with self._lock:
+            if not self._has_ended:  # Once it is reaped, its id may belong to another process.
+                os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        with self._lock:
+            if not self._has_ended:
+                with contextlib.suppress(ChildProcessError):  # Somebody else has reaped it.
+                    os.waitpid(self._pid, 0)
+                self._has_ended = True
+
+
+def _can_fork() -> bool:
+    """Whether a fork of this process works: a thread would be missing there, with the locks that it holds."""
+    return sys.platform == "linux" and threading.active_count() == 1
+
+
+def _fork_server(parent_end: socket.socket, server_end: socket.socket, modules: Sequence[str]) -> _ForkedServer:
+    was_enabled = gc.isenabled()
+    _import_all((_WORKER, *modules))
+    pid = os.fork()
+    if pid:
+        if was_enabled:
+            gc.enable()
+        return _ForkedServer(pid)
+    try:
+        parent_end.close()
+        stdin = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        importlib.import_module("vllm.utils.system_utils").set_process_title("fork_server", prefix="vllm_omni")
+        _run(server_end, modules)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # The child must never return into its parent's code.
+
+
 def serve(control: socket.socket) -> None:
     """The server's loop; returns when the parent has closed its end, or died. Belongs to the main thread."""
     _Server(control).run()
@@ -331,10 +395,15 @@ class _Server:
             sock.close()
 
 
-def _load(modules: Sequence[str]) -> None:
-    gc.disable()  # While modules are imported it finds nothing, and takes a fifth of the time.
+def _import_all(modules: Sequence[str]) -> None:
+    """Leaves the garbage collector off: while modules are imported it finds nothing, and takes a fifth of the time."""
+    gc.disable()
     for module in modules:
         importlib.import_module(module)
+
+
+def _load(modules: Sequence[str]) -> None:
+    _import_all(modules)
     gc.enable()
     # Keeps the garbage collector from writing to, and so copying, the pages that children share.
     gc.collect()
@@ -357,11 +426,14 @@ def _run_stage(spec: bytes, lifeline: socket.socket) -> NoReturn:
 
 
 def main() -> None:
+    _run(socket.socket(fileno=int(sys.argv[1])), sys.argv[3:])
+
+
+def _run(control: socket.socket, modules: Sequence[str]) -> NoReturn:
     # Ctrl-C reaches the whole process group; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = socket.socket(fileno=int(sys.argv[1]))
     with _ending_with_parent(control):
-        _load((_WORKER, *sys.argv[3:]))
+        _load((_WORKER, *modules))
     serve(control)
     # Skips the interpreter's finalization: it cannot collect frozen objects, and libraries warn about that.
     os._exit(0)

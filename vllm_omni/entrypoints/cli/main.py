@@ -78,10 +78,11 @@ def _serve(arguments: list[str]) -> None:
     require_vllm()
     from vllm_omni.entrypoints import omni_base
 
-    # Importing vLLM takes seconds, here and in the fork server: start the latter first. Not if the command starts
+    # Importing vLLM takes seconds: the fork server is forked from this process after it. Not if the command starts
     # no stage, or if only the parsed flags set the fork server's environment.
     late = ("-h", "--help", "--log-", "--config")
-    server = None if any(argument.startswith(late) for argument in arguments) else omni_base.start_fork_server()
+    is_late = any(argument.startswith(late) for argument in arguments)
+    server = None if is_late else omni_base.start_fork_server(from_this_process=True)
     try:
         gc.disable()  # While modules are imported it finds nothing, and takes a fifth of the time.
         from vllm_omni.entrypoints.cli.serve import OmniServeCommand

@@ -166,6 +166,8 @@ def _set_up_process(specs: list[StageSpec]) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # vLLM leaves a rendezvous file in the temporary directory; it is removed with the run directory.
     tempfile.tempdir = specs[0].run_dir
+    if all(spec.workers is None for spec in specs):  # Ray's may be on other machines.
+        os.environ["VLLM_RPC_BASE_PATH"] = specs[0].run_dir  # likewise for the sockets of the engine's workers
     name = "+".join(spec.instance.name for spec in specs)
     set_process_title(name, prefix="vllm_omni")
     decorate_logs(name)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from vllm.platforms import current_platform
 
+from tests.entrypoints.fake_pipelines import quick_servers
 from tests.orchestrator.test_failure import wait_until
 from tests.orchestrator.test_ray import QUICK_HEALTH_CHECKS, join, running_cluster
 from vllm_omni import OmniLLM
@@ -88,9 +89,9 @@ def nodes_of_actors(name: str) -> set[str]:
 
 def test_a_stage_that_loses_a_worker_is_restarted(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a NUMA node for each
-    with open_llm(tiny_qwen3) as llm:
+    with quick_servers(), open_llm(tiny_qwen3) as llm:
         expected = tokens_of(llm)
-    with open_llm(tiny_qwen3, tensor_parallel_size=2) as llm:
+    with quick_servers(), open_llm(tiny_qwen3, tensor_parallel_size=2) as llm:
         assert tokens_of(llm) == expected
         children = psutil.Process().children(recursive=True)
         next(child for child in children if "Worker_TP1" in " ".join(child.cmdline())).kill()

@@ -186,7 +186,8 @@ def test_an_uploaded_voice_is_described_and_listed(fresh_app: FastAPI) -> None:
     for name in (voice["id"], "narrator"):
         assert send(fresh_app, "GET", f"{VOICES}/{name}").json() == voice
     answer = send(fresh_app, "GET", VOICES).json()
-    assert answer["uploaded_voices"] == [voice] and answer["voices"] == list("0123456789")
+    assert answer["uploaded_voices"] == [voice]
+    assert answer["voices"] == [{"id": name, "name": name} for name in "0123456789"]
     assert send(fresh_app, "DELETE", f"{VOICES}/narrator").status_code == 200
     assert send(fresh_app, "GET", VOICES).json()["uploaded_voices"] == []
 
@@ -214,6 +215,20 @@ def test_a_voice_is_visible_to_its_api_key_only(app: FastAPI) -> None:
         assert (await one.audio.speech.create(voice="mine", **request)).content
 
     use(with_flags(app, *KEYS), main)
+
+
+def test_public_lists_show_no_voice_of_a_key(app: FastAPI) -> None:
+    """Open WebUI asks for voices and models without its key."""
+    open_app = with_flags(app, *KEYS, "--public-lists")
+    key = {"authorization": "Bearer one"}
+    assert send(open_app, "POST", VOICES, json=UPLOAD, headers={"authorization": ""}).status_code == 401
+    assert send(open_app, "POST", VOICES, json=UPLOAD, headers=key).status_code == 200
+    without, other, own = (
+        send(open_app, "GET", VOICES, headers={"authorization": f"Bearer {key}"}).json() for key in ("", "other", "one")
+    )
+    assert [len(answer["uploaded_voices"]) for answer in (without, other, own)] == [0, 0, 1]
+    assert without["voices"] == own["voices"] == [{"id": name, "name": name} for name in "0123456789"]
+    assert send(open_app, "GET", f"{VOICES}/narrator", headers={"authorization": ""}).status_code == 401
 
 
 @pytest.mark.parametrize(

@@ -242,14 +242,30 @@ def test_instructions_are_accepted_and_unused_by_other_models(server: FakeServer
     assert sounds[0] == sounds[1] == to_pcm16(wave(2)).tobytes()
 
 
+    assert send(server.app, "GET", "/v1/audio/models").json() == {"models": [{"id": "fake"}]}
 def test_models_by_name(server: FakeServer) -> None:
     assert speak(server, "1 pieces", model="fake").status_code == 200
-    check_error(speak(server, "1 pieces", model="tts-1"), 404, "tts-1")
+    for name in ("tts-2", "whisper-1", "dall-e-3"):
+        check_error(speak(server, "1 pieces", model=name), 404, name, "this server has fake")
+
+
+@pytest.mark.parametrize("name", ["tts-1", "tts-1-hd", "gpt-4o-mini-tts"])
+def test_openais_names_of_models_mean_the_served_one(server: FakeServer, llm: AsyncOmniLLM, name: str) -> None:
+    expected = to_pcm16(wave(1)).tobytes()
+    assert speak(server, "1 pieces", model=name, response_format="pcm").content == expected
+    assert [model["id"] for model in send(server.app, "GET", "/v1/models").json()["data"]] == ["fake"]
+    assert send(server.app, "GET", f"/v1/models/{name}").status_code == 404
+    strict = FakeServer(llm, "--no-model-aliases")
+    check_error(speak(strict, "1 pieces", model=name), 404, name, "this server has fake")
+    named = FakeServer(llm, "--no-model-aliases", "--served-model-name", "other", name)
+    assert speak(named, "1 pieces", model=name).status_code == 200
 
 
 def test_the_error_of_a_model_without_audio_lists_its_outputs(tmp_path: Any) -> None:
     with running(AsyncOmniLLM, tmp_path, STAGES[:1]) as llm:
-        check_error(speak(FakeServer(llm), "hello"), 400, "cannot output audio", "text", param="model")
+        server = FakeServer(llm)
+        check_error(speak(server, "hello"), 400, "cannot output audio", "text", param="model")
+        assert send(server.app, "GET", "/v1/audio/models").json() == {"models": []}
 
 
 @pytest.mark.parametrize(

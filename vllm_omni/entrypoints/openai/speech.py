@@ -37,7 +37,7 @@ from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, describe_err
 from vllm_omni.entrypoints.openai.images import RESPONSES as FORM_RESPONSES
 from vllm_omni.entrypoints.openai.media_output import finish_reason_of, to_base64
 from vllm_omni.entrypoints.openai.media_request import describe_form, load_connector, read_request
-from vllm_omni.entrypoints.openai.media_stage import check_model, get_handler, new_id, served_names
+from vllm_omni.entrypoints.openai.media_stage import check_model, get_handler, model_aliases, new_id, served_names
 from vllm_omni.entrypoints.openai.request_context import RequestContext, started
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag, limits_from
 from vllm_omni.entrypoints.openai.speech_file import SpeechFile
@@ -142,6 +142,7 @@ class ServingSpeech:
         self.custom_voices = CustomVoices(client, connector, args)
         self._reader = SpeechPromptReader(client, connector, self.custom_voices.store)
         self._forced_text: ForcedTextBuilder | None = None  # None: the input is the pipeline's prompt.
+        self._aliases = model_aliases(args, "speech")
         if client.stage is not None and client.stage.final_output and client.stage.final_output_type == "text":
             tokenizer = client.renderer.get_tokenizer()
             max_model_len = client.model_config.max_model_len
@@ -197,7 +198,7 @@ class ServingSpeech:
         return SpeechFile(self._stage, request.response_format, request.speed, stream=stream)
 
     async def _read(self, request: SpeechSettings) -> _Settings:
-        check_model(request.model, self._model_names)
+        check_model(request.model, self._model_names, self._aliases)
         params: list[StageSamplingParams] = [*read_stage_params(request.sampling_params_list, self._client.config)]
         if self._forced_text is not None and params[self._writer] is not None:
             assert self._client.stage is not None

@@ -291,8 +291,7 @@ def test_names_and_numbers_are_bounded(app: FastAPI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"language": "english"}, "language", ["reads no 'language'", "context, ref_audio, ref_text"]),
-        ({"speaker": "3"}, "speaker", ["reads no 'speaker'"]),
+        ({"speaker": "3"}, "speaker", ["reads no 'speaker'", "context, ref_audio, ref_text"]),
         ({"messages": []}, "messages", ["reads no 'messages'"]),
         ({"ref_audoi": "x"}, "ref_audoi", ["did you mean 'ref_audio'?"]),
         ({"respons_format": "wav"}, "respons_format", ["did you mean 'response_format'?"]),
@@ -349,6 +348,31 @@ def test_a_models_own_fields_reach_it(
     check(speak(fresh_app, voice="narrator", language="english"), narrator)
     assert [given["language"] for given in seen[1:]] == ["french", "french", "english"]
     refused(speak(fresh_app, tempi=3), "tempi", "did you mean 'tempo'?")
+
+
+@pytest.mark.parametrize(
+    ("fields", "language"),
+    [({"language": "english"}, "english"), ({"lang_code": "en"}, "en"), ({"language": "EN", "lang_code": "en"}, "en")],
+)
+def test_a_language_reaches_a_model_that_has_a_choice(
+    app: FastAPI, csm_llm: OmniLLM, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], language: str
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Recorder(CsmPromptProcessor):
+        fields = (*CsmPromptProcessor.fields, "language")
+
+        def process(self, given: Any) -> Any:
+            seen.append(dict(given))
+            return super().process({"prompt": given["prompt"]})
+
+    processors = csm_llm.builder.prompt_processors
+    recorder = copy.copy(processors[0])
+    recorder.__class__ = Recorder
+    monkeypatch.setitem(processors, 0, recorder)
+    answer = speak(app, **fields)
+    assert answer.status_code == 200 and "warning" not in answer.headers
+    assert seen == [{"prompt": TEXT, "language": language}]
 
 
 def test_requests_survive_deletes(fresh_app: FastAPI, offline: Any) -> None:

@@ -43,7 +43,8 @@ PLAYGROUND_PATH = "/playground/"
 """Below it the page asks for a name and a password: a browser sends no key."""
 
 EXPOSED_HEADERS = (
-    "Retry-After", "X-Request-Id", "X-Sample-Rate", "X-Channels", "X-Finish-Reason", "Accept-Ranges", "Content-Range",
+    "Retry-After", "X-Request-Id", "X-Sample-Rate", "X-Channels", "X-Finish-Reason", "Warning", "Accept-Ranges",
+    "Content-Range",
 )  # fmt: skip
 """What a page of another site may read, besides what every page may."""
 
@@ -136,9 +137,9 @@ class ApiKeyMiddleware(AuthenticationMiddleware):
         if path in OPEN_PATHS or (self._has_playground and f"{path}/".startswith(PLAYGROUND_PATH)):
             return self.app(scope, receive, send)
         key = sent_key(scope)
-        if self.verify_token(Headers({"Authorization": f"Bearer {key}"})):
         if not key and path in self._public and scope.get("method") in ("GET", "HEAD"):
             return self.app(scope, receive, send)
+        if self.verify_token(Headers({"Authorization": f"Bearer {key}"})):
             RequestContext.current().owner = hashlib.sha256(key.encode()).digest()
             return self.app(scope, receive, send)
         if scope["type"] == "websocket" and (secret := self._secrets.find(key)):

@@ -107,6 +107,10 @@ def test_speech_over_http(app: FastAPI, custom: Running) -> None:
     assert voices == [{"id": name, "name": name} for name in ("eric", "ryan", "vivian")]
     refused = send(app, "POST", "/v1/audio/speech", json=request | {"voice": "ethan"})
     assert refused.status_code == 400 and "unknown voice 'ethan'" in refused.text
+    for field in ("language", "lang_code"):
+        spoken, refused = (send(app, "POST", "/v1/audio/speech", json=request | {field: name}) for name in ("en", "cy"))
+        assert spoken.status_code == 200 and spoken.content != answer.content and "warning" not in spoken.headers
+        assert refused.status_code == 400 and "unknown language 'cy'" in refused.text and "english" in refused.text
 
 
 TEXT = "hello quiet river and a bright house by the sea"

@@ -71,9 +71,10 @@ def _describe(state: Any, paths: list[str]) -> FrontPage:
 
 def _as_html(page: FrontPage) -> str:
     models = "It needs an API key." if page.models is None else f"It serves {escape(', '.join(page.models))}."
+    entry = '<a href="docs">{}</a>' if "docs" in page.links else "{}"
     return _PAGE.format(
         title=f"{page.name} {page.version}",
         models=models,
-        endpoints="\n".join(f"<li><code>{escape(path)}</code></li>" for path in page.endpoints),
+        endpoints="\n".join(f"<li>{entry.format(f'<code>{escape(path)}</code>')}</li>" for path in page.endpoints),
         links=" · ".join(f'<a href="{link}">{link}</a>' for link in page.links),
     )

@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     client = OpenAI(base_url=args.base_url, api_key=args.api_key)
     if args.list_voices:
-        print("\n".join(client.get("/audio/voices", cast_to=dict)["voices"]))
+        print("\n".join(voice["id"] for voice in client.get("/audio/voices", cast_to=dict)["voices"]))
         return
     with client.audio.speech.with_streaming_response.create(
         model=args.model or client.models.list().data[0].id,

@@ -103,9 +103,14 @@ def test_speech_over_http(app: FastAPI, custom: Running) -> None:
     samples, rate = soundfile.read(io.BytesIO(answer.content), dtype="float32")
     assert rate == 24000
     torch.testing.assert_close(torch.from_numpy(samples)[::AUDIO_STEP], case.audio.clamp(-1, 1), rtol=0, atol=2e-4)
-    assert send(app, "GET", "/v1/audio/voices").json()["voices"] == ["eric", "ryan", "vivian"]
+    voices = send(app, "GET", "/v1/audio/voices").json()["voices"]
+    assert voices == [{"id": name, "name": name} for name in ("eric", "ryan", "vivian")]
     refused = send(app, "POST", "/v1/audio/speech", json=request | {"voice": "ethan"})
     assert refused.status_code == 400 and "unknown voice 'ethan'" in refused.text
+    for field in ("language", "lang_code"):
+        spoken, refused = (send(app, "POST", "/v1/audio/speech", json=request | {field: name}) for name in ("en", "cy"))
+        assert spoken.status_code == 200 and spoken.content != answer.content and "warning" not in spoken.headers
+        assert refused.status_code == 400 and "unknown language 'cy'" in refused.text and "english" in refused.text
 
 
 TEXT = "hello quiet river and a bright house by the sea"

@@ -134,7 +134,7 @@ class TestCurl:
         assert len(read_wav(tmp_path / "answer.wav"))
         run_command("speech")
         assert len(decode_sound(tmp_path / "speech.mp3")[0])
-        assert "ethan" in json.loads(run_command("voices"))["voices"]
+        assert {"id": "ethan", "name": "ethan"} in json.loads(run_command("voices"))["voices"]
         sound = tmp_path / "long.flac"  # It leaves room for a short text in the model's context.
         sound.write_bytes(encode_audio(make_audio(1, 145), "flac", 16_000))
         assert run_command("transcribe", sound).strip()

@@ -209,7 +209,8 @@ def test_it_sings_over_http(checkpoint: Path, environment: dict[str, str], tmp_p
     server = RunningServer(checkpoint, log=tmp_path / "log.txt", env=environment)
     try:
         client = server.openai()
-        assert client.get("/audio/voices", cast_to=dict)["voices"] == ["flute", "organ", "harp"]
+        voices = client.get("/audio/voices", cast_to=dict)["voices"]
+        assert [voice["id"] for voice in voices] == ["flute", "organ", "harp"]
         expected = reference(checkpoint, "organ", 240)
         for stream in (True, False):
             answer = client.audio.speech.create(

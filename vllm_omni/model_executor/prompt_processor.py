@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from transformers import PretrainedConfig
+from transformers.models.whisper.tokenization_whisper import LANGUAGES
 from vllm.multimodal.audio import MONO_AUDIO_SPEC, normalize_audio, resample_audio_pyav
 from vllm.tokenizers import TokenizerLike, get_tokenizer
 from vllm.tokenizers.hf import CachedHfTokenizer
@@ -238,6 +239,13 @@ def read_choice(value: Any, name: str, known: Sequence[str]) -> str:
         hint = nearest(value.lower(), known) if isinstance(value, str) else ""
         raise ValueError(f"unknown {name} {value!r}{hint}; this checkpoint has {_list(known)}")
     return value.lower()
+
+
+def read_language(value: Any, known: Sequence[str]) -> str:
+    """As `read_choice`, a language. It may also be a code of ISO 639-1 (`en`), also with a region (`en-US`)."""
+    code = value.lower().replace("_", "-").partition("-")[0] if isinstance(value, str) else ""
+    name = LANGUAGES.get(code, "")
+    return name if name in known else read_choice(value, "language", known)
 
 
 def read_sound(value: Any, name: str, sample_rate: int, max_seconds: float) -> torch.Tensor:

@@ -14,6 +14,8 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
 from vllm_omni.entrypoints.openai.middleware import add_middleware
 
+DEFAULTS = {"api_key": None, "log_error_stack": False, "playground": False, "public_lists": False}
+
 
 class Question(BaseModel):
     text: str
@@ -24,7 +26,7 @@ class Question(BaseModel):
 def make_app(fail: Callable[[], None] = lambda: None, **args: Any) -> FastAPI:
     """`fail` is called by every request to `/v1/fail`; `args` are flags of the server."""
     app = FastAPI()
-    app.state.args = argparse.Namespace(**{"api_key": None, "log_error_stack": False, "playground": False, **args})
+    app.state.args = argparse.Namespace(**{**DEFAULTS, **args})
     init_exception_handler(app)
     register_error_handlers(app)
     add_middleware(app, app.state.args)

@@ -125,6 +125,54 @@ def test_speed_changes_the_length_and_not_the_pitch(format, speed):
     assert decode(b"".join(encode_in_pieces(tone(2 * RATE), format, speed=speed)))[0].shape == decoded.shape
 
 
+@pytest.mark.parametrize("format", FILES)
+@pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
+@pytest.mark.parametrize("num_channels", [1, 2])
+def test_a_file_has_the_rate_that_is_chosen(format, rate, num_channels):
+    samples = np.stack([tone(RATE)] * num_channels)
+    encoder = AudioEncoder(format, RATE, num_channels=num_channels, file_rate=rate)
+    decoded, decoded_rate = decode(encoder.encode(samples) + encoder.finish())
+    if format == "opus":  # It has no rates between 24 and 48 kHz, and is always decoded at 48 kHz.
+        assert encoder.sample_rate == {22050: 24000, 44100: 48000}.get(rate, rate)
+    else:
+        assert encoder.sample_rate == decoded_rate == rate
+    decoded = np.atleast_2d(decoded)
+    assert len(decoded) == num_channels
+    num_padding = 2 * 1152 if format in ("mp3", "aac") else 0  # two frames
+    assert -1e-3 <= decoded.shape[1] / decoded_rate - 1.0 <= num_padding / rate + 1e-3
+    assert loudest_hertz(decoded[0], decoded_rate) == pytest.approx(440, abs=2)
+
+
+@pytest.mark.parametrize("rate", [8000, 22050, 48000])
+@pytest.mark.parametrize("step", [3, 480, 1111])
+def test_another_rate_is_continuous(rate, step):
+    """The pieces of a stream are, bit for bit, those of the whole."""
+    samples = tone(6000) + tone(6000, hertz=3000.0)
+    results = []
+    for size in (step, samples.size):
+        encoder = AudioEncoder("pcm", RATE, file_rate=rate)
+        parts = [encoder.encode(samples[start : start + size]) for start in range(0, samples.size, size)]
+        results.append(b"".join([*parts, encoder.finish()]))
+    assert results[0] == results[1]
+    assert len(results[0]) // 2 == pytest.approx(samples.size * rate / RATE, abs=2)
+
+
+def test_a_lower_rate_has_no_tones_that_it_cannot_hold():
+    encoder = AudioEncoder("pcm", RATE, file_rate=8000)
+    low, high = (
+        np.frombuffer(encoder.encode(tone(RATE, hertz=hertz)), "<i2").astype(float) for hertz in (1000.0, 6000.0)
+    )
+    assert high[500:].std() < low.std() / 300
+
+
+def test_the_volume_is_changed_and_clipped():
+    samples = tone(5000)
+    for volume in (0.0, 0.5, 1.0, 1.5, 4.0):
+        encoder = AudioEncoder("pcm", RATE, volume=volume)
+        expected = to_pcm16(np.clip(samples * np.float32(volume), -1.0, 1.0)).tobytes()
+        assert encoder.encode(samples) + encoder.finish() == expected
+
+
 def test_samples_are_clipped():
     samples = np.array([2.0, -2.0, 1.0], np.float32)
     assert np.frombuffer(encode_audio(samples, "pcm", RATE), "<i2").tolist() == [32767, -32768, 32767]

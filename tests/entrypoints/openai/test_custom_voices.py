@@ -186,7 +186,8 @@ def test_an_uploaded_voice_is_described_and_listed(fresh_app: FastAPI) -> None:
     for name in (voice["id"], "narrator"):
         assert send(fresh_app, "GET", f"{VOICES}/{name}").json() == voice
     answer = send(fresh_app, "GET", VOICES).json()
-    assert answer["uploaded_voices"] == [voice] and answer["voices"] == list("0123456789")
+    assert answer["uploaded_voices"] == [voice]
+    assert answer["voices"] == [{"id": name, "name": name} for name in "0123456789"]
     assert send(fresh_app, "DELETE", f"{VOICES}/narrator").status_code == 200
     assert send(fresh_app, "GET", VOICES).json()["uploaded_voices"] == []
 
@@ -214,6 +215,20 @@ def test_a_voice_is_visible_to_its_api_key_only(app: FastAPI) -> None:
         assert (await one.audio.speech.create(voice="mine", **request)).content
 
     use(with_flags(app, *KEYS), main)
+
+
+def test_public_lists_show_no_voice_of_a_key(app: FastAPI) -> None:
+    """Open WebUI asks for voices and models without its key."""
+    open_app = with_flags(app, *KEYS, "--public-lists")
+    key = {"authorization": "Bearer one"}
+    assert send(open_app, "POST", VOICES, json=UPLOAD, headers={"authorization": ""}).status_code == 401
+    assert send(open_app, "POST", VOICES, json=UPLOAD, headers=key).status_code == 200
+    without, other, own = (
+        send(open_app, "GET", VOICES, headers={"authorization": f"Bearer {key}"}).json() for key in ("", "other", "one")
+    )
+    assert [len(answer["uploaded_voices"]) for answer in (without, other, own)] == [0, 0, 1]
+    assert without["voices"] == own["voices"] == [{"id": name, "name": name} for name in "0123456789"]
+    assert send(open_app, "GET", f"{VOICES}/narrator", headers={"authorization": ""}).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -276,8 +291,7 @@ def test_names_and_numbers_are_bounded(app: FastAPI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"language": "english"}, "language", ["reads no 'language'", "context, ref_audio, ref_text"]),
-        ({"speaker": "3"}, "speaker", ["reads no 'speaker'"]),
+        ({"speaker": "3"}, "speaker", ["reads no 'speaker'", "context, ref_audio, ref_text"]),
         ({"messages": []}, "messages", ["reads no 'messages'"]),
         ({"ref_audoi": "x"}, "ref_audoi", ["did you mean 'ref_audio'?"]),
         ({"respons_format": "wav"}, "respons_format", ["did you mean 'response_format'?"]),
@@ -334,6 +348,31 @@ def test_a_models_own_fields_reach_it(
     check(speak(fresh_app, voice="narrator", language="english"), narrator)
     assert [given["language"] for given in seen[1:]] == ["french", "french", "english"]
     refused(speak(fresh_app, tempi=3), "tempi", "did you mean 'tempo'?")
+
+
+@pytest.mark.parametrize(
+    ("fields", "language"),
+    [({"language": "english"}, "english"), ({"lang_code": "en"}, "en"), ({"language": "EN", "lang_code": "en"}, "en")],
+)
+def test_a_language_reaches_a_model_that_has_a_choice(
+    app: FastAPI, csm_llm: OmniLLM, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], language: str
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Recorder(CsmPromptProcessor):
+        fields = (*CsmPromptProcessor.fields, "language")
+
+        def process(self, given: Any) -> Any:
+            seen.append(dict(given))
+            return super().process({"prompt": given["prompt"]})
+
+    processors = csm_llm.builder.prompt_processors
+    recorder = copy.copy(processors[0])
+    recorder.__class__ = Recorder
+    monkeypatch.setitem(processors, 0, recorder)
+    answer = speak(app, **fields)
+    assert answer.status_code == 200 and "warning" not in answer.headers
+    assert seen == [{"prompt": TEXT, "language": language}]
 
 
 def test_requests_survive_deletes(fresh_app: FastAPI, offline: Any) -> None:

@@ -170,7 +170,7 @@ def test_a_dead_stage_fails_its_requests_and_health_until_it_has_restarted(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("path", ["/health", "/ping", "/v1/models", "/metrics", "/v1/pipeline"])
+@pytest.mark.parametrize("path", ["/", "/health", "/ping", "/readyz", "/v1/models", "/metrics", "/v1/pipeline"])
 def test_head_is_answered_as_get_without_the_body(server: FakeServer, path: str) -> None:
     head, get = (send(server.app, method, path) for method in ("HEAD", "GET"))
     assert head.status_code == get.status_code == 200

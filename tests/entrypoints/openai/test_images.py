@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from PIL import Image
 
-from tests.entrypoints.openai.media_apps import MODEL, png, send, use
+from tests.entrypoints.openai.media_apps import MODEL, png, send, use, with_flags
 from vllm_omni.entrypoints.openai.images import ImageEditRequest
 
 SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1}
@@ -213,7 +213,24 @@ def test_a_refused_stream_has_an_http_status(app: FastAPI) -> None:
 
 def test_another_model_is_not_found(app: FastAPI) -> None:
     with pytest.raises(openai.NotFoundError, match=f"this server has {MODEL}"):
-        generate(app, model="dall-e-3")
+        generate(app, model="dall-e-4")
+    for name in ("tts-1", "whisper-1"):  # of other endpoints
+        with pytest.raises(openai.NotFoundError, match=f"this server has {MODEL}"):
+            generate(app, model=name)
+
+
+@pytest.mark.parametrize("name", ["dall-e-2", "dall-e-3", "gpt-image-1"])
+def test_openais_names_of_models_mean_the_served_one(app: FastAPI, name: str) -> None:
+    named, own = (generate(app, model=model).data[0].b64_json for model in (name, MODEL))
+    assert named == own
+    form: dict[str, Any] = {"prompt": "a hen", "model": name, "size": "32x32", "num_inference_steps": 1}
+    edit: dict[str, Any] = {"files": {"image": ("a.png", png())}, "data": form}
+    assert send(app, "POST", "/v1/images/edits", **edit).status_code == 200
+    chat = {"messages": [{"role": "user", "content": "a hen"}], "model": name, "extra_body": SMALL}
+    assert send(app, "POST", "/v1/chat/completions", json=chat).status_code == 404  # of other endpoints
+    assert send(with_flags(app, "--no-model-aliases"), "POST", "/v1/images/edits", **edit).status_code == 404
+    with pytest.raises(openai.NotFoundError, match=f"this server has {MODEL}"):
+        generate(with_flags(app, "--no-model-aliases"), model=name)
 
 
 @pytest.mark.parametrize(

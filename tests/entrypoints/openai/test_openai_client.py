@@ -263,7 +263,7 @@ def test_every_format_of_speech(omni_server: RunningServer, audio_format: str) -
 
 
 def test_voices(omni_server: RunningServer) -> None:
-    names = omni_server.openai().get("/audio/voices", cast_to=dict)["voices"]
+    names = [voice["id"] for voice in omni_server.openai().get("/audio/voices", cast_to=dict)["voices"]]
     answers = {
         name: chat(omni_server, modalities=["audio"], audio={"format": "pcm16", "voice": name}) for name in names
     }

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import functools
+import hashlib
 import http.server
 import inspect
 import io
@@ -20,7 +21,9 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
+from fastapi import WebSocket
 from PIL import Image
+from starlette.testclient import TestClient, WebSocketDenialResponse
 from vllm import envs
 from vllm.connections import HTTPConnection
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -367,8 +370,11 @@ KEY = {"authorization": "Bearer secret"}
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/echo", "/tokenize", "/metrics", "/docs", "/openapi.json", "/secret", "/nowhere", "//health", "/health/"],
-)
+    [
+        "/v1/echo", "/tokenize", "/metrics", "/docs", "/openapi.json", "/secret", "/nowhere", "http://server//health",
+        "/health/",
+    ],
+)  # fmt: skip
 def test_every_path_but_health_requires_the_key(path: str) -> None:
     app = make_app(api_key=["other", "secret"])
     for headers in (
@@ -385,7 +391,37 @@ def test_every_path_but_health_requires_the_key(path: str) -> None:
 
 def test_health_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(api_key=["secret"])
-    assert [send(app, "GET", path).status_code for path in ("/health", "/ping")] == [200, 200]
+    app.add_api_route("/readyz", lambda: "here", methods=["GET"])
+    for method in ("GET", "HEAD"):
+        assert [send(app, method, path).status_code for path in ("/health", "/ping", "/readyz")] == [200] * 3
+
+
+def test_the_front_page_is_open_for_reading() -> None:
+    app = make_app(api_key=["secret"])
+    app.add_api_route("/", lambda: "here", methods=["GET", "POST"])
+    assert [send(app, method, "/").status_code for method in ("GET", "HEAD", "POST")] == [200, 200, 401]
+    assert send(app, "GET", "/", headers={"authorization": "Bearer wrong"}).status_code == 401
+
+
+LISTS = ("/v1/models", "/v1/audio/models", "/v1/audio/voices")
+
+
+def test_public_lists_and_only_these_need_no_key() -> None:
+    strict, app = make_app(api_key=["secret"]), make_app(api_key=["secret"], public_lists=True)
+    for path in LISTS:
+        app.add_api_route(path, lambda: "here", methods=["GET", "POST", "DELETE"])
+        for method in ("GET", "HEAD"):
+            assert send(strict, method, path).status_code == 401
+            assert send(app, method, path).status_code == 200
+            assert send(app, method, path, headers={"authorization": "Bearer "}).status_code == 200
+            assert send(app, method, path, headers={"authorization": "Bearer wrong"}).status_code == 401
+            assert send(app, method, path, headers=KEY).status_code == 200
+        for method in ("POST", "DELETE", "PUT"):
+            assert send(app, method, path).status_code == 401
+        for other in (f"{path}/", f"{path}/x", f"http://server/{path}", path.upper()):
+            assert send(app, "GET", other).status_code == 401
+    for path in ("/v1/echo", "/metrics", "/docs", "/secret", "/v1/audio/speech", "/v1/pipeline"):
+        assert send(app, "GET", path).status_code == 401
 
 
 def test_without_the_key_the_body_is_not_read() -> None:
@@ -402,6 +438,26 @@ def test_the_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     app = make_app()
     assert send(app, "GET", "/secret").status_code == 401
     assert send(app, "GET", "/secret", headers=KEY).status_code == 200
+
+
+def test_every_websocket_takes_the_key_as_a_subprotocol() -> None:
+    """Of all endpoints there are now and later: the check is outside of them."""
+    app = make_app(api_key=["secret"])
+
+    @app.websocket("/v1/anything")
+    async def endpoint(websocket: WebSocket) -> None:
+        await websocket.accept("realtime")
+        await websocket.send_text(RequestContext.current().owner.hex())
+
+    client = TestClient(app)
+    owner = hashlib.sha256(b"secret").hexdigest()
+    for protocols in (["realtime", "openai-insecure-api-key.secret"], ["openai-insecure-api-key.secret", "realtime"]):
+        with client.websocket_connect("/v1/anything", subprotocols=protocols) as socket:
+            assert socket.accepted_subprotocol == "realtime" and socket.receive_text() == owner
+    for protocols in ([], ["realtime"], ["openai-insecure-api-key.wrong"], ["secret"]):
+        with pytest.raises(WebSocketDenialResponse) as refused, client.websocket_connect("/v1/anything", protocols):
+            pass
+        assert refused.value.status_code == 401
 
 
 def test_signatures_of_overridden_methods() -> None:

@@ -22,7 +22,12 @@ from tests.entrypoints.openai.small_apps import send
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, to_pcm16
-from vllm_omni.entrypoints.openai.speech import CHANNELS_HEADER, FINISH_REASON_HEADER, SAMPLE_RATE_HEADER
+from vllm_omni.entrypoints.openai.speech import (
+    CHANNELS_HEADER,
+    FINISH_REASON_HEADER,
+    SAMPLE_RATE_HEADER,
+    WARNING_HEADER,
+)
 from vllm_omni.entrypoints.openai.speech_request import SpeechRequest
 from vllm_omni.entrypoints.openai.voices import OPENAI_VOICES
 from vllm_omni.errors import PipelineFullError
@@ -213,6 +218,13 @@ def test_a_failed_stream_of_events_ends_with_an_error(server: FakeServer) -> Non
         ({"voice": {"id": "nobody"}}, "voice"),
         ({"voice": {"name": "alloy"}}, "body.voice.id"),
         ({"colour": "red"}, "colour"),
+        ({"sample_rate": 7999}, "body.sample_rate"),
+        ({"sample_rate": 48001}, "body.sample_rate"),
+        ({"sample_rate": "high"}, "body.sample_rate"),
+        ({"volume_multiplier": -0.1}, "body.volume_multiplier"),
+        ({"volume_multiplier": 10.1}, "body.volume_multiplier"),
+        ({"language": "english", "lang_code": "fr"}, "lang_code"),
+        ({"language": "x" * 101}, "body.language"),
         ({"sampling_params_list": [None, None]}, "sampling_params_list"),
         ({"sampling_params_list": [{"temperature": 1.0}]}, "sampling_params_list[0]"),
     ],
@@ -230,6 +242,7 @@ def test_null_is_absent(server: FakeServer) -> None:
 def test_a_model_without_voices_has_a_default_one(server: FakeServer, voice: Any) -> None:
     """OpenAI's client requires a voice."""
     assert speak(server, "1 pieces", voice=voice).status_code == 200
+    assert send(server.app, "GET", "/v1/audio/models").json() == {"models": [{"id": "fake"}]}
     expected = {"voices": [], "voice_map": dict.fromkeys(OPENAI_VOICES, "default"), "uploaded_voices": []}
     assert send(server.app, "GET", "/v1/audio/voices").json() == expected
 
@@ -242,14 +255,96 @@ def test_instructions_are_accepted_and_unused_by_other_models(server: FakeServer
     assert sounds[0] == sounds[1] == to_pcm16(wave(2)).tobytes()
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("how", [{}, {"stream": True}, {"stream": False}, {"stream_format": "sse"}])
+def test_a_file_has_the_sample_rate_that_is_chosen(server: FakeServer, format: str, how: dict[str, Any]) -> None:
+    response = speak(server, "3 pieces", response_format=format, sample_rate=22050, **how)
+    rate = 24000 if format == "opus" else 22050
+    assert response.status_code == 200 and int(response.headers["x-sample-rate"]) == rate
+    data = response.content
+    if how.get("stream_format") == "sse":
+        data = b"".join(base64.b64decode(event.get("audio", "")) for event in sse(response))
+    samples, decoded_rate = (np.frombuffer(data, "<i2"), rate) if format == "pcm" else decode(data)
+    assert decoded_rate == (48000 if format == "opus" else rate)  # Opus is always decoded at 48 kHz.
+    assert 0 <= len(samples) / decoded_rate - wave(3).size / RATE <= 0.15
+
+
+def test_a_streamed_file_of_another_rate_and_volume_is_the_whole_one(server: FakeServer) -> None:
+    fields = {"response_format": "pcm", "sample_rate": 44100, "volume_multiplier": 2.5, "speed": 1.5}
+    streamed, whole = (speak(server, "5 pieces", stream=stream, **fields).content for stream in (True, False))
+    assert streamed == whole and len(whole) > 100_000
+    (item,) = send(server.app, "POST", f"{PATH}/batch", json={"inputs": ["5 pieces"], **fields}).json()["data"]
+    assert base64.b64decode(item["audio"]) == whole and item["sample_rate"] == 44100
+
+
+def test_the_volume(server: FakeServer) -> None:
+    loud = speak(server, "2 pieces", response_format="pcm", volume_multiplier=5).content
+    assert loud == to_pcm16(np.clip(wave(2) * np.float32(5), -1, 1)).tobytes()
+    assert speak(server, "2 pieces", response_format="pcm", volume_multiplier=1).content == to_pcm16(wave(2)).tobytes()
+
+
+FOREIGN: dict[str, Any] = {
+    "lang_code": "a", "language": "en", "normalization_options": {"normalize": False}, "backend": "openai",
+    "user": "u", "task_type": "CustomVoice",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("how", [{}, {"stream": False}, {"stream_format": "sse"}])
+def test_a_field_of_another_server_without_effect_is_named_in_a_warning(
+    server: FakeServer, name: str, how: dict[str, Any]
+) -> None:
+    fields = {"response_format": "pcm", **how}
+    answer, expected = (speak(server, "1 pieces", **fields, **more) for more in ({name: FOREIGN[name]}, {}))
+    assert answer.status_code == 200 and answer.content == expected.content
+    assert answer.headers["warning"].startswith(f'299 - "field {name} is ignored: ')
+    assert "warning" not in expected.headers
+
+
+def test_all_ignored_fields_are_in_one_warning(server: FakeServer) -> None:
+    fields = {**FOREIGN, "lang_code": "en"}
+    form = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
+    for answer in (
+        speak(server, "1 pieces", **fields),
+        send(server.app, "POST", PATH, data={"input": "1 pieces", **form}),
+        send(server.app, "POST", f"{PATH}/batch", json={"inputs": ["1 pieces"], **fields}),
+    ):
+        warnings = answer.headers["warning"].split(", ")
+        assert sorted(warning.split()[3] for warning in warnings) == sorted(FOREIGN)
+        assert all(warning.startswith('299 - "field ') and warning.endswith('"') for warning in warnings)
+    refused = speak(server, "1 pieces", **fields, colour="red")
+    check_error(refused, 400, "reads no 'colour'", param="colour")
+
+
+def test_stream_true_is_the_default(server: FakeServer) -> None:
+    answer, expected = (speak(server, "2 pieces", response_format="pcm", **how) for how in ({"stream": True}, {}))
+    assert answer.content == expected.content and "content-length" not in answer.headers
+    assert answer.headers["content-type"] == "audio/pcm" and "warning" not in answer.headers
+
+
 def test_models_by_name(server: FakeServer) -> None:
     assert speak(server, "1 pieces", model="fake").status_code == 200
-    check_error(speak(server, "1 pieces", model="tts-1"), 404, "tts-1")
+    for name in ("tts-2", "whisper-1", "dall-e-3"):
+        check_error(speak(server, "1 pieces", model=name), 404, name, "this server has fake")
+
+
+@pytest.mark.parametrize("name", ["tts-1", "tts-1-hd", "gpt-4o-mini-tts"])
+def test_openais_names_of_models_mean_the_served_one(server: FakeServer, llm: AsyncOmniLLM, name: str) -> None:
+    expected = to_pcm16(wave(1)).tobytes()
+    assert speak(server, "1 pieces", model=name, response_format="pcm").content == expected
+    assert [model["id"] for model in send(server.app, "GET", "/v1/models").json()["data"]] == ["fake"]
+    assert send(server.app, "GET", f"/v1/models/{name}").status_code == 404
+    strict = FakeServer(llm, "--no-model-aliases")
+    check_error(speak(strict, "1 pieces", model=name), 404, name, "this server has fake")
+    named = FakeServer(llm, "--no-model-aliases", "--served-model-name", "other", name)
+    assert speak(named, "1 pieces", model=name).status_code == 200
 
 
 def test_the_error_of_a_model_without_audio_lists_its_outputs(tmp_path: Any) -> None:
     with running(AsyncOmniLLM, tmp_path, STAGES[:1]) as llm:
-        check_error(speak(FakeServer(llm), "hello"), 400, "cannot output audio", "text", param="model")
+        server = FakeServer(llm)
+        check_error(speak(server, "hello"), 400, "cannot output audio", "text", param="model")
+        assert send(server.app, "GET", "/v1/audio/models").json() == {"models": []}
 
 
 @pytest.mark.parametrize(
@@ -284,4 +379,5 @@ def test_pages_of_other_sites_can_read_every_answer(llm: AsyncOmniLLM, status: i
     assert answer.status_code == status
     assert answer.headers["access-control-allow-origin"] == "*"
     exposed = answer.headers["access-control-expose-headers"].split(", ")
-    assert {SAMPLE_RATE_HEADER, CHANNELS_HEADER, FINISH_REASON_HEADER, "Retry-After"} <= {*exposed}
+    headers = {SAMPLE_RATE_HEADER, CHANNELS_HEADER, FINISH_REASON_HEADER, WARNING_HEADER, "Retry-After"}
+    assert headers <= {*exposed}

@@ -185,7 +185,17 @@ def test_requests_without_a_file_or_for_another_model(qwen3_app: FastAPI) -> Non
     refused(send(qwen3_app, "POST", PATH, data={"language": "en"}), "body.file")
     refused(send(qwen3_app, "POST", PATH, json={}), "body.file")
     assert send(qwen3_app, "POST", PATH, content=b"x", headers={"content-type": "text/plain"}).status_code == 415
-    assert post(qwen3_app, model="whisper-1").status_code == 404
+    refused(post(qwen3_app, model="whisper-2"), "model", MODEL, status=404)
+
+
+def test_openais_names_of_models_mean_the_served_one(qwen3_app: FastAPI) -> None:
+    names = ("whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe")
+    answers = [post(qwen3_app, model=name) for name in (MODEL, *names)]
+    assert len({answer.json()["text"] for answer in answers}) == 1
+    strict = with_flags(qwen3_app, "--no-model-aliases")
+    assert [post(strict, model=name).status_code for name in names] == [404] * 3
+    for name in ("tts-1", "dall-e-3"):  # of other endpoints
+        refused(post(qwen3_app, model=name), "model", MODEL, status=404)
 
 
 def test_a_sound_that_is_too_long_for_the_model(qwen3_app: FastAPI) -> None:

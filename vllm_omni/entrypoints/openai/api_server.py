@@ -34,6 +34,7 @@ from vllm_omni.entrypoints.openai import (
     chat,
     custom_voices,
     description,
+    front_page,
     images,
     media_input,
     speech,
@@ -170,7 +171,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     app.title = "vLLM-Omni"
     if not client.has_renderer:
         _refuse_text(app, client.config)
-    for endpoints in (chat, speech, custom_voices, transcriptions, images, videos, realtime, description):
+    for endpoints in (chat, speech, custom_voices, transcriptions, images, videos, realtime, description, front_page):
         app.include_router(endpoints.router)
     app.include_router(router)
     app.middleware_stack = None  # vLLM has built it; it is built again with ours, at the first request.
@@ -328,6 +329,7 @@ class HealthResponse(BaseModel):
     response_model=HealthResponse,
     responses={HTTPStatus.SERVICE_UNAVAILABLE.value: {"model": HealthResponse, "description": "A stage is down."}},
 )
+@router.get("/readyz", include_in_schema=False)
 @router.get("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
 async def health(raw_request: Request) -> JSONResponse:

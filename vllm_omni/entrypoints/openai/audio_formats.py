@@ -35,6 +35,9 @@ AUDIO_FORMATS: dict[str, str] = {
 """Media types by name. `pcm` and `pcm16`: 16-bit little-endian samples without a header, channels interleaved."""
 
 MIN_SPEED, MAX_SPEED = 0.25, 4.0
+MAX_VOLUME = 10.0
+MIN_SAMPLE_RATE, MAX_SAMPLE_RATE = 8000, 48000
+"""Hz; that a client may choose for its file."""
 
 DEFAULT_SAMPLE_RATE = 24000
 """Hz; of speech, if a pipeline's configuration has no sample rate. Clients expect it of pcm."""
@@ -60,7 +63,15 @@ class AudioEncoder:
     """
 
     def __init__(
-        self, format: str, sample_rate: int, speed: float = 1.0, *, num_channels: int = 1, is_whole: bool = False
+        self,
+        format: str,
+        sample_rate: int,
+        speed: float = 1.0,
+        *,
+        num_channels: int = 1,
+        is_whole: bool = False,
+        file_rate: int | None = None,
+        volume: float = 1.0,
     ) -> None:
         """
         Args:
@@ -69,6 +80,8 @@ class AudioEncoder:
             speed: Factor of the speed, at the same pitch.
             num_channels: 1 or 2.
             is_whole: Return the whole file from `finish`, with its length in its headers.
+            file_rate: The file's samples per second; None: those of the samples.
+            volume: Factor of the samples, before they are clipped.
 
         Raises:
             ValueError: Unknown format, or a speed out of bounds.
@@ -81,8 +94,10 @@ class AudioEncoder:
         if num_channels not in _LAYOUTS:
             raise BrokenAudioError(f"the model made audio of {num_channels} channels; a file has 1 or 2")
         codec = _CODECS.get(format)
-        rate = sample_rate if codec is None else _codec_rate(codec.name, sample_rate)
+        rate = file_rate or sample_rate
+        rate = rate if codec is None else _codec_rate(codec.name, rate)
         self.sample_rate, self.num_channels = rate, num_channels
+        self._volume = volume
         self._filter = None
         if speed != 1.0 or rate != sample_rate:
             self._filter = SpeechFilter(sample_rate, rate, speed, num_channels)
@@ -98,7 +113,7 @@ class AudioEncoder:
     def encode(self, samples: np.ndarray) -> bytes:
         """
         Args:
-            samples: float32 `[n]` or `[num_channels, n]`, clipped to [-1, 1].
+            samples: float32 `[n]` or `[num_channels, n]`, clipped to [-1, 1] after the volume was changed.
 
         Returns:
             The bytes of the file that are ready; may be empty.
@@ -113,12 +128,15 @@ class AudioEncoder:
             raise BrokenAudioError("the model made audio with samples that are not numbers (NaN or infinite)")
         if self._filter is not None:
             samples = self._filter.run(samples)
-        return self._coder.encode(np.clip(samples, -1.0, 1.0))
+        return self._coder.encode(self._clipped(samples))
 
     def finish(self) -> bytes:
         """The rest of the file."""
-        rest = b"" if self._filter is None else self._coder.encode(np.clip(self._filter.finish(), -1.0, 1.0))
+        rest = b"" if self._filter is None else self._coder.encode(self._clipped(self._filter.finish()))
         return rest + self._coder.finish()
+
+    def _clipped(self, samples: np.ndarray) -> np.ndarray:
+        return np.clip(samples if self._volume == 1.0 else samples * np.float32(self._volume), -1.0, 1.0)
 
     async def encode_async(self, samples: np.ndarray) -> bytes:
         """`encode`, in a thread if it takes long."""

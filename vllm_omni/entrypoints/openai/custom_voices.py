@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/v1/audio/voices: the voices of the model, and reference voices that clients upload, as in OpenAI's API."""
+"""/v1/audio/voices: the voices of the model, and reference voices that clients upload, as in OpenAI's API.
+
+The lists of voices and of models (/v1/audio/models) have the form that Open WebUI and other servers of speech agree on.
+"""
 
 from argparse import Namespace
 from typing import Annotated, Literal
@@ -14,7 +17,7 @@ from vllm.multimodal.media import MediaConnector
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.images import RESPONSES
 from vllm_omni.entrypoints.openai.media_request import RequestModel, SoundUrl, describe_form, fetch_sound, read_request
-from vllm_omni.entrypoints.openai.media_stage import get_handler
+from vllm_omni.entrypoints.openai.media_stage import get_handler, served_names
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.entrypoints.openai.speech_request import Text, check_read
@@ -51,10 +54,23 @@ class VoiceRequest(RequestModel):
     type: Literal["audio_sample"] = Field("audio_sample", description="Voices are made of recordings only.")
 
 
+class Voice(BaseModel):
+    id: str = Field(description="What a request names.", examples=["ethan"])
+    name: str = Field(description="What a person reads; the same.", examples=["ethan"])
+
+
 class VoiceList(BaseModel):
-    voices: list[str] = Field(description="The model's voices, the default one first; empty if there is no choice.")
+    voices: list[Voice] = Field(description="The model's voices, the default one first; empty if there is no choice.")
     voice_map: dict[str, str] = Field(description="Further names, each with the voice that it means.")
     uploaded_voices: list[CustomVoice] = Field(description="The voices that this API key has uploaded, oldest first.")
+
+
+class AudioModel(BaseModel):
+    id: str = Field(description="A name that the model is served under.")
+
+
+class AudioModelList(BaseModel):
+    models: list[AudioModel] = Field(description="Empty if the model makes no audio.")
 
 
 class CustomVoices:
@@ -125,7 +141,16 @@ async def list_voices(raw_request: Request) -> VoiceList:
     voices = state.engine_client.voices
     handler = state.omni_handlers.get("audio")
     uploaded = [] if handler is None else handler.custom_voices.store.voices(RequestContext.current().owner)
-    return VoiceList(voices=voices.names, voice_map=voices.map, uploaded_voices=uploaded)
+    own = [Voice(id=name, name=name) for name in voices.names]
+    return VoiceList(voices=own, voice_map=voices.map, uploaded_voices=uploaded)
+
+
+@router.get("/v1/audio/models")
+async def list_audio_models(raw_request: Request) -> AudioModelList:
+    """The names for requests for speech, as clients look them up that choose voices."""
+    state = raw_request.app.state
+    names = served_names(state) if "audio" in state.omni_handlers else []
+    return AudioModelList(models=[AudioModel(id=name) for name in names])
 
 
 @router.post(

@@ -36,7 +36,7 @@ from vllm_omni.entrypoints.openai.media_request import (
     describe_form,
     read_request,
 )
-from vllm_omni.entrypoints.openai.media_stage import MediaStage, completed, get_handler, new_id
+from vllm_omni.entrypoints.openai.media_stage import MediaStage, completed, get_handler, model_aliases, new_id
 from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.errors import OmniError
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
@@ -127,6 +127,7 @@ class ServingImages:
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
         self._stage = MediaStage(state, client, stage, args)
         self._keep_alive_s = float(args.sse_keep_alive_interval)
+        self._aliases = model_aliases(args, "image")
 
     async def answer(self, request: ImageRequest, raw_request: Request) -> Response:
         """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
@@ -141,7 +142,7 @@ class ServingImages:
             raise VLLMValidationError(
                 "this model takes no images; /v1/images/generations makes them of a prompt alone", parameter="image"
             )
-        self._stage.check_model(request.model)
+        self._stage.check_model(request.model, self._aliases)
         settings, file_format = self._settings(request)
         images = await self._stage.fetch_images(urls, "image")
         request_id = new_id("image", raw_request)

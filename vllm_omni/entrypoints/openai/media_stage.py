@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -27,6 +27,13 @@ from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.media import DEFAULT_FPS
 from vllm_omni.outputs import OmniRequestOutput
+
+MODEL_ALIASES: dict[str, Collection[str]] = {
+    "speech": ("tts-1", "tts-1-hd", "gpt-4o-mini-tts"),
+    "transcription": ("whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe"),
+    "image": ("dall-e-2", "dall-e-3", "gpt-image-1"),
+}
+"""Names of models that many clients do not let a person change, by kind of request."""
 
 
 class MediaStage:
@@ -87,9 +94,10 @@ class MediaStage:
         own = None if self.info is None else default_fps(self.info.pipeline_class)
         return self.expected("fps", settings) or own or DEFAULT_FPS
 
-    def check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None, aliases: Collection[str] = ()) -> None:
         """As the function below; a request may also name an adapter as its model."""
-        check_model(name, [path.name for path in self._models.base_model_paths] + list(self._models.lora_requests))
+        served = [path.name for path in self._models.base_model_paths] + list(self._models.lora_requests)
+        check_model(name, served, aliases)
 
     async def fetch_images(self, urls: Sequence[str], parameter: str) -> list[Image.Image]:
         """The images of a request, see `fetch_image`, if the pipeline accepts a request now.
@@ -206,12 +214,21 @@ def served_names(state: State) -> list[str]:
     return [path.name for path in state.openai_serving_models.base_model_paths]
 
 
-def check_model(name: str | None, served: Sequence[str]) -> None:
+def model_aliases(args: Namespace, kind: str) -> Collection[str]:
+    """OpenAI's names that mean the served model in requests of one kind, see `MODEL_ALIASES`."""
+    return MODEL_ALIASES[kind] if args.model_aliases else ()
+
+
+def check_model(name: str | None, served: Sequence[str], aliases: Collection[str] = ()) -> None:
     """
+    Args:
+        served: The names of models, and of adapters where a request may name one.
+        aliases: Further names of the first of them.
+
     Raises:
         VLLMNotFoundError: The request names another model than those that are served.
     """
-    if name and name not in served:
+    if name and name not in served and name not in aliases:
         raise VLLMNotFoundError(f"The model `{name}` does not exist; this server has {', '.join(served)}.")
 
 

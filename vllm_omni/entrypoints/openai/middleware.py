@@ -9,7 +9,7 @@ import asyncio
 import gc
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Collection, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -31,13 +31,20 @@ from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerL
 from vllm_omni.entrypoints.openai.slow_clients import PatientReceive, in_pieces
 
 # Probes have no key, and the answers name no users or models. /metrics does, and Prometheus can send a key.
-OPEN_PATHS = ("/health", "/ping")
+OPEN_PATHS = ("/health", "/ping", "/readyz")
+
+FRONT_PATH = "/"
+"""Open, too; who sends a key sees more there."""
+
+PUBLIC_LISTS = ("/v1/models", "/v1/audio/models", "/v1/audio/voices")
+"""What `--public-lists` opens, for GET and HEAD. Without a key the last has the model's own voices only."""
 
 PLAYGROUND_PATH = "/playground/"
 """Below it the page asks for a name and a password: a browser sends no key."""
 
 EXPOSED_HEADERS = (
-    "Retry-After", "X-Request-Id", "X-Sample-Rate", "X-Channels", "X-Finish-Reason", "Accept-Ranges", "Content-Range",
+    "Retry-After", "X-Request-Id", "X-Sample-Rate", "X-Channels", "X-Finish-Reason", "Warning", "Accept-Ranges",
+    "Content-Range",
 )  # fmt: skip
 """What a page of another site may read, besides what every page may."""
 
@@ -61,7 +68,11 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     app.add_middleware(BodyMiddleware, limits_from(args, RequestLimits), limits_from(args, ServerLimits))
     if tokens := api_keys(args):
         app.add_middleware(
-            ApiKeyMiddleware, tokens=tokens, secrets=app.state.client_secrets, has_playground=args.playground
+            ApiKeyMiddleware,
+            tokens=tokens,
+            secrets=app.state.client_secrets,
+            has_playground=args.playground,
+            public=(FRONT_PATH, *(PUBLIC_LISTS if args.public_lists else ())),
         )
     app.add_middleware(ContextMiddleware)
     if cors is not None:  # A page of another site can read an answer only if it passes this one, refusals too.
@@ -109,12 +120,14 @@ class HeadMiddleware:
 class ApiKeyMiddleware(AuthenticationMiddleware):
     """vLLM's checks the key for the paths in its own list; this one for every path but `OPEN_PATHS` and the page.
 
-    A WebSocket may have an ephemeral key.
+    A WebSocket may have an ephemeral key. A key that is sent to one of the `public` paths is checked.
     """
 
-    def __init__(self, app: ASGIApp, tokens: list[str], secrets: ClientSecrets, has_playground: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, tokens: list[str], secrets: ClientSecrets, has_playground: bool, public: Collection[str]
+    ) -> None:
         super().__init__(app, tokens)
-        self._secrets, self._has_playground = secrets, has_playground
+        self._secrets, self._has_playground, self._public = secrets, has_playground, public
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         # A browser's preflight request has no key.
@@ -124,6 +137,8 @@ class ApiKeyMiddleware(AuthenticationMiddleware):
         if path in OPEN_PATHS or (self._has_playground and f"{path}/".startswith(PLAYGROUND_PATH)):
             return self.app(scope, receive, send)
         key = sent_key(scope)
+        if not key and path in self._public and scope.get("method") in ("GET", "HEAD"):
+            return self.app(scope, receive, send)
         if self.verify_token(Headers({"Authorization": f"Bearer {key}"})):
             RequestContext.current().owner = hashlib.sha256(key.encode()).digest()
             return self.app(scope, receive, send)

@@ -128,7 +128,7 @@ def add_limit_arguments(group: argparse._ActionsContainer) -> None:
 
 
 def add_api_arguments(group: argparse._ActionsContainer) -> None:
-    """Adds `--default-modalities`, `--voice-map` and the flags of the playground."""
+    """Adds `--default-modalities`, `--voice-map`, the flags for clients as they are, and those of the playground."""
     group.add_argument(
         "--default-modalities",
         nargs="+",
@@ -145,6 +145,20 @@ def add_api_arguments(group: argparse._ActionsContainer) -> None:
         help="Further names of voices in requests for speech, each with the model's voice that it means: --voice-map "
         '\'{"alloy": "ethan"}\', or --voice-map.alloy ethan. The names of OpenAI\'s voices that are not given are '
         "mapped to the model's voices in turn; GET /v1/audio/voices shows the mapping.",
+    )
+    group.add_argument(
+        "--model-aliases",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="OpenAI's names of models, which some clients do not let a person change, mean the served model: tts-1, "
+        "tts-1-hd and gpt-4o-mini-tts for speech, whisper-1, gpt-4o-transcribe and gpt-4o-mini-transcribe for "
+        "transcriptions, dall-e-2, dall-e-3 and gpt-image-1 for images. A name of --served-model-name wins.",
+    )
+    group.add_argument(
+        "--public-lists",
+        action="store_true",
+        help="Answer GET /v1/models, /v1/audio/models and /v1/audio/voices without a key, for clients that send none "
+        "there, such as Open WebUI. Every other path needs a key of --api-key as before.",
     )
     group.add_argument(
         "--playground",

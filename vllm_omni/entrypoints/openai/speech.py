@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -37,11 +37,12 @@ from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, describe_err
 from vllm_omni.entrypoints.openai.images import RESPONSES as FORM_RESPONSES
 from vllm_omni.entrypoints.openai.media_output import finish_reason_of, to_base64
 from vllm_omni.entrypoints.openai.media_request import describe_form, load_connector, read_request
-from vllm_omni.entrypoints.openai.media_stage import check_model, get_handler, new_id, served_names
+from vllm_omni.entrypoints.openai.media_stage import check_model, get_handler, model_aliases, new_id, served_names
 from vllm_omni.entrypoints.openai.request_context import RequestContext, started
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag, limits_from
 from vllm_omni.entrypoints.openai.speech_file import SpeechFile
 from vllm_omni.entrypoints.openai.speech_request import (
+    WITHOUT_EFFECT,
     SpeechBatchRequest,
     SpeechFormat,
     SpeechPromptReader,
@@ -61,6 +62,8 @@ SAMPLE_RATE_HEADER, CHANNELS_HEADER = "X-Sample-Rate", "X-Channels"
 """Of the file: samples per second of each channel, and channels. pcm has no header with them."""
 FINISH_REASON_HEADER = "X-Finish-Reason"
 """Of a whole file: `length` if the speech was cut at the model's limit, so that the end of the text is missing."""
+WARNING_HEADER = "Warning"
+"""Names the fields of other servers that the request has and that have no effect here."""
 
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -70,6 +73,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
             SAMPLE_RATE_HEADER: {"schema": {"type": "integer"}, "description": "Samples per second of each channel."},
             CHANNELS_HEADER: {"schema": {"type": "integer"}, "description": "1, or 2 of a model that makes stereo."},
             FINISH_REASON_HEADER: {"schema": {"type": "string"}, "description": "With stream: false; stop or length."},
+            WARNING_HEADER: {"schema": {"type": "string"}, "description": "Fields that have no effect here, if any."},
         },
         "content": {**dict.fromkeys(AUDIO_FORMATS.values(), _BINARY), "text/event-stream": {}},
     },
@@ -114,11 +118,13 @@ class _Settings:
     Attributes:
         information: The prompt's `additional_information`.
         params: The sampling parameters of all stages.
+        ignored: Names of fields without effect.
     """
 
     request: SpeechSettings
     information: Mapping[str, Any]
     params: list[StageSamplingParams]
+    ignored: Sequence[str]
 
 
 class ServingSpeech:
@@ -136,6 +142,7 @@ class ServingSpeech:
         self._client = client
         self._stage = stage
         self._model_names = served_names(state)
+        self._aliases = model_aliases(args, "speech")
         self._keep_alive_s = float(args.sse_keep_alive_interval)
         self._max_inputs = limits_from(args, RequestLimits).max_speech_inputs
         connector = load_connector(args)
@@ -154,13 +161,13 @@ class ServingSpeech:
         events = await self._events(request.input, settings, raw_request, stream=file.is_streamed)
         if not request.stream:
             data = await file.whole(events)
-            headers = {**_headers(file), FINISH_REASON_HEADER: finish_reason_of(file.output)}
+            headers = {**_headers(file, settings), FINISH_REASON_HEADER: finish_reason_of(file.output)}
             return Response(data, headers=headers, media_type=file.media_type)
         parts = await started(file.parts(events))
         if request.stream_format == "sse":
             lines = with_sse_keep_alive(self._sse_lines(file, parts), self._keep_alive_s)
-            return ClosingResponse(lines, "text/event-stream", _headers(file))
-        return ClosingResponse(parts, file.media_type, _headers(file))
+            return ClosingResponse(lines, "text/event-stream", _headers(file, settings))
+        return ClosingResponse(parts, file.media_type, _headers(file, settings))
 
     async def create_batch(self, request: SpeechBatchRequest, raw_request: Request) -> Response:
         """The answer has the errors of single texts. Raises as `create` if the request is wrong for all of them."""
@@ -179,7 +186,7 @@ class ServingSpeech:
             data=[_as_item(index, result) for index, result in enumerate(results)],
         )
         body = await asyncio.to_thread(answer.model_dump_json, exclude_none=True)
-        return Response(body, media_type="application/json")
+        return Response(body, headers=_warning(settings.ignored), media_type="application/json")
 
     async def _speak(self, index: int, text: str, settings: _Settings, raw_request: Request) -> BatchItem:
         file = self._file(settings.request, stream=False)
@@ -194,10 +201,10 @@ class ServingSpeech:
         )
 
     def _file(self, request: SpeechSettings, *, stream: bool) -> SpeechFile:
-        return SpeechFile(self._stage, request.response_format, request.speed, stream=stream)
+        return SpeechFile(self._stage, request, stream=stream)
 
     async def _read(self, request: SpeechSettings) -> _Settings:
-        check_model(request.model, self._model_names)
+        check_model(request.model, self._model_names, self._aliases)
         params: list[StageSamplingParams] = [*read_stage_params(request.sampling_params_list, self._client.config)]
         if self._forced_text is not None and params[self._writer] is not None:
             assert self._client.stage is not None
@@ -206,7 +213,8 @@ class ServingSpeech:
                 parameter=f"sampling_params_list[{self._writer}]",
             )
         information = await self._reader.read(request, RequestContext.current().owner)
-        return _Settings(request=request, information=information, params=params)
+        ignored = self._reader.ignored(request)
+        return _Settings(request=request, information=information, params=params, ignored=ignored)
 
     @property
     def _writer(self) -> int:
@@ -271,9 +279,16 @@ class ClosingResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _headers(file: SpeechFile) -> dict[str, str]:
-    """Headers that describe a file."""
-    return {SAMPLE_RATE_HEADER: str(file.sample_rate), CHANNELS_HEADER: str(file.num_channels)}
+def _headers(file: SpeechFile, settings: _Settings) -> dict[str, str]:
+    """Headers that describe a file, and what had no effect on it."""
+    described = {SAMPLE_RATE_HEADER: str(file.sample_rate), CHANNELS_HEADER: str(file.num_channels)}
+    return described | _warning(settings.ignored)
+
+
+def _warning(ignored: Sequence[str]) -> dict[str, str]:
+    """The header about fields without effect, if there are any. 299 is a warning that stays."""
+    warnings = [f'299 - "field {name} is ignored: {WITHOUT_EFFECT[name]}"' for name in ignored]
+    return {WARNING_HEADER: ", ".join(warnings)} if warnings else {}
 
 
 def _as_item(index: int, result: BatchItem | BaseException) -> BatchItem:

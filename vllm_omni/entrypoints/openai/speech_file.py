@@ -21,6 +21,7 @@ from vllm_omni.entrypoints.openai.audio_formats import (
     first_clip,
 )
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
+from vllm_omni.entrypoints.openai.speech_request import SpeechSettings
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
 
@@ -36,20 +37,20 @@ class SpeechFile:
 
     output: OmniRequestOutput
 
-    def __init__(self, stage: OmniStageConfig, file_format: str, speed: float, *, stream: bool) -> None:
+    def __init__(self, stage: OmniStageConfig, request: SpeechSettings, *, stream: bool) -> None:
         """
         Args:
             stage: The final stage that makes the audio.
+            request: Has the file's format, sample rate, speed and volume.
         """
         self.is_streamed = stream and stage.kind != "DiT"
         self._stage = stage
-        self._format = file_format
-        self._speed = speed
+        self._request = request
         self._encoder: AudioEncoder | None = None
 
     @property
     def media_type(self) -> str:
-        return AUDIO_FORMATS[self._format]
+        return AUDIO_FORMATS[self._request.response_format]
 
     @property
     def sample_rate(self) -> int:
@@ -100,11 +101,13 @@ class SpeechFile:
         try:
             if self._encoder is None:
                 self._encoder = AudioEncoder(
-                    self._format,
+                    self._request.response_format,
                     rate,
-                    self._speed,
+                    self._request.speed,
                     num_channels=count_channels(samples),
                     is_whole=not self.is_streamed,
+                    file_rate=self._request.sample_rate,
+                    volume=self._request.volume_multiplier,
                 )
             return await self._encoder.encode_async(samples)
         except BrokenAudioError as error:

@@ -2,7 +2,7 @@
 """Requests for speech: their fields, and what of them is the model's prompt.
 
 OpenAI's fields are for every model. Others are those that the model's `PromptProcessor` declares; a field that it does
-not read is refused.
+not read is refused, except for those that clients of other servers send to every server (`WITHOUT_EFFECT`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from typing_extensions import Self
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MediaConnector
 
 from vllm_omni.config.utils import nearest
-from vllm_omni.entrypoints.openai.audio_formats import MAX_SPEED, MIN_SPEED
+from vllm_omni.entrypoints.openai.audio_formats import (
+    MAX_SAMPLE_RATE,
+    MAX_SPEED,
+    MAX_VOLUME,
+    MIN_SAMPLE_RATE,
+    MIN_SPEED,
+)
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_request import RequestModel, SoundUrl, fetch_sound
 from vllm_omni.entrypoints.openai.voice_store import VoiceStore
@@ -27,8 +34,21 @@ MAX_INPUT_CHARS = 4096
 
 SpeechFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 
-_FROM_PROMPTS = ("instructions", "language", "ref_audio", "ref_text", "context")
+_NO_LANGUAGES = "this model has no choice of languages"
+WITHOUT_EFFECT = {
+    "language": _NO_LANGUAGES,
+    "lang_code": _NO_LANGUAGES,
+    "normalization_options": "the text is spoken as it is written",
+    "backend": "this server has one model",
+    "user": "this server knows API keys and no users",
+    "task_type": "the model itself decides it",
+}
+"""Fields that clients of other servers send, and why they have no effect where the model does not read them."""
+
+_FROM_PROMPTS = ("instructions", "ref_audio", "ref_text", "context", *WITHOUT_EFFECT)
 """Fields with the names that models give them."""
+
+_FOREIGN = "Accepted for clients of other servers; has an effect only with a model that reads it."
 
 
 def _is_not_blank(value: str) -> str:
@@ -77,7 +97,13 @@ class SpeechSettings(RequestModel):
         "instructions do not use it.",
         examples=["Speak slowly and kindly."],
     )
-    language: str | None = Field(None, max_length=100, description="The language of the text, of models that read it.")
+    language: str | None = Field(
+        None,
+        max_length=100,
+        description="The language of the text, by name or code, of models that have a choice.",
+        examples=["english", "en"],
+    )
+    lang_code: str | None = Field(None, max_length=100, description="The same as language.")
     ref_audio: SoundUrl | None = Field(
         None,
         description="A recording of the voice to imitate, of models that read one: a file in a form; in JSON a data "
@@ -92,6 +118,21 @@ class SpeechSettings(RequestModel):
         description="The file's format. pcm: 16-bit little-endian samples without a header, channels interleaved.",
     )
     speed: float = Field(1.0, ge=MIN_SPEED, le=MAX_SPEED, description="Factor of the speed, at the same pitch.")
+    sample_rate: int | None = Field(
+        None,
+        ge=MIN_SAMPLE_RATE,
+        le=MAX_SAMPLE_RATE,
+        description="Samples per second of the file; default: the model's. A codec that lacks it uses its next higher "
+        "one. The header X-Sample-Rate has the file's.",
+        examples=[16000],
+    )
+    volume_multiplier: float = Field(
+        1.0, ge=0, le=MAX_VOLUME, description="Factor of the samples, which are then clipped."
+    )
+    normalization_options: Any = Field(None, description=_FOREIGN)
+    backend: Any = Field(None, description=_FOREIGN)
+    user: Any = Field(None, description=_FOREIGN)
+    task_type: Any = Field(None, description=_FOREIGN)
     sampling_params_list: Annotated[list[dict[str, Any] | None] | None, BeforeValidator(_as_json)] = Field(
         None,
         description="Sampling parameters of each stage, in stage order; null for a stage's defaults, and for the stage "
@@ -99,12 +140,18 @@ class SpeechSettings(RequestModel):
         examples=[[None, {"temperature": 0.7}, None]],
     )
 
+    @model_validator(mode="after")
+    def _has_one_language(self) -> Self:
+        if self.language and self.lang_code and self.language.lower() != self.lang_code.lower():
+            raise VLLMValidationError("language and lang_code differ; keep one of them", parameter="lang_code")
+        return self
+
     @property
     def voice_name(self) -> str | None:
         return self.voice.id if isinstance(self.voice, VoiceId) else self.voice
 
     def prompt_fields(self) -> dict[str, Any]:
-        """What is given of the model's own fields."""
+        """What is given of the model's own fields, and of those that it may not read."""
         given = {name: getattr(self, name) for name in _FROM_PROMPTS}
         given = {name: value for name, value in given.items() if value is not None}
         return {**given, **(self.model_extra or {})}
@@ -119,7 +166,11 @@ class SpeechRequest(SpeechSettings):
     stream_format: Literal["audio", "sse"] = Field(
         "audio", description="How the speech is sent while it is made: the bytes of the file, or server-sent events."
     )
-    stream: bool = Field(True, description="false: send the file when it is complete; its headers have its length.")
+    stream: bool = Field(
+        True,
+        description="true: send the speech while it is made, as stream_format says. false: send the file when it is "
+        "complete; its headers have its length.",
+    )
 
     @model_validator(mode="after")
     def _is_consistent(self) -> SpeechRequest:
@@ -151,9 +202,10 @@ class SpeechPromptReader:
             VLLMClientError: The model does not read a field, a voice is unknown, or a sound cannot be read.
             OmniError: The pipeline accepts no request now.
         """
-        given = request.prompt_fields()
-        if "instructions" not in self._client.prompt_fields:
-            given.pop("instructions", None)  # One of OpenAI's fields.
+        given = self._prompt_fields(request)
+        for name in ("instructions", *WITHOUT_EFFECT):  # OpenAI's own, and others that every model may get
+            if name not in self._client.prompt_fields:
+                given.pop(name, None)
         check_read(given, self._client.prompt_fields, type(request).model_fields)
         given = {**self._voice_fields(request, owner), **given}
         turns: list[SpeechTurn] = given.get("context", [])
@@ -163,6 +215,17 @@ class SpeechPromptReader:
         if turns:
             sounds = [await self._fetch(turn.audio, f"context[{i}].audio") for i, turn in enumerate(turns)]
             given["context"] = [_as_turn(*each) for each in zip(turns, sounds, voices, strict=True)]
+        return given
+
+    def ignored(self, request: SpeechSettings) -> list[str]:
+        """Fields of other servers that the request has and the model does not read."""
+        given = self._prompt_fields(request)
+        return [name for name in WITHOUT_EFFECT if name in given and name not in self._client.prompt_fields]
+
+    def _prompt_fields(self, request: SpeechSettings) -> dict[str, Any]:
+        given = request.prompt_fields()
+        if "lang_code" in given and "language" in self._client.prompt_fields:
+            given["language"] = given.pop("lang_code")
         return given
 
     def _voice_fields(self, request: SpeechSettings, owner: bytes) -> dict[str, Any]:

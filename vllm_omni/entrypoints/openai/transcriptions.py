@@ -36,6 +36,7 @@ from vllm_omni.entrypoints.openai.media_request import (
     read_request,
     without_nulls,
 )
+from vllm_omni.entrypoints.openai.media_stage import model_aliases
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.speech import FINISH_REASON_HEADER, ClosingResponse, sse_line
 
@@ -145,9 +146,12 @@ class ServingTranscriptions:
     def __init__(self, chat: OmniServingChat, args: Namespace) -> None:
         self._chat = chat
         self._keep_alive_s = float(args.sse_keep_alive_interval)
+        self._aliases = model_aliases(args, "transcription")
 
     async def create(self, request: TranscriptionRequest, raw_request: Request) -> Response:
         """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
+        if request.model and request.model in self._aliases and not self._is_served(request.model):
+            request.model = None  # the one that is served
         try:
             answer = await self._chat.create_chat_completion(request.as_chat(), raw_request)
         except (VLLMValidationError, VLLMUnprocessableEntityError) as error:
@@ -160,6 +164,9 @@ class ServingTranscriptions:
             return _whole(answer, request.response_format)
         lines = with_sse_keep_alive(_events(answer, RequestContext.current()), self._keep_alive_s)
         return ClosingResponse(lines, "text/event-stream", {})
+
+    def _is_served(self, name: str) -> bool:
+        return self._chat.models.is_base_model(name) or name in self._chat.models.lora_requests
 
 
 def _whole(answer: ChatCompletionResponse, response_format: str) -> Response:

@@ -158,11 +158,16 @@ def test_ephemeral_keys(realtime_app: FastAPI) -> None:
             async with opened(url, key="ek_wrong"):
                 pass
         assert caught.value.response.status_code == 401
-        # As a browser sends it.
-        protocols: Any = ["realtime", f"openai-insecure-api-key.{created.value}"]
+        # As a browser sends it, which may also have the server's key.
         address = url.replace("http", "ws") + "/v1/realtime"
-        async with websockets.connect(address, subprotocols=protocols) as socket:
-            assert socket.subprotocol == "realtime" and '"session.created"' in str(await socket.recv())
+        for key in (created.value, "secret"):
+            protocols: Any = ["realtime", f"openai-insecure-api-key.{key}"]
+            async with websockets.connect(address, subprotocols=protocols) as socket:
+                assert socket.subprotocol == "realtime" and '"session.created"' in str(await socket.recv())
+        for protocols in (["realtime"], ["realtime", "openai-insecure-api-key.wrong"], ["openai-insecure-api-key."]):
+            with pytest.raises(InvalidStatus) as caught:
+                await websockets.connect(address, subprotocols=protocols)
+            assert caught.value.response.status_code == 401
         # It is for sessions only.
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=created.value) as client:
             with pytest.raises(openai.AuthenticationError):

@@ -28,6 +28,9 @@ def load(checkpoint: Callable[[str, str], Path]) -> Callable[..., PromptProcesso
         (CUSTOM, {"ref_audio": sound(1, 0)}, "custom_voice, 1b7, reads no 'ref_audio'; it reads language, speaker"),
         (CUSTOM, {"speaker": "ethan"}, "unknown speaker 'ethan'; this checkpoint has .*vivian"),
         (CUSTOM, {"language": "sichuan_dialect"}, "unknown language 'sichuan_dialect'.*; this checkpoint has auto"),
+        (CUSTOM, {"language": "tlh"}, "unknown language 'tlh'.*; this checkpoint has auto"),
+        (CUSTOM, {"language": "cy-GB"}, "unknown language 'cy-GB'.*; this checkpoint has auto"),
+        (CUSTOM, {"language": 3}, "unknown language 3; this checkpoint has auto"),
         (CUSTOM, {"non_streaming_mode": 1}, "non_streaming_mode must be True or False, not 1"),
         (CUSTOM, {"context": []}, "reads no 'context'"),
         (DESIGN, {"speaker": "ryan"}, "voice_design, 1b7, reads no 'speaker'"),
@@ -58,6 +61,17 @@ def test_voices_are_those_of_the_checkpoint(load: Callable[..., PromptProcessor]
     default = load(CUSTOM)({"prompt": "a"})
     for made in by_name:
         assert torch.equal(made.additional_information["rows"], default.additional_information["rows"])
+
+
+@pytest.mark.parametrize(("name", "codes"), [("english", ["en", "EN", "en-US", "en_gb"]), ("chinese", ["zh", "zh-CN"])])
+def test_languages_have_names_and_codes(name: str, codes: list[str], load: Callable[..., PromptProcessor]) -> None:
+    rows = [
+        load(CUSTOM)(
+            {"prompt": "a", "additional_information": {"language": each, "speaker": "vivian"}}
+        ).additional_information["rows"]
+        for each in (name, name.title(), *codes, "auto")
+    ]
+    assert all(torch.equal(rows[0], each) for each in rows[1:-1]) and not torch.equal(rows[0], rows[-1])
 
 
 def test_special_tokens_in_a_text_are_plain_text(load: Callable[..., PromptProcessor]) -> None:

@@ -18,6 +18,7 @@ from vllm_omni.model_executor.prompt_processor import (
     PromptProcessor,
     PromptStream,
     read_choice,
+    read_language,
     read_sound,
     read_text,
 )
@@ -44,9 +45,9 @@ class Qwen3TTSPromptProcessor(PromptProcessor):
     change (not in the size 0.6B); `voice_design` makes the voice that `instructions` describe; `base` clones that of
     `ref_audio`: with `ref_text` it continues the reference, without it only takes the speaker's embedding.
 
-    `language` is `auto` or one of the checkpoint's. `non_streaming_mode` puts the whole text into the prompt; otherwise
-    it is read along with the frames. Default: as in the reference, False only for clones. Special tokens in a text are
-    read as plain text.
+    `language` is `auto` or one of the checkpoint's, by its name or its code (`en`). `non_streaming_mode` puts the whole
+    text into the prompt; otherwise it is read along with the frames. Default: as in the reference, False only for
+    clones. Special tokens in a text are read as plain text.
 
     Its information: `rows`, int64 `[rows, 2]`, the ids of each row's text and code; `text_ids`, int64 `[n]`, the text
     after the prompt; `ref_audio`, float32 `[samples]`, empty without a reference.
@@ -161,7 +162,7 @@ class Qwen3TTSPromptProcessor(PromptProcessor):
     def _read_voice(self, given: Mapping[str, Any]) -> list[int]:
         """The codes of language and speaker."""
         talker = self.hf_config.talker_config
-        language = read_choice(given.get("language", "auto"), "language", self._languages)
+        language = read_language(given.get("language", "auto"), self._languages)
         speaker = [SPEAKER] if self._kind == "base" else []
         if self._kind == "custom_voice":
             name = self._speakers[read_choice(given.get("speaker", self.voices[0]), "speaker", self.voices)]

@@ -101,9 +101,9 @@ def test_a_stage_that_loses_a_worker_is_restarted(tiny_qwen3: Path, monkeypatch:
 
 
 def test_a_stage_spans_nodes_and_survives_the_death_of_one(cluster: Any, tiny_qwen3: Path) -> None:
-    with open_llm(tiny_qwen3) as llm:
+    with quick_servers(), open_llm(tiny_qwen3) as llm:
         expected = tokens_of(llm)
-    with open_llm(tiny_qwen3, distributed_backend="ray", **WORKERS) as llm:
+    with quick_servers(), open_llm(tiny_qwen3, distributed_backend="ray", **WORKERS) as llm:
         assert tokens_of(llm) == expected
         assert len(nodes_of_actors("RayWorkerProc")) == 2
         (lost,) = nodes_of_actors("RayWorkerProc") - nodes_of_actors("StageHost")  # not that of the stage's process

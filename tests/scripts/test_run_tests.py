@@ -23,12 +23,19 @@ CLOCK = """
 import runpy, sys, time
 from pathlib import Path
 
-now = time.monotonic
-time.monotonic = lambda: now() + 3600 * Path("in_the_test").exists()
+now, file = time.monotonic, Path("in_the_test")
+begin = []
+
+def clock():
+    if not begin and file.exists():
+        begin.append(now())
+    return now() + (3600 + 5 * (now() - begin[0]) if begin else 0)
+
+time.monotonic = clock
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs the script, whose limit expires when a test makes the file."""
+"""Runs the script, whose limit expires when a test makes the file; what it waits for then has a sixth of the time."""
 
 Run = Callable[..., tuple[int, dict, str]]
 

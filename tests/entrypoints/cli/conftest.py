@@ -33,7 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         for name in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
             monkeypatch.setenv(name, {"VLLM_LOGGING_LEVEL": "WARNING"}.get(name, "ext://sys.stderr"))
         monkeypatch.setattr(FlexibleArgumentParser, "_search_keyword", None)  # It stays after a `--help=KEYWORD`.
-        monkeypatch.setattr(omni_base, "start_fork_server", lambda: None)  # no stage is started
+        monkeypatch.setattr(omni_base, "start_fork_server", lambda **options: None)  # no stage is started
         monkeypatch.setattr(sys, "argv", ["vllm-omni", *map(str, arguments)])
         code = 0
         try:

@@ -126,7 +126,7 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
         "num_inference_steps": [0, -1, 10**9, "x"],
         "guidance_scale": [-1, 1e300, "x", {}],
         "seed": [-1, 2**70, "x", {}, [1, 2, 3]],
-        "response_format": ["url", 1],
+        "response_format": ["file", 1],
         "output_format": ["bmp", 1],
         "background": ["transparent"],
         "height": [0, -5, 10**9], "width": [0, -5, 10**9],

@@ -23,6 +23,7 @@ _CLASSES = ("worker_cls", "scheduler_cls", "pipeline_class")
 _STAGE_KEYS = {
     *("stage_id", "engine_type", "stage_type", "runtime", "engine_args", "engine_input_source", "is_comprehension"),
     *("final_output", "final_output_type", "sample_rate", "reads", "default_sampling_params"),
+    *("transcription_prompt", "translation_prompt"),
 }
 _STAGE_RUNTIME_KEYS = {
     *("devices", "memory", "max_batch_size", "max_inflight", "max_queued", "step_timeout_s"),

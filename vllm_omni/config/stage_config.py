@@ -92,6 +92,9 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         sample_rate: Samples per second of an audio output.
         reads: Fields of its sources' outputs that the stage reads (replaces `StageInputProcessor.reads`).
         default_sampling_params: Fields of vLLM's `SamplingParams`; of a diffusion stage, of `DiffusionSamplingParams`.
+        transcription_prompt, translation_prompt: What the stage that reads prompts is asked beside a sound.
+            `{language}` is the name of the language that is spoken; if that is not known, it is left out, with the
+            space after it.
         input_connectors, output_connectors: For each edge (`from_stage_0: name`, `to_stage_1: name`) a connector
             defined under `runtime.connectors`.
     """
@@ -112,6 +115,8 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     sample_rate: int | None = None
     reads: list[str] | None = None
     default_sampling_params: dict[str, Any] = {}
+    transcription_prompt: str = "Transcribe the {language} audio into text."
+    translation_prompt: str = "Translate the {language} audio into English text."
     input_connectors: dict[str, str] = {}
     output_connectors: dict[str, str] = {}
 

@@ -172,7 +172,7 @@ class RequestBuilder:
         return (
             isinstance(prompt, Mapping)
             and prompt.keys() == {"engine_input", "modalities"}
-            and prompt["engine_input"]["type"] == "token"
+            and prompt["engine_input"].get("type") == "token"  # A raw prompt has no type.
             and not self.prompt_processors
         )
 

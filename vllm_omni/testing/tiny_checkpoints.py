@@ -43,6 +43,7 @@ TINY_CHECKPOINTS = {
     "stable_diffusion_3": "vllm_omni.testing.tiny.stable_diffusion_3",
     "wan": "vllm_omni.testing.tiny.wan",
     "wan_i2v": "vllm_omni.testing.tiny.wan_i2v",
+    "whisper": "vllm_omni.testing.tiny.whisper",
     "z_image": "vllm_omni.testing.tiny.z_image",
 }
 """Name -> module with `SIZES` (names of sizes) and `write(path: Path, seed: int, size: str)`; or `module:function`."""

@@ -186,7 +186,7 @@ def test_an_edit_can_be_streamed(app: FastAPI) -> None:
         ({"size": "99999x99999"}, None, "max_pixels"),
         ({"size": "32x32", "height": 64}, "height", "set different values"),
         ({"num_inference_steps": 100_000}, None, "at most 200"),
-        ({"response_format": "url"}, "response_format", "b64_json"),
+        ({"response_format": "file"}, "response_format", "'b64_json' or 'url'"),
         ({"output_format": "tiff"}, "output_format", "'png'"),
         ({"output_compression": 50}, "output_compression", "jpeg or webp"),
         ({"partial_images": 2}, "partial_images", "stream"),

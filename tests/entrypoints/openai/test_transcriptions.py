@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -21,7 +22,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_input import install
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio
 
-PATH = "/v1/audio/transcriptions"
+PATH, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 NUM_TOKENS = 24
 SOUND = encode_audio(make_audio(0, 0.7).astype(np.float32), "flac", SAMPLE_RATE)
 URI = "data:audio/flac;base64," + base64.b64encode(SOUND).decode()
@@ -77,6 +78,41 @@ def test_the_text_is_that_of_a_chat(app: FastAPI) -> None:
         assert text == told.text
 
     use(app, main)
+
+
+def test_a_translation_is_asked_for_in_a_chat(qwen3_app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        for fields, instruction in (
+            ({}, "Translate the audio into English text."),
+            ({"language": "zh", "prompt": "A name: Li."}, "Translate the Chinese audio into English text. A name: Li."),
+        ):
+            answer = await client._client.post(TRANSLATIONS, json={"file": URI, **fields})
+            assert answer.json()["text"] == (await chat(client, instruction)).choices[0].message.content
+
+    use(qwen3_app, main)
+
+
+def test_the_stage_configuration_states_the_prompts(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> None:
+    client = OmniEngineClient(talking_async_llm)
+    assert client.stage is not None
+    client.stage = msgspec.structs.replace(
+        client.stage, transcription_prompt="Write down what is said.", translation_prompt="{language} to English:"
+    )
+    client.config = client.config.with_stage_args([client.stage, *client.config.stage_args[1:]])
+    client.default_sampling_params["max_tokens"] = NUM_TOKENS
+    app = app_of(client, tiny_qwen3_omni_moe)
+
+    async def main(client: openai.AsyncOpenAI) -> None:
+        for path, instruction in ((PATH, "Write down what is said."), (TRANSLATIONS, "French to English:")):
+            answer = await client._client.post(path, json={"file": URI, "language": "fr"})
+            assert answer.json()["text"] == (await chat(client, instruction)).choices[0].message.content
+
+    use(app, main)
+
+
+def test_a_translation_has_no_times(qwen3_app: FastAPI) -> None:
+    answer = send(qwen3_app, "POST", TRANSLATIONS, json={"file": URI, "response_format": "srt"})
+    refused(answer, "response_format", "not when", "json or text")
 
 
 def test_a_stream_of_openais_events(app: FastAPI) -> None:

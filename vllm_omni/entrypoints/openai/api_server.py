@@ -28,7 +28,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelCard, Mod
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 
-from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
+from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import (
     chat,
@@ -40,6 +40,7 @@ from vllm_omni.entrypoints.openai import (
     speech,
     transcriptions,
     videos,
+    vllm_transcriptions,
 )
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -65,6 +66,7 @@ VLLM_PATHS = frozenset(
         "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/static",
     }
 )  # fmt: skip
+CHAT_PATHS = ("/v1/chat/completions", "/v1/completions")
 TEXT_PATHS = ("/v1/completions", "/tokenize", "/detokenize")
 # The handlers of the media endpoints, by the type of their outputs; each is made if the pipeline has a stage for it.
 MEDIA_HANDLERS: dict[str, Callable[[State, OmniEngineClient, OmniStageConfig, Namespace], Any]] = {
@@ -166,11 +168,12 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     level = root.level
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
     root.setLevel(level)  # One of the imports of vLLM's endpoints changes it, which hides warnings of other libraries.
-    paths = VLLM_PATHS if client.has_renderer else VLLM_PATHS.difference(TEXT_PATHS)
+    refused = _refused_paths(client)
+    paths = VLLM_PATHS.difference(refused)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in paths]
     app.title = "vLLM-Omni"
-    if not client.has_renderer:
-        _refuse_text(app, client.config)
+    for path, message in refused.items():
+        _refuse(app, path, message)
     for endpoints in (chat, speech, custom_voices, transcriptions, images, videos, realtime, description, front_page):
         app.include_router(endpoints.router)
     app.include_router(router)
@@ -188,7 +191,9 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         if (stage := final_stage(client.config, output_type))
     }
     app.state.omni_transcriptions = None
-    if transcriptions.can_transcribe(client):
+    if client.transcribes:
+        app.state.omni_transcriptions = vllm_transcriptions.VllmTranscriptions(app.state, client, args)
+    elif transcriptions.can_transcribe(client):
         app.state.omni_transcriptions = transcriptions.ServingTranscriptions(app.state.openai_serving_chat, args)
     app.state.omni_realtime = None
     if realtime.can_converse(client):
@@ -250,16 +255,29 @@ def _init_diffusion_state(state: State, client: OmniEngineClient, args: Namespac
     state.openai_serving_chat = DiffusionChat(client, state, args)
 
 
-def _refuse_text(app: FastAPI, config: PipelineConfig) -> None:
-    async def refuse() -> NoReturn:
-        """This model neither reads nor writes tokens."""
-        outputs = ", ".join(config.output_types)
-        raise VLLMValidationError(f"this model neither reads nor writes tokens; it outputs {outputs}")
+def _refused_paths(client: OmniEngineClient) -> dict[str, str]:
+    """The paths for text that the model has no use for, each with the reason."""
+    if not client.has_renderer:
+        outputs = ", ".join(client.config.output_types)
+        return dict.fromkeys(TEXT_PATHS, f"this model neither reads nor writes tokens; it outputs {outputs}")
+    if client.only_transcribes:
+        message = "this model only writes down what is spoken; send the sound to /v1/audio/transcriptions"
+        return dict.fromkeys(CHAT_PATHS, message)
+    return {}
 
-    for path in TEXT_PATHS:
-        app.add_api_route(
-            path, refuse, methods=["POST"], response_model=None, responses={HTTPStatus.BAD_REQUEST.value: {}}
-        )
+
+def _refuse(app: FastAPI, path: str, message: str) -> None:
+    async def refuse() -> NoReturn:
+        raise VLLMValidationError(message, parameter="model")
+
+    app.add_api_route(
+        path,
+        refuse,
+        methods=["POST"],
+        response_model=None,
+        description=message,
+        responses={HTTPStatus.BAD_REQUEST.value: {}},
+    )
 
 
 class DiffusionModels(OpenAIModelRegistry):

@@ -210,7 +210,8 @@ class _Codec:
 
 
 _CODECS = {
-    "mp3": _Codec("libmp3lame", "mp3", "s16p"),
+    # Without a tag, so that a client can join files: decoders fail on one between two sounds.
+    "mp3": _Codec("libmp3lame", "mp3", "s16p", options={"id3v2_version": "0"}),
     "aac": _Codec("aac", "adts", "fltp"),
     # A page for each packet: else a streaming client gets the audio in pieces of a second.
     "opus": _Codec("libopus", "ogg", "s16", options={"page_duration": "20000"}),

@@ -106,9 +106,11 @@ def _media_inputs(client: OmniEngineClient, infos: dict[int, PipelineInfo]) -> l
 def _endpoints(app: FastAPI, client: OmniEngineClient) -> list[str]:
     first = final_stage(client.config, client.config.output_types[0])
     has_chat = client.has_renderer or (first is not None and not first.runs_vllm)
+    has_chat = has_chat and not client.only_transcribes
     made = ["/v1/chat/completions"] if has_chat else []
     made += [path for kind, path in _ENDPOINTS.items() if kind in app.state.omni_handlers]
-    made += ["/v1/audio/transcriptions"] if app.state.omni_transcriptions is not None else []
+    if app.state.omni_transcriptions is not None:
+        made += ["/v1/audio/transcriptions", "/v1/audio/translations"]
     return made + (["/v1/realtime"] if app.state.omni_realtime is not None else [])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -102,7 +102,6 @@ class _UnsupportedEngineClient(EngineClient):
     """The part of `EngineClient` that only endpoints of other servers call."""
 
     encode = _unsupported("pooling")
-    abort = _unsupported("abort by id")
     start_profile = stop_profile = _unsupported("profiling")
     reset_encoder_cache = reset_prefix_cache = _unsupported("resetting caches")
     sleep = wake_up = release_kv_cache_memory = _unsupported("sleep mode")
@@ -248,7 +247,8 @@ class OmniEngineClient(_UnsupportedEngineClient):
         spoken_text: SpokenText | None = None,
         **unused: Any,
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Outputs of a rendered prompt: deltas or the whole, see `sampling_params.output_kind`.
+        """Outputs of a rendered prompt: deltas or the whole, see `sampling_params.output_kind`. It may be raw, too, as
+        that by which vLLM's handlers of speech find the language.
 
         If the request has other outputs than text, also their events, and the `CompletedEvent`.
         """
@@ -361,7 +361,27 @@ class OmniEngineClient(_UnsupportedEngineClient):
         """`/health` checks each stage."""
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        if self.transcribes:
+            return ("generate", "transcription")
         return ("generate",) if self.has_renderer else ()
+
+    @property
+    def transcribes(self) -> bool:
+        """Whether the pipeline is one stage of a model that vLLM's handlers transcribe with, such as Whisper."""
+        return self._is_all(lambda config: config.registry.is_transcription_model(config.architectures, config))
+
+    @property
+    def only_transcribes(self) -> bool:
+        """Whether that model does nothing else: it does not chat."""
+        return self._is_all(lambda config: config.registry.is_transcription_only_model(config.architectures, config))
+
+    def _is_all(self, check: Callable[[ModelConfig], bool]) -> bool:
+        """Whether the pipeline is one stage, which reads prompts, of such a model."""
+        return self.stage is not None and self.config.stage_args == [self.stage] and check(self.model_config)
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Ends the engine requests of the current HTTP request; vLLM's handlers of speech end no others."""
+        await RequestContext.current().abort()
 
     async def is_tracing_enabled(self) -> bool:
         return any("otlp_traces_endpoint" in stage.engine_args for stage in self.config.stage_args)

@@ -7,25 +7,28 @@ import math
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import FileResponse, StreamingResponse
 from openai.types import Image as ImageFile
 from openai.types import ImageEditStreamEvent, ImageGenStreamEvent, ImagesResponse
+from openai.types.images_response import Usage
 from PIL import Image
 from pydantic import AliasChoices, Field, TypeAdapter, model_validator
 from starlette.datastructures import State
 from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.file_store import FILES_PATH, FileStore
 from vllm_omni.entrypoints.openai.http_errors import describe_errors, to_http_error
 from vllm_omni.entrypoints.openai.media_output import IMAGE_FORMATS, as_image_file, to_base64, usage_of
 from vllm_omni.entrypoints.openai.media_request import (
@@ -37,7 +40,8 @@ from vllm_omni.entrypoints.openai.media_request import (
     read_request,
 )
 from vllm_omni.entrypoints.openai.media_stage import MediaStage, completed, get_handler, model_aliases, new_id
-from vllm_omni.entrypoints.openai.request_context import started
+from vllm_omni.entrypoints.openai.request_context import RequestContext, started
+from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
 from vllm_omni.errors import OmniError
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
 from vllm_omni.media import encode_image
@@ -63,8 +67,10 @@ class ImageRequest(DiffusionRequest):
     """A request for new images."""
 
     n: int | None = Field(None, ge=1, le=10, description="Number of images; default 1.")
-    response_format: Literal["b64_json"] | None = Field(
-        None, description="Images come in the answer, as base64. There are no URLs: the server keeps no images."
+    response_format: Literal["b64_json", "url"] | None = Field(
+        None,
+        description="b64_json (default): images come in the answer, as base64. url: the address of a file that the "
+        "server keeps for a time; whoever knows it can download the image. Streamed images are always base64.",
     )
     output_format: Literal["png", "jpeg", "webp"] | None = Field(None, description="Default: png.")
     output_compression: int | None = Field(
@@ -122,10 +128,15 @@ class ImageEditRequest(ImageRequest):
 
 
 class ServingImages:
-    """The handler of both endpoints."""
+    """The handler of all endpoints.
+
+    Attributes:
+        store: Images that were answered as URLs.
+    """
 
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
         self._stage = MediaStage(state, client, stage, args)
+        self.store = FileStore(limits_from(args, ServerLimits))
         self._keep_alive_s = float(args.sse_keep_alive_interval)
         self._aliases = model_aliases(args, "image")
 
@@ -150,12 +161,21 @@ class ServingImages:
             request.prompt, settings, images, raw_request, request_id=request_id, stream=bool(request.stream)
         )
         if not request.stream:
-            body = await asyncio.to_thread(_render, await completed(events), file_format)
+            output = await completed(events)
+            files = await asyncio.to_thread(_files_of, output, file_format)
+            wants_urls = request.response_format == "url"
+            kept = await self._keep(files, file_format, raw_request) if wants_urls else None
+            body = await asyncio.to_thread(_render, files, kept, usage_of(output), file_format)
             return Response(body, media_type="application/json")
         kind = "image_edit" if urls else "image_generation"
         stream = _Stream(kind, file_format, self._stage.expected_size(settings), request.partial_images or 0)
         content = with_sse_keep_alive(stream.run(await started(events)), self._keep_alive_s)
         return StreamingResponse(content, media_type="text/event-stream")
+
+    async def _keep(self, files: Sequence[bytes], file_format: str, raw_request: Request) -> list[str]:
+        """The addresses of the files, under the address that the client has sent its request to."""
+        names = await self.store.add(files, file_format, RequestContext.current().owner)
+        return [str(raw_request.url_for("download_image", name=name)) for name in names]
 
     def _settings(self, request: ImageRequest) -> tuple[dict[str, Any], str]:
         """The settings for the stage, and the format of the files."""
@@ -206,7 +226,7 @@ class _Stream:
 
     def _finish(self, output: OmniRequestOutput) -> list[str]:
         usage = usage_of(output).model_dump(exclude_none=True)
-        files = [as_image_file(image, self._file_format) for image in output.images]
+        files = _files_of(output, self._file_format)
         return [self._event("completed", file, i, _size_of(file), usage=usage) for i, file in enumerate(files)]
 
     def _event(self, name: str, file: bytes, index: int, size: str, **more: Any) -> str:
@@ -226,16 +246,22 @@ class _Stream:
         return f"event: {event.type}\ndata: {event.model_dump_json(exclude_none=True)}\n\n"
 
 
-def _render(output: OmniRequestOutput, file_format: Any) -> bytes:
-    """The body of an answer. Takes long for large images."""
-    files = [as_image_file(image, file_format) for image in output.images]
+def _files_of(output: OmniRequestOutput, file_format: str) -> list[bytes]:
+    """Takes long for large images."""
+    return [as_image_file(image, file_format) for image in output.images]
+
+
+def _render(files: Sequence[bytes], urls: Sequence[str] | None, usage: Usage, file_format: Any) -> bytes:
+    """The body of an answer, with the URLs in place of the files if there are any. Takes long for large images."""
     answer = ImagesResponse(
         created=int(time.time()),
-        data=[ImageFile(b64_json=to_base64(file)) for file in files],
+        data=[ImageFile(b64_json=to_base64(file)) for file in files]
+        if urls is None
+        else [ImageFile(url=url) for url in urls],
         background="opaque",
         output_format=file_format,
         size=_size_of(files[0]),
-        usage=usage_of(output),
+        usage=usage,
     )
     return answer.model_dump_json(exclude_none=True).encode()
 
@@ -249,7 +275,14 @@ async def _edit_request(raw_request: Request) -> ImageEditRequest:
     return await read_request(raw_request, ImageEditRequest, "image")
 
 
-router = APIRouter()
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    if handler := app.state.omni_handlers.get("image"):
+        await handler.store.close()
+
+
+router = APIRouter(lifespan=_lifespan)
 
 
 @router.post("/v1/images/generations", dependencies=[Depends(validate_json_request)], responses=_IMAGE_RESPONSES)
@@ -270,3 +303,25 @@ async def create_image(request: ImageRequest, raw_request: Request) -> Response:
 async def edit_image(request: Annotated[ImageEditRequest, Depends(_edit_request)], raw_request: Request) -> Response:
     """Images that are made of others, as a prompt says."""
     return await get_handler(raw_request, "image").answer(request, raw_request)
+
+
+@router.get(
+    FILES_PATH + "/{name}",
+    response_class=FileResponse,
+    responses={
+        HTTPStatus.OK.value: {"content": {f"image/{file_format}": {} for file_format in IMAGE_FORMATS}},
+        HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse},
+    },
+)
+async def download_image(name: str, raw_request: Request) -> FileResponse:
+    """An image that was answered as a URL. It needs no API key: whoever knows the name can download it."""
+    handler = raw_request.app.state.omni_handlers.get("image")
+    if handler is None:
+        raise VLLMNotFoundError("this server keeps no images")
+    path = handler.store.path(name)
+    return FileResponse(
+        path,
+        media_type=f"image/{path.suffix.removeprefix('.')}",
+        stat_result=path.stat(),
+        headers={"Cache-Control": "private"},
+    )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every HTTP request passes before its endpoint: API key, limits of the body, strict JSON, garbage collection.
 
-Plain ASGI, so that streamed answers and disconnects pass unchanged. Knows no endpoint but those of health.
+Plain ASGI, so that streamed answers and disconnects pass unchanged. Knows no endpoint but those that
+need no key.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
+from vllm_omni.entrypoints.openai.file_store import is_file_path
 from vllm_omni.entrypoints.openai.http_errors import error_response, on_unknown_error
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, sent_key
 from vllm_omni.entrypoints.openai.request_context import RequestContext
@@ -118,7 +120,8 @@ class HeadMiddleware:
 
 
 class ApiKeyMiddleware(AuthenticationMiddleware):
-    """vLLM's checks the key for the paths in its own list; this one for every path but `OPEN_PATHS` and the page.
+    """vLLM's checks the key for the paths in its own list; this one for every path but `OPEN_PATHS`, the page and
+    files whose name is the secret.
 
     A WebSocket may have an ephemeral key. A key that is sent to one of the `public` paths is checked.
     """
@@ -135,6 +138,9 @@ class ApiKeyMiddleware(AuthenticationMiddleware):
             return self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in OPEN_PATHS or (self._has_playground and f"{path}/".startswith(PLAYGROUND_PATH)):
+            return self.app(scope, receive, send)
+        # Clients download the file of an answer without the key: its name is as secret.
+        if is_file_path(path) and scope.get("method") in ("GET", "HEAD"):
             return self.app(scope, receive, send)
         key = sent_key(scope)
         if not key and path in self._public and scope.get("method") in ("GET", "HEAD"):

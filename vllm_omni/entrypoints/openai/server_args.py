@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of the server beside vLLM's: limits of requests and of the server, default outputs and names of voices.
 
-`middleware.py`, `media_input.py`, `video_store.py`, `voice_store.py` and the endpoints apply the limits.
+`middleware.py`, `media_input.py`, `video_store.py`, `file_store.py`, `voice_store.py` and the endpoints apply the
+limits.
 """
 
 import argparse
@@ -70,7 +71,8 @@ class ServerLimits:
     """Seconds after which the connection of a client that reads nothing of its answer is closed."""
 
     video_dir: str | None = None
-    """Existing directory for the files of generated videos. Default: the system's for temporary files."""
+    """Existing directory for the files of generated videos, and of images that are answered as URLs. Default: the
+    system's for temporary files."""
 
     max_stored_videos: int = 1000
     """Video jobs that are kept for each API key; for a new one its oldest that has ended is removed."""
@@ -80,6 +82,15 @@ class ServerLimits:
 
     video_expires_after_s: float = 3600.0
     """Seconds that a video job and its file are kept after it has ended."""
+
+    max_stored_images: int = 1000
+    """Files of images answered as URLs that are kept for each API key; for new ones its oldest are removed."""
+
+    max_stored_image_bytes: int = GIB
+    """Bytes of such files that are kept for each API key; for new ones its oldest are removed."""
+
+    image_expires_after_s: float = 3600.0
+    """Seconds that such a file is kept."""
 
     max_stored_voices: int = 100
     """Uploaded voices that are kept for each API key."""

@@ -1,61 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/audio/transcriptions, as in OpenAI's API, for a pipeline whose model hears and writes.
+"""POST /v1/audio/transcriptions and /v1/audio/translations, as in OpenAI's API.
 
-A transcription is a chat of one message, the sound and the request to transcribe it. vLLM's own handler is for models
-that declare their transcription prompt, which few chat models do, and its streams are not OpenAI's.
+Of an omni model the text is that of a chat of one message: the sound, and the request to write it down, in the words
+that its stage's configuration states. A model that vLLM transcribes with, such as Whisper, has vLLM's handler, see
+`vllm_transcriptions.py`.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from openai.types.audio import TranscriptionTextDeltaEvent, TranscriptionTextDoneEvent
 from openai.types.audio.transcription import Transcription, UsageTokens
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from transformers.models.whisper.tokenization_whisper import LANGUAGES
+from pydantic import BaseModel
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
 
-from vllm_omni.entrypoints.openai.chat import Line, OmniChatCompletionRequest, OmniServingChat
+from vllm_omni.entrypoints.openai.chat import Line, OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.images import RESPONSES as FORM_RESPONSES
-from vllm_omni.entrypoints.openai.media_request import (
-    RequestModel,
-    SoundUrl,
-    describe_form,
-    read_request,
-    without_nulls,
-)
+from vllm_omni.entrypoints.openai.media_request import describe_form, read_request
 from vllm_omni.entrypoints.openai.media_stage import model_aliases
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.speech import FINISH_REASON_HEADER, ClosingResponse, sse_line
-
-_NO_TIMES = "this server's models say what is spoken, not when"
-_NO_DIARIZATION = "this server's models do not tell who speaks"
-_UNSUPPORTED_FIELDS = {
-    "timestamp_granularities": _NO_TIMES,
-    "include": "log probabilities are not returned with transcriptions; /v1/chat/completions has them",
-    "known_speaker_names": _NO_DIARIZATION,
-    "known_speaker_references": _NO_DIARIZATION,
-    "keywords": "name them in prompt",
-    "languages": "name one as language, or leave it out",
-}
-_UNSUPPORTED_FORMATS = {
-    "verbose_json": _NO_TIMES,
-    "srt": _NO_TIMES,
-    "vtt": _NO_TIMES,
-    "diarized_json": _NO_DIARIZATION,
-}
+from vllm_omni.entrypoints.openai.transcription_request import (
+    SoundRequest,
+    Task,
+    TimedTranscriptionRequest,
+    TranscriptionRequest,
+)
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     HTTPStatus.OK.value: {"model": Transcription, "content": {"text/plain": {}, "text/event-stream": {}}},
@@ -63,73 +46,17 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _check_language(code: str) -> str:
-    if code.lower() not in LANGUAGES:
-        raise ValueError(f"unknown language {code!r}; it is an ISO 639-1 code, such as en or zh")
-    return code.lower()
+class TranscriptionHandler(Protocol):
+    """What answers both endpoints.
 
+    Attributes:
+        request_class: The requests that it takes.
+    """
 
-class TranscriptionRequest(RequestModel):
-    """Speech to be written down."""
+    request_class: type[SoundRequest]
 
-    model_config = ConfigDict(extra="forbid")
-
-    file: SoundUrl = Field(description="The sound: a file in a form; in JSON a data URI or an address.")
-    model: str | None = Field(None, description="A name of GET /v1/models; default: the model that is served.")
-    language: Annotated[str, AfterValidator(_check_language)] | None = Field(
-        None, description="The language that is spoken, as an ISO 639-1 code.", examples=["en"]
-    )
-    prompt: str | None = Field(
-        None, max_length=4096, description="Names and words that occur, style, or what was said before."
-    )
-    response_format: Literal["json", "text"] = "json"
-    temperature: float = Field(0.0, ge=0, le=1, description="0: the likeliest text.")
-    stream: bool = Field(False, description="Server-sent events with the text as it is written.")
-    chunking_strategy: Literal["auto"] | None = Field(None, description="The sound is always read as a whole.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, fields: Any) -> Any:
-        """OpenAI's fields and values that would change the result."""
-        if not isinstance(fields, Mapping):
-            return fields
-        for name in without_nulls(fields):
-            base = str(name).partition("[")[0]  # Forms have include[] and chunking_strategy[type].
-            if base == "chunking_strategy" and fields[name] != "auto":
-                raise VLLMValidationError("a sound is always read as a whole; leave it out", parameter=base)
-            if reason := _UNSUPPORTED_FIELDS.get(base):
-                raise VLLMValidationError(f"{base} is not supported: {reason}", parameter=base)
-        wanted = fields.get("response_format")
-        if isinstance(wanted, str) and (reason := _UNSUPPORTED_FORMATS.get(wanted)):
-            raise VLLMValidationError(
-                f"response_format {wanted} is not supported: {reason}; it may be json or text",
-                parameter="response_format",
-            )
-        return fields
-
-    @property
-    def instruction(self) -> str:
-        """The request to the model."""
-        language = "" if self.language is None else f"{LANGUAGES[self.language].title()} "
-        instruction = f"Transcribe the {language}audio into text."
-        return f"{instruction} {self.prompt}" if self.prompt else instruction
-
-    def as_chat(self) -> OmniChatCompletionRequest:
-        """The request for its text."""
-        content = [
-            {"type": "audio_url", "audio_url": {"url": self.file}},
-            {"type": "text", "text": self.instruction},
-        ]
-        return OmniChatCompletionRequest.model_validate(
-            {
-                "model": self.model,
-                "messages": [{"role": "user", "content": content}],
-                "modalities": ["text"],
-                "temperature": self.temperature,
-                "stream": self.stream,
-                "stream_options": {"include_usage": True} if self.stream else None,
-            }
-        )
+    async def create(self, request: Any, task: Task, raw_request: Request) -> Response:
+        """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
 
 
 def can_transcribe(client: OmniEngineClient) -> bool:
@@ -141,19 +68,19 @@ def can_transcribe(client: OmniEngineClient) -> bool:
 
 
 class ServingTranscriptions:
-    """The handler of the endpoint."""
+    """The handler for a model that is asked in a chat."""
+
+    request_class: type[SoundRequest] = TranscriptionRequest
 
     def __init__(self, chat: OmniServingChat, args: Namespace) -> None:
         self._chat = chat
         self._keep_alive_s = float(args.sse_keep_alive_interval)
-        self._aliases = model_aliases(args, "transcription")
 
-    async def create(self, request: TranscriptionRequest, raw_request: Request) -> Response:
-        """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
-        if request.model and request.model in self._aliases and not self._is_served(request.model):
-            request.model = None  # the one that is served
+    async def create(self, request: TranscriptionRequest, task: Task, raw_request: Request) -> Response:
+        """See `TranscriptionHandler`."""
+        chat = request.as_chat(stage_prompt(self._chat.client, task))
         try:
-            answer = await self._chat.create_chat_completion(request.as_chat(), raw_request)
+            answer = await self._chat.create_chat_completion(chat, raw_request)
         except (VLLMValidationError, VLLMUnprocessableEntityError) as error:
             if error.parameter == "audio_url":
                 error.parameter = "file"
@@ -162,11 +89,13 @@ class ServingTranscriptions:
             return JSONResponse(answer.model_dump(), answer.error.code)
         if isinstance(answer, ChatCompletionResponse):
             return _whole(answer, request.response_format)
-        lines = with_sse_keep_alive(_events(answer, RequestContext.current()), self._keep_alive_s)
-        return ClosingResponse(lines, "text/event-stream", {})
+        return as_events(answer, self._keep_alive_s)
 
-    def _is_served(self, name: str) -> bool:
-        return self._chat.models.is_base_model(name) or name in self._chat.models.lora_requests
+
+def stage_prompt(client: OmniEngineClient, task: Task) -> str:
+    """What the stage that reads prompts states for a task."""
+    assert client.stage is not None
+    return client.stage.transcription_prompt if task == "transcribe" else client.stage.translation_prompt
 
 
 def _whole(answer: ChatCompletionResponse, response_format: str) -> Response:
@@ -179,8 +108,14 @@ def _whole(answer: ChatCompletionResponse, response_format: str) -> Response:
     return JSONResponse(whole.model_dump(exclude_none=True), headers=headers)
 
 
+def as_events(lines: AsyncGenerator[Line, None], keep_alive_s: float) -> Response:
+    """OpenAI's server-sent events of vLLM's lines of a chat or a transcription."""
+    events = with_sse_keep_alive(_events(lines, RequestContext.current()), keep_alive_s)
+    return ClosingResponse(events, "text/event-stream", {})
+
+
 async def _events(lines: AsyncGenerator[Line, None], context: RequestContext) -> AsyncGenerator[str, None]:
-    """OpenAI's server-sent events of vLLM's lines of a chat; an error is the last of them.
+    """An error is the last of them.
 
     vLLM does not close the outputs that it reads, so they are closed here.
     """
@@ -197,7 +132,7 @@ async def _events(lines: AsyncGenerator[Line, None], context: RequestContext) ->
                 if data.get("usage"):
                     usage = UsageInfo(**data["usage"])
                 for choice in data["choices"]:
-                    reason = choice["finish_reason"] or reason
+                    reason = choice.get("finish_reason") or reason
                     if delta := choice["delta"].get("content"):
                         text += delta
                         yield _event(TranscriptionTextDeltaEvent(delta=delta, type="transcript.text.delta"))
@@ -226,25 +161,42 @@ def _event(event: BaseModel) -> str:
     return f"data: {event.model_dump_json(exclude_none=True)}\n\n"
 
 
-async def _transcription_request(raw_request: Request) -> TranscriptionRequest:
-    return await read_request(raw_request, TranscriptionRequest, "file")
-
-
-router = APIRouter()
-
-
-@router.post(
-    "/v1/audio/transcriptions",
-    responses=RESPONSES,
-    openapi_extra=describe_form(TranscriptionRequest, "file", several=False),
-)
-@with_cancellation
-@load_aware_call
-async def create_transcription(
-    request: Annotated[TranscriptionRequest, Depends(_transcription_request)], raw_request: Request
-) -> Response:
-    """What is said in a sound."""
+def _handler(raw_request: Request) -> TranscriptionHandler:
     handler = raw_request.app.state.omni_transcriptions
     if handler is None:
         raise VLLMValidationError("this model does not understand speech and write what it hears", parameter="model")
-    return await handler.create(request, raw_request)
+    return handler
+
+
+async def _sound_request(raw_request: Request) -> SoundRequest:
+    request = await read_request(raw_request, _handler(raw_request).request_class, "file")
+    state = raw_request.app.state
+    if request.model in model_aliases(state.args, "transcription"):
+        models = state.openai_serving_models
+        if not models.is_base_model(request.model) and request.model not in models.lora_requests:
+            request.model = None  # the one that is served
+    return request
+
+
+router = APIRouter()
+_BODY = describe_form(TimedTranscriptionRequest, "file", several=False)
+
+
+@router.post("/v1/audio/transcriptions", responses=RESPONSES, openapi_extra=_BODY)
+@with_cancellation
+@load_aware_call
+async def create_transcription(
+    request: Annotated[SoundRequest, Depends(_sound_request)], raw_request: Request
+) -> Response:
+    """What is said in a sound."""
+    return await _handler(raw_request).create(request, "transcribe", raw_request)
+
+
+@router.post("/v1/audio/translations", responses=RESPONSES, openapi_extra=_BODY)
+@with_cancellation
+@load_aware_call
+async def create_translation(
+    request: Annotated[SoundRequest, Depends(_sound_request)], raw_request: Request
+) -> Response:
+    """What is said in a sound, in English."""
+    return await _handler(raw_request).create(request, "translate", raw_request)

@@ -15,7 +15,8 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.realtime import turn_detection
 from vllm_omni.entrypoints.openai.realtime.audio import MAX_SPEED, MIN_SPEED
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
-from vllm_omni.entrypoints.openai.transcriptions import TranscriptionRequest, can_transcribe
+from vllm_omni.entrypoints.openai.transcription_request import TranscriptionRequest
+from vllm_omni.entrypoints.openai.transcriptions import can_transcribe
 from vllm_omni.entrypoints.openai.voices import DEFAULT_VOICE
 
 Values = dict[str, Any]

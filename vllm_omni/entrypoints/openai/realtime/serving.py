@@ -73,7 +73,7 @@ class ClientSecretResponse(BaseModel):
 
 def can_converse(client: OmniEngineClient) -> bool:
     """Whether the pipeline's model reads messages and answers in text, perhaps with speech."""
-    return client.has_renderer and "text" in client.config.output_types
+    return client.has_renderer and "text" in client.config.output_types and not client.only_transcribes
 
 
 class ServingRealtime:

@@ -36,6 +36,7 @@ from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, r
 from vllm_omni.entrypoints.openai.realtime.response import Response
 from vllm_omni.entrypoints.openai.realtime.turn_detection import Turn, TurnDetector
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
+from vllm_omni.entrypoints.openai.transcriptions import stage_prompt
 
 MIN_TURN_S = 0.1  # As OpenAI's.
 
@@ -284,7 +285,7 @@ class Session:
         name = "conversation.item.input_audio_transcription"
         text = ""
         usage: dict[str, Any] = {}
-        request = transcription_request(settings, sound.uri()).as_chat()
+        request = transcription_request(settings, sound.uri()).as_chat(stage_prompt(self._chat.client, "transcribe"))
         request.model = self._values["model"]
         try:
             async with self._transcribing, aclosing(chunks(self._chat, request, self._owner)) as answer:

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transcriptions and translations by vLLM's own handlers: a tiny Whisper writes what HF transformers writes."""
+
+import asyncio
+import base64
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from fastapi import FastAPI
+from transformers import WhisperForConditionalGeneration, WhisperProcessor
+
+from tests.entrypoints.conftest import as_async, start
+from tests.entrypoints.fake_pipelines import is_idle
+from tests.entrypoints.openai.fake_server import AppRequest
+from tests.entrypoints.openai.media_apps import MODEL, app_of, send, use
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.audio_formats import encode_audio
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.vllm_transcriptions import as_srt, as_vtt
+from vllm_omni.testing.media import SAMPLE_RATE, make_audio
+from vllm_omni.testing.tiny.whisper import CLIP_S
+from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI's call for translations.
+
+PATH, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
+NUM_TOKENS = 24
+
+
+def sound(seconds: float) -> bytes:
+    return encode_audio(make_audio(0, seconds).astype(np.float32), "flac", SAMPLE_RATE)
+
+
+SOUND, LONG_SOUND = sound(1.7), sound(2.5 * CLIP_S)
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint("whisper", tmp_path_factory.mktemp("whisper"))
+
+
+@pytest.fixture(scope="module")
+def llm(whisper: Path) -> Iterator[AsyncOmniLLM]:
+    with start(whisper) as llm:
+        yield as_async(llm)
+
+
+@pytest.fixture(scope="module")
+def app(llm: AsyncOmniLLM, whisper: Path) -> FastAPI:
+    client = OmniEngineClient(llm)
+    client.default_sampling_params["max_tokens"] = NUM_TOKENS  # Random weights do not stop by themselves.
+    return app_of(client, whisper)
+
+
+@pytest.fixture(scope="module")
+def reference(whisper: Path) -> Callable[[str], str]:
+    """The text that HF transformers' Whisper writes after a prompt."""
+    model = WhisperForConditionalGeneration.from_pretrained(whisper)
+    processor = WhisperProcessor.from_pretrained(whisper)
+    samples = make_audio(0, 1.7).astype(np.float32)
+    features = processor.feature_extractor(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
+
+    @torch.no_grad()
+    def write(prompt: str) -> str:
+        ids = processor.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+        encoded = model.model.encoder(features)
+        written: list[int] = []
+        while len(written) < NUM_TOKENS and processor.tokenizer.eos_token_id not in written:
+            logits = model(encoder_outputs=encoded, decoder_input_ids=ids).logits
+            written.append(int(logits[0, -1].argmax()))
+            ids = torch.cat([ids, torch.tensor([written[-1:]])], dim=1)
+        return processor.tokenizer.backend_tokenizer.decode(written, skip_special_tokens=True)  # Keeps times.
+
+    return write
+
+
+def post(app: FastAPI, path: str = PATH, file: bytes = SOUND, **fields: Any) -> Any:
+    return send(app, "POST", path, data=fields, files={"file": ("a.flac", file)})
+
+
+def test_the_text_is_that_of_transformers(app: FastAPI, reference: Callable[[str], str]) -> None:
+    async def main(client: openai.AsyncOpenAI) -> tuple[Any, Any, str]:
+        fields: Any = {"model": MODEL, "file": ("a.flac", SOUND)}
+        german = await client.audio.transcriptions.create(**fields, language="de")
+        text = await client.audio.transcriptions.create(**fields, language="en", response_format="text")
+        return german, text, (await client.audio.translations.create(**fields, extra_body={"language": "de"})).text
+
+    german, text, translated = use(app, main)
+    assert german.text == reference("<|startoftranscript|><|de|><|transcribe|><|notimestamps|>") != ""
+    assert german.usage.type == "duration" and german.usage.seconds == 2
+    assert text == reference("<|startoftranscript|><|en|><|transcribe|><|notimestamps|>")
+    assert translated == reference("<|startoftranscript|><|de|><|translate|><|notimestamps|>")
+
+
+def test_a_stream_of_openais_events(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> tuple[Any, list[Any]]:
+        fields: Any = {"model": MODEL, "file": ("a.flac", LONG_SOUND), "language": "en"}
+        whole = await client.audio.transcriptions.create(**fields)
+        stream: Any = await client.audio.transcriptions.create(**fields, stream=True)
+        return whole, [event async for event in stream]
+
+    whole, (*deltas, done) = use(app, main)
+    assert {event.type for event in deltas} == {"transcript.text.delta"} and len(deltas) > 2
+    assert done.type == "transcript.text.done" and done.text == "".join(event.delta for event in deltas) == whole.text
+    assert done.usage.output_tokens == 3 * NUM_TOKENS  # A sound of three clips.
+
+
+def test_times_in_all_formats(app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> Any:
+        return await client.audio.transcriptions.create(
+            model=MODEL,
+            file=("a.flac", LONG_SOUND),
+            response_format="verbose_json",
+            timestamp_granularities=["segment"],
+        )
+
+    verbose = use(app, main)
+    assert verbose.duration == pytest.approx(2.5 * CLIP_S) and verbose.language.isalpha()
+    assert [segment.id for segment in verbose.segments] == list(range(len(verbose.segments)))
+    segments = [segment.model_dump() for segment in verbose.segments]
+    srt, vtt = (post(app, file=LONG_SOUND, response_format=name) for name in ("srt", "vtt"))
+    assert (srt.text, vtt.text) == (as_srt(segments), as_vtt(segments))
+    assert {answer.headers["content-type"] for answer in (srt, vtt)} == {"text/plain; charset=utf-8"}
+    translated = post(app, TRANSLATIONS, response_format="verbose_json", language="de").json()
+    assert (translated["task"], translated["language"]) == ("translate", "german")
+
+
+def test_subtitles() -> None:
+    segments = [{"start": 0.0, "end": 1.2, "text": " A cat."}, {"start": 3661.0, "end": 3662.5, "text": " A dog."}]
+    assert as_srt(segments) == (
+        "1\n00:00:00,000 --> 00:00:01,200\nA cat.\n\n2\n01:01:01,000 --> 01:01:02,500\nA dog.\n"
+    )
+    assert as_vtt(segments) == (
+        "WEBVTT\n\n00:00:00.000 --> 00:00:01.200\nA cat.\n\n01:01:01.000 --> 01:01:02.500\nA dog.\n"
+    )
+    assert (as_srt([]), as_vtt([])) == ("", "WEBVTT\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": "diarized_json"}, "response_format", "verbose_json, srt or vtt"),
+        ({"response_format": "xml"}, "body.response_format", "'vtt'"),
+        ({"response_format": "srt", "stream": "true"}, "stream", "not streamed"),
+        ({"response_format": "verbose_json", "timestamp_granularities[]": "word"}, "timestamp_granularities", "word"),
+        ({"timestamp_granularities[]": "segment"}, "timestamp_granularities", "verbose_json"),
+        ({"include[]": "logprobs"}, "include", "log probabilities"),
+        ({"language": "german"}, "body.language", "ISO 639-1"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(app: FastAPI, fields: dict[str, Any], param: str, words: str) -> None:
+    for path in (PATH, TRANSLATIONS):
+        answer = post(app, path, **fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param) and words in error["message"], error
+
+
+def test_other_requests_are_refused_with_a_reason(app: FastAPI) -> None:
+    assert post(app, model="whisper-1").json() == post(app, model=MODEL).json()
+    assert post(app, model="other").status_code == 404
+    broken = send(app, "POST", PATH, json={"file": "data:audio/wav;base64,AAAA"})
+    assert (broken.status_code, broken.json()["error"]["param"]) == (400, "file")
+    chat = send(app, "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+    assert chat.status_code == 400 and PATH in chat.json()["error"]["message"]
+    description = send(app, "GET", "/v1/pipeline").json()
+    assert description["endpoints"] == [PATH, TRANSLATIONS]
+
+
+def test_a_client_abort_ends_the_request(llm: AsyncOmniLLM, whisper: Path) -> None:
+    app = app_of(OmniEngineClient(llm), whisper)
+    uri = "data:audio/flac;base64," + base64.b64encode(LONG_SOUND).decode()
+
+    async def main(stream: bool) -> None:
+        visit = AppRequest(app, PATH, {"file": uri, "stream": stream, "language": "en"})
+        if stream:
+            await visit.first_chunk()
+        while is_idle(llm):
+            await asyncio.sleep(0)
+        await visit.disconnect()
+        assert is_idle(llm)
+
+    for stream in (True, False):
+        asyncio.run(main(stream))

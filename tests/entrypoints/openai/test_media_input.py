@@ -4,6 +4,7 @@
 import base64
 import io
 import wave
+from collections.abc import Iterator
 from typing import Any
 
 import av
@@ -12,15 +13,18 @@ import pytest
 from PIL import Image
 from vllm.exceptions import VLLMValidationError
 
+from vllm_omni.entrypoints.openai import request_context
 from vllm_omni.entrypoints.openai.media_input import AddressGuard, GuardedHTTPConnection, OmniMediaConnector
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits
 
 
 @pytest.fixture
-def connector() -> OmniMediaConnector:
-    RequestContext.start()
-    return OmniMediaConnector(connection=GuardedHTTPConnection(AddressGuard()), limits=RequestLimits())
+def connector() -> Iterator[OmniMediaConnector]:
+    """In a request; tests of other files run outside of one."""
+    token = request_context._current.set(RequestContext())
+    yield OmniMediaConnector(connection=GuardedHTTPConnection(AddressGuard()), limits=RequestLimits())
+    request_context._current.reset(token)
 
 
 def image_file(mode: str = "RGB", colour: Any = (250, 3, 255)) -> bytes:

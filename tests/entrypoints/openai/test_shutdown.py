@@ -58,10 +58,10 @@ class EndingServer(RunningServer):
         self.run_dirs = run_dirs(self.process.pid)
 
     def has_stage(self) -> bool:
-        """Whether a stage was forked. Imports of libraries start other processes for a moment."""
+        """Whether its stage was forked. Imports of libraries start other processes for a moment."""
         with suppress(psutil.Error):
             children = psutil.Process(self.process.pid).children(recursive=True)
-            return any("vllm_omni::" in " ".join(child.cmdline()) for child in children)
+            return any("vllm_omni::text" in " ".join(child.cmdline()) for child in children)
         return False
 
     def stream(self, num_tokens: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
@@ -21,6 +21,7 @@ from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.listener import limit_kernel_buffer
+from vllm_omni.entrypoints.openai.speech import ClosingResponse
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
 
 
@@ -46,7 +47,7 @@ class FakeServer:
             events = self._answer(question)
             if question.stream:
                 first = await anext(events)  # An error before it has an HTTP status.
-                return StreamingResponse(_all(first, events))
+                return ClosingResponse(_all(first, events), "text/plain", {})
             return JSONResponse({"text": [text async for text in events][-1]})
 
     async def _answer(self, question: AskRequest) -> AsyncGenerator[str, None]:

@@ -7,12 +7,12 @@ import math
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 from openai.types import Image as ImageFile
 from openai.types import ImageEditStreamEvent, ImageGenStreamEvent, ImagesResponse
@@ -39,7 +39,14 @@ from vllm_omni.entrypoints.openai.media_request import (
     describe_form,
     read_request,
 )
-from vllm_omni.entrypoints.openai.media_stage import MediaStage, completed, get_handler, model_aliases, new_id
+from vllm_omni.entrypoints.openai.media_stage import (
+    MediaStage,
+    closing_store,
+    completed,
+    get_handler,
+    model_aliases,
+    new_id,
+)
 from vllm_omni.entrypoints.openai.request_context import RequestContext, started
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
 from vllm_omni.errors import OmniError
@@ -275,14 +282,7 @@ async def _edit_request(raw_request: Request) -> ImageEditRequest:
     return await read_request(raw_request, ImageEditRequest, "image")
 
 
-@asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    yield
-    if handler := app.state.omni_handlers.get("image"):
-        await handler.store.close()
-
-
-router = APIRouter(lifespan=_lifespan)
+router = APIRouter(lifespan=closing_store("image"))
 
 
 @router.post("/v1/images/generations", dependencies=[Depends(validate_json_request)], responses=_IMAGE_RESPONSES)

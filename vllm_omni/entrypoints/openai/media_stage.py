@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from PIL import Image
 from starlette.datastructures import State
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
@@ -207,6 +207,18 @@ def get_handler(raw_request: Request, output_type: str) -> Any:
         outputs = ", ".join(state.engine_client.config.output_types)
         raise VLLMValidationError(f"this model cannot output {output_type}; it outputs {outputs}", parameter="model")
     return state.omni_handlers[output_type]
+
+
+def closing_store(output_type: str) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """The lifespan of a router whose handler keeps files in a `store`, which is closed at the end."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        if handler := app.state.omni_handlers.get(output_type):
+            await handler.store.close()
+
+    return lifespan
 
 
 def served_names(state: State) -> list[str]:

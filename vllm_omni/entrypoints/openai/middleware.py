@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every HTTP request passes before its endpoint: API key, limits of the body, strict JSON, garbage collection.
 
-Plain ASGI, so that streamed answers and disconnects pass unchanged. Knows no endpoint but those that
-need no key.
+Plain ASGI, so that streamed answers and disconnects pass unchanged. Knows no endpoint but those that need no
+key.
 """
 
 import argparse
@@ -139,11 +139,10 @@ class ApiKeyMiddleware(AuthenticationMiddleware):
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in OPEN_PATHS or (self._has_playground and f"{path}/".startswith(PLAYGROUND_PATH)):
             return self.app(scope, receive, send)
-        # Clients download the file of an answer without the key: its name is as secret.
-        if is_file_path(path) and scope.get("method") in ("GET", "HEAD"):
-            return self.app(scope, receive, send)
         key = sent_key(scope)
-        if not key and path in self._public and scope.get("method") in ("GET", "HEAD"):
+        # Clients download the file of an answer without the key: its name is as secret.
+        is_open = is_file_path(path) or (not key and path in self._public)
+        if is_open and scope.get("method") in ("GET", "HEAD"):
             return self.app(scope, receive, send)
         if self.verify_token(Headers({"Authorization": f"Bearer {key}"})):
             RequestContext.current().owner = hashlib.sha256(key.encode()).digest()

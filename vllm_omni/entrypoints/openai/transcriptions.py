@@ -171,10 +171,9 @@ def _handler(raw_request: Request) -> TranscriptionHandler:
 async def _sound_request(raw_request: Request) -> SoundRequest:
     request = await read_request(raw_request, _handler(raw_request).request_class, "file")
     state = raw_request.app.state
-    if request.model in model_aliases(state.args, "transcription"):
-        models = state.openai_serving_models
-        if not models.is_base_model(request.model) and request.model not in models.lora_requests:
-            request.model = None  # the one that is served
+    is_alias = request.model in model_aliases(state.args, "transcription")
+    if is_alias and request.model not in state.openai_serving_models.lora_requests:
+        request.model = None  # the one that is served
     return request
 
 

@@ -6,14 +6,14 @@ import logging
 import secrets
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse
 from openai.types import VideoDeleteResponse
@@ -37,7 +37,7 @@ from vllm_omni.entrypoints.openai.media_request import (
     describe_form,
     read_request,
 )
-from vllm_omni.entrypoints.openai.media_stage import MediaStage, get_handler, new_id
+from vllm_omni.entrypoints.openai.media_stage import MediaStage, closing_store, get_handler, new_id
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.video_store import Video, VideoJob, VideoStore
@@ -285,14 +285,7 @@ async def _video_request(raw_request: Request) -> VideoRequest:
     return await read_request(raw_request, VideoRequest, "input_reference")
 
 
-@asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    yield
-    if handler := app.state.omni_handlers.get("video"):
-        await handler.store.close()
-
-
-router = APIRouter(lifespan=_lifespan)
+router = APIRouter(lifespan=closing_store("video"))
 
 
 @router.post(

@@ -6,8 +6,8 @@
 
 `run` ends pytest after its limit, with the stacks of all Python processes and the test that each was in. Tests that
 failed run once more, alone, in one process after the others: one that fails again has failed, one that passes is
-unstable, and more than `MOST_UNSTABLE` of these fail the run. So do a worker process that died, and processes that are
-left; files that are left are named. The results stand in `build/tests`: NAME.xml and NAME-again.xml (JUnit), NAME.json.
+unstable, and more than `MOST_UNSTABLE` of these fail the run. So do a worker process that died, and processes and files
+that are left. The results stand in `build/tests`: NAME.xml and NAME-again.xml (JUnit), NAME.json.
 
 `report` prints the results of all runs in `build/tests` together, and how long each part of them took.
 """
@@ -46,6 +46,8 @@ GRACE_S = 10
 KEPT_BY_LIBRARIES = ("pytest-of-", "torchinductor_", "vllm_dist_", "gradio", "ray")
 """In the temporary directory: pytest's last folders, compiled code, where processes with an engine meet, what Gradio
 makes when it is imported, and Ray's logs."""
+WORKER_SOCKET = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""Sockets that vLLM's workers on another machine leave there if it dies; tests have one directory for both machines."""
 MEASURE_EVERY_S = 10
 """Of the memory: to read it takes tens of milliseconds for each process."""
 
@@ -70,8 +72,6 @@ class Results(Part):
     """The first error of each."""
     problems: list[str] = field(default_factory=list)
     """What fails the run besides its tests."""
-    files: list[str] = field(default_factory=list)
-    """That are left."""
     durations: dict[str, float] = field(default_factory=dict)
     """Seconds with setup and teardown."""
     peak_memory: int = 0
@@ -197,14 +197,19 @@ class TestRun:
 
     def _look_for_files(self, temporary: Path, shared_memory: set[Path]) -> None:
         """Notes files of the run; in shared memory those that no other process uses."""
-        left = [path for path in temporary.iterdir() if not path.name.startswith(KEPT_BY_LIBRARIES)]
+        left = [path for path in temporary.iterdir() if not is_kept(path)]
         new = set(SHARED_MEMORY.iterdir()) - shared_memory
         used = files_in_use(SHARED_MEMORY) if new else set()
         for path in new:
             if path.exists() and not any(path in (file, *file.parents) for file in used):
                 left.append(path)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.results.files = sorted(map(str, left))
+        self.results.problems += [f"left a file: {path}" for path in sorted(left)]
+
+
+def is_kept(path: Path) -> bool:
+    """Whether a library leaves this in the temporary directory, and nobody can help it."""
+    return path.name.startswith(KEPT_BY_LIBRARIES) or bool(WORKER_SOCKET.fullmatch(path.name) and path.is_socket())
 
 
 def node_id(case: ElementTree.Element) -> str:
@@ -310,7 +315,6 @@ def report(runs: Sequence[Results], parts: Sequence[Part]) -> bool:
     peak = max((run.peak_memory for run in runs), default=0) / 2**30
     print_list("failed", failed)
     print_list("unstable", [f"{test}\n    {error.strip().splitlines()[0]}" for test, error in unstable.items()])
-    print_list("left files", [f"{run.name}: {file}" for run in runs for file in run.files])
     print_list("slowest", [f"{durations[test]:6.1f} s  {test}" for test in slowest])
     print_list("times", [f"{minutes(it.seconds):>6} of {minutes(it.budget_s):>6} planned  {it.name}" for it in parts])
     print(f"largest memory: {peak:.1f} GiB of {MOST_MEMORY_GIB} planned", flush=True)

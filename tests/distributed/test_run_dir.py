@@ -15,7 +15,8 @@ import pytest
 
 from tests.containers.namespaces import UNSHARE, why_not
 from vllm_omni.distributed import run_dir as run_dirs
-from vllm_omni.distributed.run_dir import RunDir, hold, payload_prefix, remove_leftovers, remove_unread
+from vllm_omni.distributed.locked_folder import hold, remove_leftovers
+from vllm_omni.distributed.run_dir import PREFIX, RunDir, payload_prefix, remove_unread
 
 NAMES = {
     "to it": f"{payload_prefix(7, 0, 1)}-0",
@@ -68,7 +69,8 @@ def test_payloads_to_a_dead_stage_are_removed(run_dir: RunDir) -> None:
 @contextmanager
 def process(memory: Path, work: str) -> Iterator[subprocess.Popen]:
     """A process that does some work in this directory, and then runs until it is killed."""
-    code = "import pathlib, sys; from vllm_omni.distributed import run_dir; memory = pathlib.Path(sys.argv[1]); "
+    code = "import pathlib, sys; from vllm_omni.distributed import locked_folder, run_dir; "
+    code += "memory = pathlib.Path(sys.argv[1]); "
     code += f"run_dir._MEMORY_FILE_SYSTEM = memory; result = {work}; print('done', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(memory)]
     root = Path(__file__).parents[2]
@@ -84,8 +86,8 @@ def test_a_pipeline_does_not_remove_the_directory_of_another_container(run_dir: 
     """Two containers with one /dev/shm: process ids of one are meaningless in the other."""
     if reason := why_not():
         pytest.skip(reason)
-    clean = "import sys, pathlib; from vllm_omni.distributed.run_dir import remove_leftovers as r; "
-    clean += "r(pathlib.Path(sys.argv[1]))"
+    clean = "import sys, pathlib; from vllm_omni.distributed import locked_folder, run_dir; "
+    clean += "locked_folder.remove_leftovers(pathlib.Path(sys.argv[1]), run_dir.PREFIX)"
     command = [*UNSHARE, sys.executable, "-c", clean, str(run_dir.path.parent)]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
     assert left(run_dir) == NAMES.keys()
@@ -94,15 +96,15 @@ def test_a_pipeline_does_not_remove_the_directory_of_another_container(run_dir: 
 def test_files_of_a_killed_pipeline_are_removed_after_its_last_process_ends(memory: Path) -> None:
     with process(memory, "run_dir.RunDir()") as parent:
         (path,) = memory.iterdir()
-        with process(memory, "run_dir.hold(next(memory.iterdir()))") as stage:
-            remove_leftovers(memory)
+        with process(memory, "locked_folder.hold(next(memory.iterdir()))") as stage:
+            remove_leftovers(memory, PREFIX)
             parent.kill()
             parent.wait()
-            remove_leftovers(memory)
+            remove_leftovers(memory, PREFIX)
             assert path.exists(), "its stage still uses it"
             stage.kill()
             stage.wait()
-            remove_leftovers(memory)
+            remove_leftovers(memory, PREFIX)
             assert not path.exists()
 
 
@@ -113,12 +115,12 @@ def test_a_directory_that_is_removed_while_it_is_made(memory: Path, monkeypatch:
     def make_late(**where: object) -> str:
         made.append(make(**where))
         if len(made) == 1:
-            remove_leftovers(memory)
+            remove_leftovers(memory, PREFIX)
         return made[-1]
 
     monkeypatch.setattr(tempfile, "mkdtemp", make_late)
     run_dir = RunDir()
-    remove_leftovers(memory)
+    remove_leftovers(memory, PREFIX)
     assert [str(path) for path in memory.iterdir()] == [made[1]] == [str(run_dir.path)]
     run_dir.remove()
     assert list(memory.iterdir()) == []
@@ -139,8 +141,8 @@ def test_a_late_cleanup_removes_nothing_new(memory: Path, monkeypatch: pytest.Mo
         lock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", lock_late)
-    remove_leftovers(memory)
+    remove_leftovers(memory, PREFIX)
     assert path.exists()
     os.close(owner[0])
-    remove_leftovers(memory)
+    remove_leftovers(memory, PREFIX)
     assert not path.exists()

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directory of all files of a pipeline: its sockets and its payloads in flight.
 
-It is on a memory file system where there is one, and is removed as a whole.
-
-Each process of the pipeline holds a shared lock on the directory until it ends. So a directory that can be locked
-exclusively is unused. Containers may share the memory file system, and process ids of one are meaningless in another; a
-lock is valid in all of them, and the kernel releases it however its holder ends.
+It is on a memory file system where there is one. Each process of the pipeline holds it, see `locked_folder`.
 """
 
-import contextlib
 import errno
-import fcntl
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = "vllm_omni-run-"
+from vllm_omni.distributed.locked_folder import LockedFolder
+
+PREFIX = "vllm_omni-run-"
 _MEMORY_FILE_SYSTEM = Path("/dev/shm")
 _MAX_SOCKET_PATH = 107
 """Bytes: `sun_path` of `sockaddr_un`, without its terminator."""
@@ -33,8 +28,8 @@ class RunDir:
         """
         parent = _memory_or_temporary()
         _check_length(parent)
-        remove_leftovers(parent)
-        self.path, self._lock = _create(parent)
+        self._folder = LockedFolder(parent, PREFIX)
+        self.path = self._folder.path
 
     def remove_payloads(self, instance_id: int) -> None:
         """Removes payloads that are never read: those sent to a stage's dead processes, and by them.
@@ -56,8 +51,7 @@ class RunDir:
             path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        self._folder.remove()
 
 
 def orchestrator_address(path: Path) -> str:
@@ -80,27 +74,6 @@ def remove_unread(path: Path, pid: int, sender: int, receiver: int) -> None:
         payload.unlink(missing_ok=True)
 
 
-def hold(path: Path) -> int:
-    """Locks a run directory so that it is not removed as unused; called once by each process that uses it.
-
-    Returns:
-        A file descriptor that holds the lock, and that stays open for the life of the process.
-
-    Raises:
-        OSError: The directory is gone.
-    """
-    return _lock(path, fcntl.LOCK_SH)
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Removes the run directories under `parent` whose processes have all ended."""
-    for path in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # It is in use, owned by another user, or removed already.
-            lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(lock)
-
-
 def _memory_or_temporary() -> Path:
     if _MEMORY_FILE_SYSTEM.is_dir() and os.access(_MEMORY_FILE_SYSTEM, os.W_OK):
         return _MEMORY_FILE_SYSTEM
@@ -108,7 +81,7 @@ def _memory_or_temporary() -> Path:
 
 
 def _check_length(parent: Path) -> None:
-    path = parent / f"{_PREFIX}{_RANDOM_PART}" / _LONGEST_SOCKET
+    path = parent / f"{PREFIX}{_RANDOM_PART}" / _LONGEST_SOCKET
     excess = len(os.fsencode(path)) - _MAX_SOCKET_PATH
     if excess > 0:
         raise OSError(
@@ -116,34 +89,3 @@ def _check_length(parent: Path) -> None:
             f"the paths of sockets in {parent} would exceed the system's limit of {_MAX_SOCKET_PATH} bytes "
             f"by {excess}; set TMPDIR to a shorter path, or make {_MEMORY_FILE_SYSTEM} writable",
         )
-
-
-def _create(parent: Path) -> tuple[Path, int]:
-    """Makes a directory and locks it."""
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        try:
-            return path, hold(path)
-        except FileNotFoundError:
-            continue  # Another process removed it before it was locked.
-        except BaseException:
-            path.rmdir()
-            raise
-
-
-def _lock(path: Path, operation: int) -> int:
-    """Opens and locks a directory; `path` refers to it as long as the lock is held.
-
-    Raises:
-        FileNotFoundError: It was removed, perhaps by the process that had locked it before.
-        BlockingIOError: It is locked, and `operation` is non-blocking.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, operation)
-        if not os.path.samestat(os.fstat(fd), os.stat(path)):
-            raise FileNotFoundError(f"{path} was replaced")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd

@@ -21,7 +21,7 @@ from vllm.utils.system_utils import decorate_logs, set_process_title
 from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.distributed.run_dir import hold
+from vllm_omni.distributed.locked_folder import hold
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor

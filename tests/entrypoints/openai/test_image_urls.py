@@ -4,6 +4,8 @@
 import asyncio
 import base64
 import io
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.file_store import FILES_PATH, FileStore
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
 from vllm_omni.entrypoints.openai.server_args import ServerLimits
+from vllm_omni.entrypoints.openai.video_store import VideoStore
 
 REQUEST: dict[str, Any] = {
     "prompt": "a hen",
@@ -201,3 +204,22 @@ def test_a_cancelled_request_leaves_no_file(tmp_path: Path) -> None:
         await store.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("make_store", [FileStore, VideoStore])
+def test_the_files_of_a_killed_server_are_removed_by_the_next(
+    make_store: Callable[[ServerLimits], FileStore | VideoStore], tmp_path: Path
+) -> None:
+    limits = ServerLimits(video_dir=str(tmp_path))
+    running = make_store(limits)
+    (folder,) = tmp_path.iterdir()
+    killed = folder.with_name(f"{folder.name}-killed")  # Nobody holds it.
+    killed.mkdir()
+    (killed / "file.png").touch()
+    of_another_host = folder.with_name(folder.name.replace(socket.gethostname(), "another"))
+    of_another_host.mkdir()
+    next_one = make_store(limits)
+    assert folder.exists() and of_another_host.exists() and not killed.exists()
+    for store in (running, next_one):
+        asyncio.run(store.close())
+    assert list(tmp_path.iterdir()) == [of_another_host]

@@ -8,7 +8,9 @@ downloaded without a key. Does not know what the files are. For use from one eve
 import asyncio
 import re
 import secrets
+import socket
 import tempfile
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from vllm.exceptions import VLLMNotFoundError
 
+from vllm_omni.distributed.locked_folder import LockedFolder
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, flag
 
@@ -55,7 +58,8 @@ class FileStore:
         self._keep_s = limits.image_expires_after_s
         self._files: dict[str, StoredFile] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm-omni-images-", dir=limits.video_dir)
+        self._folder = private_folder(limits, "images")
+        self._remove_folder = weakref.finalize(self, self._folder.remove)
 
     async def add(self, contents: Sequence[bytes], suffix: str, owner: bytes) -> list[str]:
         """Keeps the files of one answer, and removes the owner's oldest ones where there are too many.
@@ -72,7 +76,7 @@ class FileStore:
         """
         self._check_size(contents)
         files = [
-            StoredFile(owner=owner, path=Path(self._folder.name, _new_name(suffix)), num_bytes=len(content))
+            StoredFile(owner=owner, path=self._folder.path / _new_name(suffix), num_bytes=len(content))
             for content in contents
         ]
         writing = asyncio.ensure_future(asyncio.to_thread(_write, files, contents))
@@ -105,7 +109,7 @@ class FileStore:
         """Removes all files."""
         for file in list(self._files.values()):
             self._remove(file)
-        await asyncio.to_thread(self._folder.cleanup)
+        await asyncio.to_thread(self._remove_folder)
 
     def _check_size(self, contents: Sequence[bytes]) -> None:
         num_bytes = sum(map(len, contents))
@@ -129,6 +133,18 @@ class FileStore:
         del self._files[file.name]
         self._expiries.pop(file.name).cancel()
         file.path.unlink(missing_ok=True)
+
+
+def private_folder(limits: ServerLimits, kind: str) -> LockedFolder:
+    """A new folder for files of one kind; those that killed servers of this host have left are removed.
+
+    Not those of other hosts, since a file system that hosts share need not share its locks.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    parent = Path(limits.video_dir or tempfile.gettempdir())
+    return LockedFolder(parent, f"vllm-omni-{kind}-{socket.gethostname()}-")
 
 
 def is_file_path(path: str) -> bool:

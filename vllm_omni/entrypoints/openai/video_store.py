@@ -8,8 +8,8 @@ Does not know how videos are made. For use from one event loop.
 
 import asyncio
 import contextlib
-import tempfile
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import openai.types
 from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
+from vllm_omni.entrypoints.openai.file_store import private_folder
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, flag
 from vllm_omni.errors import PipelineFullError
 
@@ -83,7 +84,8 @@ class VideoStore:
         self._max_bytes = limits.max_stored_video_bytes
         self._keep_s = limits.video_expires_after_s
         self._jobs: dict[str, VideoJob] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm-omni-videos-", dir=limits.video_dir)
+        self._folder = private_folder(limits, "videos")
+        self._remove_folder = weakref.finalize(self, self._folder.remove)
 
     def start(
         self,
@@ -108,7 +110,7 @@ class VideoStore:
                     _FULL_RETRY_S,
                 )
             self._remove(ended)
-        path = Path(self._folder.name, f"{video.id}.mp4")
+        path = self._folder.path / f"{video.id}.mp4"
         job = VideoJob(video=video, owner=owner, settings=settings, has_image=has_image, path=path)
         self._jobs[video.id] = job
         job.task = asyncio.create_task(make(job), name=video.id)
@@ -176,7 +178,7 @@ class VideoStore:
             self._remove(job)
         for job in jobs:
             await _ended(job)
-        await asyncio.to_thread(self._folder.cleanup)
+        await asyncio.to_thread(self._remove_folder)
 
     def _end(self, job: VideoJob) -> None:
         now = time.time()

@@ -76,6 +76,8 @@ class Results(Part):
     """Seconds with setup and teardown."""
     peak_memory: int = 0
     """Bytes: the largest sum of the processes' proportional set sizes seen."""
+    peak_tests: list[str] = field(default_factory=list)
+    """That pytest-xdist's workers were in at that moment."""
 
 
 # -- run --------------------------------------------------------------------------------------------------------------
@@ -170,7 +172,10 @@ class TestRun:
 
     def _measure(self) -> None:
         if time.monotonic() - self._peak_measured > MEASURE_EVERY_S:
-            self.results.peak_memory = max(self.results.peak_memory, sum(map(memory_of, descendants())))
+            processes = descendants()
+            if (memory := sum(map(memory_of, processes))) > self.results.peak_memory:
+                self.results.peak_memory = memory
+                self.results.peak_tests = sorted(filter(None, map(current_test, processes)))
             self._peak_measured = time.monotonic()
 
     def _read(self, suffix: str) -> tuple[dict[str, str], dict[str, float]]:
@@ -312,12 +317,12 @@ def report(runs: Sequence[Results], parts: Sequence[Part]) -> bool:
     unstable = {test: error for run in runs for test, error in run.unstable.items()}
     durations = {test: seconds for run in runs for test, seconds in run.durations.items()}
     slowest = sorted(durations, key=durations.__getitem__, reverse=True)[:NUM_SLOWEST]
-    peak = max((run.peak_memory for run in runs), default=0) / 2**30
+    peak = max(runs, key=lambda run: run.peak_memory, default=Results("", 0, 0))
     print_list("failed", failed)
     print_list("unstable", [f"{test}\n    {error.strip().splitlines()[0]}" for test, error in unstable.items()])
     print_list("slowest", [f"{durations[test]:6.1f} s  {test}" for test in slowest])
     print_list("times", [f"{minutes(it.seconds):>6} of {minutes(it.budget_s):>6} planned  {it.name}" for it in parts])
-    print(f"largest memory: {peak:.1f} GiB of {MOST_MEMORY_GIB} planned", flush=True)
+    print_list(f"largest memory: {peak.peak_memory / 2**30:.1f} GiB of {MOST_MEMORY_GIB} planned, in", peak.peak_tests)
     return not failed and len(unstable) <= MOST_UNSTABLE
 
 

@@ -224,3 +224,14 @@ def test_a_teardown_after_a_failure_has_a_time_limit(run: Run) -> None:
     """)
     assert code == 1
     assert results["failed"] == ["test_it.py::test_bad"] and results["problems"] == []
+
+
+def test_the_report_names_the_tests_with_the_largest_memory(tmp_path: Path) -> None:
+    folder = tmp_path / "build" / "tests"
+    folder.mkdir(parents=True)
+    for name, gib in (("first", 3), ("second", 2)):
+        result = {"name": name, "seconds": 1, "budget_s": 60, "peak_memory": gib << 30, "peak_tests": [f"{name}::test"]}
+        (folder / f"{name}.json").write_text(json.dumps(result))
+    done = subprocess.run([sys.executable, SCRIPT, "report"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout.endswith("largest memory: 3.0 GiB of 10 planned, in: 1\n  first::test\n")

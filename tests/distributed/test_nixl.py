@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Payloads are read with NIXL, over UCX's TCP."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -115,6 +116,7 @@ def test_the_death_of_a_sender_ends_its_reads(sender: Sender, fetcher: PayloadFe
     assert wait(fetcher)[1] is not None
     sender.wait_until_released()
     ref = sender.put(400_000_000)
+    sender.process.send_signal(signal.SIGSTOP)  # It sends nothing more, so that the read cannot end before it dies.
     fetcher.start(ref)
     sender.process.kill()
     assert wait(fetcher) == (ref, None)

@@ -205,9 +205,7 @@ class PayloadFetcher:
             if ref.nixl is None:
                 self._send(ref, 0, 0)
             else:
-                assert self._nixl is not None
                 self._stopping[key] = ref
-                self._nixl.stop(key)
             self._ended.append((ref, None))
 
     def disconnect(self, address: str) -> None:

@@ -2,7 +2,8 @@
 """Memory of processes on other machines, read with NIXL: over RDMA where there is some, otherwise over TCP.
 
 NIXL moves bytes and nothing else: what there is to read, and that it has been read, is told by `network`. It neither
-encrypts nor authenticates. https://github.com/ai-dynamo/nixl
+encrypts nor authenticates. A read that has begun is never cancelled: UCX goes on writing to its memory after NIXL has
+released it. https://github.com/ai-dynamo/nixl
 """
 
 import os
@@ -32,7 +33,6 @@ class _Read:
     handle: Any
     registration: Any
     buffers: Sequence[memoryview]
-    is_wanted: bool = True
 
 
 class NixlAgent:
@@ -90,12 +90,6 @@ class NixlAgent:
             self._reads[key] = _Read(handle, registration, buffers)
         self._has_reads.set()
 
-    def stop(self, key: bytes) -> None:
-        """The read is not needed. It ends when its memory is not written to any more, and the sender's not read."""
-        with self._lock:
-            if (read := self._reads.get(key)) is not None:
-                read.is_wanted = False
-
     def take_ended(self) -> Iterator[tuple[bytes, bool]]:
         """Keys of reads that have ended, and whether all has arrived."""
         with self._lock:
@@ -127,14 +121,8 @@ class NixlAgent:
             _warn(read.buffers, error)
             state = "ERR"
         if state == "PROC":
-            if read.is_wanted:
-                return False
-            try:
-                self._agent.release_xfer_handle(read.handle)
-            except Exception:  # It cannot be stopped, and goes on writing to the memory.
-                return False
-        else:
-            self._agent.release_xfer_handle(read.handle)
+            return False
+        self._agent.release_xfer_handle(read.handle)
         self._agent.deregister_memory(read.registration)
         self._end(key, is_read=state == "DONE")
         return True

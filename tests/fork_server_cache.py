@@ -78,11 +78,13 @@ class ForkServerCache:
         with self._lock:
             number = next(self._numbers)
             start = {"number": number, "path": sys.path, "environ": dict(os.environ), "modules": modules}
-            socket.send_fds(self._control, [json.dumps(start).encode()], [server_end.fileno()])
-            while True:
-                answered, pid = json.loads(self._control.recv(_MAX_MESSAGE))
-                if answered == number:  # A test's time limit may have ended the wait for an earlier one.
-                    return ForkedProcess(pid)
+            with contextlib.suppress(ConnectionError):  # It has ended.
+                socket.send_fds(self._control, [json.dumps(start).encode()], [server_end.fileno()])
+                while answer := self._control.recv(_MAX_MESSAGE):
+                    answered, pid = json.loads(answer)
+                    if answered == number:  # A test's time limit may have ended the wait for an earlier one.
+                        return ForkedProcess(pid)
+            raise RuntimeError(f"the process that fork servers are forked from ended with {self._process.wait()}")
 
 
 @functools.cache

@@ -2,9 +2,13 @@
 """Qwen3-Omni on two hosts that share nothing but the CPU: it says what it says on one, whatever happens to a host."""
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.speakers import Speakers, is_
@@ -149,3 +153,33 @@ def test_the_tutorial_speaks(tmp_path: Path) -> None:
     run_example("online/two_hosts.py", "--output", tmp_path / "speech.wav")
     samples, rate = decode_sound(tmp_path / "speech.wav")
     assert rate == 24_000 and len(samples) > rate
+
+
+KILLED = """
+import os, signal
+from vllm_omni.testing.hosts import Hosts
+
+with Hosts(1) as opened:
+    sleep = opened.hosts[0].popen(["sh", "-c", "echo up; exec sleep 1000"])
+    print(opened.hosts[0]._pid, flush=True)
+    signal.pause()
+"""
+
+
+def test_hosts_end_with_the_process_that_made_them() -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED], cwd=ROOT, stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        numbers = {maker.stdout.readline().strip(), maker.stdout.readline().strip()} - {"up"}
+        host = psutil.Process(int(numbers.pop()))
+        (sleep,) = [process for process in psutil.process_iter() if is_on(process, host)]
+        maker.kill()
+    psutil.wait_procs([host, sleep], timeout=60)
+    assert not host.is_running() and not sleep.is_running()
+
+
+def is_on(process: psutil.Process, host: psutil.Process) -> bool:
+    """Whether a `sleep 1000` is in the host's process namespace."""
+    with contextlib.suppress(OSError, psutil.Error):
+        spaces = {os.readlink(f"/proc/{pid}/ns/pid") for pid in (process.pid, host.pid)}
+        return process.cmdline() == ["sleep", "1000"] and len(spaces) == 1
+    return False

@@ -84,7 +84,9 @@ class Host:
 
     def start(self) -> None:
         """Also after `power_off`."""
-        command = ["setsid", "unshare", "-m", "-u", "-i", "-p", "-f", "--kill-child", "bash", "-c", _INIT, "init"]
+        # The kernel ends it with the process that made it.
+        command = ["setpriv", "--pdeathsig=KILL", "--", "setsid"]
+        command += ["unshare", "-m", "-u", "-i", "-p", "-f", "--kill-child", "bash", "-c", _INIT, "init"]
         self._unshare = subprocess.Popen(
             ["ip", "netns", "exec", self._namespace, *command, self.name, *self._shared],
             stdin=subprocess.DEVNULL,
@@ -269,7 +271,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
     @staticmethod
     def why_not() -> str:
         """Why this machine cannot have such hosts; empty if it can."""
-        if missing := [name for name in ("ip", "nsenter", "unshare", "tc") if shutil.which(name) is None]:
+        if missing := [name for name in ("ip", "nsenter", "setpriv", "unshare", "tc") if shutil.which(name) is None]:
             return f"there is no {', '.join(missing)}"
         name = f"{_PREFIX}{os.getpid()}-probe"
         if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:

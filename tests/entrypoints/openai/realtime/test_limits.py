@@ -16,7 +16,6 @@ from websockets.exceptions import InvalidStatus
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import MODEL, app_of, send, with_flags
 from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, speech_of
-from tests.servers import RunningServer
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.realtime import client_secrets
@@ -95,28 +94,6 @@ def test_bytes_of_texts(realtime_app: FastAPI) -> None:
         await session.say("x" * 800)
 
     converse(with_flags(realtime_app, "--max-realtime-text-bytes=1500"), main)
-
-
-def test_bytes_of_an_event(omni_server: RunningServer) -> None:
-    """A longer event than the server allows ends its session, and no other."""
-
-    async def main() -> None:
-        model = omni_server.openai().models.list().data[0].id
-        async with opened(omni_server.url, model=model) as other:
-            for num_seconds, is_too_long in ((15, False), (17, True)):
-                async with opened(omni_server.url, model=model) as session:
-                    sound = base64.b64encode(np.zeros(24000 * num_seconds, "<i2").tobytes()).decode()
-                    await session.connection.input_audio_buffer.append(audio=sound)
-                    if is_too_long:
-                        with pytest.raises(websockets.exceptions.ConnectionClosedError) as caught:
-                            await session.next()
-                        assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
-                    else:
-                        await session.connection.input_audio_buffer.clear()
-                        await session.until("input_audio_buffer.cleared")
-            await other.say("Hello")
-
-    asyncio.run(main())
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+export CLIENTS_VENV ?= .venv-clients
 OMNI_EXTRA ?= cpu
 TEST_LIMIT ?= 20
 TEST_SLOW_LIMIT ?= 60
@@ -14,6 +15,7 @@ TEST_SLOW_LIMIT ?= 60
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(OMNI_EXTRA)
 DOCS_STAMP := $(VENV)/.ready-docs
+CLIENTS_STAMP := $(CLIENTS_VENV)/.ready
 # Two processes; tests/conftest.py keeps tests that share an engine or a server in one of them. One that died is not replaced.
 PYTEST_FLAGS := --numprocesses=2 --dist=loadfile --max-worker-restart=0
 RUN_TESTS := $(BIN)/python scripts/run_tests.py run
@@ -22,7 +24,7 @@ RUN_TESTS := $(BIN)/python scripts/run_tests.py run
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow browser screenshots lint docs model clean
+.PHONY: help demo test test-slow clients browser screenshots lint docs model clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,8 +35,10 @@ demo: $(STAMP)  ## Let two small trained models hear, see, speak and paint; writ
 test: $(STAMP)  ## Run the main tests
 	$(RUN_TESTS) test --limit $(TEST_LIMIT) --budget 6 -- $(PYTEST_FLAGS) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(STAMP)  ## Run the other tests
+test-slow: $(STAMP) $(CLIENTS_STAMP)  ## Run the other tests
 	$(RUN_TESTS) test-slow --limit $(TEST_SLOW_LIMIT) --budget 9 -- $(PYTEST_FLAGS) -m slow $(PYTEST_ARGS)
+
+clients: $(CLIENTS_STAMP)  ## Install the clients of tests/clients, in an environment of their own
 
 browser:  ## Install Chromium for the tests of the playground (as root)
 	scripts/install_browser.sh
@@ -55,7 +59,7 @@ model: $(STAMP)  ## Train the shipped models again (hours; resumes; see training
 	$(BIN)/python -m training
 
 clean:  ## Remove the environment and all generated files
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache demo_output
+	rm -rf $(VENV) $(CLIENTS_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache demo_output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml setup.cfg $(wildcard scripts/*.py scripts/*.txt)
@@ -63,4 +67,10 @@ $(STAMP): pyproject.toml setup.cfg $(wildcard scripts/*.py scripts/*.txt)
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e ".[docs]" -c scripts/constraints.txt
+	touch $@
+
+# pip compiles nothing, because most modules are never imported.
+$(CLIENTS_STAMP): tests/clients/requirements.txt | $(STAMP)
+	$(BIN)/python -m venv --clear $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -r $<
 	touch $@

@@ -2,18 +2,22 @@
 # Each target first makes its environment; that takes minutes the first time only.
 #   PYTHON      the Python for the environment (default: python3, or a newer one on PATH if that is too old)
 #   OMNI_EXTRA  the build of vLLM: cpu (default) or cuda
+#   WYOMING_PYTHON  a Python 3.12 or newer for wyoming-openai, a client of the slow tests (default: python3.12)
 #   PYTEST_ARGS further arguments of pytest
 #   TEST_LIMIT, TEST_SLOW_LIMIT  minutes after which `make test` and `make test-slow` are ended
 
 PYTHON ?= python3
 VENV ?= .venv
+export CLIENTS_VENV ?= .venv-clients
 OMNI_EXTRA ?= cpu
+WYOMING_PYTHON ?= python3.12
 TEST_LIMIT ?= 20
 TEST_SLOW_LIMIT ?= 60
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(OMNI_EXTRA)
 DOCS_STAMP := $(VENV)/.ready-docs
+CLIENTS_STAMP := $(CLIENTS_VENV)/.ready
 # Two processes; tests/conftest.py keeps tests that share an engine or a server in one of them. One that died is not replaced.
 PYTEST_FLAGS := --numprocesses=2 --dist=loadfile --max-worker-restart=0
 RUN_TESTS := $(BIN)/python scripts/run_tests.py run
@@ -22,7 +26,7 @@ RUN_TESTS := $(BIN)/python scripts/run_tests.py run
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow browser screenshots lint docs model clean
+.PHONY: help demo test test-slow clients browser screenshots lint docs model clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,7 +38,10 @@ test: $(STAMP)  ## Run the main tests
 	$(RUN_TESTS) test --limit $(TEST_LIMIT) --budget 6 -- $(PYTEST_FLAGS) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(STAMP)  ## Run the other tests
+	-@$(MAKE) --no-print-directory clients
 	$(RUN_TESTS) test-slow --limit $(TEST_SLOW_LIMIT) --budget 9 -- $(PYTEST_FLAGS) -m slow $(PYTEST_ARGS)
+
+clients: $(CLIENTS_STAMP)  ## Install the clients that the slow tests run, in an environment of their own
 
 browser:  ## Install Chromium for the tests of the playground (as root)
 	scripts/install_browser.sh
@@ -55,7 +62,7 @@ model: $(STAMP)  ## Train the shipped models again (hours; resumes; see training
 	$(BIN)/python -m training
 
 clean:  ## Remove the environment and all generated files
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache demo_output
+	rm -rf $(VENV) $(CLIENTS_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache demo_output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml setup.cfg $(wildcard scripts/*.py scripts/*.txt)
@@ -63,4 +70,17 @@ $(STAMP): pyproject.toml setup.cfg $(wildcard scripts/*.py scripts/*.txt)
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e ".[docs]" -c scripts/constraints.txt
+	touch $@
+
+# Python's own pip may be old, and then takes minutes to read the indexes. Most modules are never imported, nor compiled.
+PIP_INSTALL := bin/python -m pip install --disable-pip-version-check --quiet --no-compile
+
+$(CLIENTS_STAMP): $(wildcard tests/clients/requirements*.txt) | $(STAMP)
+	$(BIN)/python -m venv --clear $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/$(PIP_INSTALL) "pip>=26"
+	$(CLIENTS_VENV)/$(PIP_INSTALL) -r tests/clients/requirements.txt
+	@if $(WYOMING_PYTHON) -c "" 2>/dev/null; then \
+		$(WYOMING_PYTHON) -m venv $(CLIENTS_VENV)/wyoming && \
+		$(CLIENTS_VENV)/wyoming/$(PIP_INSTALL) -r tests/clients/requirements-wyoming.txt; \
+	else echo "The tests of wyoming-openai skip: no $(WYOMING_PYTHON) (make clients WYOMING_PYTHON=...)"; fi
 	touch $@

@@ -28,7 +28,7 @@ gc.disable()  # While modules are imported it finds nothing and takes a fifth of
 
 # What several files share, so that one process runs them: the engines of a folder, and by name of their fixtures the
 # servers, the applications and the pipelines.
-_FOLDERS_WITH_ENGINES = re.compile("tests/(?:engine|stage|model_executor/models/(?:qwen|csm|glm|janus)[^/]*)/")
+_FOLDERS_WITH_ENGINES = re.compile("tests/(?:engine|stage|clients|model_executor/models/(?:qwen|csm|glm|janus)[^/]*)/")
 _MACHINES = re.compile(r"tests/(?:distributed/test_hosts|orchestrator/test_(?:ray|engine_workers))\.py")
 """Ray's clusters and hosts need memory, and answers in time: one after the other, before other tests keep servers."""
 _LONG_FILES = (

@@ -34,12 +34,14 @@ def test_make_sets_omp_num_threads_and_selects_tests(tmp_path, target, marked):
     clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     (tmp_path / "bin").mkdir()
     (tmp_path / ".ready-cpu").touch()
+    (tmp_path / ".ready").touch()
     python = tmp_path / "bin" / "python"
     python.write_text('#!/bin/sh\necho "threads=$OMP_NUM_THREADS"; printf "<%s>" "$@"\n')
     python.chmod(0o755)
     output = subprocess.run(
-        ["make", "-C", ROOT, target, f"VENV={tmp_path}"], env=clean, capture_output=True, text=True, check=True
-    ).stdout
+        ["make", "-C", ROOT, target], env={**clean, "VENV": str(tmp_path), "CLIENTS_VENV": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
     assert f"threads=1\n<scripts/run_tests.py><run><{target}>" in output and f"<-m><{marked}>" in output
 
 

@@ -39,7 +39,7 @@ def run_program(
     *arguments: object,
     model: str | None = None,
     environment: Path = ENVIRONMENT,
-    timeout: float = 60,
+    timeout: float = 240,
 ) -> Any:
     """Runs `programs/NAME.py URL KEY MODEL ARGUMENTS`; returns the JSON in the last line that it prints.
 

@@ -2,6 +2,7 @@
 # Each target first makes its environment; that takes minutes the first time only.
 #   PYTHON      the Python for the environment (default: python3, or a newer one on PATH if that is too old)
 #   OMNI_EXTRA  the build of vLLM: cpu (default) or cuda
+#   WYOMING_PYTHON  a Python 3.12 or newer for wyoming-openai, a client of the slow tests (default: python3.12)
 #   PYTEST_ARGS further arguments of pytest
 #   TEST_LIMIT, TEST_SLOW_LIMIT  minutes after which `make test` and `make test-slow` are ended
 
@@ -9,6 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 export CLIENTS_VENV ?= .venv-clients
 OMNI_EXTRA ?= cpu
+WYOMING_PYTHON ?= python3.12
 TEST_LIMIT ?= 20
 TEST_SLOW_LIMIT ?= 60
 
@@ -35,10 +37,11 @@ demo: $(STAMP)  ## Let two small trained models hear, see, speak and paint; writ
 test: $(STAMP)  ## Run the main tests
 	$(RUN_TESTS) test --limit $(TEST_LIMIT) --budget 6 -- $(PYTEST_FLAGS) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(STAMP) $(CLIENTS_STAMP)  ## Run the other tests
+test-slow: $(STAMP)  ## Run the other tests
+	-@$(MAKE) --no-print-directory clients
 	$(RUN_TESTS) test-slow --limit $(TEST_SLOW_LIMIT) --budget 9 -- $(PYTEST_FLAGS) -m slow $(PYTEST_ARGS)
 
-clients: $(CLIENTS_STAMP)  ## Install the clients of tests/clients, in an environment of their own
+clients: $(CLIENTS_STAMP)  ## Install the clients that the slow tests run, in an environment of their own
 
 browser:  ## Install Chromium for the tests of the playground (as root)
 	scripts/install_browser.sh
@@ -69,8 +72,15 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e ".[docs]" -c scripts/constraints.txt
 	touch $@
 
-# pip compiles nothing, because most modules are never imported.
-$(CLIENTS_STAMP): tests/clients/requirements.txt | $(STAMP)
+# Python's own pip may be old, and then takes minutes to read the indexes. Most modules are never imported, nor compiled.
+PIP_INSTALL := bin/python -m pip install --disable-pip-version-check --quiet --no-compile
+
+$(CLIENTS_STAMP): $(wildcard tests/clients/requirements*.txt) | $(STAMP)
 	$(BIN)/python -m venv --clear $(CLIENTS_VENV)
-	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -r $<
+	$(CLIENTS_VENV)/$(PIP_INSTALL) "pip>=26"
+	$(CLIENTS_VENV)/$(PIP_INSTALL) -r tests/clients/requirements.txt
+	@if $(WYOMING_PYTHON) -c "" 2>/dev/null; then \
+		$(WYOMING_PYTHON) -m venv $(CLIENTS_VENV)/wyoming && \
+		$(CLIENTS_VENV)/wyoming/$(PIP_INSTALL) -r tests/clients/requirements-wyoming.txt; \
+	else echo "The tests of wyoming-openai skip: no $(WYOMING_PYTHON) (make clients WYOMING_PYTHON=...)"; fi
 	touch $@

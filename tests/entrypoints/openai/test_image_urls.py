@@ -65,6 +65,18 @@ def test_a_url_has_the_image_of_base64(image_app: FastAPI) -> None:
     use(image_app, main)
 
 
+def test_the_names_dall_e_are_answered_with_urls_by_default(image_app: FastAPI) -> None:
+    async def main(client: openai.AsyncOpenAI) -> None:
+        for name in ("dall-e-2", "dall-e-3"):
+            answer = await generate(client, model=name, response_format=openai.omit)
+            assert (await fetch(client, url_of(answer))).status_code == 200
+        for fields in ({"model": "gpt-image-1"}, {"model": "dall-e-3", "response_format": "b64_json"}):
+            answer = await generate(client, **{"response_format": openai.omit, **fields})
+            assert answer.data[0].b64_json and answer.data[0].url is None
+
+    use(image_app, main)
+
+
 def test_an_edit_is_answered_as_a_url_too(image_app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> None:
         fields: Any = {**REQUEST, "image": ("a.png", png()), "output_format": "webp"}

@@ -219,9 +219,9 @@ def test_another_model_is_not_found(app: FastAPI) -> None:
             generate(app, model=name)
 
 
-@pytest.mark.parametrize("name", ["dall-e-2", "dall-e-3", "gpt-image-1"])
+@pytest.mark.parametrize("name", ["dall-e-2", "dall-e-3", "gpt-image-1", "gpt-image-2.5-flare"])
 def test_openais_names_of_models_mean_the_served_one(app: FastAPI, name: str) -> None:
-    named, own = (generate(app, model=model).data[0].b64_json for model in (name, MODEL))
+    named, own = (generate(app, model=model, response_format="b64_json").data[0].b64_json for model in (name, MODEL))
     assert named == own
     form: dict[str, Any] = {"prompt": "a hen", "model": name, "size": "32x32", "num_inference_steps": 1}
     edit: dict[str, Any] = {"files": {"image": ("a.png", png())}, "data": form}

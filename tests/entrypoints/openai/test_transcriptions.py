@@ -241,11 +241,11 @@ def test_requests_without_a_file_or_for_another_model(qwen3_app: FastAPI) -> Non
 
 
 def test_openais_names_of_models_mean_the_served_one(qwen3_app: FastAPI) -> None:
-    names = ("whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe")
+    names = ("whisper-1", "gpt-transcribe", "gpt-4o-transcribe", "gpt-4o-mini-transcribe")
     answers = [post(qwen3_app, model=name) for name in (MODEL, *names)]
     assert len({answer.json()["text"] for answer in answers}) == 1
     strict = with_flags(qwen3_app, "--no-model-aliases")
-    assert [post(strict, model=name).status_code for name in names] == [404] * 3
+    assert [post(strict, model=name).status_code for name in names] == [404] * 4
     for name in ("tts-1", "dall-e-3"):  # of other endpoints
         refused(post(qwen3_app, model=name), "model", MODEL, status=404)
 

@@ -65,6 +65,8 @@ _IMAGE_RESPONSES: dict[int | str, dict[str, Any]] = {
     HTTPStatus.OK.value: {"model": ImagesResponse, "content": {"text/event-stream": {}}},
     **RESPONSES,
 }
+_URL_MODELS = ("dall-e-2", "dall-e-3")
+"""OpenAI answers requests for these names with URLs, and clients that send them may read nothing else."""
 _EVENT: TypeAdapter[ImageGenStreamEvent | ImageEditStreamEvent] = TypeAdapter(
     ImageGenStreamEvent | ImageEditStreamEvent
 )
@@ -76,8 +78,9 @@ class ImageRequest(DiffusionRequest):
     n: int | None = Field(None, ge=1, le=10, description="Number of images; default 1.")
     response_format: Literal["b64_json", "url"] | None = Field(
         None,
-        description="b64_json (default): images come in the answer, as base64. url: the address of a file that the "
-        "server keeps for a time; whoever knows it can download the image. Streamed images are always base64.",
+        description="b64_json (default): images come in the answer, as base64. url (default of dall-e-2 and dall-e-3): "
+        "the address of a file that the server keeps for a time; whoever knows it can download the image. Streamed "
+        "images are always base64.",
     )
     output_format: Literal["png", "jpeg", "webp"] | None = Field(None, description="Default: png.")
     output_compression: int | None = Field(
@@ -92,6 +95,12 @@ class ImageRequest(DiffusionRequest):
     complexity: str | None = Field(None, description=NO_EFFECT)
     style: str | None = Field(None, description=NO_EFFECT)
     moderation: str | None = Field(None, description=NO_EFFECT)
+
+    @property
+    def wants_urls(self) -> bool:
+        if self.response_format is None:
+            return self.model in _URL_MODELS
+        return self.response_format == "url"
 
     def _openai_settings(self) -> list[tuple[str, Any, str]]:
         more: list[tuple[str, Any, str]] = []
@@ -170,8 +179,7 @@ class ServingImages:
         if not request.stream:
             output = await completed(events)
             files = await asyncio.to_thread(_files_of, output, file_format)
-            wants_urls = request.response_format == "url"
-            kept = await self._keep(files, file_format, raw_request) if wants_urls else None
+            kept = await self._keep(files, file_format, raw_request) if request.wants_urls else None
             body = await asyncio.to_thread(_render, files, kept, usage_of(output), file_format)
             return Response(body, media_type="application/json")
         kind = "image_edit" if urls else "image_generation"

@@ -30,8 +30,8 @@ from vllm_omni.outputs import OmniRequestOutput
 
 MODEL_ALIASES: dict[str, Collection[str]] = {
     "speech": ("tts-1", "tts-1-hd", "gpt-4o-mini-tts"),
-    "transcription": ("whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe"),
-    "image": ("dall-e-2", "dall-e-3", "gpt-image-1"),
+    "transcription": ("whisper-1", "gpt-transcribe", "gpt-4o-transcribe", "gpt-4o-mini-transcribe"),
+    "image": ("dall-e-2", "dall-e-3", "gpt-image-1", "gpt-image-2.5-flare"),
 }
 """Names of models that many clients do not let a person change, by kind of request."""
 

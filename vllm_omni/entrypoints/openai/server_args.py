@@ -162,8 +162,9 @@ def add_api_arguments(group: argparse._ActionsContainer) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="OpenAI's names of models, which some clients do not let a person change, mean the served model: tts-1, "
-        "tts-1-hd and gpt-4o-mini-tts for speech, whisper-1, gpt-4o-transcribe and gpt-4o-mini-transcribe for "
-        "transcriptions, dall-e-2, dall-e-3 and gpt-image-1 for images. A name of --served-model-name wins.",
+        "tts-1-hd and gpt-4o-mini-tts for speech, whisper-1, gpt-transcribe, gpt-4o-transcribe and "
+        "gpt-4o-mini-transcribe for transcriptions, dall-e-2, dall-e-3, gpt-image-1 and gpt-image-2.5-flare for "
+        "images. A name of --served-model-name wins.",
     )
     group.add_argument(
         "--public-lists",

@@ -123,7 +123,7 @@ def test_verbose_json_has_the_length_of_the_sound_and_no_times(app: FastAPI) -> 
     assert answer.headers["x-finish-reason"] == "length"
     duration = pytest.approx(0.7)
     assert answer.json() == {
-        "task": "transcribe", "text": expected, "language": "unknown", "duration": duration,
+        "task": "transcribe", "text": expected, "language": "", "duration": duration,
         "usage": {"type": "duration", "seconds": duration},
     }  # fmt: skip
     fields = {"file": URI, "response_format": "verbose_json", "language": "de"}

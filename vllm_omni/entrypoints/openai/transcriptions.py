@@ -132,7 +132,7 @@ def _verbose(answer: ChatCompletionResponse, request: TranscriptionRequest, task
     whole = TranscriptionVerbose(
         text=choice.message.content or "",
         duration=duration,
-        language="unknown" if request.language is None else LANGUAGES[request.language],
+        language="" if request.language is None else LANGUAGES[request.language],
         usage=UsageDuration(type="duration", seconds=duration),
     )
     headers = {FINISH_REASON_HEADER: choice.finish_reason or "stop"}

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of the shipped models that all files of this folder share; a key is set."""
+"""The servers of the shipped models that all files of this folder share, with a key, and who judges their answers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.clients.running import KEY, skip_without_clients
+from tests.clients.running import KEY, SPOKEN, skip_without_clients
+from tests.examples.running import decode_sound
 from tests.servers import RunningServer
+from vllm_omni.shapes.language import split_words
+from vllm_omni.shapes.recognizer import Recognizer, count_understood
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +23,29 @@ def shapes_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningS
 def painter_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """`shapes-painter`: paints."""
     yield from _serve("shapes-painter", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def spoken(shapes_server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A WAV file of a voice that says "say" and `SPOKEN`, which is what `shapes` transcribes."""
+    speech = shapes_server.openai(api_key=KEY).audio.speech.create(
+        model="tts-1", voice="alloy", input=f"Say {SPOKEN}", response_format="wav", extra_body={"stream": False}
+    )
+    file = tmp_path_factory.mktemp("spoken") / "spoken.wav"
+    file.write_bytes(speech.content)
+    return file
+
+
+@pytest.fixture(scope="session")
+def understood() -> Callable[[str, Path], float]:
+    """The share of a text's words that are heard in a sound file, in their order."""
+    recognizer = Recognizer()
+
+    def share(text: str, file: Path) -> float:
+        words = split_words(text)
+        return count_understood(words, recognizer.words(*decode_sound(file))) / len(words)
+
+    return share
 
 
 def _serve(model: str, tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[RunningServer]:

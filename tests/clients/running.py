@@ -4,6 +4,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import pytest
 from tests.servers import RunningServer
 
 KEY = "key-of-the-server"
+SPOKEN = "a red circle is left of a blue square"
+"""What the fixture `spoken` has a recording of."""
 PROGRAMS = Path(__file__).with_name("programs")
 ENVIRONMENT = Path(__file__).parents[2] / os.environ.get("CLIENTS_VENV", ".venv-clients")
 """Made by `make clients`."""
 
 
-def skip_without_clients(package: str = "openai") -> None:
+def skip_without_clients() -> None:
     """Skips the test, and says what is missing."""
-    if not any(ENVIRONMENT.glob(f"lib/python*/site-packages/{package.replace('-', '_')}-*.dist-info")):
-        pytest.skip(f"needs the package {package} in {ENVIRONMENT.name} (`make clients`)")
+    if not (ENVIRONMENT / ".ready").exists():
+        pytest.skip("needs the packages of tests/clients/requirements.txt (`make clients`)")
 
 
 def client_environment() -> dict[str, str]:
@@ -30,22 +33,31 @@ def client_environment() -> dict[str, str]:
     }
 
 
-def run_program(name: str, server: RunningServer, *arguments: object, timeout: float = 60) -> Any:
+def run_program(
+    name: str,
+    server: RunningServer,
+    *arguments: object,
+    model: str | None = None,
+    environment: Path = ENVIRONMENT,
+    timeout: float = 60,
+) -> Any:
     """Runs `programs/NAME.py URL KEY MODEL ARGUMENTS`; returns the JSON in the last line that it prints.
 
     Args:
         arguments: After the server's address (which ends with /v1), key and model; files of the test, for example.
+        model: Default: the name that the model is served under.
         timeout: Seconds, then it is killed.
     """
     command = [
-        "setpriv", "--pdeathsig=KILL", "--", str(ENVIRONMENT / "bin" / "python"), str(PROGRAMS / f"{name}.py"),
-        f"{server.url}/v1", KEY, server.model, *map(str, arguments),
+        "setpriv", "--pdeathsig=KILL", "--", str(environment / "bin" / "python"), str(PROGRAMS / f"{name}.py"),
+        f"{server.url}/v1", KEY, model or server.model, *map(str, arguments),
     ]  # fmt: skip
     try:
         result = subprocess.run(command, env=client_environment(), capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         pytest.fail(f"{name} has not ended after {timeout} s:\n{_text(error.stdout)}{_text(error.stderr)}")
     assert result.returncode == 0, f"{name} ended with {result.returncode}:\n{result.stdout}{result.stderr}"
+    sys.stderr.write(result.stderr)  # pytest shows it if the test fails.
     return json.loads(result.stdout.splitlines()[-1])
 
 

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Home Assistant's way to a server: its Wyoming integration talks to wyoming-openai, and that to us."""
+
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clients.running import ENVIRONMENT, KEY, SPOKEN, client_environment, run_program
+from tests.servers import RunningServer, free_port
+from vllm_omni.shapes.language import split_words
+
+pytestmark = pytest.mark.slow
+
+WYOMING = ENVIRONMENT / "wyoming"
+TEXT = "the red circle is left of the blue square"
+
+
+@pytest.fixture
+def wyoming_port(shapes_server: RunningServer, tmp_path: Path) -> Iterator[int]:
+    """Of wyoming-openai's server, with the settings of docs/clients.md."""
+    if not (WYOMING / "bin" / "python").exists():
+        pytest.skip("needs wyoming-openai, and that Python 3.12 (`make clients WYOMING_PYTHON=...`)")
+    port = free_port()
+    settings = {
+        "WYOMING_URI": f"tcp://127.0.0.1:{port}",
+        **dict.fromkeys(("STT_OPENAI_URL", "TTS_OPENAI_URL"), f"{shapes_server.url}/v1"),
+        **dict.fromkeys(("STT_OPENAI_KEY", "TTS_OPENAI_KEY"), KEY),
+        **dict.fromkeys(("STT_MODELS", "TTS_MODELS"), shapes_server.model),
+        "TTS_BACKEND": "KOKORO_FASTAPI",
+    }
+    command = ["setpriv", "--pdeathsig=KILL", "--", str(WYOMING / "bin" / "python"), "-m", "wyoming_openai"]
+    log = tmp_path / "wyoming.txt"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=client_environment() | settings, stdout=output, stderr=output)
+    try:
+        while not is_open(port):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)  # There is no event for it.
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_voices_speech_and_transcription(
+    shapes_server: RunningServer,
+    wyoming_port: int,
+    spoken: Path,
+    understood: Callable[[str, Path], float],
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "speech.wav"
+    answer = run_program(
+        "wyoming_satellite", shapes_server, wyoming_port, TEXT, "ben", file, spoken, environment=WYOMING
+    )
+    assert answer["voices"] == ["ada", "ben"]
+    assert split_words(answer["transcript"]) == split_words(SPOKEN)
+    assert understood(TEXT, file) >= 0.75

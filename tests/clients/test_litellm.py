@@ -27,7 +27,7 @@ PROXY_KEY = "sk-key-of-the-proxy"
 
 def test_sdk(shapes_server: RunningServer, painter_server: RunningServer, question: Question, spoken: Path) -> None:
     arguments = (f"{painter_server.url}/v1", question.picture, question.text, spoken)
-    result = run_program("litellm_sdk", shapes_server, *arguments, variables=OFFLINE)
+    result = run_program("litellm_sdk", shapes_server, *arguments, variables=OFFLINE, timeout=120)
     assert result["answer"] == "".join(result["pieces"]) == question.answer
     assert len(result["pieces"]) > 1
     assert says(result["spoken_answer"], question.answer)
@@ -59,7 +59,7 @@ def proxy(
         ) as process,
     ):
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not _is_alive(f"{url}/health/liveliness"):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)  # There is no event for it.

@@ -2,7 +2,7 @@
 """Requests of clients that are programs with a form for their settings, or too large to install, as these send them.
 
 Read in the sources of Open WebUI 0.12.4, n8n 2.41.3 (the node "OpenAI"), openai_tts 3.7 for Home Assistant, LibreChat,
-AnythingLLM and SillyTavern. `scripts/try_open_webui.py` uses Open WebUI itself.
+AnythingLLM and SillyTavern.
 """
 
 import base64

@@ -18,6 +18,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(OMNI_EXTRA)
 DOCS_STAMP := $(VENV)/.ready-docs
 CLIENTS_STAMP := $(CLIENTS_VENV)/.ready
+CLIENTS_NPM := tests/clients/npm
+CLIENTS_NPM_STAMP := $(CLIENTS_NPM)/node_modules/.package-lock.json
 # Two processes; tests/conftest.py keeps tests that share an engine or a server in one of them. One that died is not replaced.
 PYTEST_FLAGS := --numprocesses=2 --dist=loadfile --max-worker-restart=0
 RUN_TESTS := $(BIN)/python scripts/run_tests.py run
@@ -41,7 +43,7 @@ test-slow: $(STAMP)  ## Run the other tests
 	-@$(MAKE) --no-print-directory clients
 	$(RUN_TESTS) test-slow --limit $(TEST_SLOW_LIMIT) --budget 9 -- $(PYTEST_FLAGS) -m slow $(PYTEST_ARGS)
 
-clients: $(CLIENTS_STAMP)  ## Install the clients that the slow tests run, in an environment of their own
+clients: $(CLIENTS_STAMP) $(CLIENTS_NPM_STAMP)  ## Install the clients that the slow tests run, in environments of their own
 
 browser:  ## Install Chromium for the tests of the playground (as root)
 	scripts/install_browser.sh
@@ -62,7 +64,7 @@ model: $(STAMP)  ## Train the shipped models again (hours; resumes; see training
 	$(BIN)/python -m training
 
 clean:  ## Remove the environment and all generated files
-	rm -rf $(VENV) $(CLIENTS_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache demo_output
+	rm -rf $(VENV) $(CLIENTS_VENV) $(CLIENTS_NPM)/node_modules build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache demo_output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml setup.cfg $(wildcard scripts/*.py scripts/*.txt)
@@ -84,3 +86,6 @@ $(CLIENTS_STAMP): $(wildcard tests/clients/requirements*.txt) | $(STAMP)
 		$(CLIENTS_VENV)/wyoming/$(PIP_INSTALL) -r tests/clients/requirements-wyoming.txt; \
 	else echo "The tests of wyoming-openai skip: no $(WYOMING_PYTHON) (make clients WYOMING_PYTHON=...)"; fi
 	touch $@
+
+$(CLIENTS_NPM_STAMP): $(CLIENTS_NPM)/package-lock.json
+	@if command -v npm >/dev/null; then cd $(CLIENTS_NPM) && npm ci; else echo "npm is missing: the tests of its packages are skipped"; fi

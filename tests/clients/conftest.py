@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.clients.running import KEY, SPOKEN, skip_without_clients
+from tests.clients.tasks import Question, share_understood, write_question
 from tests.examples.running import decode_sound
 from tests.servers import RunningServer
-from vllm_omni.shapes.language import split_words
-from vllm_omni.shapes.recognizer import Recognizer, count_understood
 
 
 @pytest.fixture(scope="session")
@@ -39,13 +38,12 @@ def spoken(shapes_server: RunningServer, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def understood() -> Callable[[str, Path], float]:
     """The share of a text's words that are heard in a sound file, in their order."""
-    recognizer = Recognizer()
+    return lambda text, file: share_understood(text, *decode_sound(file))
 
-    def share(text: str, file: Path) -> float:
-        words = split_words(text)
-        return count_understood(words, recognizer.words(*decode_sound(file))) / len(words)
 
-    return share
+@pytest.fixture(scope="session")
+def question(tmp_path_factory: pytest.TempPathFactory) -> Question:
+    return write_question(tmp_path_factory.mktemp("question"))
 
 
 def _serve(model: str, tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[RunningServer]:

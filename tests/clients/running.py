@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ SPOKEN = "a red circle is left of a blue square"
 PROGRAMS = Path(__file__).with_name("programs")
 ENVIRONMENT = Path(__file__).parents[2] / os.environ.get("CLIENTS_VENV", ".venv-clients")
 """Made by `make clients`."""
+NPM = Path(__file__).with_name("npm")
+"""The same, of packages for Node."""
 
 
 def skip_without_clients() -> None:
@@ -39,6 +42,7 @@ def run_program(
     *arguments: object,
     model: str | None = None,
     environment: Path = ENVIRONMENT,
+    variables: Mapping[str, str] | None = None,
     timeout: float = 240,
 ) -> Any:
     """Runs `programs/NAME.py URL KEY MODEL ARGUMENTS`; returns the JSON in the last line that it prints.
@@ -46,14 +50,25 @@ def run_program(
     Args:
         arguments: After the server's address (which ends with /v1), key and model; files of the test, for example.
         model: Default: the name that the model is served under.
+        variables: Of its environment, beside those of the test.
         timeout: Seconds, then it is killed.
     """
-    command = [
-        "setpriv", "--pdeathsig=KILL", "--", str(environment / "bin" / "python"), str(PROGRAMS / f"{name}.py"),
-        f"{server.url}/v1", KEY, model or server.model, *map(str, arguments),
-    ]  # fmt: skip
+    command = [environment / "bin" / "python", PROGRAMS / f"{name}.py", f"{server.url}/v1", KEY, model or server.model]
+    return _run([*command, *arguments], variables or {}, timeout)
+
+
+def run_node_program(name: str, server: RunningServer, *arguments: object, timeout: float = 60) -> Any:
+    """The same for `npm/NAME.mjs`."""
+    command = ["node", NPM / f"{name}.mjs", f"{server.url}/v1", KEY, server.model]
+    return _run([*command, *arguments], {}, timeout)
+
+
+def _run(command: Sequence[object], variables: Mapping[str, str], timeout: float) -> Any:
+    name = Path(str(command[1])).name
+    arguments = ["setpriv", "--pdeathsig=KILL", "--", *map(str, command)]
+    env = {**client_environment(), **variables}
     try:
-        result = subprocess.run(command, env=client_environment(), capture_output=True, text=True, timeout=timeout)
+        result = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         pytest.fail(f"{name} has not ended after {timeout} s:\n{_text(error.stdout)}{_text(error.stderr)}")
     assert result.returncode == 0, f"{name} ended with {result.returncode}:\n{result.stdout}{result.stderr}"

@@ -27,8 +27,9 @@ def test_speech(
     assert understood(TEXT, file) >= 0.75
 
 
-def test_transcription(shapes_server: RunningServer, spoken: Path) -> None:
-    answer = run_program("livekit_transcription", shapes_server, spoken)
+@pytest.mark.parametrize("model", [None, "whisper-1"], ids=["json", "verbose_json of whisper-1"])
+def test_transcription(shapes_server: RunningServer, spoken: Path, model: str | None) -> None:
+    answer = run_program("livekit_transcription", shapes_server, spoken, model=model)
     assert split_words(answer["text"]) == split_words(SPOKEN)
 
 

@@ -114,7 +114,7 @@ BAD_FIELDS: dict[str, dict[str, list[Any]]] = {
     },
     TRANSCRIPTIONS: {
         "file": [None, *_BAD_SOUNDS],
-        "response_format": ["srt", "vtt", "verbose_json", "diarized_json", "xml", 1],
+        "response_format": ["srt", "vtt", "diarized_json", "xml", 1],
         "language": ["english", "xx", 1], "temperature": [-1, 2, "hot"], "prompt": [1, {}, "x" * 5000],
         "timestamp_granularities": [["word"]], "include": [["logprobs"]], "chunking_strategy": [{"type": "server_vad"}],
         "colour": [1],

@@ -112,7 +112,23 @@ def test_the_stage_configuration_states_the_prompts(talking_async_llm: AsyncOmni
 
 def test_a_translation_has_no_times(qwen3_app: FastAPI) -> None:
     answer = send(qwen3_app, "POST", TRANSLATIONS, json={"file": URI, "response_format": "srt"})
-    refused(answer, "response_format", "not when", "json or text")
+    refused(answer, "response_format", "not when", "json, text or verbose_json")
+
+
+def test_verbose_json_has_the_length_of_the_sound_and_no_times(app: FastAPI) -> None:
+    """LiteLLM and the AI SDK ask for it, and for segments, without being told to."""
+    default = {"timestamp_granularities[]": "segment"}
+    answer = post(app, response_format="verbose_json", **default)
+    expected = post(app, **default).json()["text"]
+    assert answer.headers["x-finish-reason"] == "length"
+    duration = pytest.approx(0.7)
+    assert answer.json() == {
+        "task": "transcribe", "text": expected, "language": "", "duration": duration,
+        "usage": {"type": "duration", "seconds": duration},
+    }  # fmt: skip
+    fields = {"file": URI, "response_format": "verbose_json", "language": "de"}
+    translation = send(app, "POST", TRANSLATIONS, json=fields).json()
+    assert (translation["task"], translation["language"], translation["duration"]) == ("translate", "german", duration)
 
 
 def test_a_stream_of_openais_events(app: FastAPI) -> None:
@@ -174,8 +190,8 @@ def refused(answer: httpx2.Response, param: str | None, *words: str, status: int
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"response_format": "verbose_json"}, "response_format", ["not when", "json or text"]),
-        ({"response_format": "srt"}, "response_format", ["not when"]),
+        ({"response_format": "verbose_json", "stream": "true"}, "stream", ["not streamed", "json or text"]),
+        ({"response_format": "srt"}, "response_format", ["not when", "json, text or verbose_json"]),
         ({"response_format": "vtt"}, "response_format", ["not when"]),
         ({"response_format": "diarized_json"}, "response_format", ["who speaks"]),
         ({"response_format": "xml"}, "body.response_format", []),

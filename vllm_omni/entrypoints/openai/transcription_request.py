@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
+from typing_extensions import Self
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
@@ -26,6 +27,7 @@ _UNSUPPORTED_FIELDS = {
     "languages": "name one as language, or leave it out",
 }
 _LANGUAGE = "{language}"
+_STREAMED_FORMATS = ("json", "text")
 
 
 def _check_language(code: str) -> str:
@@ -47,6 +49,8 @@ class SoundRequest(RequestModel):
     """Those that it may ask for, for messages."""
     unsupported_fields: ClassVar[Mapping[str, str]] = _UNSUPPORTED_FIELDS
     unsupported_formats: ClassVar[Mapping[str, str]] = {"diarized_json": _NO_DIARIZATION}
+    unknown_words: ClassVar[str]
+    """Why there are no times of single words."""
 
     file: SoundUrl = Field(description="The sound: a file in a form; in JSON a data URI or an address.")
     model: str | None = Field(None, description="A name of GET /v1/models; default: the model that is served.")
@@ -59,6 +63,12 @@ class SoundRequest(RequestModel):
     temperature: float = Field(0.0, ge=0, le=1, description="0: the likeliest text.")
     stream: bool = Field(False, description="Server-sent events with the text as it is written.")
     chunking_strategy: Literal["auto"] | None = Field(None, description="The server decides how the sound is read.")
+    response_format: str
+    timestamp_granularities: Annotated[list[Literal["segment", "word"]], BeforeValidator(_as_list)] = Field(
+        [],
+        validation_alias=AliasChoices("timestamp_granularities", "timestamp_granularities[]"),
+        description="segment, as by default. The times of single words are not known.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -80,18 +90,29 @@ class SoundRequest(RequestModel):
             )
         return fields
 
+    @model_validator(mode="after")
+    def _check_times(self) -> Self:
+        if "word" in self.timestamp_granularities:
+            raise VLLMValidationError(self.unknown_words, parameter="timestamp_granularities")
+        if self.stream and self.response_format not in _STREAMED_FORMATS:
+            raise VLLMValidationError(
+                f"response_format {self.response_format} is not streamed; it may be {' or '.join(_STREAMED_FORMATS)}",
+                parameter="stream",
+            )
+        return self
+
 
 class TranscriptionRequest(SoundRequest):
     """Speech to be written down by a model that does not know times."""
 
-    formats = "json or text"
-    unsupported_fields: ClassVar[Mapping[str, str]] = {**_UNSUPPORTED_FIELDS, "timestamp_granularities": _NO_TIMES}
+    formats = "json, text or verbose_json"
     unsupported_formats: ClassVar[Mapping[str, str]] = {
         **SoundRequest.unsupported_formats,
-        **dict.fromkeys(("verbose_json", "srt", "vtt"), _NO_TIMES),
+        **dict.fromkeys(("srt", "vtt"), _NO_TIMES),
     }
+    unknown_words = f"timestamp_granularities may not have word: {_NO_TIMES}"
 
-    response_format: Literal["json", "text"] = "json"
+    response_format: Literal["json", "text", "verbose_json"] = "json"
 
     def instruction(self, stage_prompt: str) -> str:
         """The request to the model.
@@ -125,32 +146,13 @@ class TimedTranscriptionRequest(SoundRequest):
     """Speech to be written down by a model that knows when what is said."""
 
     formats = "json, text, verbose_json, srt or vtt"
+    unknown_words = "the times of segments are known, those of words are not; leave word out"
 
     response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = Field(
-        "json", description="The last three have times, which only models such as Whisper know."
+        "json",
+        description="The last three have times, which only models such as Whisper know. Of other models verbose_json "
+        "has the length of the sound, and no segments.",
     )
-    timestamp_granularities: Annotated[list[Literal["segment", "word"]], BeforeValidator(_as_list)] = Field(
-        [],
-        validation_alias=AliasChoices("timestamp_granularities", "timestamp_granularities[]"),
-        description="segment, with verbose_json. The times of single words are not known.",
-    )
-
-    @model_validator(mode="after")
-    def _check_times(self) -> TimedTranscriptionRequest:
-        if "word" in self.timestamp_granularities:
-            raise VLLMValidationError(
-                "the times of segments are known, those of words are not; leave word out",
-                parameter="timestamp_granularities",
-            )
-        if self.timestamp_granularities and self.response_format != "verbose_json":
-            raise VLLMValidationError(
-                "timestamp_granularities needs response_format verbose_json", parameter="timestamp_granularities"
-            )
-        if self.has_times and self.stream:
-            raise VLLMValidationError(
-                f"response_format {self.response_format} is not streamed; it may be json or text", parameter="stream"
-            )
-        return self
 
     @property
     def has_times(self) -> bool:

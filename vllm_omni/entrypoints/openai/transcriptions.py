@@ -8,6 +8,8 @@ that its stage's configuration states. A model that vLLM transcribes with, such 
 
 from __future__ import annotations
 
+import asyncio
+import io
 from argparse import Namespace
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -15,11 +17,15 @@ from http import HTTPStatus
 from typing import Annotated, Any, Protocol
 
 import msgspec
+import numpy as np
+import soundfile
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from openai.types.audio import TranscriptionTextDeltaEvent, TranscriptionTextDoneEvent
+from openai.types.audio import TranscriptionTextDeltaEvent, TranscriptionTextDoneEvent, TranscriptionVerbose
 from openai.types.audio.transcription import Transcription, UsageTokens
+from openai.types.audio.transcription_verbose import Usage as UsageDuration
 from pydantic import BaseModel
+from transformers.models.whisper.tokenization_whisper import LANGUAGES
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
@@ -29,7 +35,8 @@ from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
 from vllm_omni.entrypoints.openai.chat import Line, OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.images import RESPONSES as FORM_RESPONSES
-from vllm_omni.entrypoints.openai.media_request import describe_form, read_request
+from vllm_omni.entrypoints.openai.media_output import to_base64
+from vllm_omni.entrypoints.openai.media_request import describe_form, fetch_sound, load_connector, read_request
 from vllm_omni.entrypoints.openai.media_stage import model_aliases
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.speech import FINISH_REASON_HEADER, ClosingResponse, sse_line
@@ -74,10 +81,12 @@ class ServingTranscriptions:
 
     def __init__(self, chat: OmniServingChat, args: Namespace) -> None:
         self._chat = chat
+        self._connector = load_connector(args)
         self._keep_alive_s = float(args.sse_keep_alive_interval)
 
     async def create(self, request: TranscriptionRequest, task: Task, raw_request: Request) -> Response:
         """See `TranscriptionHandler`."""
+        duration = await self._measure(request) if request.response_format == "verbose_json" else 0.0
         chat = request.as_chat(stage_prompt(self._chat.client, task))
         try:
             answer = await self._chat.create_chat_completion(chat, raw_request)
@@ -88,8 +97,17 @@ class ServingTranscriptions:
         if isinstance(answer, ErrorResponse):
             return JSONResponse(answer.model_dump(), answer.error.code)
         if isinstance(answer, ChatCompletionResponse):
+            if request.response_format == "verbose_json":
+                return _verbose(answer, request, task, duration)
             return _whole(answer, request.response_format)
         return as_events(answer, self._keep_alive_s)
+
+    async def _measure(self, request: TranscriptionRequest) -> float:
+        """Seconds of the sound, which the request then has as data: an address is fetched once."""
+        self._chat.client.check_admission()
+        samples, sample_rate = await fetch_sound(self._connector, request.file, "file")
+        request.file = await asyncio.to_thread(_as_data_uri, samples, sample_rate)
+        return len(samples) / sample_rate
 
 
 def stage_prompt(client: OmniEngineClient, task: Task) -> str:
@@ -106,6 +124,30 @@ def _whole(answer: ChatCompletionResponse, response_format: str) -> Response:
         return PlainTextResponse(text, headers=headers)
     whole = Transcription(text=text, usage=_tokens(answer.usage))
     return JSONResponse(whole.model_dump(exclude_none=True), headers=headers)
+
+
+def _verbose(answer: ChatCompletionResponse, request: TranscriptionRequest, task: Task, duration: float) -> Response:
+    """Without segments, because the model does not know their times."""
+    choice = answer.choices[0]
+    whole = TranscriptionVerbose(
+        text=choice.message.content or "",
+        duration=duration,
+        language="" if request.language is None else LANGUAGES[request.language],
+        usage=UsageDuration(type="duration", seconds=duration),
+    )
+    headers = {FINISH_REASON_HEADER: choice.finish_reason or "stop"}
+    return JSONResponse({"task": task, **whole.model_dump(exclude_none=True)}, headers=headers)
+
+
+def _as_data_uri(samples: np.ndarray, sample_rate: float) -> str:
+    return f"data:audio/wav;base64,{to_base64(as_wav(samples, sample_rate))}"
+
+
+def as_wav(samples: np.ndarray, sample_rate: float) -> bytes:
+    """float32 `[n]` as a file; no sample is changed."""
+    file = io.BytesIO()
+    soundfile.write(file, samples, int(sample_rate), format="WAV", subtype="FLOAT")
+    return file.getvalue()
 
 
 def as_events(lines: AsyncGenerator[Line, None], keep_alive_s: float) -> Response:

@@ -13,8 +13,6 @@ from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
-import numpy as np
-import soundfile
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.datastructures import State, UploadFile
@@ -30,7 +28,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_request import fetch_sound, load_connector
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.transcription_request import SoundRequest, Task, TimedTranscriptionRequest
-from vllm_omni.entrypoints.openai.transcriptions import as_events
+from vllm_omni.entrypoints.openai.transcriptions import as_events, as_wav
 
 
 class VllmTranscriptions:
@@ -62,7 +60,7 @@ class VllmTranscriptions:
             )
         self._client.check_admission()
         samples, sample_rate = await fetch_sound(self._connector, request.file, "file")
-        sound = await asyncio.to_thread(_as_wav, samples, sample_rate)
+        sound = await asyncio.to_thread(as_wav, samples, sample_rate)
         vllm_request = _as_vllm(request, task)
         answer = await self._run[task](sound, vllm_request, raw_request)
         if isinstance(answer, ErrorResponse):
@@ -80,13 +78,6 @@ class VllmTranscriptions:
             return PlainTextResponse(_SUBTITLES[request.response_format](segments))
         language = LANGUAGES.get(answer.language, answer.language)  # OpenAI's answers have its name.
         return JSONResponse({"task": task, **fields, "language": language, "segments": segments})
-
-
-def _as_wav(samples: np.ndarray, sample_rate: float) -> bytes:
-    """float32 `[n]` as a file, which vLLM's handler reads: no sample is changed."""
-    file = io.BytesIO()
-    soundfile.write(file, samples, int(sample_rate), format="WAV", subtype="FLOAT")
-    return file.getvalue()
 
 
 def _as_vllm(request: TimedTranscriptionRequest, task: Task) -> VllmTranscriptionRequest | VllmTranslationRequest:

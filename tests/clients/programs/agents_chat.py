@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two turns of an agent of openai-agents: `agents_chat.py URL KEY MODEL PICTURE QUESTION`; prints them as JSON."""
+
+import asyncio
+import base64
+import json
+import sys
+from pathlib import Path
+
+from agents import Agent, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+from openai import AsyncOpenAI
+
+
+async def main(url: str, key: str, model: str, picture: str, question: str) -> None:
+    set_tracing_disabled(True)
+    client = AsyncOpenAI(base_url=url, api_key=key)
+    agent = Agent(name="Painter", model=OpenAIChatCompletionsModel(model=model, openai_client=client))
+    image = "data:image/png;base64," + base64.b64encode(Path(picture).read_bytes()).decode()
+    content = [{"type": "input_image", "image_url": image}, {"type": "input_text", "text": question}]
+    first = await Runner.run(agent, [{"role": "user", "content": content}])
+    turns = [*first.to_input_list(), {"role": "user", "content": "How many shapes are there?"}]
+    second = Runner.run_streamed(agent, turns)
+    pieces = [
+        event.data.delta
+        async for event in second.stream_events()
+        if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
+    ]
+    print(json.dumps({"answer": first.final_output, "pieces": pieces, "last": second.final_output}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -57,7 +57,7 @@ def run_program(
     return _run([*command, *arguments], variables or {}, timeout)
 
 
-def run_node_program(name: str, server: RunningServer, *arguments: object, timeout: float = 60) -> Any:
+def run_node_program(name: str, server: RunningServer, *arguments: object, timeout: float = 240) -> Any:
     """The same for `npm/NAME.mjs`."""
     command = ["node", NPM / f"{name}.mjs", f"{server.url}/v1", KEY, server.model]
     return _run([*command, *arguments], {}, timeout)

@@ -27,7 +27,7 @@ PROXY_KEY = "sk-key-of-the-proxy"
 
 def test_sdk(shapes_server: RunningServer, painter_server: RunningServer, question: Question, spoken: Path) -> None:
     arguments = (f"{painter_server.url}/v1", question.picture, question.text, spoken)
-    result = run_program("litellm_sdk", shapes_server, *arguments, variables=OFFLINE, timeout=120)
+    result = run_program("litellm_sdk", shapes_server, *arguments, variables=OFFLINE)
     assert result["answer"] == "".join(result["pieces"]) == question.answer
     assert len(result["pieces"]) > 1
     assert says(result["spoken_answer"], question.answer)

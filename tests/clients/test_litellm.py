@@ -77,13 +77,13 @@ def test_proxy(proxy: openai.OpenAI, question: Question, spoken: Path) -> None:
     picture = "data:image/png;base64," + base64.b64encode(question.picture.read_bytes()).decode()
     content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": question.text}]
     chat: Any = {"model": "shapes", "messages": [{"role": "user", "content": content}]}
-    spoken = (
+    answer = (
         proxy.chat.completions.create(**chat, modalities=["text", "audio"], audio={"voice": "alloy", "format": "wav"})
         .choices[0]
         .message
     )
-    assert spoken.content == question.answer and spoken.audio is not None
-    assert says(spoken.audio.data, question.answer)
+    assert answer.content == question.answer and answer.audio is not None
+    assert says(answer.audio.data, question.answer)
     pieces = [chunk.choices[0].delta.content or "" for chunk in proxy.chat.completions.create(**chat, stream=True)]
     assert "".join(pieces) == question.answer and len(pieces) > 1
 

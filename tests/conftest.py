@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,18 @@ class _GroupFixtures:
             while self._running:
                 fixturedef, request = self._running.pop()
                 fixturedef.finish(request)
+            _end_process_groups()
+
+
+def _end_process_groups() -> None:
+    """Each group of tests begins without vLLM's process groups.
+
+    An engine that fails to start leaves its own; the next engine uses them, and a model without experts has none for
+    experts.
+    """
+    if parallel_state := sys.modules.get("vllm.distributed.parallel_state"):
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
 
 
 def pytest_configure(config: pytest.Config) -> None:

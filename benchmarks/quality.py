@@ -195,7 +195,8 @@ class Measurement:
             self._report.ratios[ratio] = min(shares)
         progress("HTTP: paintings")
         with ThreadPoolExecutor(8) as pool:
-            paintings = list(pool.map(lambda text: _painting(painter, text), self._prompts))
+            seeds = range(len(self._prompts))
+            paintings = list(pool.map(lambda text, seed: _painting(painter, text, seed), self._prompts, seeds))
         self._add_paintings("HTTP, 8 at once", paintings)
 
     def reference(self, omni: OmniLLM, painter: OmniLLM) -> None:
@@ -278,8 +279,8 @@ def _streamed_speech(client: openai.OpenAI, text: str, voice: str) -> np.ndarray
     return np.frombuffer(content, "<i2").astype(np.float32) / 32768
 
 
-def _painting(client: openai.OpenAI, text: str) -> Image.Image:
-    answer = client.images.generate(model=PAINTER, prompt=text, extra_body={"seed": 3})
+def _painting(client: openai.OpenAI, text: str, seed: int) -> Image.Image:
+    answer = client.images.generate(model=PAINTER, prompt=text, extra_body={"seed": seed})
     assert answer.data
     return Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json or "")))
 

@@ -8,15 +8,14 @@ large for the tests, which send the same requests (tests/clients/test_recorded_r
 """
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 from playwright.sync_api import Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +25,7 @@ from screenshots import save  # noqa: E402
 
 from tests.clients.tasks import SENTENCE, says, shows  # noqa: E402
 from tests.entrypoints.playground import browser as web  # noqa: E402
-from tests.servers import RunningServer, free_port  # noqa: E402
+from tests.servers import RunningServer, answers, free_port, running_program  # noqa: E402
 
 PACKAGE = "open-webui==0.12.4"
 KEY = "key-of-the-server"
@@ -85,25 +84,10 @@ def running(program: Path, variables: dict[str, str], folder: Path) -> Iterator[
     url = f"http://127.0.0.1:{port}"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | variables
     log = folder / "open_webui.txt"
-    command = ["setpriv", "--pdeathsig=KILL", "--", str(program), "serve", "--host=127.0.0.1", f"--port={port}"]
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(command, env=environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT) as process,
-    ):
-        try:
-            while not is_ready(url):
-                if process.poll() is not None:
-                    sys.exit(log.read_text())
-                time.sleep(0.5)  # There is no event for it.
-            yield url
-        finally:
-            process.kill()  # On SIGTERM it waits for the browser's connections.
-
-
-def is_ready(url: str) -> bool:
-    with suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health").status_code == 200
-    return False
+    command = [program, "serve", "--host=127.0.0.1", f"--port={port}"]
+    kill = signal.SIGKILL  # On SIGTERM it waits for the browser's connections.
+    with running_program(command, lambda: answers(f"{url}/health"), log, env=environment, cwd=folder, ends_with=kill):
+        yield url
 
 
 def list_voices(page: Page, url: str) -> None:

@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -77,16 +77,10 @@ class RunningServer:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def wait_until_ready(self, timeout: float = 240) -> None:
-        deadline = time.monotonic() + timeout
-        while not self.is_ready():
-            assert self.process.poll() is None, f"it exited with {self.process.returncode}:\n{self.output()}"
-            assert time.monotonic() < deadline, f"not ready after {timeout} s:\n{self.output()}"
-            time.sleep(0.1)  # There is no event for it.
+        _wait(self.process, self.is_ready, self.log, timeout)
 
     def is_ready(self) -> bool:
-        with suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health", timeout=60).status_code == 200
-        return False
+        return answers(f"{self.url}/health")
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
@@ -102,9 +96,56 @@ class RunningServer:
             raise
 
 
+@contextmanager
+def running_program(
+    command: Sequence[object],
+    is_ready: Callable[[], bool],
+    log: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    ends_with: signal.Signals = signal.SIGTERM,
+) -> Iterator[None]:
+    """Another server, from when it is ready to its end.
+
+    Args:
+        log: The file for its output.
+        env: Default: this process's.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(_tied(command), env=env, cwd=cwd, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        _wait(process, is_ready, log, timeout=240)
+        yield
+    finally:
+        process.send_signal(ends_with)
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    """Whether it is served."""
+    with suppress(httpx.TransportError):
+        return httpx.get(url, timeout=60).status_code == 200
+    return False
+
+
+def _wait(process: subprocess.Popen[bytes], is_ready: Callable[[], bool], log: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not is_ready():
+        output = log.read_text(errors="replace")
+        assert process.poll() is None, f"it exited with {process.returncode}:\n{output}"
+        assert time.monotonic() < deadline, f"not ready after {timeout} s:\n{output}"
+        time.sleep(0.1)  # There is no event for it.
+
+
 def _command(arguments: Sequence[str]) -> list[str]:
-    """vLLM's own script, which runs our command for `--omni`; the kernel ends it with the process that started it."""
-    return ["setpriv", "--pdeathsig=KILL", "--", str(Path(sys.executable).with_name("vllm")), *arguments]
+    """vLLM's own script, which runs our command for `--omni`."""
+    return _tied([Path(sys.executable).with_name("vllm"), *arguments])
+
+
+def _tied(command: Sequence[object]) -> list[str]:
+    """The kernel ends it with the process that started it."""
+    return ["setpriv", "--pdeathsig=KILL", "--", *map(str, command)]
 
 
 def free_port() -> int:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The servers of the shipped models that all files of this folder share, with a key, and who judges their answers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.clients.running import KEY, SPOKEN, skip_without_clients
-from tests.clients.tasks import Question, share_understood, write_question
-from tests.examples.running import decode_sound
+from tests.clients.tasks import Question, write_question
 from tests.servers import RunningServer
 
 
@@ -33,12 +32,6 @@ def spoken(shapes_server: RunningServer, tmp_path_factory: pytest.TempPathFactor
     file = tmp_path_factory.mktemp("spoken") / "spoken.wav"
     file.write_bytes(speech.content)
     return file
-
-
-@pytest.fixture(scope="session")
-def understood() -> Callable[[str, Path], float]:
-    """The share of a text's words that are heard in a sound file, in their order."""
-    return lambda text, file: share_understood(text, *decode_sound(file))
 
 
 @pytest.fixture(scope="session")

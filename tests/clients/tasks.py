@@ -8,7 +8,6 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import soundfile
 from PIL import Image
 
@@ -46,17 +45,8 @@ def write_question(folder: Path) -> Question:
 def says(file: str | bytes, text: str) -> bool:
     """Whether a sound file (base64 or bytes) says a text. A quarter of its words may be misunderstood."""
     samples, rate = soundfile.read(io.BytesIO(_decoded(file)), dtype="float32")
-    return share_understood(text, samples, rate) >= 0.75
-
-
-def share_understood(text: str, samples: np.ndarray, rate: int) -> float:
-    """The share of a text's words that a recognizer hears, in their order.
-
-    Args:
-        samples: float32 `[samples]`.
-    """
     words = split_words(text)
-    return count_understood(words, _recognizer().words(samples, rate)) / len(words)
+    return count_understood(words, _recognizer().words(samples, rate)) / len(words) >= 0.75
 
 
 def shows(file: str | bytes, prompt: str) -> bool:

@@ -2,20 +2,16 @@
 """LiteLLM: its SDK, and its proxy in front of the server, which OpenAI's client asks."""
 
 import base64
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from tests.clients.running import ENVIRONMENT, KEY, PROGRAMS, SPOKEN, client_environment, run_program
 from tests.clients.tasks import SENTENCE, Question, says, shows
-from tests.servers import RunningServer, free_port
+from tests.servers import RunningServer, answers, free_port, running_program
 from vllm_omni.shapes.language import split_words
 
 pytestmark = pytest.mark.slow
@@ -45,32 +41,12 @@ def proxy(
     keys = {"OMNI_KEY": KEY, "PROXY_KEY": PROXY_KEY}
     port = free_port()
     log = tmp_path_factory.mktemp("proxy") / "log.txt"
-    command = [
-        "setpriv", "--pdeathsig=KILL", "--", str(ENVIRONMENT / "bin" / "litellm"),
-        f"--config={PROGRAMS / 'litellm_proxy.yaml'}", "--host=127.0.0.1", f"--port={port}",
-    ]  # fmt: skip
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            command,
-            env={**client_environment(), **OFFLINE, **addresses, **keys},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        ) as process,
-    ):
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 120
-        while not _is_alive(f"{url}/health/liveliness"):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)  # There is no event for it.
+    url = f"http://127.0.0.1:{port}"
+    config = PROGRAMS / "litellm_proxy.yaml"
+    command = [ENVIRONMENT / "bin" / "litellm", f"--config={config}", "--host=127.0.0.1", f"--port={port}"]
+    env = {**client_environment(), **OFFLINE, **addresses, **keys}
+    with running_program(command, lambda: answers(f"{url}/health/liveliness"), log, env=env):
         yield openai.OpenAI(base_url=f"{url}/v1", api_key=PROXY_KEY, max_retries=0)
-        process.terminate()
-
-
-def _is_alive(url: str) -> bool:
-    with suppress(httpx.TransportError):
-        return httpx.get(url).status_code == 200
-    return False
 
 
 def test_proxy(proxy: openai.OpenAI, question: Question, spoken: Path) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import io
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,8 @@ import httpx
 import numpy as np
 import soundfile
 
-from tests.servers import free_port
+from tests.servers import answers as answers_to
+from tests.servers import free_port, running_program
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -182,22 +182,7 @@ def playground(url: str, log: Path) -> Iterator[str]:
     """`vllm-omni playground URL`, in a process of its own; its address."""
     port = free_port()
     code = "from vllm_omni.entrypoints.cli.main import main; main()"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, "playground", url, f"--port={port}"], stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        address = f"http://127.0.0.1:{port}/"
-        while not _answers(address):
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.1)  # There is no event for it.
+    address = f"http://127.0.0.1:{port}/"
+    command = [sys.executable, "-c", code, "playground", url, f"--port={port}"]
+    with running_program(command, lambda: answers_to(address), log):
         yield address
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _answers(address: str) -> bool:
-    with suppress(httpx.TransportError):
-        return httpx.get(address, timeout=10).status_code == 200
-    return False

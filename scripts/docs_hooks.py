@@ -28,7 +28,7 @@ PUBLIC = (
     "vllm_omni.entrypoints.omni_llm.OmniLLM", "vllm_omni.entrypoints.async_omni_llm.AsyncOmniLLM",
     "vllm_omni.outputs.OmniRequestOutput", "vllm_omni.sampling_params.DiffusionSamplingParams",
     "vllm_omni.events.ARSegmentEvent", "vllm_omni.events.ImageProgressEvent", "vllm_omni.events.CompletedEvent",
-    "vllm_omni.events.ErrorEvent", "vllm_omni.stage.devices.set_stage_gpu_devices", "vllm_omni.errors",
+    "vllm_omni.events.ErrorEvent", "vllm_omni.placement.devices.set_stage_gpu_devices", "vllm_omni.errors",
 )  # fmt: skip
 _OUTWARD = re.compile(r"\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 _LANGUAGES = {

@@ -20,6 +20,7 @@ ORDER = (
     "entrypoints",
     "orchestrator",
     "stage",
+    "placement",
     "executor",
     "worker",
     "model_executor",

@@ -2,6 +2,7 @@
 """Encoded outputs, decoded with the libraries of users."""
 
 import io
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import av
@@ -57,7 +58,7 @@ def encode(output_type: str, outputs: list[torch.Tensor], output_format: str | N
     ref, frames = PayloadSender(InlineConnector()).put(
         StageOutput(request_id="r", stage_id=0, tensors=tensors, data=data)
     )
-    sent = PayloadReceiver().get(StageOutput, ref, [memoryview(bytes(frame)) for frame in frames])
+    sent = PayloadReceiver(Path()).get(StageOutput, ref, [memoryview(bytes(frame)) for frame in frames])
     assert sent.num_media == count_media(tensors, data) == len(outputs)
     return read_media(sent.tensors, sent.data), sent.data
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm_omni.entrypoints.omni_llm import OmniLLM
     from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent
     from vllm_omni.outputs import OmniRequestOutput
+    from vllm_omni.placement.devices import set_stage_gpu_devices
     from vllm_omni.sampling_params import DiffusionSamplingParams
-    from vllm_omni.stage.devices import set_stage_gpu_devices
 
     Omni = OmniLLM
     AsyncOmni = AsyncOmniLLM
@@ -49,7 +49,7 @@ _MODULES = {
     "OmniLLM": ("vllm_omni.entrypoints.omni_llm", "OmniLLM"),
     "OmniRequestOutput": ("vllm_omni.outputs", "OmniRequestOutput"),
     "OmniStageConfig": ("vllm_omni.config", "OmniStageConfig"),
-    "set_stage_gpu_devices": ("vllm_omni.stage.devices", "set_stage_gpu_devices"),
+    "set_stage_gpu_devices": ("vllm_omni.placement.devices", "set_stage_gpu_devices"),
 }
 
 

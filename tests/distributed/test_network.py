@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -173,7 +174,7 @@ class Receiver:
         self._push.connect("inproc://stage")
         self.inbound = Inbound([pull], recv_at_stage, lambda sender, epoch: True, link.fetcher)
         self._connector = NetworkConnector(link.server, 3, 1000)
-        self._receivers = make_receivers()
+        self._receivers = make_receivers(Path())
         self._numbers = itertools.count()
 
     def put(self, buffers: list[bytes]) -> PayloadRef:

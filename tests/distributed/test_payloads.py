@@ -9,12 +9,13 @@ import pytest
 
 SEVERAL_THREADS = textwrap.dedent("""
     import sys, threading
+    from pathlib import Path
     import msgspec
     from vllm_omni.distributed.connectors import InlineConnector
     from vllm_omni.distributed.payloads import PayloadReceiver, PayloadSender
 
     def receive():
-        receiver = PayloadReceiver()
+        receiver = PayloadReceiver(Path())
         barrier.wait()
         received.append(receiver.get(outer, ref, [memoryview(frame) for frame in frames]).y0)
 

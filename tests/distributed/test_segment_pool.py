@@ -52,7 +52,7 @@ def test_memory_that_a_receiver_uses_is_never_overwritten(tmp_path: Path) -> Non
     held = []
     for number in range(6):
         ref, frames = connector.put([bytes([number]) * 100_000])
-        (buffer,) = SharedMemoryReceiver().get(ref, [memoryview(frame) for frame in frames])
+        (buffer,) = SharedMemoryReceiver(tmp_path).get(ref, [memoryview(frame) for frame in frames])
         held.append(buffer[50_000:50_010])  # a part keeps the whole
         del buffer
     assert [bytes(view) for view in held] == [bytes([number]) * 10 for number in range(6)]
@@ -60,7 +60,7 @@ def test_memory_that_a_receiver_uses_is_never_overwritten(tmp_path: Path) -> Non
     held.clear()
     gc.collect()
     for _ in range(6):
-        SharedMemoryReceiver().discard(connector.put([b"x" * 100_000])[0])
+        SharedMemoryReceiver(tmp_path).discard(connector.put([b"x" * 100_000])[0])
     assert len(names(tmp_path)) == used  # nothing new had to be made
 
 
@@ -70,9 +70,11 @@ def test_a_killed_receiver_holds_nothing(tmp_path: Path) -> None:
     ref, _ = connector.put([b"x" * 100_000])
     code = f"""if True:
         import sys
+        from pathlib import Path
         from vllm_omni.distributed.connectors import SharedMemoryReceiver
         from vllm_omni.distributed.messages import SharedMemoryRef
-        buffers = SharedMemoryReceiver().get(SharedMemoryRef(sizes={ref.sizes}, path={ref.path!r}), [])
+        ref = SharedMemoryRef(sizes={ref.sizes}, name={ref.name!r})
+        buffers = SharedMemoryReceiver(Path({str(tmp_path)!r})).get(ref, [])
         print("has it", flush=True)
         sys.stdin.read()
     """
@@ -193,5 +195,5 @@ def test_an_unreferenced_pool_leaves_nothing(tmp_path: Path) -> None:
     gc.collect()
     assert names(tmp_path) == ["p-0"]  # on its way: the receiver will remove it
     assert num_open_files(tmp_path) == open_files - 1
-    SharedMemoryReceiver().get(ref, [])
+    SharedMemoryReceiver(tmp_path).get(ref, [])
     assert names(tmp_path) == []

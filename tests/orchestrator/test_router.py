@@ -60,7 +60,9 @@ class RecordingObserver(PipelineObserver):
 class Pipeline:
     """A router, its fake stages, and the events of its requests by request id."""
 
-    def __init__(self, *stages: dict[str, Any], max_inflight: int = 4, max_queued: int = 2) -> None:
+    def __init__(
+        self, *stages: dict[str, Any], max_inflight: int = 4, max_queued: int = 2, run_dir: Path = Path()
+    ) -> None:
         self.config = make_config(*(stages or TRIANGLE), max_inflight=max_inflight)
         self.log: list[tuple[str, Any]] = []
         self.stages = {i: FakeStage(replica, self.log, max_queued) for i, replica in self.config.instances.items()}
@@ -70,7 +72,7 @@ class Pipeline:
             self.config,
             self.stages,  # type: ignore[arg-type]
             self.admission,
-            PayloadReceiver(),
+            PayloadReceiver(run_dir),
             self.observer,
         )
         self.events: dict[str, list[OmniEvent]] = {}
@@ -325,7 +327,8 @@ def test_texts_that_arrive_together_are_events_of_their_requests(pipeline: Pipel
     assert texts == {"r": [("r", False)] * 2, "s": [("s", False)]}
 
 
-def test_late_and_duplicate_messages_are_dropped(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_late_and_duplicate_messages_are_dropped(tmp_path: Path) -> None:
+    pipeline = Pipeline(run_dir=tmp_path)
     pipeline.start("r", streams=True)
     pipeline.complete("r")
     num_events = len(pipeline.events["r"])

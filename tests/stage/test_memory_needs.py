@@ -13,8 +13,8 @@ from tests.stage.running_engine import RunningEngine
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.errors import StageConfigError
-from vllm_omni.stage import memory_needs
-from vllm_omni.stage.memory_needs import StageNeeds, stage_needs
+from vllm_omni.placement import memory_needs
+from vllm_omni.placement.memory_needs import StageNeeds, stage_needs
 
 MODEL_ARGS = {"dtype": "float32", "max_model_len": 192, "block_size": 32, "max_num_seqs": 4}
 

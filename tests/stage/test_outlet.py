@@ -57,7 +57,7 @@ class Stage:
             },
         )
         self.outlet = Outlet(spec, self.context)  # type: ignore[arg-type]
-        self._payloads = PayloadReceiver()
+        self._payloads = PayloadReceiver(run_dir)
         for target in (IN_WINDOWS, WHOLE, TOKENS):
             self.connect(target)
 

@@ -30,7 +30,7 @@ from vllm_omni.events import CompletedEvent
 from vllm_omni.inputs import StageRequest
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.cores import place_cores
+from vllm_omni.placement.cores import place_cores
 
 
 def describe_process(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The resources of a stage: parses `devices`, `memory` and `cpus` of its `runtime`.
 
-Independent of the machine: `stage.devices`, `stage.cores` and `stage.budgets` check that the resources exist.
+Independent of the machine: `placement` checks that the resources exist.
 """
 
 import re

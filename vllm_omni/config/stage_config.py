@@ -29,8 +29,8 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             unless it has many more requests than another.
         process: `true`: each replica has its own process. A name: it shares a process with all stages of that name;
             `false` is the name `shared`. Stages that share processes have the same number of replicas.
-        devices: Accelerators that are visible to the stage (see `stage.devices.set_stage_gpu_devices`): a comma list
-            (`"2,5"`), or a number or digit string, the logical index of one. A list has one such entry for each
+        devices: Accelerators that are visible to the stage (see `placement.devices.set_stage_gpu_devices`): a comma
+            list (`"2,5"`), or a number or digit string, the logical index of one. A list has one such entry for each
             replica; any other value is that of all replicas.
         memory: Limit of the stage's memory on each device: a fraction of the device (`0.3`), or bytes (`"20GiB"`).
         cpus: Cores that the stage runs on: a list in Linux notation (`"0-3,8"`), or their number, of each replica. A

@@ -47,9 +47,13 @@ class InlineRef(_Ref, frozen=True, kw_only=True, tag="inline"):
 
 
 class SharedMemoryRef(_Ref, frozen=True, kw_only=True, tag="shm"):
-    """A payload in a file on a memory file system of this machine."""
+    """A payload in a file of the pipeline's run directory, on a memory file system of this machine.
 
-    path: str
+    Attributes:
+        name: Of the file.
+    """
+
+    name: str
 
 
 class NetworkRef(_Ref, frozen=True, kw_only=True, tag="network"):

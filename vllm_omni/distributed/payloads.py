@@ -6,6 +6,7 @@ with connectors. A sender and a receiver each belong to one thread.
 """
 
 import threading
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -35,8 +36,12 @@ class PayloadSender:
 class PayloadReceiver:
     """Receives typed payloads, whatever connector sent them."""
 
-    def __init__(self) -> None:
-        self._receivers = make_receivers()
+    def __init__(self, run_dir: Path) -> None:
+        """
+        Args:
+            run_dir: The pipeline's run directory.
+        """
+        self._receivers = make_receivers(run_dir)
         self._decoders: dict[type, MsgpackDecoder] = {}
 
     def get(self, payload_type: type[T], ref: PayloadRef, frames: list[memoryview]) -> T:
@@ -44,6 +49,7 @@ class PayloadReceiver:
         Raises:
             msgspec.MsgspecError: The payload is not a `payload_type`.
             OSError: The payload is gone.
+            ValueError: The reference is wrong.
         """
         decoder = self._decoders.get(payload_type)
         if decoder is None:

@@ -18,7 +18,7 @@ from vllm_omni.model_executor.registry import OMNI_MODELS
 from vllm_omni.orchestrator.cluster import Cluster
 from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.orchestrator.orchestrator import Orchestrator
-from vllm_omni.stage.cores import place_cores
+from vllm_omni.placement.cores import place_cores
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from vllm_omni.engine.hf_override import StageConfigOverride, load_hf_config
 from vllm_omni.engine.text_models import why_not_text
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import find_models
-from vllm_omni.stage.budgets import apply_budgets
+from vllm_omni.placement.budgets import apply_budgets
 
 CHECKPOINT_STAGE_CONFIG = "stage_config.yaml"
 """In a checkpoint's folder: the configuration of that checkpoint, in place of the one for its architecture."""

@@ -16,10 +16,10 @@ from vllm_omni.distributed.messages import (
     SubmitMessage,
 )
 from vllm_omni.distributed.network import Network
+from vllm_omni.distributed.peers import PayloadPeer
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.payloads import AdditionalInformationPayload
-from vllm_omni.stage.peers import PayloadPeer
 
 
 class StageState(Enum):

@@ -54,7 +54,7 @@ from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
 from vllm_omni.orchestrator.spec_factory import Site, SpecFactory
 from vllm_omni.orchestrator.supervisor import StageHealth, Supervisor
-from vllm_omni.stage.spec import StagePlacement
+from vllm_omni.placement.spec import StagePlacement
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 
@@ -296,7 +296,8 @@ class Orchestrator:
             )
             for instance_id, instance in self._config.instances.items()
         }
-        self._router = RequestRouter(self._config, self._stages, self._admission, PayloadReceiver(), self._observer)
+        payloads = PayloadReceiver(self._run_dir.path)
+        self._router = RequestRouter(self._config, self._stages, self._admission, payloads, self._observer)
         self._supervisor = Supervisor(
             [[self._stages[instance.instance_id] for instance in process] for process in self._config.processes],
             self._launcher.launch,

@@ -28,7 +28,7 @@ from vllm_omni.config.stage_config import PipelineConfig, StageInstance
 from vllm_omni.errors import PipelineStartError, StageConfigError
 from vllm_omni.orchestrator.cluster import Cluster, Place
 from vllm_omni.orchestrator.ray_workers import StageHost, find_address, locate
-from vllm_omni.stage.devices import num_devices, world_size
+from vllm_omni.placement.devices import num_devices, world_size
 from vllm_omni.stage.spec import RayWorkers
 
 Resources = dict[str, float]

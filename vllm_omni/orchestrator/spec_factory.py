@@ -13,7 +13,8 @@ from vllm_omni.distributed.messages import ORCHESTRATOR, PeerUpMessage
 from vllm_omni.distributed.network import NetworkSpec
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.orchestrator.omni_stage import OmniStage
-from vllm_omni.stage.spec import MachineShare, RayWorkers, SourceSpec, StagePlacement, StageSpec, TargetSpec
+from vllm_omni.placement.spec import MachineShare, StagePlacement
+from vllm_omni.stage.spec import RayWorkers, SourceSpec, StageSpec, TargetSpec
 
 
 @dataclass(frozen=True)

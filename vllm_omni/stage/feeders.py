@@ -15,7 +15,7 @@ from vllm_omni.distributed.messages import (
     SubmitMessage,
 )
 from vllm_omni.distributed.network import Network
-from vllm_omni.stage.peers import Peer
+from vllm_omni.distributed.peers import Peer
 from vllm_omni.stage.spec import StageSpec
 
 Cost = tuple[int, int, int]

@@ -25,11 +25,12 @@ from vllm_omni.distributed.messages import (
 )
 from vllm_omni.distributed.network import Network
 from vllm_omni.distributed.payloads import PayloadSender
+from vllm_omni.distributed.peers import PayloadPeer
 from vllm_omni.outputs import StageOutput, reads_tensors
-from vllm_omni.stage.peers import PayloadPeer, Target
 from vllm_omni.stage.request_state import RequestState
 from vllm_omni.stage.segments import CallerReader, Reader, Segmenter, WindowReader
 from vllm_omni.stage.spec import StageSpec
+from vllm_omni.stage.target import Target
 
 
 class Outlet:

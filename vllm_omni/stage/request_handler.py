@@ -7,6 +7,7 @@ Cuts the outputs of other stages into windows and calls the stage input processo
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -41,7 +42,7 @@ from vllm_omni.stage.engines.base import (
 from vllm_omni.stage.feeders import Feeders, cost_of
 from vllm_omni.stage.outlet import Outlet
 from vllm_omni.stage.queues import FlushTimes, WaitingQueue
-from vllm_omni.stage.request_state import InputStreams, RequestState
+from vllm_omni.stage.request_state import InputStreams, Phase, RequestState
 from vllm_omni.stage.spec import StageSpec
 from vllm_omni.stage.spoken_reply import SpokenReply
 from vllm_omni.stage.watchdog import INPUT, StepTimer
@@ -75,7 +76,7 @@ class RequestHandler:
         self.timer = StepTimer()
         self._spec = spec
         self._instance_id = spec.instance.instance_id
-        self._payloads = PayloadReceiver()
+        self._payloads = PayloadReceiver(Path(spec.run_dir))
         self._outlet = outlet
         self._feeders = feeders
         self._recorder = recorder
@@ -167,7 +168,7 @@ class RequestHandler:
             return
         more = StageInput(additional_information=information.to_dict(), num_ready_tokens=message.num_ready_tokens)
         state.more_input.append(StreamChunk(message.request_id, more, is_last=message.is_last))
-        if state.is_in_engine:
+        if state.phase is Phase.IN_ENGINE:
             self._pass_more_input(state)
 
     def _pass_more_input(self, state: RequestState) -> None:
@@ -188,7 +189,7 @@ class RequestHandler:
         except Exception as error:
             self.on_error(Error.from_exception(message.request_id, error))
         owed = cost_of(message)
-        if state.is_queued:
+        if state.phase is Phase.QUEUED:
             state.owed.append(owed)
         else:
             self._feeders.refund(owed)
@@ -211,9 +212,9 @@ class RequestHandler:
         source = self._source_stage(message)
         for _ in range(state.inputs.add(source, piece)):
             self._recorder.window(source)
-        if state.is_running:
+        if state.has_place:
             self._feed(state)
-        elif not state.is_queued and state.inputs.is_ready:
+        elif state.phase is Phase.NEEDS_INPUT and state.inputs.is_ready:
             self._enqueue(state)
 
     def _source_stage(self, message: DataMessage) -> int:
@@ -226,7 +227,7 @@ class RequestHandler:
     def _enqueue(self, state: RequestState) -> None:
         state.metrics.arrival = time.monotonic()
         self._recorder.enqueued()
-        state.is_queued = True
+        state.enter(Phase.QUEUED)
         self._waiting.add(state)
 
     def start_waiting(self) -> None:
@@ -242,7 +243,6 @@ class RequestHandler:
         self._for_engine.clear()
 
     def _leave_queue(self, state: RequestState) -> None:
-        state.is_queued = False
         self._waiting.remove(state)
         for owed in state.owed:
             self._feeders.refund(owed)
@@ -253,13 +253,13 @@ class RequestHandler:
         self._outlet.reserve(state)
         self._recorder.dequeued()
         state.metrics.started = time.monotonic()
-        state.is_running = True
+        state.enter(Phase.STARTED)
         self.num_running += 1
         self._feed(state)
 
     def _feed(self, state: RequestState) -> None:
         """Passes all available input of the request to the engine."""
-        while state.is_running and state.inputs.is_ready:
+        while state.has_place and state.inputs.is_ready:
             sources, is_last = state.inputs.next_call()
             try:
                 stage_input = None if self._processor is None else self._process(self._processor, state, sources)
@@ -277,12 +277,12 @@ class RequestHandler:
         self, state: RequestState, sources: dict[int, StageOutput], is_last: bool, stage_input: StageInput | None
     ) -> None:
         has_nothing_to_do = self._processor is not None and stage_input is None
-        if state.is_in_engine:
+        if state.phase is Phase.IN_ENGINE:
             if is_last or not has_nothing_to_do:
                 sources = {} if has_nothing_to_do else sources
                 self._for_engine.append(StreamChunk(state.request_id, stage_input, sources, is_last))
         elif not has_nothing_to_do:
-            state.is_in_engine = True
+            state.enter(Phase.IN_ENGINE)
             streams, reads_rows = self._outlet.streams(state), self._outlet.reads_tensors(state)
             is_last = is_last and state.request.is_complete
             self._for_engine.append(NewRequest(state.request, stage_input, sources, is_last, streams, reads_rows))
@@ -394,12 +394,11 @@ class RequestHandler:
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
-        if state.is_queued:
+        if state.phase is Phase.QUEUED:
             self._leave_queue(state)
-        if state.is_running:
-            state.is_running = False
+        elif state.has_place:
             self.num_running -= 1
-        if state.is_in_engine and abort_engine:
+        if state.enter(Phase.ENDED) is Phase.IN_ENGINE and abort_engine:
             self._for_engine.append(AbortRequest(request_id))
         return state
 

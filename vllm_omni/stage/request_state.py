@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of one request in a stage: the input that has arrived, the output that was sent."""
 
+import enum
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -60,11 +61,25 @@ class InputStreams:
         return sources, self._is_done
 
 
+class Phase(enum.IntEnum):
+    """Of a request in a stage, in the order in which it takes them; it may skip to the end from any."""
+
+    NEEDS_INPUT = enum.auto()
+    """Its sources have not made its first input."""
+    QUEUED = enum.auto()
+    """It waits for a place in the engine."""
+    STARTED = enum.auto()
+    """It has a place in the engine, which has not been given any input: the stage input processor made none of it."""
+    IN_ENGINE = enum.auto()
+    ENDED = enum.auto()
+
+
 @dataclass(slots=True)
 class RequestState:
     """A request that runs in this stage, or waits for its inputs.
 
     Attributes:
+        phase: Changed by `enter` only.
         num_received, num_sent: Pieces received from each source, and sent to each target.
         owed: Feeders, requests and bytes to refund when the request leaves the queue.
         more_input: Of its prompt, for the engine when it has the request.
@@ -76,9 +91,7 @@ class RequestState:
     inputs: InputStreams
     outputs: Segmenter
     metrics: StageMetrics
-    is_queued: bool = False
-    is_running: bool = False
-    is_in_engine: bool = False
+    phase: Phase = Phase.NEEDS_INPUT
     num_received: dict[int, int] = field(default_factory=dict)
     num_sent: dict[int, int] = field(default_factory=dict)
     owed: list[tuple[int, int, int]] = field(default_factory=list)  # (feeder, requests, bytes)
@@ -88,3 +101,15 @@ class RequestState:
     @property
     def request_id(self) -> str:
         return self.submit.request_id
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it has a place in the engine."""
+        return Phase.QUEUED < self.phase < Phase.ENDED
+
+    def enter(self, phase: Phase) -> Phase:
+        """Enters the next phase, or the last; returns the one before."""
+        before = self.phase
+        assert phase == before + 1 or phase is Phase.ENDED > before, f"{before.name} to {phase.name}"
+        self.phase = phase
+        return before

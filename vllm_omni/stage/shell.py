@@ -31,6 +31,7 @@ from vllm_omni.distributed.messages import (
     recv_at_stage,
 )
 from vllm_omni.distributed.network import Network
+from vllm_omni.distributed.peers import make_socket
 from vllm_omni.distributed.run_dir import stage_address
 from vllm_omni.metrics.logs import about, get_logger
 from vllm_omni.metrics.recorder import StageRecorder
@@ -39,7 +40,6 @@ from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.stage.engines.base import Error, Outbox, Result, StageEngine, Started, Stream
 from vllm_omni.stage.feeders import Feeders
 from vllm_omni.stage.outlet import Outlet
-from vllm_omni.stage.peers import make_socket
 from vllm_omni.stage.request_handler import RequestHandler
 from vllm_omni.stage.spec import StageSpec
 from vllm_omni.stage.watchdog import IO, StepTimer

@@ -6,39 +6,13 @@ import msgspec
 from vllm_omni.config.stage_config import (
     ConnectorConfig,
     OmniStageConfig,
-    PipelineConfig,
     SegmentConfig,
     StageInstance,
     WindowConfig,
 )
 from vllm_omni.distributed.messages import PeerUpMessage
 from vllm_omni.distributed.network import NetworkSpec
-
-
-class StagePlacement(msgspec.Struct, kw_only=True, frozen=True):
-    """The cores of a stage's process.
-
-    Attributes:
-        cpus: Cores that it is bound to; None: none in particular.
-        num_threads: Threads for tensor operations; None leaves it to the libraries.
-    """
-
-    cpus: list[int] | None = None
-    num_threads: int | None = None
-
-
-class MachineShare(msgspec.Struct, kw_only=True, frozen=True):
-    """What is on a machine, so that a stage can compute its own share of memory, devices and cores (`stage.share`).
-
-    Attributes:
-        pipeline: All stages.
-        devices: The replicas on this machine by instance id, with their `runtime.devices`; None: as configured.
-        paths: Checkpoints that are paths, on every machine.
-    """
-
-    pipeline: PipelineConfig
-    devices: dict[int, str | None]
-    paths: list[str]
+from vllm_omni.placement.spec import MachineShare, StagePlacement
 
 
 class RayWorkers(msgspec.Struct, kw_only=True, frozen=True):

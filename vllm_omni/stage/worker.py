@@ -25,10 +25,10 @@ from vllm_omni.distributed.locked_folder import hold
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
-from vllm_omni.stage.cores import bind_cores
-from vllm_omni.stage.devices import alone_on_devices, set_stage_gpu_devices
+from vllm_omni.placement.cores import bind_cores
+from vllm_omni.placement.devices import alone_on_devices, set_stage_gpu_devices
+from vllm_omni.placement.share import take_share
 from vllm_omni.stage.engines.base import Outbox, StageEngine, Started
-from vllm_omni.stage.share import take_share
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import RayWorkers, StageSpec
 from vllm_omni.stage.watchdog import Watchdog
@@ -121,7 +121,7 @@ def main(spec_bytes: bytes, lifeline: socket.socket) -> list[HostedStage]:
     Raises:
         Exception: The only stage of the process could not start, or its engine broke; the caller reports it.
     """
-    specs = [take_share(spec) for spec in msgspec.json.decode(spec_bytes, type=list[StageSpec])]
+    specs = [_on_this_machine(spec) for spec in msgspec.json.decode(spec_bytes, type=list[StageSpec])]
     _set_up_process(specs)
     watchdog = Watchdog(partial(_exit_process, lifeline))
     stages = [HostedStage(spec, lifeline, watchdog) for spec in specs]
@@ -130,6 +130,14 @@ def main(spec_bytes: bytes, lifeline: socket.socket) -> list[HostedStage]:
     else:
         _run_together(stages, watchdog)
     return stages
+
+
+def _on_this_machine(spec: StageSpec) -> StageSpec:
+    """Replaces `share` by what follows from it. Raises as `take_share`."""
+    if spec.share is None:
+        return spec
+    instance, placement = take_share(spec.share, spec.instance.instance_id)
+    return msgspec.structs.replace(spec, instance=instance, placement=placement, share=None)
 
 
 def _run_alone(stage: HostedStage, watchdog: Watchdog) -> None:

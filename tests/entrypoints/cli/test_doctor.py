@@ -13,7 +13,7 @@ import pytest
 from vllm_omni.entrypoints.cli import doctor, doctor_memory
 from vllm_omni.entrypoints.cli.findings import Finding, Platform
 from vllm_omni.errors import VllmRequirementError
-from vllm_omni.stage.memory_needs import StageNeeds
+from vllm_omni.placement.memory_needs import StageNeeds
 
 CPU = Platform("cpu", [])
 Usage = namedtuple("Usage", "total used free")

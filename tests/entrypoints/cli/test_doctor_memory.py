@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.stage.machines import pipeline
+from tests.placement.machines import pipeline
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.config.utils import find_stage_configs, shipped_variants, stage_configs_dir
 from vllm_omni.entrypoints.cli import doctor_memory
 from vllm_omni.entrypoints.cli.doctor_memory import Machine, MemoryPlan, MemoryPlanner, as_table
 from vllm_omni.errors import StageConfigError
-from vllm_omni.stage.memory_needs import StageNeeds
+from vllm_omni.placement.memory_needs import StageNeeds
 
 GIB = 1 << 30
 # 10 GiB of weights, 2 of activations, and 1 MiB of KV cache for a token, for at least 1024 tokens: 13 GiB.

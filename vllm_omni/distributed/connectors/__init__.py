@@ -34,6 +34,10 @@ def make_connector(config: ConnectorConfig, run_dir: Path, sender: int, receiver
     return SharedMemoryConnector(run_dir, prefix, config.shm_threshold_bytes)
 
 
-def make_receivers() -> dict[type, Receiver]:
-    """A receiver for each type of reference."""
-    return {InlineRef: InlineConnector(), SharedMemoryRef: SharedMemoryReceiver(), NetworkRef: FetchedReceiver()}
+def make_receivers(run_dir: Path) -> dict[type, Receiver]:
+    """A receiver for each type of reference.
+
+    Args:
+        run_dir: The pipeline's run directory: no file outside of it is opened.
+    """
+    return {InlineRef: InlineConnector(), SharedMemoryRef: SharedMemoryReceiver(run_dir), NetworkRef: FetchedReceiver()}

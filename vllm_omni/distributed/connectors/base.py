@@ -35,7 +35,12 @@ class Receiver(ABC, Generic[Ref]):
 
     @abstractmethod
     def get(self, ref: Ref, frames: list[memoryview]) -> list[memoryview]:
-        """The payload's buffers. They stay valid as long as a view of them exists."""
+        """The payload's buffers. They stay valid as long as a view of them exists.
+
+        Raises:
+            OSError: The payload is gone.
+            ValueError: The reference is wrong.
+        """
 
     @abstractmethod
     def discard(self, ref: Ref) -> None:

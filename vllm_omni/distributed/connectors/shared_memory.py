@@ -40,7 +40,7 @@ class SharedMemoryConnector(Connector):
         self._inline = InlineConnector()
         self._pool = SegmentPool(directory, f"pool-{prefix}")
         self._directory = directory
-        self._path = str(directory / prefix)
+        self._prefix = prefix
         self._threshold = threshold_bytes
         self._counter = itertools.count()
         self._has_warned = False
@@ -64,9 +64,9 @@ class SharedMemoryConnector(Connector):
         for view, size in zip(views, sizes, strict=True):
             segment.write(view, offset)
             offset += round_up(size, _ALIGNMENT)
-        path = f"{self._path}-{next(self._counter)}"
-        segment.publish(path)
-        return SharedMemoryRef(sizes=sizes, path=path)
+        name = f"{self._prefix}-{next(self._counter)}"
+        segment.publish(str(self._directory / name))
+        return SharedMemoryRef(sizes=sizes, name=name)
 
     def _warn(self, size: int) -> None:
         if not self._has_warned:
@@ -81,10 +81,14 @@ class SharedMemoryConnector(Connector):
 
 
 class SharedMemoryReceiver(Receiver[SharedMemoryRef]):
-    """Maps the file of a payload."""
+    """Maps the file of a payload, in one directory only."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
     def get(self, ref: SharedMemoryRef, frames: list[memoryview]) -> list[memoryview]:
-        fd = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC)
+        path = self._path(ref)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             # The mapping keeps a duplicate of the descriptor, and with it the lock, until the last view is gone.
             fcntl.flock(fd, fcntl.LOCK_SH)
@@ -92,9 +96,16 @@ class SharedMemoryReceiver(Receiver[SharedMemoryRef]):
             view = memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE))
         finally:
             os.close(fd)
-            os.unlink(ref.path)
+            os.unlink(path)
         return split(view, ref.sizes, _ALIGNMENT)
 
     def discard(self, ref: SharedMemoryRef) -> None:
-        with contextlib.suppress(FileNotFoundError):  # It was removed when its receiver died.
-            os.unlink(ref.path)
+        # It was removed when its receiver died, or is no payload.
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            os.unlink(self._path(ref))
+
+    def _path(self, ref: SharedMemoryRef) -> str:
+        """Raises `ValueError` for what is not the name of a file in the directory."""
+        if ref.name in (".", "..") or os.path.basename(ref.name) != ref.name or not ref.name:
+            raise ValueError(f"{ref.name!r} is not the name of a payload")
+        return f"{self._directory}/{ref.name}"

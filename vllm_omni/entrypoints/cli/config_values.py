@@ -19,8 +19,8 @@ from vllm_omni.config.overrides import overridden_keys
 from vllm_omni.config.stage_config import OmniStageConfig, find_stage
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, make_engine_args
-from vllm_omni.stage.cores import place_cores
-from vllm_omni.stage.devices import stage_devices
+from vllm_omni.placement.cores import place_cores
+from vllm_omni.placement.devices import stage_devices
 
 KeyPath = tuple[str | int, ...]
 """Keys from the top to a value. A stage's key is its id: `("stage_args", 0, "runtime", "devices")`."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni doctor MODEL`: whether a pipeline fits into the memory of this machine or another one.
 
-`stage.memory_needs` computes what a stage needs; `runtime.memory` or `gpu_memory_utilization` is its budget. Requires a
-working vLLM; starts nothing, loads no weights, touches no device.
+`placement.memory_needs` computes what a stage needs; `runtime.memory` or `gpu_memory_utilization` is its budget.
+Requires a working vLLM; starts nothing, loads no weights, touches no device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ from vllm_omni.entrypoints.cli.findings import Finding, Platform
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args
 from vllm_omni.entrypoints.resolve import ReadPipeline, read_pipeline, resolve_pipeline
 from vllm_omni.errors import StageConfigError, UsageError
-from vllm_omni.stage.cores import place_cores
-from vllm_omni.stage.devices import stage_devices, world_size
-from vllm_omni.stage.memory_needs import CONTEXT_BYTES, StageNeeds, stage_needs
+from vllm_omni.placement.cores import place_cores
+from vllm_omni.placement.devices import stage_devices, world_size
+from vllm_omni.placement.memory_needs import CONTEXT_BYTES, StageNeeds, stage_needs
 
 _GIB = 1 << 30
 _COMPUTED = "computed from its configuration, in GiB for each device; activations are estimates"

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm_omni.config.resources import process_cpus
 from vllm_omni.config.stage_config import PipelineConfig, StageInstance
 from vllm_omni.errors import StageConfigError
-from vllm_omni.stage.spec import StagePlacement
+from vllm_omni.placement.spec import StagePlacement
 
 _Requested = list[tuple[list[StageInstance], list[int] | int | None]]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_omni.errors import StageConfigError
-from vllm_omni.stage.cores import place_cores
+from vllm_omni.placement.cores import place_cores
 
 from .machines import install, pipeline
 

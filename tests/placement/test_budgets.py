@@ -8,8 +8,8 @@ import pytest
 
 from vllm_omni.engine.engine_args import SHARES_PROCESS
 from vllm_omni.errors import StageConfigError
-from vllm_omni.stage import budgets
-from vllm_omni.stage.budgets import apply_budgets
+from vllm_omni.placement import budgets
+from vllm_omni.placement.budgets import apply_budgets
 
 from .machines import install, pipeline
 

@@ -7,29 +7,25 @@ import msgspec
 
 from vllm_omni.config.stage_config import OmniStageConfig, PartOfPipeline, StageInstance
 from vllm_omni.errors import StageConfigError
-from vllm_omni.stage.budgets import apply_budgets
-from vllm_omni.stage.cores import place_cores
-from vllm_omni.stage.spec import MachineShare, StageSpec
+from vllm_omni.placement.budgets import apply_budgets
+from vllm_omni.placement.cores import place_cores
+from vllm_omni.placement.spec import MachineShare, StagePlacement
 
 
-def take_share(spec: StageSpec) -> StageSpec:
-    """Replaces `share` by what follows from it.
+def take_share(share: MachineShare, instance_id: int) -> tuple[StageInstance, StagePlacement]:
+    """A replica with its devices and its budget on this machine, and its cores.
 
     Raises:
         StageConfigError: The replicas of this machine need more than it has, or name something that does not exist.
     """
-    if spec.share is None:
-        return spec
-    for path in spec.share.paths:
+    for path in share.paths:
         if not os.path.exists(path):
             raise StageConfigError(
                 f"there is no {path} here; a checkpoint that is a path must exist on every node (a name on the hub is "
                 "fetched by each)"
             )
-    part = _make_part(spec.share)
-    placements = place_cores(part)
-    instance = apply_budgets(part).instances[spec.instance.instance_id]
-    return msgspec.structs.replace(spec, instance=instance, placement=placements[instance.instance_id], share=None)
+    part = _make_part(share)
+    return apply_budgets(part).instances[instance_id], place_cores(part)[instance_id]
 
 
 def _make_part(share: MachineShare) -> PartOfPipeline:

@@ -2,7 +2,7 @@
 """Which accelerators a stage gets (design document 002, sections 9.1, 11 and 16).
 
 The parent resolves and checks all devices before anything starts; a stage's process sets its own before it uses one.
-`stage.budgets` decides how much memory a stage takes there.
+`placement.budgets` decides how much memory a stage takes there.
 """
 
 import contextlib

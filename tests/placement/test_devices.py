@@ -14,8 +14,8 @@ import torch
 
 import vllm_omni
 from vllm_omni.errors import StageConfigError
-from vllm_omni.stage import devices
-from vllm_omni.stage.devices import alone_on_devices, set_stage_gpu_devices, stage_devices
+from vllm_omni.placement import devices
+from vllm_omni.placement.devices import alone_on_devices, set_stage_gpu_devices, stage_devices
 
 from .machines import VARIABLE, install, pipeline
 

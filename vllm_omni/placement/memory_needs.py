@@ -37,7 +37,7 @@ from vllm_omni.engine.engine_args import create_config_without_engine, create_en
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_executor.feedback import SupportsFeedback
 from vllm_omni.model_executor.interfaces import SupportsActivationEstimate
-from vllm_omni.stage.devices import PARALLEL_SIZES
+from vllm_omni.placement.devices import PARALLEL_SIZES
 
 OVERHEAD_BYTES = 512 << 20
 """CUDA graphs and the workspaces of libraries, in a vLLM stage's budget. An assumption."""

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.stage import budgets, cores, devices
+from vllm_omni.placement import budgets, cores, devices
 
 VARIABLE = "SOME_VISIBLE_DEVICES"
 

@@ -22,7 +22,7 @@ from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
 from vllm_omni.engine.engine_args import CPU_KV_CACHE_BYTES, SHARES_PROCESS
 from vllm_omni.errors import StageConfigError
-from vllm_omni.stage.devices import stage_devices, visible_devices
+from vllm_omni.placement.devices import stage_devices, visible_devices
 
 _GIB = 1 << 30
 _ROUNDING = 1e-6

@@ -338,7 +338,7 @@ async def send_and_abort(llm: AsyncOmniLLM, prompts: list[Any], count: int, rng:
                 await asyncio.wait_for(complete(prompts[number % len(prompts)]), timeout)
                 durations.append(time.monotonic() - started)
                 ends["completed"] += 1
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 ends["aborted"] += 1
 
     await asyncio.gather(*(client() for _ in range(CONCURRENCY)))

@@ -119,7 +119,7 @@ class Call:
             rest = None if seconds is None or not answer.started else answer.started + seconds - time.perf_counter()
             try:
                 event = await asyncio.wait_for(self.connection.recv(), None if rest is None else max(0.0, rest))
-            except (asyncio.TimeoutError, TimeoutError):
+            except TimeoutError:
                 return
             await self.handle(event)
 

@@ -3,8 +3,8 @@
 
 import configparser
 import shlex
-
 import tomllib
+
 import yaml
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -85,7 +85,7 @@ async def send(port: int, request: FuzzRequest) -> Outcome:
     try:
         limit = ANSWER_LIMIT_S if request.abort_after_s is None else request.abort_after_s
         await asyncio.wait_for(_exchange(reader, writer, request, answer), limit)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         if request.abort_after_s is None:
             return Outcome(request, NO_ANSWER, bytes(answer[:300]))
         return Outcome(request, _status(answer) if _is_error(answer) else ABORTED, _body(answer))

@@ -17,7 +17,7 @@ from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.vllm_requirement import require_vllm
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from vllm_omni.config.stage_config import PipelineConfig
     from vllm_omni.entrypoints.pipeline import Pipeline

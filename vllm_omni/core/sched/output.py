@@ -2,10 +2,9 @@
 """The messages between our schedulers and model runners: vLLM's structures with further fields."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
-from typing_extensions import Self
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request

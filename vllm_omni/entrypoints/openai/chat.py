@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
-from typing_extensions import Self
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion as vllm_create_chat_completion
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse

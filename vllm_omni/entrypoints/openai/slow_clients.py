@@ -106,7 +106,7 @@ class PatientReceive:
         start = time.monotonic()
         try:
             message = await asyncio.wait_for(self._receive(), self._left_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise HTTPException(
                 HTTPStatus.REQUEST_TIMEOUT,
                 f"the body came more slowly than {self._min_rate} bytes a second for {BODY_PATIENCE_S:g} s; send it "

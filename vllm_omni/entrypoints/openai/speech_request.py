@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
-from typing_extensions import Self
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MediaConnector
 

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
-from typing_extensions import Self
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest

@@ -130,7 +130,7 @@ class Session:
         while message is None:
             try:
                 message = await asyncio.wait_for(self._websocket.receive(), max(0.0, min(idle_s, left_s)))
-            except (asyncio.TimeoutError, TimeoutError):
+            except TimeoutError:
                 left_s = self._expires_at - time.time()
                 if left_s <= 0:
                     await self._expire(f"it has lasted {self._limits.max_realtime_session_s:g} s, its limit", _EXPIRED)

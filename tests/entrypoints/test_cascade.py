@@ -70,7 +70,8 @@ def llm(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def test_the_windows_are_the_sentences_of_the_text(llm: OmniLLM) -> None:
     prompts: Any = [{"prompt": f"Prompt {i}", "additional_information": {"speaker": f"v{i}"}} for i in range(4)]
-    texts, shown = {}, {}
+    texts: dict[str, str] = {}
+    shown: dict[str, str] = {}
     for output in llm.generate(prompts, use_tqdm=False):
         (texts if output.final_output_type == "text" else shown)[output.request_id] = output.outputs[0].text
     assert len(texts) == 4

@@ -28,6 +28,7 @@ ORDER = (
     "engine",
     "core",
     "distributed",
+    "function_stage",
     "events",
     "inputs",
     "outputs",

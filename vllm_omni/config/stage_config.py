@@ -38,7 +38,8 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         node: With Ray: the node of the stage, by its address, host name or node name. A list has one for each replica.
         resources: With Ray: what each process asks for (`{"CPU": 2, "GPU": 1, "fast_disk": 1}`). Default: as many GPUs
             as it has devices, and its number of cores, or one.
-        max_batch_size: Requests that the engine processes at once (its `max_num_seqs`).
+        max_batch_size: Requests that the engine processes at once (its `max_num_seqs`); of a `FunctionStage`, its
+            threads.
         max_inflight: Requests that the engine holds, running or waiting. Default: what it can use.
         max_queued: Requests that may wait in the stage for its engine. Beyond that its sources wait.
         step_timeout_s: Seconds that a step of the engine, taking in a request, or the work of the IO thread may take;
@@ -84,14 +85,17 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         engine_input_source: Stages whose outputs this stage reads; none for the first stage.
         custom_process_input_func: Dotted path of the stage's `StageInputProcessor`.
         custom_prompt_func: Dotted path of the `PromptProcessor` of a stage without sources.
-        function: Dotted path of the callable of a `function` stage, called for each request.
+        function: Dotted path of the callable of a `function` stage, called for each request, or of a `FunctionStage`.
         batch_function: Instead of `function`: a callable for up to `runtime.max_batch_size` (default 8) requests.
+        accepts: What a function stage also takes from a caller, in place of its source's output: `text` or `audio`. A
+            request that names the stage begins there; others begin at the stages without sources and this key.
         is_comprehension: OpenAI's sampling fields apply to this stage.
         final_output: Whether the caller receives the stage's output.
         final_output_type: The type of that output: `text`, `audio`, `image`, ...
         sample_rate: Samples per second of an audio output.
         reads: Fields of its sources' outputs that the stage reads (replaces `StageInputProcessor.reads`).
-        default_sampling_params: Fields of vLLM's `SamplingParams`; of a diffusion stage, of `DiffusionSamplingParams`.
+        default_sampling_params: Fields of vLLM's `SamplingParams`; of a diffusion stage, of `DiffusionSamplingParams`;
+            of a `FunctionStage`, of its `parameters`.
         transcription_prompt, translation_prompt: What the stage that reads prompts is asked beside a sound.
             `{language}` is the name of the language that is spoken; if that is not known, it is left out, with the
             space after it.
@@ -109,6 +113,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     custom_prompt_func: str | None = None
     function: str | None = None
     batch_function: str | None = None
+    accepts: Literal["text", "audio"] | None = None
     is_comprehension: bool = False
     final_output: bool = False
     final_output_type: str | None = None
@@ -177,6 +182,13 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.kind == "AR" and self.engine_args.get("engine_output_type", "text") == "text"
 
     @property
+    def gives_text(self) -> bool:
+        """Whether its completions have a text."""
+        if self.kind == "AR":
+            return self.final_output_type == "text" or self.emits_only_text
+        return self.kind in ("function", "fake") and self.final_output_type in (None, "text")
+
+    @property
     def has_ray_workers(self) -> bool:
         """Whether vLLM's Ray executor starts the workers of its engine, on any nodes of the cluster."""
         return self.runs_vllm and self.engine_args.get("distributed_executor_backend") == "ray"
@@ -206,16 +218,23 @@ class StageInstance(msgspec.Struct, frozen=True, kw_only=True):
         return f"stage {self.stage.stage_id} ({self.name})"
 
 
+SENTENCES = "sentences"
+"""The unit of windows that consist of whole sentences."""
+
+
 class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"source": "from"}):
     """`runtime.edges[]`: how one stage's output reaches another.
 
     Attributes:
-        window_size: Units in a window; -1: one window, the complete result.
-        first_window_size: Units in the first window. Default: declared by the consumer, else `window_size`.
+        window_size: Units in a window; -1: one window, the complete result. Default: `runtime.defaults`, and 1 of
+            sentences.
+        first_window_size: Units in the first window. Default: declared by the consumer, else `window_size`; of
+            sentences -1, the first clause.
         window_growth: Ratio of the sizes of successive windows, above 1, until `window_size` is reached. Default: the
             second window has `window_size`.
         left_context: Units before a window that are sent again with it. Default: declared by the consumer.
-        unit: `tokens`, or the name of a tensor, whose rows are counted. Default: declared by the consumer.
+        unit: `tokens`, `sentences` of a text, or the name of a tensor, whose rows are counted. Default: declared by the
+            consumer.
         only_if_streaming: Use windows for streaming clients (`stream=True`) only, and one window for other requests.
             For a consumer whose result is better with the complete input.
     """
@@ -344,6 +363,11 @@ class WindowConfig(msgspec.Struct, frozen=True, kw_only=True):
     def streams(self) -> bool:
         return self.window_size != -1
 
+    @property
+    def first_is_clause(self) -> bool:
+        """Whether the first window ends with the first clause."""
+        return self.unit == SENTENCES and self.first_window_size == -1
+
     def for_request(self, streams: bool) -> "WindowConfig":
         """The windows of a request, which streams or not."""
         return WindowConfig() if self.only_if_streaming and not streams else self
@@ -408,23 +432,52 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def output_types(self) -> list[str]:
-        """The output modalities of the pipeline, in stage order."""
-        return [s.final_output_type for s in self.stage_args if s.final_output and s.final_output_type]
+        """The output modalities of requests that name no stage, in stage order."""
+        return self.output_types_from(None)
 
-    def final_stages(self, modalities: Collection[str]) -> list[int]:
+    def output_types_from(self, start: int | None) -> list[str]:
+        """The output modalities of requests that begin at a stage (None: that name no stage), in stage order."""
+        reached = self._reached(start)
+        return [s.final_output_type for s in reached if s.final_output and s.final_output_type]
+
+    def final_stages(self, modalities: Collection[str], start: int | None = None) -> list[int]:
         """The final stages of a request with these output modalities, in stage order."""
-        return [s.stage_id for s in self.stage_args if s.final_output and s.final_output_type in modalities]
+        reached = self._reached(start)
+        return [s.stage_id for s in reached if s.final_output and s.final_output_type in modalities]
 
-    def stages_for(self, modalities: list[str]) -> list[int]:
-        """The stages that a request with these output modalities runs through, in stage order."""
+    def stages_for(self, modalities: list[str], start: int | None = None) -> list[int]:
+        """The stages that a request with these output modalities runs through, in stage order.
+
+        Args:
+            start: The stage that the request names, see `OmniStageConfig.accepts`.
+        """
+        reached = {stage.stage_id for stage in self._reached(start)}
         needed: set[int] = set()
-        todo = self.final_stages(modalities)
+        todo = self.final_stages(modalities, start)
         while todo:
             stage_id = todo.pop()
-            if stage_id not in needed:
+            if stage_id in reached and stage_id not in needed:
                 needed.add(stage_id)
                 todo += self.stages[stage_id].engine_input_source
         return sorted(needed)
+
+    def _reached(self, start: int | None) -> list[OmniStageConfig]:
+        """The stages to which a request can come that begins at `start`, in stage order."""
+        without_sources = [stage.stage_id for stage in self.stage_args if not stage.engine_input_source]
+        unnamed = [stage_id for stage_id in without_sources if self.stages[stage_id].accepts is None]
+        todo = (unnamed or without_sources) if start is None else [start]
+        reached: set[int] = set()
+        while todo:
+            stage_id = todo.pop()
+            if stage_id not in reached:
+                reached.add(stage_id)
+                todo += self.targets[stage_id]
+        return [stage for stage in self.stage_args if stage.stage_id in reached]
+
+    def accepting_stage(self, given: str, output_type: str) -> OmniStageConfig | None:
+        """The first stage that accepts this of a caller, and is or leads to a final stage of a type; None: none."""
+        stages = (stage for stage in self.stage_args if stage.accepts == given)
+        return next((stage for stage in stages if output_type in self.output_types_from(stage.stage_id)), None)
 
     def connector(self, stage: OmniStageConfig, target: int, shm_threshold_bytes: int) -> ConnectorConfig:
         """The connector for payloads from `stage` to `target`.
@@ -444,16 +497,18 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         declared = declared or WindowConfig()
         edges = (edge for edge in self.runtime.edges if (edge.source, edge.to) == (source, target))
         edge = next(edges, EdgeConfig(source=source, to=target))
-        size = self.runtime.defaults.window_size if edge.window_size is None else edge.window_size
+        unit = edge.unit or declared.unit
+        default = 1 if unit == SENTENCES else self.runtime.defaults.window_size
+        size = default if edge.window_size is None else edge.window_size
         if size == -1:
             return WindowConfig()
         first = edge.first_window_size or declared.first_window_size
         return WindowConfig(
             window_size=size,
-            first_window_size=size if first == -1 else first,
+            first_window_size=size if first == -1 and unit != SENTENCES else first,
             window_growth=edge.window_growth or declared.window_growth,
             left_context=declared.left_context if edge.left_context is None else edge.left_context,
-            unit=edge.unit or declared.unit,
+            unit=unit,
             only_if_streaming=edge.only_if_streaming,
         )
 

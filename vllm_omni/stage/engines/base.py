@@ -118,7 +118,8 @@ class Started:
 
 OutboxItem = Stream | Result | Error | Started
 RequestItem = NewRequest | StreamChunk | AbortRequest
-InboxItem = RequestItem | Stop
+InboxItem = RequestItem | Stop | Callable[[], None]
+"""A function is called on the engine's thread: threads of its own report to it."""
 
 
 class Outbox:
@@ -236,6 +237,14 @@ class StageEngine(ABC):
         """Makes `run` return. Called from any thread."""
         self.inbox.put(Stop())
 
+    def set_timers(self, make_timer: Callable[[], StepTimer]) -> None:
+        """Sets the time limits of its threads. Called before `start`.
+
+        Args:
+            make_timer: Makes the timer of one thread.
+        """
+        self.step_timer = make_timer()
+
     def must_start_first(self) -> bool:
         """Whether it must start before other engines of its process. Called before `start`."""
         return False
@@ -264,9 +273,12 @@ class StageEngine(ABC):
     def _read(self, item: InboxItem) -> None:
         if isinstance(item, Stop):
             self._is_stopping = True
-        else:
-            with self.lock, self.step_timer.of(INTAKE):
+            return
+        with self.lock, self.step_timer.of(INTAKE):
+            if isinstance(item, RequestItem):
                 self._take_in(item)
+            else:
+                item()
 
     @abstractmethod
     def has_work(self) -> bool:

@@ -27,6 +27,7 @@ ORDER = (
     "engine",
     "core",
     "distributed",
+    "function_stage",
     "events",
     "inputs",
     "outputs",

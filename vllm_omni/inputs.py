@@ -91,6 +91,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
         sampling_params: This stage's sampling parameters; None for stages that do not sample.
         engine_request: The first stage's preprocessed request; None for every other stage.
         diffusion: Parameters of a diffusion stage; None for every other stage.
+        parameters: Those of a stage that is a `FunctionStage`, by name; without defaults of the class.
         is_complete: The prompt is complete; otherwise `InputMessage`s follow, up to the last one.
         num_ready_tokens: As in `StageInput`, of a prompt that is not complete.
         priority: Lower values come first; 0 where the stage does not schedule by priority.
@@ -108,6 +109,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
     sampling_params: SamplingParams | None = None
     engine_request: OmniEngineCoreRequest | None = None
     diffusion: DiffusionRequest | None = None
+    parameters: dict[str, Any] = {}
     is_complete: bool = True
     num_ready_tokens: int | None = None
     priority: int = 0

@@ -25,6 +25,7 @@ from vllm_omni.config.utils import nearest
 from vllm_omni.engine.engine_args import create_config_for_inputs, message_of
 from vllm_omni.engine.input_processor import OmniInputProcessor, describe_refusal
 from vllm_omni.engine.text_decoder import TextDecoder
+from vllm_omni.entrypoints.function_parameters import FunctionParameters, load_function_parameters
 from vllm_omni.entrypoints.resolve import make_engine_args
 from vllm_omni.entrypoints.text_input import TextInput
 from vllm_omni.errors import InvalidRequestError, StageConfigError
@@ -64,6 +65,7 @@ class RequestBuilder:
     Attributes:
         input_processors: Those of the vLLM stages that read prompts, by stage id.
         prompt_processors: Those that models have, by stage id.
+        function_parameters: Of the stages that are a `FunctionStage`, by stage id.
         lock: For calls of processors and tokenizers, which are not thread-safe.
     """
 
@@ -82,6 +84,7 @@ class RequestBuilder:
             if stage.kind == "DiT"
         }
         self.prompt_processors = load_prompt_processors(config, model)
+        self.function_parameters = load_function_parameters(config)
         self._encoded_for = _encoded_for(config)
         self._adapter_stages = config.adapter_stages
         self._processors = load_processors(config, model)
@@ -190,12 +193,13 @@ class RequestBuilder:
     @property
     def voices(self) -> list[str]:
         """The voices of all stages, the default one first."""
-        return list_voices(self.prompt_processors, self._processors)
+        return list_voices(self.prompt_processors, self._processors, self.function_parameters)
 
     @property
     def prompt_fields(self) -> frozenset[str]:
-        """The keys of a prompt's `additional_information` that the model's prompt processors read."""
+        """The keys of a prompt's `additional_information` that prompt processors and function stages declare."""
         declared = {name for processor in self.prompt_processors.values() for name in processor.fields}
+        declared |= {name for each in self.function_parameters.values() for name in each.prompt_fields}
         return frozenset(declared - OmniPrompt.__annotations__.keys())
 
     @property
@@ -256,6 +260,7 @@ class RequestBuilder:
                 setattr(engine_request, name, value)
         first = next(iter(engine_requests.values()), None)
         information = prompt.get("additional_information") or {}
+        parameters = {i: each.read(given.get(i), information) for i, each in self.function_parameters.items()}
         if inputs:
             information = {key: value for each in inputs.values() for key, value in each.additional_information.items()}
         original = StageRequest(
@@ -273,6 +278,7 @@ class RequestBuilder:
                 sampling_params=params.get(stage_id),
                 engine_request=engine_requests.get(stage_id),
                 diffusion=diffusion.get(stage_id),
+                parameters=parameters.get(stage_id, {}),
             )
             for stage_id in stage_ids
         }
@@ -437,9 +443,11 @@ def load_processors(config: PipelineConfig, model: str) -> dict[int, StageInputP
     return {stage_id: processor for stage_id, processor in processors.items() if processor is not None}
 
 
-def list_voices(*processors: Mapping[int, PromptProcessor] | Mapping[int, StageInputProcessor]) -> list[str]:
+def list_voices(
+    *stages: Mapping[int, PromptProcessor] | Mapping[int, StageInputProcessor] | Mapping[int, FunctionParameters],
+) -> list[str]:
     """The voices of all stages, the default one first."""
-    return list(dict.fromkeys(voice for group in processors for each in group.values() for voice in each.voices))
+    return list(dict.fromkeys(voice for group in stages for each in group.values() for voice in each.voices))
 
 
 def _mm_metadata(request: OmniEngineCoreRequest, keys: set[str]) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.distributed.locked_folder import hold
+from vllm_omni.function_stage import load_function_stage
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
@@ -64,7 +65,7 @@ class HostedStage:
         self.engine.recorder = self._recorder
         io_timer = None
         if limit_s := stage.runtime.step_timeout_s:
-            self.engine.step_timer = self._watchdog.watch(self.label, limit_s, self.engine.always_compiles)
+            self.engine.set_timers(partial(self._watchdog.watch, self.label, limit_s, self.engine.always_compiles))
             io_timer = self._watchdog.watch(self.label, limit_s, always_compiles=False)
         self._shell.attach(self.engine, load_stage_input_processor(stage, self.spec.model), io_timer)
 
@@ -196,7 +197,11 @@ def make_stage_engine(
         return LLMStageEngine(outbox, stage.stage_id, model, kind, engine_args, workers, log_stats)
     if stage.kind == "function":
         from vllm_omni.stage.engines.function import BatchFunctionStageEngine, FunctionStageEngine
+        from vllm_omni.stage.engines.function_stage import FunctionStageThreads
 
+        if (function_class := load_function_stage(stage)) is not None:
+            function = function_class(stage, stage.checkpoint(model))
+            return FunctionStageThreads(outbox, function, stage.runtime.max_batch_size or 1)
         if stage.batch_function is not None:
             batch_size = stage.runtime.max_batch_size or _FUNCTION_BATCH_SIZE
             return BatchFunctionStageEngine(outbox, stage.stage_id, stage.batch_function, batch_size)

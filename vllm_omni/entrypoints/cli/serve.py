@@ -21,6 +21,7 @@ from vllm_omni.config.omni_args import OmniArgs, PipelineOptions
 from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.cli import unsupported_flags
 from vllm_omni.entrypoints.cli.arguments import ParsedCommand, add_diffusion_flags, add_pipeline_flags, parse_command
+from vllm_omni.entrypoints.function_parameters import load_function_parameters
 from vllm_omni.entrypoints.openai.middleware import api_keys
 from vllm_omni.entrypoints.openai.server_args import add_api_arguments, add_limit_arguments, check_limits
 from vllm_omni.entrypoints.openai.voices import Voices
@@ -160,7 +161,8 @@ def _check_voice_map(parsed: ParsedCommand) -> None:
     config = resolve_pipeline(make_omni_args(parsed)).config
     try:
         model = parsed.args.model
-        names = list_voices(load_prompt_processors(config, model), load_processors(config, model))
+        processors = load_prompt_processors(config, model), load_processors(config, model)
+        names = list_voices(*processors, load_function_parameters(config))
         Voices(names, parsed.args.voice_map)
     except ValueError as error:
         raise UsageError(f"--voice-map: {error}") from error

@@ -201,7 +201,8 @@ class ServingSpeech:
         )
 
     def _file(self, request: SpeechSettings, *, stream: bool) -> SpeechFile:
-        return SpeechFile(self._stage, request, stream=stream)
+        speed = 1.0 if self._reader.sets_speed else request.speed
+        return SpeechFile(self._stage, request, speed, stream=stream)
 
     async def _read(self, request: SpeechSettings) -> _Settings:
         check_model(request.model, self._model_names, self._aliases)

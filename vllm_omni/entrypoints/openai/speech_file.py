@@ -37,15 +37,17 @@ class SpeechFile:
 
     output: OmniRequestOutput
 
-    def __init__(self, stage: OmniStageConfig, request: SpeechSettings, *, stream: bool) -> None:
+    def __init__(self, stage: OmniStageConfig, request: SpeechSettings, speed: float, *, stream: bool) -> None:
         """
         Args:
             stage: The final stage that makes the audio.
-            request: Has the file's format, sample rate, speed and volume.
+            request: Has the file's format, sample rate and volume.
+            speed: Factor of the audio's speed.
         """
         self.is_streamed = stream and stage.kind != "DiT"
         self._stage = stage
         self._request = request
+        self._speed = speed
         self._encoder: AudioEncoder | None = None
 
     @property
@@ -103,7 +105,7 @@ class SpeechFile:
                 self._encoder = AudioEncoder(
                     self._request.response_format,
                     rate,
-                    self._request.speed,
+                    self._speed,
                     num_channels=count_channels(samples),
                     is_whole=not self.is_streamed,
                     file_rate=self._request.sample_rate,

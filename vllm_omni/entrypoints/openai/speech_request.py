@@ -32,6 +32,8 @@ from vllm_omni.inputs import VOICE_FIELD
 
 MAX_INPUT_CHARS = 4096
 
+SPEED = "speed"
+
 SpeechFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 
 _NO_LANGUAGES = "this model has no choice of languages"
@@ -193,6 +195,11 @@ class SpeechPromptReader:
         self._connector = connector
         self._voices = voices
 
+    @property
+    def sets_speed(self) -> bool:
+        """Whether the model speaks at the request's speed; otherwise its sound is changed."""
+        return SPEED in self._client.prompt_fields
+
     async def read(self, request: SpeechSettings, owner: bytes) -> dict[str, Any]:
         """
         Args:
@@ -208,6 +215,8 @@ class SpeechPromptReader:
                 given.pop(name, None)
         check_read(given, self._client.prompt_fields, type(request).model_fields)
         given = {**self._voice_fields(request, owner), **given}
+        if self.sets_speed and SPEED in request.model_fields_set:
+            given[SPEED] = request.speed
         turns: list[SpeechTurn] = given.get("context", [])
         voices = [self._client.voices.read(turn.voice, f"context[{i}].voice") for i, turn in enumerate(turns)]
         if isinstance(given.get("ref_audio"), str):

@@ -12,6 +12,7 @@ from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.diffusion.request_settings import check_values
 from vllm_omni.entrypoints.openai.media_output import FILE_FORMATS
+from vllm_omni.function_stage import load_function_stage
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
 # Without those that configure the engine (`extra_args`, `output_kind`, ...).
@@ -66,6 +67,8 @@ def explicit_fields(request: BaseModel) -> frozenset[str]:
 def _read_entry(entry: Mapping[str, Any] | None, stage: OmniStageConfig, index: int) -> Mapping[str, Any] | None:
     if not entry:
         return None
+    if load_function_stage(stage) is not None:
+        return entry  # `RequestBuilder` checks it.
     is_diffusion = stage.kind == "DiT"
     if not (is_diffusion or stage.runs_vllm):
         raise VLLMValidationError(

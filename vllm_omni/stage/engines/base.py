@@ -236,6 +236,14 @@ class StageEngine(ABC):
         """Makes `run` return. Called from any thread."""
         self.inbox.put(Stop())
 
+    def set_timers(self, make_timer: Callable[[], StepTimer]) -> None:
+        """Sets the time limits of its threads. Called before `start`.
+
+        Args:
+            make_timer: Makes the timer of one thread.
+        """
+        self.step_timer = make_timer()
+
     def must_start_first(self) -> bool:
         """Whether it must start before other engines of its process. Called before `start`."""
         return False

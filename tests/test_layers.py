@@ -26,6 +26,7 @@ ORDER = (
     "diffusion",
     "engine",
     "core",
+    "talk",
     "distributed",
     "function_stage",
     "events",

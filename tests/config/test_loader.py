@@ -2,6 +2,7 @@
 """A stage configuration is parsed, or refused with the file, the key and the remedy."""
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import yaml
 
 from vllm_omni.config import load_pipeline_config
 from vllm_omni.config.loader import parse_pipeline_config
-from vllm_omni.config.stage_config import find_stage
+from vllm_omni.config.stage_config import PipelineConfig, WindowConfig, find_stage
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.errors import StageConfigError
+from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
+from vllm_omni.outputs import StageOutput
 
 PROCESSOR = "vllm_omni.model_executor.stage_input_processor.StageInputProcessor"
 
@@ -183,3 +187,54 @@ def test_an_unreadable_file(tmp_path: Path, text: str, words: str) -> None:
 def test_an_error_for_an_unknown_stage_lists_the_stages() -> None:
     with pytest.raises(StageConfigError, match=r"no stage 'talker'.*'thinker' \(0\), 'vocoder' \(1\)"):
         find_stage(parse_pipeline_config(valid(), "f"), "talker")
+
+
+def sentences(edge: dict[str, Any], source: dict[str, Any], target: dict[str, Any]) -> PipelineConfig:
+    stages = [
+        {"stage_id": 0, "engine_type": "fake", **source},
+        {"stage_id": 1, "engine_type": "fake", "engine_input_source": [0], **target},
+    ]
+    stages[1] |= {"final_output": True, "final_output_type": "audio"}
+    edges = [{"from": 0, "to": 1, "unit": "sentences", **edge}]
+    runtime = {"edges": edges, "defaults": {"window_size": 7}}
+    return parse_pipeline_config({"stage_args": stages, "runtime": runtime}, "f")
+
+
+def test_windows_of_sentences() -> None:
+    window = sentences({}, {}, {}).window(0, 1, None)
+    assert (window.window_size, window.first_is_clause, window.left_context) == (1, True, 0)
+    window = sentences({"window_size": 3, "first_window_size": 2}, {"engine_type": "AR"}, {"reads": ["completions"]})
+    window = window.window(0, 1, None)
+    assert (window.window_size, window.first_window_size, window.first_is_clause) == (3, 2, False)
+    assert not sentences({"window_size": -1}, {}, {}).window(0, 1, None).streams
+
+
+@pytest.mark.parametrize(
+    ("edge", "source", "target", "words"),
+    [
+        ({"left_context": 1}, {}, {}, "left_context 1: sentences have none; remove it"),
+        ({"first_window_size": -2}, {}, {}, "first_window_size -2 is neither"),
+        (
+            {},
+            {"engine_type": "AR", "engine_args": {"engine_output_type": "codes"}},
+            {},
+            "stage 0 .stage0. gives no text",
+        ),
+        ({}, {"final_output": True, "final_output_type": "image"}, {}, "stage 0 .stage0. gives no text"),
+        ({}, {}, {"reads": ["tensors.rows"]}, "stage 1 .stage1. does not read completions; add it to reads"),
+        ({}, {}, {"custom_process_input_func": PROCESSOR}, "reads whole results only"),
+        ({}, {}, {"custom_process_input_func": f"{__name__}.ReadsTokens"}, "ReadsTokens reads windows of tokens"),
+    ],
+)
+def test_senseless_windows_of_sentences(
+    edge: dict[str, Any], source: dict[str, Any], target: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(StageConfigError, match=f"f: edge 0 -> 1: .*{words}"):
+        sentences(edge, source, target)
+
+
+class ReadsTokens(StageInputProcessor):
+    window = WindowConfig(unit="tokens", left_context=1)
+
+    def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
+        return None

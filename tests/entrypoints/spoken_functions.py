@@ -2,6 +2,7 @@
 """A pipeline of functions: one writes a text, a `FunctionStage` speaks it; its samples show its parameters."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -23,8 +24,14 @@ class SpeakingParameters(msgspec.Struct):
     pitch: int = 0
 
 
+@dataclass
+class Speech:
+    parameters: SpeakingParameters
+    num_windows: int = 0
+
+
 class SpeakingStage(FunctionStage):
-    """Each character is a constant: `level` of its voice."""
+    """Each character is a constant: `level` of its voice, negative in every second window."""
 
     parameters = SpeakingParameters
 
@@ -32,15 +39,15 @@ class SpeakingStage(FunctionStage):
     def voices(cls) -> tuple[str, ...]:
         return ("Ann", "Bob")
 
-    def begin(self, request: StageRequest, parameters: SpeakingParameters) -> SpeakingParameters:
-        return parameters
+    def begin(self, request: StageRequest, parameters: SpeakingParameters) -> Speech:
+        return Speech(parameters)
 
-    def window(self, state: SpeakingParameters, sources: Mapping[int, StageOutput]) -> Iterator[dict[str, Any]]:
-        text = sources[0].completions[0].text if 0 in sources and sources[0].completions else ""
-        yield {"audio": torch.full((round(len(text) * NUM_SAMPLES / state.speed),), level(state.voice))}
-
-    def end(self, state: SpeakingParameters) -> dict[str, Any]:
-        return {"used": msgspec.to_builtins(state)}
+    def window(self, state: Speech, sources: Mapping[int, StageOutput]) -> Iterator[dict[str, Any]]:
+        value = level(state.parameters.voice) * (-1) ** state.num_windows
+        state.num_windows += 1
+        num_samples = round(NUM_SAMPLES / state.parameters.speed)
+        for _ in sources[0].completions[0].text:
+            yield {"audio": torch.full((num_samples,), value)}
 
 
 def level(voice: str) -> float:

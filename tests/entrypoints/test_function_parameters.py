@@ -80,7 +80,8 @@ def test_every_parameter_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
-    with running(OmniLLM, tmp_path_factory.mktemp("config"), [WRITING_STAGE, SPEAKING]) as llm:
+    edges = [{"from": 0, "to": 1, "unit": "sentences"}]
+    with running(OmniLLM, tmp_path_factory.mktemp("config"), [WRITING_STAGE, SPEAKING], edges=edges) as llm:
         yield llm
 
 
@@ -101,3 +102,13 @@ def test_wrong_parameters_reach_no_stage(llm: OmniLLM) -> None:
         llm.generate("Hello", [None, {"speed": 3.0}], use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="unknown voice 'eve'; there are Ann, Bob"):
         llm.generate({"prompt": "x", "additional_information": {"speaker": "eve"}}, use_tqdm=False)
+
+
+def test_speech_is_made_of_whole_sentences(llm: OmniLLM) -> None:
+    parts = ["Well, as you see, ", "it works. ", "Mr. Fox said so! ", "The end"]
+    (output,) = llm.generate({"prompt": "".join(parts), "modalities": ["audio"]}, use_tqdm=False)
+    audio = output.multimodal_output["audio"]
+    ends = (audio.diff().nonzero().flatten() + 1).tolist()
+    assert [stop - start for start, stop in zip([0, *ends], [*ends, len(audio)], strict=True)] == [
+        len(part) * NUM_SAMPLES for part in parts
+    ]

@@ -109,3 +109,19 @@ def test_a_segment_is_sent_when_it_is_due_for_one_reader() -> None:
 def test_pieces_larger_than_windows() -> None:
     segmenter = Segmenter([WindowReader(WindowConfig(window_size=3, first_window_size=3))])
     assert [tokens(segmenter.add(rows(n))) is not None for n in (7, 1, 1, 2, 1)] == [True, False, True, False, True]
+
+
+def test_sentences_are_sent_as_soon_as_one_is_complete() -> None:
+    config = WindowConfig(window_size=1, unit="sentences")
+    segmenter, state = Segmenter([WindowReader(config)]), WindowState(config)
+    windows = []
+    text = "Now, as you see, it works, as it should. Mr. Fox said so! The end"
+    for word in text.split():
+        completions = [Completion(text=f"{word} ")]
+        segment = segmenter.add(StageOutput(request_id="r", stage_id=0, completions=completions))
+        if segment is not None:
+            (window,) = state.add(segment)
+            windows.append((word, window.completions[0].text))
+    assert windows == [
+        ("it", "Now, as you see, "), ("Mr.", "it works, as it should. "), ("The", "Mr. Fox said so! ")
+    ]  # fmt: skip

@@ -4,6 +4,7 @@
 import random
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
@@ -88,3 +89,59 @@ def test_windows_grow() -> None:
     state = WindowState(config)
     windows = [window for piece in pieces([1] * 100) for window in state.add(piece)]
     assert [len(units_of(window, "codes")) for window in windows] == [4, 6, 9, 14, 21, 25, 21]
+
+
+def spoken(*texts: str) -> Iterator[StageOutput]:
+    """A stream with these pieces of text, each with a token; the last one only ends it."""
+    for number, text in enumerate(texts):
+        completion = Completion(text=text, token_ids=[number])
+        yield StageOutput(request_id="r", stage_id=0, completions=[completion], is_last=False)
+    yield StageOutput(request_id="r", stage_id=0, completions=[Completion(finish_reason="stop")])
+
+
+TEXT = "Well, as far as I know, it works. Mr. Fox said so! Really? Yes, he did. It was in May.\nThe end"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"first_window_size": -1}, ["Well, as far as I know, ", "it works. ", "Mr. Fox said so! ", "Really? ",
+                                     "Yes, he did. ", "It was in May.\n", "The end"]),
+        ({"first_window_size": -1, "window_size": 3}, ["Well, as far as I know, ",
+                                                       "it works. Mr. Fox said so! Really? ",
+                                                       "Yes, he did. It was in May.\nThe end"]),
+        ({"first_window_size": 2, "window_size": 4}, ["Well, as far as I know, it works. Mr. Fox said so! ",
+                                                      "Really? Yes, he did. It was in May.\nThe end"]),
+        ({"first_window_size": -1, "window_size": 9, "window_growth": 2.0},
+         ["Well, as far as I know, ", "it works. Mr. Fox said so! ", "Really? Yes, he did. It was in May.\nThe end"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", range(5))
+def test_windows_of_sentences(sizes: dict[str, float], expected: list[str], seed: int) -> None:
+    config = msgspec.structs.replace(WindowConfig(window_size=1, unit="sentences"), **sizes)
+    rng = random.Random(seed)
+    cuts = sorted(rng.sample(range(1, len(TEXT)), rng.choice([0, 5, len(TEXT) - 1])))
+    texts = [TEXT[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(TEXT)], strict=True)]
+    state = WindowState(config)
+    windows = [window for piece in spoken(*texts) for window in state.add(piece)]
+    assert [window.completions[0].text for window in windows] == expected
+    assert [window.is_last for window in windows] == [False] * (len(expected) - 1) + [True]
+    assert [window.start for window in windows][:2] == [0, sizes["first_window_size"] if len(expected) == 2 else 1]
+    assert [t for window in windows for t in window.completions[0].token_ids] == list(range(len(texts)))
+    assert windows[-1].finish_reason == "stop" and not any(window.context for window in windows)
+
+
+def test_a_text_that_is_empty_or_not_there_is_one_empty_window() -> None:
+    config = WindowConfig(window_size=1, unit="sentences")
+    (window,) = [window for piece in spoken("", "") for window in WindowState(config).add(piece)]
+    assert window.completions[0].text == "" and window.is_last
+    (window,) = WindowState(config).add(StageOutput(request_id="r", stage_id=0))
+    assert window.completions[0].text == "" and window.is_last
+
+
+def test_other_completions_are_not_cut() -> None:
+    state = WindowState(WindowConfig(window_size=1, unit="sentences"))
+    both = [Completion(text="One. Two. T"), Completion(index=1, text="Other. Text. T")]
+    first, second = state.add(StageOutput(request_id="r", stage_id=0, completions=both, is_last=False))
+    assert [c.text for c in first.completions] == ["One. ", "Other. Text. T"]
+    assert [c.text for c in second.completions] == ["Two. "]

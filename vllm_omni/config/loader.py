@@ -13,7 +13,14 @@ import yaml
 
 from vllm_omni.config.checkpoint_rules import check_checkpoint_config
 from vllm_omni.config.resources import check_resources
-from vllm_omni.config.stage_config import NIXL, OmniStageConfig, PipelineConfig, RuntimeConfig
+from vllm_omni.config.stage_config import (
+    NIXL,
+    SENTENCES,
+    OmniStageConfig,
+    PipelineConfig,
+    RuntimeConfig,
+    WindowConfig,
+)
 from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
@@ -185,7 +192,11 @@ def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -
         size = getattr(window, name)
         if size != -1 and size < 1:
             raise StageConfigError(f"{where}: {name} {size} is neither -1 (the whole result) nor a number of units")
-    if window.streams and processor is not None and window.first_window_size < processor.min_first_window_size:
+    if window.streams and path is not None and declared is None:
+        raise StageConfigError(f"{where}: {path} reads whole results only; remove window_size, or set it to -1")
+    if window.streams and window.unit == SENTENCES:
+        _check_sentences(where, config.stages[source], stage, window, processor)
+    elif window.streams and processor is not None and window.first_window_size < processor.min_first_window_size:
         raise StageConfigError(
             f"{where}: first_window_size {window.first_window_size} is too small; {path} needs at least "
             f"{processor.min_first_window_size} {window.unit}"
@@ -194,8 +205,22 @@ def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -
         raise StageConfigError(f"{where}: window_growth {window.window_growth} does not grow; it must be above 1")
     if window.left_context < 0:
         raise StageConfigError(f"{where}: left_context {window.left_context} is negative")
-    if window.streams and path is not None and declared is None:
-        raise StageConfigError(f"{where}: {path} reads whole results only; remove window_size, or set it to -1")
+
+
+def _check_sentences(
+    where: str, source: OmniStageConfig, stage: OmniStageConfig, window: WindowConfig, processor: Any
+) -> None:
+    """Of an edge with windows of whole sentences."""
+    if not source.gives_text:
+        raise StageConfigError(f"{where}: unit {SENTENCES}: {source.label} gives no text; choose another unit")
+    if processor is not None and processor.window.unit != SENTENCES:
+        path = stage.custom_process_input_func
+        raise StageConfigError(f"{where}: unit {SENTENCES}: {path} reads windows of {processor.window.unit}")
+    if window.left_context:
+        raise StageConfigError(f"{where}: left_context {window.left_context}: {SENTENCES} have none; remove it")
+    reads = stage.reads if stage.reads is not None or processor is None else processor.reads
+    if reads is not None and "completions" not in reads:
+        raise StageConfigError(f"{where}: unit {SENTENCES}: {stage.label} does not read completions; add it to reads")
 
 
 def _check_nixl(where: str, runtime: RuntimeConfig) -> None:

@@ -177,6 +177,13 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.kind == "AR" and self.engine_args.get("engine_output_type", "text") == "text"
 
     @property
+    def gives_text(self) -> bool:
+        """Whether its completions have a text."""
+        if self.kind == "AR":
+            return self.final_output_type == "text" or self.emits_only_text
+        return self.kind in ("function", "fake") and self.final_output_type in (None, "text")
+
+    @property
     def has_ray_workers(self) -> bool:
         """Whether vLLM's Ray executor starts the workers of its engine, on any nodes of the cluster."""
         return self.runs_vllm and self.engine_args.get("distributed_executor_backend") == "ray"
@@ -206,16 +213,23 @@ class StageInstance(msgspec.Struct, frozen=True, kw_only=True):
         return f"stage {self.stage.stage_id} ({self.name})"
 
 
+SENTENCES = "sentences"
+"""The unit of windows that consist of whole sentences."""
+
+
 class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"source": "from"}):
     """`runtime.edges[]`: how one stage's output reaches another.
 
     Attributes:
-        window_size: Units in a window; -1: one window, the complete result.
-        first_window_size: Units in the first window. Default: declared by the consumer, else `window_size`.
+        window_size: Units in a window; -1: one window, the complete result. Default: `runtime.defaults`, and 1 of
+            sentences.
+        first_window_size: Units in the first window. Default: declared by the consumer, else `window_size`; of
+            sentences -1, the first clause.
         window_growth: Ratio of the sizes of successive windows, above 1, until `window_size` is reached. Default: the
             second window has `window_size`.
         left_context: Units before a window that are sent again with it. Default: declared by the consumer.
-        unit: `tokens`, or the name of a tensor, whose rows are counted. Default: declared by the consumer.
+        unit: `tokens`, `sentences` of a text, or the name of a tensor, whose rows are counted. Default: declared by the
+            consumer.
         only_if_streaming: Use windows for streaming clients (`stream=True`) only, and one window for other requests.
             For a consumer whose result is better with the complete input.
     """
@@ -344,6 +358,11 @@ class WindowConfig(msgspec.Struct, frozen=True, kw_only=True):
     def streams(self) -> bool:
         return self.window_size != -1
 
+    @property
+    def first_is_clause(self) -> bool:
+        """Whether the first window ends with the first clause."""
+        return self.unit == SENTENCES and self.first_window_size == -1
+
     def for_request(self, streams: bool) -> "WindowConfig":
         """The windows of a request, which streams or not."""
         return WindowConfig() if self.only_if_streaming and not streams else self
@@ -444,16 +463,18 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         declared = declared or WindowConfig()
         edges = (edge for edge in self.runtime.edges if (edge.source, edge.to) == (source, target))
         edge = next(edges, EdgeConfig(source=source, to=target))
-        size = self.runtime.defaults.window_size if edge.window_size is None else edge.window_size
+        unit = edge.unit or declared.unit
+        default = 1 if unit == SENTENCES else self.runtime.defaults.window_size
+        size = default if edge.window_size is None else edge.window_size
         if size == -1:
             return WindowConfig()
         first = edge.first_window_size or declared.first_window_size
         return WindowConfig(
             window_size=size,
-            first_window_size=size if first == -1 else first,
+            first_window_size=size if first == -1 and unit != SENTENCES else first,
             window_growth=edge.window_growth or declared.window_growth,
             left_context=declared.left_context if edge.left_context is None else edge.left_context,
-            unit=edge.unit or declared.unit,
+            unit=unit,
             only_if_streaming=edge.only_if_streaming,
         )
 

@@ -9,9 +9,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from vllm_omni.config.stage_config import SegmentConfig, WindowConfig
-from vllm_omni.outputs import StageOutput, StreamShapes, merge_stage_outputs, stream_dim
-from vllm_omni.stage.window import WindowSizes
+from vllm_omni.config.stage_config import SENTENCES, SegmentConfig, WindowConfig
+from vllm_omni.outputs import Completion, StageOutput, StreamShapes, merge_stage_outputs, stream_dim
+from vllm_omni.stage.window import WindowSizes, make_cutter
 
 
 class Reader(ABC):
@@ -66,7 +66,7 @@ class WindowReader(Reader):
     """A stage that reads in windows: due when the next window is complete. Pieces that were sent early still count."""
 
     def __init__(self, config: WindowConfig) -> None:
-        self._unit = config.unit
+        self._count = _make_counter(config)
         self._sizes = WindowSizes(config)
         self._num_missing = self._sizes.current
 
@@ -78,12 +78,24 @@ class WindowReader(Reader):
             self._num_missing += self._sizes.current
         return is_due
 
-    def _count(self, piece: StageOutput) -> int:
-        if self._unit == "tokens":
-            first = piece.first_completion
-            return 0 if first is None else len(first.token_ids)
-        rows = piece.tensors.get(self._unit)
-        return 0 if rows is None else rows.shape[stream_dim(self._unit)]
+
+def _make_counter(config: WindowConfig) -> Callable[[StageOutput], int]:
+    """Counts the units that each piece of a stream completes."""
+    if config.unit == "tokens":
+        return lambda piece: len(_first_of(piece).token_ids)
+    if config.unit == SENTENCES:
+        cutter = make_cutter(config)
+        return lambda piece: len(cutter.add(_first_of(piece).text))
+    return lambda piece: _num_rows(piece, config.unit)
+
+
+def _first_of(piece: StageOutput) -> Completion:
+    return piece.first_completion or Completion()
+
+
+def _num_rows(piece: StageOutput, name: str) -> int:
+    rows = piece.tensors.get(name)
+    return 0 if rows is None else rows.shape[stream_dim(name)]
 
 
 class Segmenter:

@@ -6,8 +6,9 @@ import math
 import msgspec
 import torch
 
-from vllm_omni.config.stage_config import WindowConfig
+from vllm_omni.config.stage_config import SENTENCES, WindowConfig
 from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs, stream_dim
+from vllm_omni.stage.sentences import SentenceCutter
 
 
 class WindowSizes:
@@ -15,7 +16,7 @@ class WindowSizes:
 
     def __init__(self, config: WindowConfig) -> None:
         self._config = config
-        self.current = config.first_window_size
+        self.current = 1 if config.first_is_clause else config.first_window_size
 
     def advance(self) -> None:
         config = self._config
@@ -34,7 +35,7 @@ class WindowState:
     def __init__(self, config: WindowConfig) -> None:
         self._config = config
         self._pieces: list[StageOutput] = []
-        self._units = _TokenUnits() if config.unit == "tokens" else _RowUnits(config.unit)
+        self._units = _make_units(config)
         self._sizes = WindowSizes(config)
         self._next = 0
         self.has_ended = False
@@ -75,6 +76,16 @@ class WindowState:
         return pieces
 
 
+def make_cutter(config: WindowConfig) -> SentenceCutter:
+    return SentenceCutter(first_is_clause=config.first_is_clause)
+
+
+def _make_units(config: WindowConfig) -> "_TokenUnits | _RowUnits | _SentenceUnits":
+    if config.unit == "tokens":
+        return _TokenUnits()
+    return _SentenceUnits(make_cutter(config)) if config.unit == SENTENCES else _RowUnits(config.unit)
+
+
 class _TokenUnits:
     """The tokens of the first completion."""
 
@@ -107,6 +118,33 @@ class _TokenUnits:
 def _with_first(output: StageOutput, first: Completion) -> StageOutput:
     others = [completion for completion in output.completions if completion.index]
     return msgspec.structs.replace(output, completions=[first, *others])
+
+
+class _SentenceUnits:
+    """The sentences of the first completion's text."""
+
+    def __init__(self, cutter: SentenceCutter) -> None:
+        self._cutter = cutter
+        self._start = 0
+        self._sentences: list[str] = []
+
+    @property
+    def end(self) -> int:
+        return self._start + len(self._sentences)
+
+    def take_from(self, piece: StageOutput) -> StageOutput:
+        first = piece.first_completion
+        self._sentences += self._cutter.add("" if first is None else first.text, is_last=piece.is_last)
+        return piece if first is None else _with_first(piece, msgspec.structs.replace(first, text=""))
+
+    def put_into(self, window: StageOutput, start: int, stop: int) -> None:
+        text = "".join(self._sentences[start - self._start : stop - self._start])
+        first = window.first_completion or Completion()
+        window.completions = _with_first(window, msgspec.structs.replace(first, text=text)).completions
+
+    def forget_before(self, position: int) -> None:
+        del self._sentences[: position - self._start]
+        self._start = position
 
 
 class _RowUnits:

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer
+import torch
+from safetensors.torch import save_file
 
 from tests.small_file_system import small_file_system
 from vllm_omni.errors import MissingPackageError, PipelineStartError
@@ -187,24 +188,11 @@ def test_packages_of_parts_that_are_replaced_may_be_missing(
     assert len(conversions) == 1
 
 
-@pytest.mark.slow
 def test_a_disk_that_becomes_full_while_the_weights_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_convert", lambda folder: save_file({"w": torch.zeros(2**20)}, folder / "w"))
     monkeypatch.setattr(weights.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
-    with small_file_system(100 * 2**20) as folder:
+    with small_file_system(2**21) as folder:
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
         with pytest.raises(PipelineStartError, match="there is too little space"):
             weights.language_model()
-        assert len(list((folder / "vllm_omni/talk").iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_the_conversion(cache: Path) -> None:
-    folder = weights.language_model()
-
-    assert AutoConfig.from_pretrained(folder).architectures == ["LlamaForCausalLM"]
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    assert 0.9 * weights.NUM_BYTES < size < weights.NUM_BYTES
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
-    assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n")
-    assert tokenizer.decode(tokenizer("The Moon is round.").input_ids) == "The Moon is round."
+        assert [path.suffix for path in (folder / "vllm_omni/talk").iterdir()] == [".lock"]

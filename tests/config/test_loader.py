@@ -203,8 +203,8 @@ def sentences(edge: dict[str, Any], source: dict[str, Any], target: dict[str, An
 def test_windows_of_sentences() -> None:
     window = sentences({}, {}, {}).window(0, 1, None)
     assert (window.window_size, window.first_is_clause, window.left_context) == (1, True, 0)
-    window = sentences({"window_size": 3, "first_window_size": 2}, {"engine_type": "AR"}, {"reads": ["completions"]})
-    window = window.window(0, 1, None)
+    config = sentences({"window_size": 3, "first_window_size": 2}, {"engine_type": "AR"}, {"reads": ["completions"]})
+    window = config.window(0, 1, None)
     assert (window.window_size, window.first_window_size, window.first_is_clause) == (3, 2, False)
     assert not sentences({"window_size": -1}, {}, {}).window(0, 1, None).streams
 

@@ -117,9 +117,8 @@ def test_one_request(run: Run) -> None:
     engine, function = make_stage()
     running = run(engine)
     running.put(new("r", "one", parameters={"mark": "!"}), more("r", "two"), more("r", "three", is_last=True))
-    items = running.wait_for("r", 5)
-    assert text_of(items) == "one!two!three!<3>"
-    assert items[3].output.data == {"all": ["one", "two", "three"]}
+    assert text_of(running.wait_for("r", 5)) == "one!two!three!<3>"
+    assert running.output("r").data == {"all": ["one", "two", "three"]}
     assert function.calls[0] == ("start", "model")
     assert function.calls_of("r") == ["begin", "one", "two", "three", "end"]
     running.wait_asleep()

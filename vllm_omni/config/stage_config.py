@@ -38,7 +38,8 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         node: With Ray: the node of the stage, by its address, host name or node name. A list has one for each replica.
         resources: With Ray: what each process asks for (`{"CPU": 2, "GPU": 1, "fast_disk": 1}`). Default: as many GPUs
             as it has devices, and its number of cores, or one.
-        max_batch_size: Requests that the engine processes at once (its `max_num_seqs`).
+        max_batch_size: Requests that the engine processes at once (its `max_num_seqs`); of a `FunctionStage`, its
+            threads.
         max_inflight: Requests that the engine holds, running or waiting. Default: what it can use.
         max_queued: Requests that may wait in the stage for its engine. Beyond that its sources wait.
         step_timeout_s: Seconds that a step of the engine, taking in a request, or the work of the IO thread may take;
@@ -84,14 +85,15 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         engine_input_source: Stages whose outputs this stage reads; none for the first stage.
         custom_process_input_func: Dotted path of the stage's `StageInputProcessor`.
         custom_prompt_func: Dotted path of the `PromptProcessor` of a stage without sources.
-        function: Dotted path of the callable of a `function` stage, called for each request.
+        function: Dotted path of the callable of a `function` stage, called for each request, or of a `FunctionStage`.
         batch_function: Instead of `function`: a callable for up to `runtime.max_batch_size` (default 8) requests.
         is_comprehension: OpenAI's sampling fields apply to this stage.
         final_output: Whether the caller receives the stage's output.
         final_output_type: The type of that output: `text`, `audio`, `image`, ...
         sample_rate: Samples per second of an audio output.
         reads: Fields of its sources' outputs that the stage reads (replaces `StageInputProcessor.reads`).
-        default_sampling_params: Fields of vLLM's `SamplingParams`; of a diffusion stage, of `DiffusionSamplingParams`.
+        default_sampling_params: Fields of vLLM's `SamplingParams`; of a diffusion stage, of `DiffusionSamplingParams`;
+            of a `FunctionStage`, of its `parameters`.
         transcription_prompt, translation_prompt: What the stage that reads prompts is asked beside a sound.
             `{language}` is the name of the language that is spoken; if that is not known, it is left out, with the
             space after it.

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model of vLLM's and a stage that reads its sentences: nothing is lost, whatever the client's mode."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.entrypoints.fake_pipelines import make_pipeline
+from tests.orchestrator.pipelines import function_stage
+from vllm_omni import OmniLLM
+from vllm_omni.function_stage import FunctionStage
+from vllm_omni.inputs import StageRequest
+from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.sentences import SentenceCutter
+
+pytestmark = pytest.mark.slow
+
+
+class ShowingParameters(msgspec.Struct):
+    voice: str = "a"
+
+
+class ShowingStage(FunctionStage):
+    """Shows its windows, and then its voice."""
+
+    parameters = ShowingParameters
+
+    def begin(self, request: StageRequest, parameters: ShowingParameters) -> ShowingParameters:
+        return parameters
+
+    def window(self, state: ShowingParameters, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+        return {"text": sources[0].completions[0].text + "|"}
+
+    def end(self, state: ShowingParameters) -> dict[str, Any]:
+        return {"text": state.voice}
+
+
+WRITER = {
+    "stage_id": 0,
+    "engine_args": {"model_stage": "writer", "max_model_len": 256, "enforce_eager": True, "max_num_seqs": 4},
+    "final_output": True,
+    "final_output_type": "text",
+    "runtime": {"memory": "64MiB"},
+    "default_sampling_params": {"max_tokens": 60, "seed": 1, "temperature": 1.0, "ignore_eos": True},
+}
+SHOWING = function_stage(1, "showing", ShowingStage, (0,), "shown") | {"reads": ["completions"]}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
+    path = tmp_path_factory.mktemp("config") / "stages.yaml"
+    edges = [{"from": 0, "to": 1, "unit": "sentences"}]
+    stages = [WRITER | {"engine_args": WRITER["engine_args"] | {"model": str(tiny_qwen3)}}, SHOWING]
+    with make_pipeline(OmniLLM, path, stages, args={}, edges=edges) as llm:
+        yield llm
+
+
+def test_the_windows_are_the_sentences_of_the_text(llm: OmniLLM) -> None:
+    prompts: Any = [{"prompt": f"Prompt {i}", "additional_information": {"speaker": f"v{i}"}} for i in range(4)]
+    texts, shown = {}, {}
+    for output in llm.generate(prompts, use_tqdm=False):
+        (texts if output.final_output_type == "text" else shown)[output.request_id] = output.outputs[0].text
+    assert len(texts) == 4
+    for i, request_id in enumerate(sorted(texts)):
+        expected = SentenceCutter(first_is_clause=True).add(texts[request_id], is_last=True)
+        assert shown[request_id] == "".join(f"{sentence}|" for sentence in expected) + f"v{i}"

@@ -21,6 +21,12 @@ Values: TypeAlias = dict[str, Any] | Iterator[dict[str, Any]]
 """A piece of output, or an iterator of pieces: tensors, plain values, and `text` for a text output, by name."""
 
 
+CALLER = -1
+"""The key in `sources` of what a caller gives a stage without sources, and its `stage_id` in any case."""
+SOUND_RATE = 16_000
+"""Samples per second of a sound that a caller gives a stage: `tensors["audio"]`, float32 `[samples]`."""
+
+
 class NoParameters(msgspec.Struct):
     """Of a stage without parameters."""
 
@@ -72,7 +78,8 @@ class FunctionStage(ABC):
         """
         Args:
             sources: The outputs of the stage's sources, by stage id: whole, or, where an edge has a window size, its
-                next window (`start`, `context` and `is_last` describe it). Empty for a stage without sources, which
+                next window (`start`, `context` and `is_last` describe it). What a caller gives a stage that `accepts`
+                it is under the id of its source, else under `CALLER`. Empty for any other stage without sources, which
                 has one window.
 
         Returns:

@@ -12,6 +12,7 @@ from vllm.renderers import ChatParams
 from vllm.renderers.chat_utils import ChatCompletionMessageParam
 from vllm.sampling_params import SamplingParams
 
+from vllm_omni.outputs import StageOutput
 from vllm_omni.payloads import Guidance, OmniEngineCoreRequest
 from vllm_omni.sampling_params import DiffusionRequest
 
@@ -59,6 +60,8 @@ class OmniPrompt(TypedDict, total=False):
     `additional_information` holds tensors for the first stage's model, and plain values that every stage
     input processor can read as `StageRequest.options` (e.g. `{"speaker": "ethan"}`). A model with a `PromptProcessor`
     declares which keys it reads, here and there.
+    `stage` is the name of a stage that `accepts` text or audio of a caller: the request begins there, with `prompt`, or
+    with `multi_modal_data={"audio": (waveform, samples per second)}`.
     `spoken_text` tells which part of a reply is spoken; without it all of it is.
     """
 
@@ -75,6 +78,7 @@ class OmniPrompt(TypedDict, total=False):
     additional_information: dict[str, Any]
     cache_salt: str | None
     spoken_text: SpokenText | None
+    stage: str
 
 
 class StageRequest(msgspec.Struct, kw_only=True):
@@ -91,6 +95,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
         sampling_params: This stage's sampling parameters; None for stages that do not sample.
         engine_request: The first stage's preprocessed request; None for every other stage.
         diffusion: Parameters of a diffusion stage; None for every other stage.
+        given: What the caller gives this stage in place of its source's output, see `OmniStageConfig.accepts`.
         parameters: Those of a stage that is a `FunctionStage`, by name; without defaults of the class.
         is_complete: The prompt is complete; otherwise `InputMessage`s follow, up to the last one.
         num_ready_tokens: As in `StageInput`, of a prompt that is not complete.
@@ -109,6 +114,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
     sampling_params: SamplingParams | None = None
     engine_request: OmniEngineCoreRequest | None = None
     diffusion: DiffusionRequest | None = None
+    given: StageOutput | None = None
     parameters: dict[str, Any] = {}
     is_complete: bool = True
     num_ready_tokens: int | None = None

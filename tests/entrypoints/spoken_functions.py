@@ -3,13 +3,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
 
 from tests.orchestrator.pipelines import function_stage
-from vllm_omni.function_stage import FunctionStage
+from vllm_omni.function_stage import CALLER, FunctionStage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
 
@@ -59,5 +59,24 @@ def write(request: StageRequest, sources: Mapping[int, StageOutput]) -> Iterator
         yield {"text": character}
 
 
+class ListeningParameters(msgspec.Struct):
+    language: Literal["english", "german"] = "english"
+
+
+class ListeningStage(FunctionStage):
+    """Writes the length of a sound, as two sentences."""
+
+    parameters = ListeningParameters
+
+    def begin(self, request: StageRequest, parameters: ListeningParameters) -> ListeningParameters:
+        return parameters
+
+    def window(self, state: ListeningParameters, sources: Mapping[int, StageOutput]) -> Iterator[dict[str, Any]]:
+        sound = sources[CALLER].tensors["audio"]
+        yield {"text": f"It has {len(sound)} samples. "}
+        yield {"text": f"It is {state.language}."}
+
+
+LISTENING = function_stage(3, "listener", ListeningStage, (), "text") | {"accepts": "audio"}
 WRITING_STAGE = function_stage(0, "writer", write, (), "text")
 SPEAKING = function_stage(1, "voice", SpeakingStage, (0,), "audio") | {"sample_rate": RATE}

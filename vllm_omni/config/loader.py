@@ -145,6 +145,8 @@ def _check_stage(stage: OmniStageConfig) -> None:
         )
     if stage.kind == "function" and bool(stage.function) == bool(stage.batch_function):
         raise StageConfigError(f"{where}: give the dotted path of a callable as function, or as batch_function")
+    if stage.accepts and (stage.kind != "function" or stage.batch_function or len(stage.engine_input_source) > 1):
+        raise StageConfigError(f"{where}: accepts is for stages with a function and at most one source; remove it")
     for name in stage.reads or ():
         if name.partition(".")[0] not in _READABLE:
             raise StageConfigError(f"{where}: reads: {name!r} is not one of {', '.join(_READABLE)}, or an entry of one")
@@ -157,6 +159,8 @@ def _check_stage(stage: OmniStageConfig) -> None:
 
 def _check_input(config: PipelineConfig, stage: OmniStageConfig) -> None:
     sources = [config.stages[source] for source in stage.engine_input_source]
+    if stage.accepts and not config.output_types_from(stage.stage_id):
+        raise StageConfigError(f"{stage.label}: accepts: no output for callers follows; set final_output of a stage")
     is_fed = sources and (stage.runs_vllm or stage.kind == "DiT")
     reads_encoded_prompts = stage.kind == "DiT" and any(source.encodes_prompts for source in sources)
     if is_fed and not stage.custom_process_input_func and not reads_encoded_prompts:

@@ -87,6 +87,8 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         custom_prompt_func: Dotted path of the `PromptProcessor` of a stage without sources.
         function: Dotted path of the callable of a `function` stage, called for each request, or of a `FunctionStage`.
         batch_function: Instead of `function`: a callable for up to `runtime.max_batch_size` (default 8) requests.
+        accepts: What a function stage also takes from a caller, in place of its source's output: `text` or `audio`. A
+            request that names the stage begins there; others begin at the stages without sources and this key.
         is_comprehension: OpenAI's sampling fields apply to this stage.
         final_output: Whether the caller receives the stage's output.
         final_output_type: The type of that output: `text`, `audio`, `image`, ...
@@ -111,6 +113,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     custom_prompt_func: str | None = None
     function: str | None = None
     batch_function: str | None = None
+    accepts: Literal["text", "audio"] | None = None
     is_comprehension: bool = False
     final_output: bool = False
     final_output_type: str | None = None
@@ -429,23 +432,52 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def output_types(self) -> list[str]:
-        """The output modalities of the pipeline, in stage order."""
-        return [s.final_output_type for s in self.stage_args if s.final_output and s.final_output_type]
+        """The output modalities of requests that name no stage, in stage order."""
+        return self.output_types_from(None)
 
-    def final_stages(self, modalities: Collection[str]) -> list[int]:
+    def output_types_from(self, start: int | None) -> list[str]:
+        """The output modalities of requests that begin at a stage (None: that name no stage), in stage order."""
+        reached = self._reached(start)
+        return [s.final_output_type for s in reached if s.final_output and s.final_output_type]
+
+    def final_stages(self, modalities: Collection[str], start: int | None = None) -> list[int]:
         """The final stages of a request with these output modalities, in stage order."""
-        return [s.stage_id for s in self.stage_args if s.final_output and s.final_output_type in modalities]
+        reached = self._reached(start)
+        return [s.stage_id for s in reached if s.final_output and s.final_output_type in modalities]
 
-    def stages_for(self, modalities: list[str]) -> list[int]:
-        """The stages that a request with these output modalities runs through, in stage order."""
+    def stages_for(self, modalities: list[str], start: int | None = None) -> list[int]:
+        """The stages that a request with these output modalities runs through, in stage order.
+
+        Args:
+            start: The stage that the request names, see `OmniStageConfig.accepts`.
+        """
+        reached = {stage.stage_id for stage in self._reached(start)}
         needed: set[int] = set()
-        todo = self.final_stages(modalities)
+        todo = self.final_stages(modalities, start)
         while todo:
             stage_id = todo.pop()
-            if stage_id not in needed:
+            if stage_id in reached and stage_id not in needed:
                 needed.add(stage_id)
                 todo += self.stages[stage_id].engine_input_source
         return sorted(needed)
+
+    def _reached(self, start: int | None) -> list[OmniStageConfig]:
+        """The stages to which a request can come that begins at `start`, in stage order."""
+        without_sources = [stage.stage_id for stage in self.stage_args if not stage.engine_input_source]
+        unnamed = [stage_id for stage_id in without_sources if self.stages[stage_id].accepts is None]
+        todo = (unnamed or without_sources) if start is None else [start]
+        reached: set[int] = set()
+        while todo:
+            stage_id = todo.pop()
+            if stage_id not in reached:
+                reached.add(stage_id)
+                todo += self.targets[stage_id]
+        return [stage for stage in self.stage_args if stage.stage_id in reached]
+
+    def accepting_stage(self, given: str, output_type: str) -> OmniStageConfig | None:
+        """The first stage that accepts this of a caller, and is or leads to a final stage of a type; None: none."""
+        stages = (stage for stage in self.stage_args if stage.accepts == given)
+        return next((stage for stage in stages if output_type in self.output_types_from(stage.stage_id)), None)
 
     def connector(self, stage: OmniStageConfig, target: int, shm_threshold_bytes: int) -> ConnectorConfig:
         """The connector for payloads from `stage` to `target`.

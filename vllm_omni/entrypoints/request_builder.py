@@ -30,11 +30,13 @@ from vllm_omni.entrypoints.resolve import make_engine_args
 from vllm_omni.entrypoints.text_input import TextInput
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.events import OmniEvent
+from vllm_omni.function_stage import CALLER, SOUND_RATE
 from vllm_omni.inputs import OmniPrompt, StageRequest
 from vllm_omni.metrics.stats import CacheCounts
-from vllm_omni.model_executor.prompt_processor import PromptProcessor, load_prompt_processors
+from vllm_omni.model_executor.prompt_processor import PromptProcessor, load_prompt_processors, read_sound, read_text
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor, load_stage_input_processor
 from vllm_omni.orchestrator.request import PipelineRequest
+from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.payloads import OmniEngineCoreRequest
 from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 
@@ -52,8 +54,12 @@ _PROMPT_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "negative_prompt": (str, "a string"),
     "additional_information": (Mapping, "a dict"),
     "cache_salt": (str, "a string"),
+    "stage": (str, "the name of a stage"),
 }
 _RAW_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "multi_modal_data", "mm_processor_kwargs")
+
+MAX_SOUND_S = 3600.0
+"""Of a sound that is given to a stage."""
 
 _PARAMS = (SamplingParams, DiffusionSamplingParams, Mapping)
 StageSamplingParams = SamplingParams | DiffusionSamplingParams | Mapping[str, Any] | None
@@ -229,10 +235,11 @@ class RequestBuilder:
         text: TextInput | None,
     ) -> tuple[dict[int, StageRequest], list[int]]:
         """The request of each stage, and the final stages."""
-        modalities = self._check_modalities(prompt.get("modalities"))
+        start = self._named_stage(prompt)
+        modalities = self._check_modalities(prompt.get("modalities"), start)
         given = self._params_by_stage(sampling_params_list)
         params = self._sampling_params(given)
-        stage_ids = self._config.stages_for(modalities)
+        stage_ids = self._config.stages_for(modalities, None if start is None else start.stage_id)
         diffusion = self._diffusion_requests(prompt, given, stage_ids, lora_request)
         if text is None:
             settings = next((request.params for request in reversed(diffusion.values())), None)
@@ -282,6 +289,8 @@ class RequestBuilder:
             )
             for stage_id in stage_ids
         }
+        if start is not None:
+            stages[start.stage_id].given = _read_given(request_id, start, prompt)
         if text is not None:
             stages[text.stage_id].is_complete = text.is_complete
             stages[text.stage_id].num_ready_tokens = text.first.num_ready_tokens
@@ -292,7 +301,18 @@ class RequestBuilder:
                 if spoken_text is not None and rows is not None:
                     stages[stage_id].spoken_text = msgspec.structs.replace(spoken_text, rows=rows)
                 self._processors[stage_id].validate(stages[stage_id])
-        return stages, self._config.final_stages(modalities)
+        return stages, self._config.final_stages(modalities, None if start is None else start.stage_id)
+
+    def _named_stage(self, prompt: OmniPrompt) -> OmniStageConfig | None:
+        """The stage at which a request begins that names one."""
+        name = prompt.get("stage")
+        if name is None:
+            return None
+        accepting = {stage.name: stage for stage in self._config.stage_args if stage.accepts is not None}
+        if name not in accepting:
+            known = f"it has {', '.join(accepting)}" if accepting else "it has none"
+            raise ValueError(f"this pipeline has no stage {name!r} that accepts text or audio of a caller ({known})")
+        return accepting[name]
 
     def _with_rendered_chat(self, prompt: OmniPrompt) -> OmniPrompt:
         """The prompt with its `messages`, if it has any, rendered as `engine_input`, unless the model does it."""
@@ -318,8 +338,8 @@ class RequestBuilder:
         rendered = {key: value for key, value in prompt.items() if key not in ("messages", "chat_params")}
         return cast(OmniPrompt, {**rendered, "prompt": engine_input.get("prompt"), "engine_input": engine_input})
 
-    def _check_modalities(self, modalities: list[str] | None) -> list[str]:
-        known = self._config.output_types
+    def _check_modalities(self, modalities: list[str] | None, start: OmniStageConfig | None) -> list[str]:
+        known = self._config.output_types_from(None if start is None else start.stage_id)
         if modalities is None:
             return known
         if not isinstance(modalities, (list, tuple)) or not modalities:
@@ -448,6 +468,18 @@ def list_voices(
 ) -> list[str]:
     """The voices of all stages, the default one first."""
     return list(dict.fromkeys(voice for group in stages for each in group.values() for voice in each.voices))
+
+
+def _read_given(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) -> StageOutput:
+    """What a caller gives a stage, as the output of a stage before it."""
+    given = StageOutput(request_id=request_id, stage_id=CALLER)
+    if stage.accepts == "text":
+        text = read_text(prompt.get("prompt"), "prompt")
+        given.completions = [Completion(text=text, finish_reason="stop")]
+    else:
+        sound = (prompt.get("multi_modal_data") or {}).get("audio")
+        given.tensors = {"audio": read_sound(sound, "audio", SOUND_RATE, MAX_SOUND_S)}
+    return given
 
 
 def _mm_metadata(request: OmniEngineCoreRequest, keys: set[str]) -> dict[str, torch.Tensor]:

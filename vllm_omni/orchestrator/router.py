@@ -111,7 +111,8 @@ class RequestRouter:
 
     def _takes_new(self, request: PipelineRequest) -> bool:
         """Whether its first stages accept more requests."""
-        firsts = (stage_id for stage_id in request.stages if not self._config.stages[stage_id].engine_input_source)
+        sources = {stage_id: self._config.stages[stage_id].engine_input_source for stage_id in request.stages}
+        firsts = (stage_id for stage_id in request.stages if request.stages.keys().isdisjoint(sources[stage_id]))
         barred = self._barred
         return all(self._replicas[stage_id].take_new_requests(barred) for stage_id in firsts)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.distributed.messages import (
     DataMessage,
     ErrorMessage,
@@ -146,13 +147,23 @@ class RequestHandler:
         instance, stage = self._spec.instance, self._spec.stage
         sources = [self._spec.sources[i] for i in message.sources]
         windows = {source.stage_id: source.window.for_request(message.streams) for source in sources}
+        inputs = InputStreams(windows)
+        if request.given is not None:
+            inputs = self._given_input(request.given, message.streams)
         return RequestState(
             submit=message,
             request=request,
-            inputs=InputStreams(windows),
+            inputs=inputs,
             outputs=self._outlet.segmenter(message),
             metrics=StageMetrics(stage_id=stage.stage_id, name=instance.name, replica=instance.replica),
         )
+
+    def _given_input(self, given: StageOutput, streams: bool) -> InputStreams:
+        """What a caller gives in place of the output of the stage's source, in the same windows."""
+        windows = {source.stage_id: source.window.for_request(streams) for source in self._spec.sources.values()}
+        inputs = InputStreams(windows or {given.stage_id: WindowConfig()})
+        inputs.add(next(iter(windows), given.stage_id), given)
+        return inputs
 
     def on_input(self, message: InputMessage, frames: list[memoryview]) -> None:
         """More of the prompt. It is small and costs no credit."""

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that begin at a stage that they name, with what they give it, and run the stages behind it alone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.entrypoints.fake_pipelines import running
+from tests.entrypoints.spoken_functions import LISTENING, NUM_SAMPLES, SPEAKING, WRITING_STAGE
+from tests.orchestrator.pipelines import fake_stage, make_config
+from vllm_omni import OmniLLM
+from vllm_omni.errors import InvalidRequestError, StageConfigError
+from vllm_omni.outputs import OmniRequestOutput
+
+STAGES = (WRITING_STAGE, SPEAKING | {"accepts": "text"}, LISTENING)
+EDGES = [{"from": 0, "to": 1, "unit": "sentences"}]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
+    with running(OmniLLM, tmp_path_factory.mktemp("config"), STAGES, edges=EDGES) as llm:
+        yield llm
+
+
+def stages_of(output: OmniRequestOutput) -> list[str]:
+    return [stage.name for stage in output.stage_metrics]
+
+
+def windows_of(audio: torch.Tensor) -> list[int]:
+    """Characters of each window, whose samples have the other sign than those before."""
+    ends = (audio.diff().nonzero().flatten() + 1).tolist()
+    return [(stop - start) // NUM_SAMPLES for start, stop in zip([0, *ends], [*ends, len(audio)], strict=True)]
+
+
+def test_a_request_that_names_no_stage(llm: OmniLLM) -> None:
+    text, speech = llm.generate("One. Two.", use_tqdm=False)
+    assert text.outputs[0].text == "One. Two." and windows_of(speech.multimodal_output["audio"]) == [5, 4]
+    assert stages_of(speech) == ["writer", "voice"]
+
+
+def test_a_text_is_spoken_by_the_speaking_stage_alone_in_the_same_windows(llm: OmniLLM) -> None:
+    (speech,) = llm.generate({"stage": "voice", "prompt": "One. Two."}, use_tqdm=False)
+    assert stages_of(speech) == ["voice"] and windows_of(speech.multimodal_output["audio"]) == [5, 4]
+
+
+def test_a_sound_is_written_down_by_the_listening_stage_alone(llm: OmniLLM) -> None:
+    sound = (np.zeros(24_000, np.float32), 24_000)
+    prompt: Any = {"stage": "listener", "multi_modal_data": {"audio": sound}}
+    (text,) = llm.generate(prompt, use_tqdm=False)
+    assert stages_of(text) == ["listener"] and text.outputs[0].text == "It has 16000 samples. It is english."
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"stage": "writer", "prompt": "x"}, "no stage 'writer' that accepts .*it has voice, listener"),
+        ({"stage": "voice", "prompt": " "}, "prompt is empty"),
+        ({"stage": "voice"}, "prompt must be a string"),
+        ({"stage": "voice", "prompt": "x", "modalities": ["text"]}, "cannot output 'text'"),
+        ({"stage": "listener", "prompt": "x"}, "audio must be .waveform"),
+        ({"stage": 1, "prompt": "x"}, "stage must be the name of a stage"),
+    ],
+)
+def test_wrong_prompts_are_refused(llm: OmniLLM, prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate(prompt, use_tqdm=False)
+
+
+def test_the_part_of_a_pipeline_that_a_request_runs() -> None:
+    config = make_config(*STAGES)
+    assert config.output_types == ["text", "audio"] and config.stages_for(["text", "audio"]) == [0, 1]
+    assert config.stages_for(["audio"], 1) == [1] and config.stages_for(["text"], 3) == [3]
+    assert config.final_stages(["text"], 3) == [3] and config.final_stages(["text"]) == [0]
+    assert config.accepting_stage("audio", "text") == config.stages[3]
+    assert config.accepting_stage("text", "audio") == config.stages[1]
+    assert config.accepting_stage("text", "text") is None
+    assert make_config(LISTENING).stages_for(["text"]) == [3], "there is no other"
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        (fake_stage(1, "b", (0,), "audio"), "accepts is for stages with a function"),
+        (SPEAKING | {"final_output": False}, "accepts: no output for callers follows"),
+    ],
+)
+def test_senseless_stages_are_refused(stage: dict[str, Any], message: str) -> None:
+    with pytest.raises(StageConfigError, match=message):
+        make_config(WRITING_STAGE, stage | {"accepts": "text"})

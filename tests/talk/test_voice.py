@@ -6,6 +6,7 @@ import torch
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.config.utils import convert
+from vllm_omni.function_stage import SOUND_RATE
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.shapes.speech import resample
@@ -13,7 +14,6 @@ from vllm_omni.shapes.speech import resample
 pytest.importorskip("hibari", reason="the extra talk is not installed")
 pytest.importorskip("pocketsphinx", reason="the extra talk is not installed")
 
-from vllm_omni.talk.recognizer import SAMPLE_RATE as HEARD_RATE
 from vllm_omni.talk.recognizer import Recognizer
 from vllm_omni.talk.voice import SAMPLE_RATE, Voice, VoiceParameters
 
@@ -73,11 +73,11 @@ def test_the_voices_are_those_on_this_machine(voice: Voice, monkeypatch: pytest.
 
 def test_the_recognizer_understands_the_voice(voice: Voice) -> None:
     sound = torch.cat(speak(voice, SENTENCES)).numpy()
-    heard = torch.from_numpy(resample(sound, SAMPLE_RATE, HEARD_RATE))
+    heard = torch.from_numpy(resample(sound, SAMPLE_RATE, SOUND_RATE))
     recognizer = Recognizer(STAGE, "")
     recognizer.start()
     state = recognizer.begin(REQUEST, None)
-    for part in heard.split(HEARD_RATE):
+    for part in heard.split(SOUND_RATE):
         window = {0: StageOutput(request_id="r", stage_id=0, tensors={"audio": part})}
         assert recognizer.window(state, window) == {}
     words = recognizer.end(state)["text"].split()

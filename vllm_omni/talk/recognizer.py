@@ -7,17 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_omni.function_stage import FunctionStage
+from vllm_omni.function_stage import SOUND_RATE, FunctionStage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
 from vllm_omni.talk.packages import require_packages
 
-SAMPLE_RATE = 16_000
 require_packages("pocketsphinx")  # Where the pipeline is opened, before any stage starts.
 
 
 class Recognizer(FunctionStage):
-    """Hears the `audio` of its source, float32 `[samples]` in -1 to 1, 16,000 for each second; makes `text`.
+    """Hears the `audio` of a caller or a source, float32 `[samples]` in -1 to 1, 16,000 a second; makes `text`.
 
     The text is in lower case and has no punctuation, after the last window. It is good enough for clear, slow speech
     without noise; of people in a room, or with an accent, these models from before neural networks miss much. A request
@@ -27,7 +26,7 @@ class Recognizer(FunctionStage):
     def start(self) -> None:
         import pocketsphinx
 
-        self._decoder = pocketsphinx.Decoder(samprate=SAMPLE_RATE, loglevel="FATAL")
+        self._decoder = pocketsphinx.Decoder(samprate=SOUND_RATE, loglevel="FATAL")
 
     def begin(self, request: StageRequest, parameters: Any) -> list[np.ndarray]:
         return []

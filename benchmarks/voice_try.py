@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spoken answers to callers who come at random: whether their sound arrives in time to be played.
+
+    python benchmarks/voice.py [--model NAME] [--patience S] [--output FILE.json] [--quick]
+
+Callers ask one question each, at random times (Poisson), at a growing rate. A caller begins to play `--patience`
+seconds after the question and does not wait again: sound that arrives after it should have been played is late. The
+rate at 99 is the highest one, in callers per second, at which 99% of the sound was in time. Then 1, 4 and 16 callers
+ask again and again: the time to the first sound, and the underrun, the seconds of silence for one who plays from then
+on.
+
+`talk` is compared with the same parts in a plain server: HF transformers writes the answer, and the synthesizer speaks
+each sentence when it is written, with the ends of sentences found as in the pipeline. Once it handles one request after
+the other, on all cores; once each caller has a thread. All write greedily. `shapes`, and the omni models with random
+weights, have no such server.
+"""
+
+import asyncio
+import itertools
+import os
+import random
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from backends import sampling_params
+from report import Report, make_parser, percentile, progress
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from vllm_omni import ARSegmentEvent, AsyncOmniLLM, ErrorEvent
+from vllm_omni.inputs import StageRequest
+from vllm_omni.outputs import Completion, StageOutput
+from vllm_omni.stage.sentences import SentenceCutter
+from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
+
+RANDOM_WEIGHTS = ("qwen2_5_omni", "qwen3_omni_moe")
+MAX_TOKENS = 64
+TALKER_TOKENS = 100
+IN_TIME = 0.99
+FIRST_RATE, GROWTH = 0.05, 2**0.25
+"""Callers per second, and from one rate to the next."""
+CALLERS = (1, 4, 16)
+QUESTIONS = (
+    "What is the capital of France?", "Why is the sky blue?", "How do I make a cup of tea?", "What is a volcano?",
+    "Tell me about the Moon.", "Why do people sleep?", "What do bees make?", "How does a bicycle work?",
+    "Who was Isaac Newton?", "What is bread made of?", "Why do leaves fall in autumn?", "What is an island?",
+)  # fmt: skip
+SHAPES_QUESTIONS = ("Say: a red circle is left of a blue square.", "Say: there are three green stars.")
+
+
+@dataclass
+class Call:
+    """What a caller heard.
+
+    Attributes:
+        pieces: When each piece of sound arrived, in seconds since the question, and how many seconds it plays.
+    """
+
+    pieces: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def first_sound(self) -> float:
+        return self.pieces[0][0]
+
+    @property
+    def seconds(self) -> float:
+        return sum(seconds for _, seconds in self.pieces)
+
+    def seconds_in_time(self, patience: float) -> float:
+        """The sound that had arrived when it should have been played."""
+        in_time, due = 0.0, patience
+        for when, seconds in self.pieces:
+            due += seconds
+            in_time += min(seconds, max(0.0, due - when))
+        return in_time
+
+    @property
+    def underrun(self) -> float:
+        silence, played_until = 0.0, self.first_sound
+        for when, seconds in self.pieces:
+            silence += max(0.0, when - played_until)
+            played_until = max(played_until, when) + seconds
+        return silence
+
+
+class Speaker(ABC):
+    """Answers questions in speech.
+
+    Attributes:
+        rate: Samples per second.
+    """
+
+    rate: int
+
+    @abstractmethod
+    def ask(self, question: str) -> AsyncIterator[int]:
+        """The number of samples of each piece of sound, when it is there."""
+
+    async def call(self, question: str) -> Call:
+        call, started = Call(), time.monotonic()
+        async for samples in self.ask(question):
+            if samples:
+                call.pieces.append((time.monotonic() - started, samples / self.rate))
+        if not call.pieces:
+            raise RuntimeError(f"there was no sound for {question!r}")
+        return call
+
+
+class Pipeline(Speaker):
+    """A pipeline of ours."""
+
+    def __init__(self, llm: AsyncOmniLLM, params: Sequence[Any]) -> None:
+        self._llm = llm
+        self._params = params
+        rates = [stage.sample_rate for stage in llm.config.stage_args if stage.final_output_type == "audio"]
+        assert rates[0] is not None
+        self.rate = rates[0]
+
+    async def ask(self, question: str) -> AsyncIterator[int]:
+        prompt: Any = {"messages": [{"role": "user", "content": question}], "modalities": ["audio"]}
+        async for event in self._llm.generate(prompt, self._params):
+            if isinstance(event, ErrorEvent):
+                raise event.error
+            if isinstance(event, ARSegmentEvent) and "audio" in event.multimodal_output:
+                yield len(event.multimodal_output["audio"])
+
+
+class PlainServer(Speaker):
+    """The parts of `talk` without the pipeline: each request is a call of a function in a pool of threads."""
+
+    def __init__(self, num_threads: int, cores_each: int) -> None:
+        """
+        Args:
+            num_threads: Requests at once; others wait in the order of their arrival.
+            cores_each: Threads of a request's tensor operations.
+        """
+        from vllm_omni.config.loader import load_pipeline_config
+        from vllm_omni.config.utils import find_checkpoint
+        from vllm_omni.talk.voice import SAMPLE_RATE, Voice, VoiceParameters
+        from vllm_omni.talk.weights import language_model
+
+        self.rate = SAMPLE_RATE
+        folder = language_model()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        stages = load_pipeline_config(Path(find_checkpoint("talk")) / "stage_config.yaml").stage_args
+        self._params = next(stage for stage in stages if stage.name == "llm").default_sampling_params
+        self._voice = Voice(next(stage for stage in stages if stage.name == "tts"), "")
+        self._voice.start()
+        self._parameters = VoiceParameters()
+        self._pool = ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(cores_each,))
+
+    async def ask(self, question: str) -> AsyncIterator[int]:
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[int]()
+
+        def put(samples: int) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, samples)
+
+        answer = loop.run_in_executor(self._pool, self._answer, question, put)
+        answer.add_done_callback(lambda _: pieces.put_nowait(-1))
+        while (samples := await pieces.get()) >= 0:
+            yield samples
+        await answer
+
+    def _answer(self, question: str, put: Callable[[int], None]) -> None:
+        state = self._voice.begin(StageRequest(request_id=""), self._parameters)
+
+        def speak(text: str) -> None:
+            output = StageOutput(request_id="", stage_id=0, completions=[Completion(text=text)])
+            for piece in self._voice.window(state, {0: output}):
+                put(len(piece["audio"]))
+
+        messages = [{"role": "user", "content": question}]
+        prompt = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+        with torch.inference_mode():
+            self._model.generate(
+                **prompt,
+                do_sample=False,
+                max_new_tokens=MAX_TOKENS,
+                repetition_penalty=self._params["repetition_penalty"],
+                streamer=_Sentences(self._tokenizer, speak),
+            )
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class _Sentences(TextStreamer):
+    """Passes on the sentences of an answer while it is written."""
+
+    def __init__(self, tokenizer: Any, speak: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._cutter = SentenceCutter(first_is_clause=True)
+        self._speak = speak
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        for sentence in self._cutter.add(text, is_last=stream_end):
+            self._speak(sentence)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Attributes:
+        questions: Asked in turn.
+        patience: Seconds from a question until its answer is played.
+        num_calls: At each rate.
+        num_rounds: Questions of each of the callers who ask again and again.
+    """
+
+    questions: Sequence[str]
+    patience: float
+    num_calls: int
+    num_rounds: int
+
+    async def at_random(self, speaker: Speaker, rate: float) -> list[Call]:
+        """Calls at times that are the same for all speakers."""
+        rng = random.Random(0)
+        tasks = []
+        async with asyncio.TaskGroup() as group:
+            when = time.monotonic()
+            for question in itertools.islice(itertools.cycle(self.questions), self.num_calls):
+                tasks.append(group.create_task(speaker.call(question)))
+                when += rng.expovariate(rate)
+                await asyncio.sleep(when - time.monotonic())
+        return [task.result() for task in tasks]
+
+    async def again_and_again(self, speaker: Speaker, num_callers: int) -> list[Call]:
+        questions = itertools.islice(itertools.cycle(self.questions), num_callers * self.num_rounds)
+
+        async def ask() -> list[Call]:
+            return [await speaker.call(question) for question in questions]
+
+        async with asyncio.TaskGroup() as group:
+            callers = [group.create_task(ask()) for _ in range(num_callers)]
+        return [call for caller in callers for call in caller.result()]
+
+    def share_in_time(self, calls: Sequence[Call]) -> float:
+        return sum(call.seconds_in_time(self.patience) for call in calls) / sum(call.seconds for call in calls)
+
+
+def measure(name: str, speaker: Speaker, plan: Plan, report: Report) -> float:
+    """Adds the rows of a speaker; returns its rate at 99, or 0."""
+    progress(f"{name}: warming up")
+    asyncio.run(plan.again_and_again(speaker, 2))
+    best = 0.0
+    for step in itertools.count():
+        rate = FIRST_RATE * GROWTH**step
+        progress(f"{name}: {rate:.2f} callers per second")
+        share = plan.share_in_time(calls := asyncio.run(plan.at_random(speaker, rate)))
+        _add_row(report, name, f"{rate:.2f}/s", calls, share)
+        if share < IN_TIME:
+            break
+        best = rate
+    for num_callers in CALLERS:
+        progress(f"{name}: {num_callers} callers, again and again")
+        calls = asyncio.run(plan.again_and_again(speaker, num_callers))
+        _add_row(report, name, f"{num_callers} again and again", calls, plan.share_in_time(calls))
+    return best
+
+
+def _add_row(report: Report, name: str, callers: str, calls: Sequence[Call], share: float) -> None:
+    first, silence = [call.first_sound for call in calls], [call.underrun for call in calls]
+    report.rows.append(
+        {
+            "speaker": name,
+            "callers": callers,
+            "in time": share,
+            "first sound p50 s": percentile(first, 50),
+            "first sound p99 s": percentile(first, 99),
+            "underrun p50 s": percentile(silence, 50),
+            "underrun p99 s": percentile(silence, 99),
+            "sound s": sum(call.seconds for call in calls) / len(calls),
+        }
+    )
+
+
+@contextmanager
+def open_pipeline(model: str) -> Iterator[Pipeline]:
+    with ExitStack() as stack:
+        if model in RANDOM_WEIGHTS:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / model
+            arguments: Any = {"dtype": "float32", "max_model_len": 2048, "kv_cache_memory_bytes": 64 << 20}
+            llm = AsyncOmniLLM(str(write_tiny_checkpoint(model, folder)), **arguments)
+            params: list[Any] = [*sampling_params(MAX_TOKENS, TALKER_TOKENS)]
+        else:
+            llm = AsyncOmniLLM(model)
+            params = [{"max_tokens": MAX_TOKENS} if stage.name == "llm" else None for stage in llm.config.stage_args]
+        stack.callback(llm.close)
+        yield Pipeline(llm, params)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", default="talk", choices=["talk", "shapes", *RANDOM_WEIGHTS])
+    parser.add_argument("--patience", type=float, default=2.0, metavar="S", help="default: %(default)s seconds")
+    args = parser.parse_args()
+    questions = SHAPES_QUESTIONS if args.model == "shapes" else QUESTIONS
+    plan = Plan(questions, args.patience, num_calls=8 if args.quick else 24, num_rounds=2 if args.quick else 4)
+    report = Report("voice", {"quick": str(args.quick), "model": args.model, "patience": f"{args.patience:g} s"})
+    with open_pipeline(args.model) as pipeline:
+        ours = measure("pipeline", pipeline, plan, report)
+    if args.model == "talk":
+        compare(ours, plan, report)
+    report.notes.append("in time: the share of all sound; sound: of an answer, in the mean")
+    report.finish(args.output)
+
+
+def compare(ours: float, plan: Plan, report: Report) -> None:
+    cores = len(os.sched_getaffinity(0))
+    servers = {"rate_at_99": ("one request at a time", 1, cores), "rate_at_99_threads": ("a thread each", 64, 1)}
+    for ratio, (name, num_threads, cores_each) in servers.items():
+        server = PlainServer(num_threads, cores_each)
+        theirs = measure(name, server, plan, report)
+        server.close()
+        if theirs:
+            report.ratios[ratio] = ours / theirs
+        else:
+            report.notes.append(f"{name}: too late at {FIRST_RATE} callers per second already")
+    report.notes.append("rate_at_99: the pipeline's to that of each plain server; higher is better")
+
+
+if __name__ == "__main__":
+    main()

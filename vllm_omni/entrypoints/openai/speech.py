@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/audio/speech, as in OpenAI's API, and /v1/audio/speech/batch, for any pipeline that makes audio.
 
-A model that speaks the text it writes is forced to write the input (`forced_text.py`); any other gets it as its prompt.
+A stage that accepts text speaks it alone. Any other model that speaks the text it writes is forced to write the input
+(`forced_text.py`), and a model of speech gets it as its prompt.
 The answer is a stream of the file's bytes or of server-sent events, or the whole file; of a batch, all files in JSON.
 """
 
@@ -149,7 +150,9 @@ class ServingSpeech:
         self.custom_voices = CustomVoices(client, connector, args)
         self._reader = SpeechPromptReader(client, connector, self.custom_voices.store)
         self._forced_text: ForcedTextBuilder | None = None  # None: the input is the pipeline's prompt.
-        if client.stage is not None and client.stage.final_output and client.stage.final_output_type == "text":
+        self._speaking_stage = client.config.accepting_stage("text", "audio")
+        writer = None if self._speaking_stage is not None else client.stage
+        if writer is not None and writer.final_output and writer.final_output_type == "text":
             tokenizer = client.renderer.get_tokenizer()
             max_model_len = client.model_config.max_model_len
             self._forced_text = ForcedTextBuilder(state.online_renderer, tokenizer, max_model_len)
@@ -230,6 +233,8 @@ class ServingSpeech:
         if settings.information:
             prompt["additional_information"] = dict(settings.information)
         params = list(settings.params)
+        if self._speaking_stage is not None:
+            prompt["stage"] = self._speaking_stage.name
         if self._forced_text is None:
             prompt["prompt"] = text
         else:

@@ -74,6 +74,11 @@ def can_transcribe(client: OmniEngineClient) -> bool:
     return processor is not None and processor.info.allowed_mm_limits.get("audio", 0) > 0
 
 
+def can_hear(client: OmniEngineClient) -> bool:
+    """Whether a chat may have sounds: for the model, or for a stage that writes down what is said."""
+    return can_transcribe(client) or client.config.accepting_stage("audio", "text") is not None
+
+
 class ServingTranscriptions:
     """The handler for a model that is asked in a chat."""
 

@@ -118,7 +118,8 @@ class Started:
 
 OutboxItem = Stream | Result | Error | Started
 RequestItem = NewRequest | StreamChunk | AbortRequest
-InboxItem = RequestItem | Stop
+InboxItem = RequestItem | Stop | Callable[[], None]
+"""A function is called on the engine's thread: threads of its own report to it."""
 
 
 class Outbox:
@@ -272,9 +273,12 @@ class StageEngine(ABC):
     def _read(self, item: InboxItem) -> None:
         if isinstance(item, Stop):
             self._is_stopping = True
-        else:
-            with self.lock, self.step_timer.of(INTAKE):
+            return
+        with self.lock, self.step_timer.of(INTAKE):
+            if isinstance(item, RequestItem):
                 self._take_in(item)
+            else:
+                item()
 
     @abstractmethod
     def has_work(self) -> bool:

@@ -11,7 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vllm_omni.config.utils import convert
@@ -23,7 +24,6 @@ from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import (
     AbortRequest,
     Error,
-    InboxItem,
     NewRequest,
     Outbox,
     RequestItem,
@@ -48,14 +48,14 @@ class _Run:
         windows: Those that wait.
         is_busy: A thread works on it.
         has_begun: It has a `state`, which has not been released.
-        is_live: It has not been aborted. Its thread reads it between two pieces.
+        aborted: Its thread reads it between two pieces.
     """
 
     request: StageRequest
     windows: deque[WorkItem]
     is_busy: bool = False
     has_begun: bool = False
-    is_live: bool = True
+    aborted: threading.Event = field(default_factory=threading.Event)
     state: Any = None
 
     @property
@@ -65,7 +65,7 @@ class _Run:
     @property
     def rank(self) -> tuple[int, int]:
         """The lowest is next: a release; then the first window of a stream, since a client waits for it."""
-        if not self.is_live:
+        if self.aborted.is_set():
             return 0, 0
         first = self.windows[0]
         is_urgent = isinstance(first, NewRequest) and (first.streams_output or not first.is_last)
@@ -78,15 +78,6 @@ class _Call:
 
     run: _Run
     window: WorkItem | None
-
-
-@dataclass(slots=True)
-class _Finished:
-    """From a thread: a call is complete. `has_ended`: so is the request, or it has failed."""
-
-    run: _Run
-    seconds: float
-    has_ended: bool
 
 
 class FunctionStageThreads(StageEngine):
@@ -119,7 +110,7 @@ class FunctionStageThreads(StageEngine):
             thread.start()
         super().run()
         for run in self._runs.values():
-            run.is_live = False
+            run.aborted.set()
         for _ in threads:
             self._calls.put(None)
         for thread in threads:
@@ -140,13 +131,7 @@ class FunctionStageThreads(StageEngine):
         self._ready.remove(run)
         run.is_busy = True
         self._num_idle -= 1
-        self._calls.put(_Call(run, run.windows.popleft() if run.is_live else None))
-
-    def _read(self, item: InboxItem) -> None:
-        if isinstance(item, _Finished):
-            self._take_back(item)
-        else:
-            super()._read(item)
+        self._calls.put(_Call(run, None if run.aborted.is_set() else run.windows.popleft()))
 
     def _take_in(self, item: RequestItem) -> None:
         if isinstance(item, NewRequest):
@@ -155,20 +140,20 @@ class FunctionStageThreads(StageEngine):
         if run is None:
             return
         if isinstance(item, AbortRequest):
-            run.is_live = False
+            run.aborted.set()
         else:
             run.windows.append(item)
         if not run.is_busy and run not in self._ready:
             self._ready.append(run)
 
-    def _take_back(self, item: _Finished) -> None:
-        run = item.run
+    def _take_back(self, run: _Run, seconds: float, has_ended: bool) -> None:
+        """A thread has finished a call; the request is complete, or has failed, if it `has_ended`."""
         run.is_busy = False
         self._num_idle += 1
-        self.recorder.step(item.seconds, 1)
-        if item.has_ended:
+        self.recorder.step(seconds, 1)
+        if has_ended:
             del self._runs[run.request_id]
-        elif run.windows or not run.is_live:
+        elif run.windows or run.aborted.is_set():
             self._ready.append(run)
 
     # The other threads.
@@ -179,7 +164,7 @@ class FunctionStageThreads(StageEngine):
                 started = time.monotonic()
                 with timer:
                     has_ended = self._call(call, timer)
-                self.inbox.put(_Finished(call.run, time.monotonic() - started, has_ended))
+                self.inbox.put(partial(self._take_back, call.run, time.monotonic() - started, has_ended))
         except BaseException as error:
             self._error = error
             self.stop()
@@ -193,7 +178,7 @@ class FunctionStageThreads(StageEngine):
             self._release(run)
             self.outbox.put(Error.from_exception(run.request_id, error, isinstance(error, InvalidRequestError)))
             return True
-        if not has_ended and not run.is_live:
+        if not has_ended and run.aborted.is_set():
             self._release(run)
             return True
         return has_ended
@@ -207,10 +192,10 @@ class FunctionStageThreads(StageEngine):
             run.has_begun = True
         if is_first or item.sources:  # The input may also end without a further window.
             self._send(run, self._function.window(run.state, item.sources), timer)
-        if not item.is_last or not run.is_live:
+        if not item.is_last or run.aborted.is_set():
             return False
         self._send(run, self._function.end(run.state), timer)
-        if not run.is_live:
+        if run.aborted.is_set():
             return False
         run.has_begun = False
         self.outbox.put(Result(run.request_id, StageOutput(request_id=run.request_id, stage_id=self._stage_id)))
@@ -222,7 +207,7 @@ class FunctionStageThreads(StageEngine):
         try:
             for piece in pieces:
                 timer.restart()
-                if not run.is_live:
+                if run.aborted.is_set():
                     return
                 self.outbox.put(Stream(run.request_id, self._as_output(run, piece)))
         finally:

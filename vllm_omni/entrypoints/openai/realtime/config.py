@@ -16,7 +16,7 @@ from vllm_omni.entrypoints.openai.realtime import turn_detection
 from vllm_omni.entrypoints.openai.realtime.audio import MAX_SPEED, MIN_SPEED
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.transcription_request import TranscriptionRequest
-from vllm_omni.entrypoints.openai.transcriptions import can_transcribe
+from vllm_omni.entrypoints.openai.transcriptions import can_hear
 from vllm_omni.entrypoints.openai.voices import DEFAULT_VOICE
 
 Values = dict[str, Any]
@@ -39,7 +39,7 @@ class SessionRules:
     def __init__(self, client: OmniEngineClient) -> None:
         self._voices = client.voices
         self.speaks = "audio" in client.config.output_types
-        self.hears = can_transcribe(client)
+        self.hears = can_hear(client)
 
     def default(self, model: str) -> Values:
         """In the form of `session.created`, without id. As OpenAI's, as far as the model and the installation go."""

@@ -19,8 +19,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from vllm.exceptions import VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.listening_stage import ListeningStage
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
-from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, chunks, end
+from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, chunks, end
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values, transcription_request
 from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
@@ -35,6 +36,7 @@ from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_event
 from vllm_omni.entrypoints.openai.realtime.response import Response
 from vllm_omni.entrypoints.openai.realtime.turn_detection import Turn, TurnDetector
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
 from vllm_omni.entrypoints.openai.transcriptions import stage_prompt
 
@@ -42,6 +44,7 @@ MIN_TURN_S = 0.1  # As OpenAI's.
 
 logger = logging.getLogger("vllm.omni.server")
 
+_TRANSCRIPTION = "conversation.item.input_audio_transcription"
 _MAX_RESPONSES, _MAX_TRANSCRIPTIONS = 16, 4  # At once; further transcriptions wait.
 _MAX_ITEMS = 10_000
 _EXPIRED, _IDLE, _FAILED = 1001, 1000, 1011  # WebSocket close codes.
@@ -280,9 +283,11 @@ class Session:
         await self._send("input_audio_buffer.cleared")
 
     async def _transcribe(self, item: Item, sound: Sound, settings: Values) -> None:
-        """The text of what was said, by the model itself. The conversation does not need it."""
+        """The text of what was said. The conversation does not need it."""
         where = {"item_id": item.id, "content_index": 0}
-        name = "conversation.item.input_audio_transcription"
+        if self._chat.listening_stage is not None:
+            await self._write_down(self._chat.listening_stage, item, sound)
+            return
         text = ""
         usage: dict[str, Any] = {}
         request = transcription_request(settings, sound.uri()).as_chat(stage_prompt(self._chat.client, "transcribe"))
@@ -294,9 +299,9 @@ class Session:
                     for choice in chunk["choices"]:
                         if delta := choice["delta"].get("content"):
                             text += delta
-                            await self._send(f"{name}.delta", **where, delta=delta)
+                            await self._send(f"{_TRANSCRIPTION}.delta", **where, delta=delta)
         except ChatError as error:
-            await self._send(f"{name}.failed", **where, error=error.as_dict())
+            await self._send(f"{_TRANSCRIPTION}.failed", **where, error=error.as_dict())
             return
         item.content[0]["transcript"] = text
         tokens = {
@@ -305,7 +310,21 @@ class Session:
             "output_tokens": usage.get("completion_tokens", 0),
             "total_tokens": usage.get("total_tokens", 0),
         }
-        await self._send(f"{name}.completed", **where, transcript=text, usage=tokens)
+        await self._send(f"{_TRANSCRIPTION}.completed", **where, transcript=text, usage=tokens)
+
+    async def _write_down(self, stage: ListeningStage, item: Item, sound: Sound) -> None:
+        """The same, by the stage that writes it for the model."""
+        where = {"item_id": item.id, "content_index": 0}
+        RequestContext.start().owner = self._owner
+        try:
+            text = await stage.transcript(sound.uri(), "item.content")
+        except Exception as error:
+            await self._send(f"{_TRANSCRIPTION}.failed", **where, error=as_chat_error(error).as_dict())
+            return
+        item.content[0]["transcript"] = text
+        await self._send(f"{_TRANSCRIPTION}.delta", **where, delta=text)
+        usage = {"type": "duration", "seconds": item.seconds}
+        await self._send(f"{_TRANSCRIPTION}.completed", **where, transcript=text, usage=usage)
 
     # The conversation.
 

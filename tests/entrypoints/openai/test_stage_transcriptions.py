@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline with a stage that listens and one that speaks: each endpoint runs its part."""
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import soundfile
+
+from tests.entrypoints.fake_pipelines import running
+from tests.entrypoints.openai.fake_server import FakeServer
+from tests.entrypoints.openai.small_apps import send
+from tests.entrypoints.spoken_functions import LISTENING, NUM_SAMPLES, SPEAKING, WRITING_STAGE, level
+from vllm_omni import AsyncOmniLLM
+
+STAGES = (WRITING_STAGE, SPEAKING | {"accepts": "text"}, LISTENING)
+TEXT = "It has 16000 samples. It is en."
+
+
+def sound(num_samples: int = 8000) -> bytes:
+    """A file of 8 kHz."""
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(num_samples, np.float32), 8000, format="WAV")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:
+    with running(AsyncOmniLLM, tmp_path_factory.mktemp("config"), STAGES) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def server(llm: AsyncOmniLLM) -> FakeServer:
+    return FakeServer(llm)
+
+
+def transcribe(server: FakeServer, path: str = "transcriptions", **fields: Any) -> httpx.Response:
+    files = {"file": ("a.wav", fields.pop("data", sound()))}
+    return send(server.app, "POST", f"/v1/audio/{path}", files=files, data={"model": "fake", **fields})
+
+
+def test_formats(server: FakeServer) -> None:
+    assert transcribe(server).json() == {"text": TEXT, "usage": {"type": "duration", "seconds": 1.0}}
+    assert transcribe(server, response_format="text").text == TEXT
+    verbose = transcribe(server, response_format="verbose_json", language="de").json()
+    assert (verbose["duration"], verbose["language"]) == (1.0, "german")
+    assert verbose["text"] == "It has 16000 samples. It is de."
+
+
+def test_a_stream(server: FakeServer) -> None:
+    response = transcribe(server, stream="true")
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+    assert {event["type"] for event in events[:-1]} == {"transcript.text.delta"}
+    assert events[-1]["type"] == "transcript.text.done" and events[-1]["usage"]["seconds"] == 1.0
+    assert "".join(event["delta"] for event in events[:-1]) == events[-1]["text"] == TEXT
+
+
+def test_what_is_refused(server: FakeServer) -> None:
+    for response, words in (
+        (transcribe(server, "translations"), "does not translate"),
+        (transcribe(server, data=b"no sound"), ""),
+        (transcribe(server, response_format="srt"), "not supported"),
+        (transcribe(server, language="fr"), "language: Invalid enum value 'fr' (stage 'listener')"),
+    ):
+        assert response.status_code in (400, 422), response.text
+        assert words in response.json()["error"]["message"]
+
+
+def test_speech_runs_the_speaking_stage_alone(server: FakeServer, llm: AsyncOmniLLM) -> None:
+    def num_steps() -> list[int]:
+        return [stage.num_completed for stage in llm.stats()]
+
+    before = num_steps()
+    fields = {"input": "Hello", "voice": "bob", "response_format": "pcm"}
+    samples = np.frombuffer(send(server.app, "POST", "/v1/audio/speech", json=fields).content, "<i2") / 32768
+    assert len(samples) == 5 * NUM_SAMPLES
+    np.testing.assert_allclose(samples, level("Bob"), atol=1e-3)
+    assert [after - count for after, count in zip(num_steps(), before, strict=True)] == [0, 1, 0]
+
+
+def test_the_pipeline_is_described(server: FakeServer) -> None:
+    description = server.app.state.omni_description
+    assert description.inputs == ["text", "audio"] and description.outputs == ["text", "audio"]
+    assert {"/v1/audio/speech", "/v1/audio/transcriptions"} <= set(description.endpoints)

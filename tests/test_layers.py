@@ -27,6 +27,7 @@ ORDER = (
     "diffusion",
     "engine",
     "core",
+    "talk",
     "distributed",
     "function_stage",
     "events",

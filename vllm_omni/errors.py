@@ -3,6 +3,7 @@
 
     OmniError
     ├── VllmRequirementError        vLLM is missing, or is another version          not recoverable
+    ├── MissingPackageError         an optional package is not installed            not recoverable
     ├── UsageError                  the command line is wrong                       not recoverable
     ├── StageConfigError            a stage configuration cannot be used            not recoverable
     ├── PipelineStartError          it could not be opened; nothing is left of it   not recoverable
@@ -38,6 +39,10 @@ class OmniError(Exception):
 
 class VllmRequirementError(OmniError, ImportError):
     """vLLM is missing or is not a version that this package was tested with."""
+
+
+class MissingPackageError(OmniError, ImportError):
+    """A part needs packages that are not installed. The message has the commands that install them."""
 
 
 class UsageError(OmniError):

@@ -33,6 +33,9 @@ class ModelPackage:
         stage_configs: The folder of stage configurations. `NAME.yaml` is that of checkpoints with the `model_type`
             NAME; variants for other machines are named `NAME_MACHINE.yaml`.
         pipelines: Names of such files without `.yaml`, by the class in a diffusers checkpoint's `model_index.json`.
+        made_checkpoints: Functions without arguments that return the folder of a checkpoint, by the name that a stage
+            configuration has for it (`engine_args.model`), as `module:function`. Called where the pipeline is opened;
+            the first call may make the folder.
         tiny_checkpoints: For `vllm_omni.testing.tiny_checkpoints`, by name: modules with `SIZES`, names of sizes, and
             `write(path: Path, seed: int, size: str)`.
 
@@ -44,10 +47,11 @@ class ModelPackage:
     hf_configs: Mapping[str, str] = field(default_factory=dict)
     stage_configs: Path | None = None
     pipelines: Mapping[str, str] = field(default_factory=dict)
+    made_checkpoints: Mapping[str, str] = field(default_factory=dict)
     tiny_checkpoints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, path in (*self.architectures.items(), *self.hf_configs.items()):
+        for name, path in (*self.architectures.items(), *self.hf_configs.items(), *self.made_checkpoints.items()):
             if path.count(":") != 1:
                 raise ValueError(f"{name}: {path!r} is not module:class")
         if self.stage_configs is not None and not self.stage_configs.is_dir():
@@ -70,6 +74,7 @@ class ModelPackage:
             "model_type": self.hf_configs,
             "stage configuration": self.stage_config_files,
             "pipeline": self.pipelines,
+            "made checkpoint": self.made_checkpoints,
             "tiny checkpoint": self.tiny_checkpoints,
         }
         return (f"{kind} {name!r}" for kind, names in kinds.items() for name in names)
@@ -107,6 +112,11 @@ class InstalledModels:
         """Files by the class of a diffusers pipeline."""
         packages = self.packages.values()
         return {name: models.stage_config_files[file] for models in packages for name, file in models.pipelines.items()}
+
+    @functools.cached_property
+    def made_checkpoints(self) -> dict[str, str]:
+        """`module:function` by the checkpoint's name."""
+        return {name: path for models in self.packages.values() for name, path in models.made_checkpoints.items()}
 
     @functools.cached_property
     def tiny_checkpoints(self) -> dict[str, str]:

@@ -32,6 +32,14 @@ def test_runtime_keys_replace_the_engine_arguments_of_the_same_meaning() -> None
     assert stage.vllm_engine_args["max_num_seqs"] == 2
 
 
+def test_a_function_is_replaced_by_another() -> None:
+    speaker = OmniStageConfig(stage_id=1, engine_type="function", batch_function="operator.neg")
+    stage = override_stage(speaker, {"function": "operator.add", "rate": 2})
+    assert (stage.function, stage.batch_function, stage.engine_args) == ("operator.add", None, {"rate": 2})
+    with pytest.raises(StageConfigError, match=r"override for stage 1 \(stage1\): function: .* no 'ad'; did you mean"):
+        override_stage(speaker, {"function": "operator.ad"})
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

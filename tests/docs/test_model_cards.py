@@ -10,6 +10,7 @@ from tests.docs.pages import ROOT
 from vllm_omni.config.utils import find_checkpoint
 
 CARDS = sorted(Path(find_checkpoint("shapes")).parent.glob("*/README.md"))
+TRAINED = [card for card in CARDS if list(card.parent.rglob("*.safetensors"))]
 PLACEHOLDER = re.compile(r"\b(?:FIGURES?|TODO|TBD|TBA|FIXME|XXX+|N/?A|PLACEHOLDER)\b|\?\?|\.\.\.$", re.MULTILINE)
 
 
@@ -20,9 +21,14 @@ def test_every_checkpoint_has_a_card() -> None:
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.parent.name)
-def test_a_card_holds_what_was_measured(card: Path) -> None:
+def test_a_card_is_complete(card: Path) -> None:
+    assert PLACEHOLDER.findall(card.read_text()) == []
+    assert "Measured" in card.read_text()
+
+
+@pytest.mark.parametrize("card", TRAINED, ids=lambda card: card.parent.name)
+def test_the_card_of_a_trained_model_holds_what_was_measured(card: Path) -> None:
     text = card.read_text()
-    assert PLACEHOLDER.findall(text) == []
     _, measured = text.split("Measured", 1)
     assert "benchmarks/quality.py" in measured and (ROOT / "benchmarks/quality.py").is_file()
     shares = [float(share) for share in re.findall(r"(?<![\d.])[01]\.\d+(?![\d.]*\d)", measured)]

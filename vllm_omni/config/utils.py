@@ -14,6 +14,8 @@ from vllm_omni.model_packages import find_models
 
 _T = TypeVar("_T")
 
+_SHIPPED_CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+
 # msgspec publishes a type's description before it is complete, and several threads may open pipelines.
 _convert_lock = threading.Lock()
 
@@ -58,8 +60,13 @@ def find_stage_configs(path: str) -> Path:
 def find_checkpoint(model: str) -> str:
     """The folder of a checkpoint that is part of the package, given by its name; any other model as it is: a folder of
     such a name is `./NAME`."""
-    folder = Path(__file__).parents[1] / "checkpoints" / model
+    folder = _SHIPPED_CHECKPOINTS / model
     return str(folder) if Path(model).name == model and folder.is_dir() else model
+
+
+def is_shipped(checkpoint: Path) -> bool:
+    """Whether a folder is that of a checkpoint of the package, whose code is trusted as the package's own."""
+    return checkpoint.parent == _SHIPPED_CHECKPOINTS
 
 
 def shipped_variants(path: Path | None) -> list[Path]:

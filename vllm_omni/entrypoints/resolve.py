@@ -3,6 +3,7 @@
 
 import dataclasses
 import inspect
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.overrides import merge, overridden_keys, override_stage
 from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, find_stage
-from vllm_omni.config.utils import find_stage_configs, nearest
+from vllm_omni.config.utils import find_stage_configs, is_shipped, nearest
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model, load_model_index
 from vllm_omni.engine.engine_args import create_engine_args, message_of
 from vllm_omni.engine.hf_override import StageConfigOverride, load_hf_config
@@ -118,9 +119,10 @@ def has_vllm_stages(args: OmniArgs) -> bool:
 def _load(source: Path, args: OmniArgs) -> PipelineConfig:
     """A stage configuration. The caller trusts those of packages and of `stage_configs_path`; that of the checkpoint
     with `trust_remote_code`."""
-    is_own = args.stage_configs_path is None and source == Path(args.model) / CHECKPOINT_STAGE_CONFIG
-    trusts = not is_own or args.engine_args.get("trust_remote_code")
-    return load_pipeline_config(source, None if trusts else Path(args.model))
+    folder = Path(args.model)
+    is_own = args.stage_configs_path is None and source == folder / CHECKPOINT_STAGE_CONFIG
+    trusts = not is_own or is_shipped(folder) or args.engine_args.get("trust_remote_code")
+    return load_pipeline_config(source, None if trusts else folder)
 
 
 def _source(args: OmniArgs) -> Path | None:
@@ -235,7 +237,8 @@ def resolve_checkpoints(config: PipelineConfig, model: str) -> PipelineConfig:
     """Replaces every stage's own `engine_args.model` and `engine_args.tokenizer` by an absolute path or a name on the
     hub.
 
-    Of a pipeline on the hub the folders are downloaded, without weights, which `download_weights` adds.
+    Of a pipeline on the hub the folders are downloaded, without weights, which `download_weights` adds. A checkpoint
+    that a package makes (`ModelPackage.made_checkpoints`) is made here, once on a machine.
 
     Raises:
         StageConfigError: It is a path that does not exist.
@@ -307,9 +310,13 @@ def _declared_length(engine_args: EngineArgs, arguments: Mapping[str, Any]) -> f
 
 
 def _resolve_checkpoint(own: Any, model: str, revision: str | None, where: str) -> str:
-    """A directory in the pipeline's checkpoint, a path, or a name on the hub, in this order."""
+    """A directory in the pipeline's checkpoint, the name of one that a package makes, a path, or a name on the hub, in
+    this order."""
     if not isinstance(own, str) or not own:
         raise StageConfigError(f"{where}: {own!r} is no checkpoint; write a path or a name on the hub")
+    made = find_models().made_checkpoints.get(own)
+    if made is not None and not (Path(model) / own).exists():
+        return str(pkgutil.resolve_name(made)())
     for path in (Path(model) / own, Path(own).expanduser(), _hub_folder(model, own, revision, _WEIGHTS)):
         if path is not None and path.exists():
             return str(path.resolve())

@@ -41,9 +41,13 @@ OMNI_CONFIGS: dict[str, str] = {
 OMNI_PIPELINES: dict[str, str] = {"GlmImagePipeline": "glm_image"}
 """By the class in `model_index.json`: names of stage configurations, for diffusers checkpoints with several stages."""
 
+MADE_CHECKPOINTS: dict[str, str] = {"SmolLM2-135M-Instruct": "vllm_omni.talk.weights:language_model"}
+"""By the name in a stage configuration: functions that make a checkpoint of what other packages have."""
+
 MODELS = ModelPackage(
     architectures=OMNI_MODELS,
     hf_configs=OMNI_CONFIGS,
     stage_configs=Path(__file__).parents[1] / "stage_configs",
     pipelines=OMNI_PIPELINES,
+    made_checkpoints=MADE_CHECKPOINTS,
 )

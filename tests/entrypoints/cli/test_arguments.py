@@ -54,6 +54,10 @@ def test_stage_flags_are_folded_and_other_words_are_kept() -> None:
     }
 
 
+def test_a_function_is_a_key_of_the_stage() -> None:
+    assert overrides("--stage.tts.function", "package.Voice") == {"tts": {"function": "package.Voice"}}
+
+
 def test_a_nested_key_is_a_mapping() -> None:
     assert overrides("--stage.a.engine_args.compilation_config.mode", "0") == {
         "a": {"engine_args": {"compilation_config": {"mode": 0}}}

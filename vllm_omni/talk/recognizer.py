@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recognizer of `talk`: PocketSphinx with its own English models."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_omni.function_stage import SOUND_RATE, FunctionStage
+from vllm_omni.inputs import StageRequest
+from vllm_omni.outputs import StageOutput
+from vllm_omni.talk.packages import require_packages
+
+require_packages("pocketsphinx")  # Where the pipeline is opened, before any stage starts.
+
+
+class Recognizer(FunctionStage):
+    """Hears the `audio` of a caller or a source, float32 `[samples]` in -1 to 1, 16,000 a second; makes `text`.
+
+    The text is in lower case and has no punctuation, after the last window. It is good enough for clear, slow speech
+    without noise; of people in a room, or with an accent, these models from before neural networks miss much. A request
+    may be of any length, and its sound is recognized at the end.
+    """
+
+    def start(self) -> None:
+        import pocketsphinx
+
+        self._decoder = pocketsphinx.Decoder(samprate=SOUND_RATE, loglevel="FATAL")
+
+    def begin(self, request: StageRequest, parameters: Any) -> list[np.ndarray]:
+        return []
+
+    def window(self, state: list[np.ndarray], sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+        (source,) = sources.values()
+        audio: torch.Tensor = source.tensors["audio"]
+        state.append((audio.flatten().clamp(-1, 1) * 32767).to(torch.int16).numpy())
+        return {}
+
+    def end(self, state: list[np.ndarray]) -> dict[str, Any]:
+        sound = b"".join(part.tobytes() for part in state)
+        if not sound:
+            return {"text": ""}
+        self._decoder.start_utt()
+        self._decoder.process_raw(sound, full_utt=True)
+        self._decoder.end_utt()
+        hypothesis = self._decoder.hyp()
+        return {"text": hypothesis.hypstr if hypothesis else ""}

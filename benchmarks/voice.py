@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spoken answers to callers who come at random: whether their sound arrives in time to be played.
+"""Spoken answers to requests at random times: whether their sound arrives in time to be played.
 
     python benchmarks/voice.py [--model NAME] [--patience S] [--output FILE.json] [--quick]
 
-Callers ask one question each, at random times (Poisson). A caller begins to play `--patience`
-seconds after the question and does not wait again: sound that arrives after it should have been played is late. The
-rate at 99 is the highest one, in callers per second, at which 99% of the sound was in time. Then 1, 4 and 16 callers
-ask again and again: the time to the first sound, and the underrun, the seconds of silence for one who plays from then
-on.
+Requests of one question each arrive at random times (Poisson). A client begins to play `--patience` seconds after its
+request and does not wait again: sound that arrives after it should have been played is late. The rate at 99 is the
+highest request rate, in requests/s, at which 99% of the sound was in time. Then each of 1, 4 and 16 clients sends its
+next request when the last one is done: the time to the first sound, and the underrun, the seconds of silence for a
+client that plays from then on.
 
 `talk` is compared with the same parts in a plain server: HF transformers writes the answer, and the synthesizer speaks
 each sentence when it is written, with the ends of sentences found as in the pipeline. Once it handles one request after
-the other, on all cores; once each caller has a thread. All write greedily. `shapes`, and the omni models with random
+the other, on all cores; once each request has a thread. All write greedily. `shapes`, and the omni models with random
 weights, have no such server.
 """
 
@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from backends import sampling_params
-from report import Report, make_parser, percentile, progress
+from report import Report, make_parser, percentile, progress, underrun
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from vllm_omni import ARSegmentEvent, AsyncOmniLLM, ErrorEvent
@@ -46,8 +46,8 @@ MAX_TOKENS = 64
 TALKER_TOKENS = 100
 IN_TIME = 0.99
 FIRST_RATE, NUM_HALVINGS = 0.2, 2
-"""Callers per second; how often the step between a rate that is kept and one that is not is halved, in ratios."""
-CALLERS = (1, 4, 16)
+"""Requests/s; how often the step between a rate that is kept and one that is not is halved, in ratios."""
+CONCURRENCY = (1, 4, 16)
 QUESTIONS = (
     "What is the capital of France?", "Why is the sky blue?", "How do I make a cup of tea?", "What is a volcano?",
     "Tell me about the Moon.", "Why do people sleep?", "What do bees make?", "How does a bicycle work?",
@@ -58,10 +58,10 @@ SHAPES_QUESTIONS = ("Say: a red circle is left of a blue square.", "Say: there a
 
 @dataclass
 class Call:
-    """What a caller heard.
+    """What a client received of one request.
 
     Attributes:
-        pieces: When each piece of sound arrived, in seconds since the question, and how many seconds it plays.
+        pieces: When each piece of sound arrived, in seconds since the request, and how many seconds it plays.
     """
 
     pieces: list[tuple[float, float]] = field(default_factory=list)
@@ -84,14 +84,10 @@ class Call:
 
     @property
     def underrun(self) -> float:
-        silence, played_until = 0.0, self.first_sound
-        for when, seconds in self.pieces:
-            silence += max(0.0, when - played_until)
-            played_until = max(played_until, when) + seconds
-        return silence
+        return underrun(self.pieces)
 
 
-class Speaker(ABC):
+class Backend(ABC):
     """Answers questions in speech.
 
     Attributes:
@@ -114,7 +110,7 @@ class Speaker(ABC):
         return call
 
 
-class Pipeline(Speaker):
+class Pipeline(Backend):
     """A pipeline of ours."""
 
     def __init__(self, llm: AsyncOmniLLM, params: Sequence[Any]) -> None:
@@ -133,7 +129,7 @@ class Pipeline(Speaker):
                 yield len(event.multimodal_output["audio"])
 
 
-class PlainServer(Speaker):
+class PlainServer(Backend):
     """The parts of `talk` without the pipeline: each request is a call of a function in a pool of threads."""
 
     def __init__(self, num_threads: int, cores_each: int) -> None:
@@ -211,9 +207,9 @@ class Plan:
     """
     Attributes:
         questions: Asked in turn.
-        patience: Seconds from a question until its answer is played.
-        seconds: Of callers at each rate, at least eight.
-        num_rounds: Questions of each of the callers who ask again and again.
+        patience: Seconds from a request until its answer is played.
+        seconds: Of requests at each rate, at least eight.
+        num_rounds: Requests of each client.
     """
 
     questions: Sequence[str]
@@ -221,49 +217,49 @@ class Plan:
     seconds: float
     num_rounds: int
 
-    async def at_random(self, speaker: Speaker, rate: float) -> list[Call]:
-        """Calls at times that are the same for all speakers."""
+    async def at_rate(self, backend: Backend, rate: float) -> list[Call]:
+        """Sends requests at times that are the same for all backends."""
         rng = random.Random(0)
         tasks = []
         async with asyncio.TaskGroup() as group:
             when = time.monotonic()
             for question in itertools.islice(itertools.cycle(self.questions), max(8, round(rate * self.seconds))):
-                tasks.append(group.create_task(speaker.call(question)))
+                tasks.append(group.create_task(backend.call(question)))
                 when += rng.expovariate(rate)
                 await asyncio.sleep(when - time.monotonic())
         return [task.result() for task in tasks]
 
-    async def again_and_again(self, speaker: Speaker, num_callers: int) -> list[Call]:
-        questions = itertools.islice(itertools.cycle(self.questions), num_callers * self.num_rounds)
+    async def with_clients(self, backend: Backend, num_clients: int) -> list[Call]:
+        questions = itertools.islice(itertools.cycle(self.questions), num_clients * self.num_rounds)
 
         async def ask() -> list[Call]:
-            return [await speaker.call(question) for question in questions]
+            return [await backend.call(question) for question in questions]
 
         async with asyncio.TaskGroup() as group:
-            callers = [group.create_task(ask()) for _ in range(num_callers)]
-        return [call for caller in callers for call in caller.result()]
+            clients = [group.create_task(ask()) for _ in range(num_clients)]
+        return [call for client in clients for call in client.result()]
 
     def share_in_time(self, calls: Sequence[Call]) -> float:
         return sum(call.seconds_in_time(self.patience) for call in calls) / sum(call.seconds for call in calls)
 
 
-def measure(name: str, speaker: Speaker, plan: Plan, report: Report) -> float:
-    """Adds the rows of a speaker; returns its rate at 99."""
+def measure(name: str, backend: Backend, plan: Plan, report: Report) -> float:
+    """Adds the rows of a backend; returns its rate at 99."""
     progress(f"{name}: warming up")
-    asyncio.run(plan.again_and_again(speaker, 2))
-    best = find_rate(lambda rate: keeps(name, speaker, rate, plan, report))
-    for num_callers in CALLERS:
-        progress(f"{name}: {num_callers} callers, again and again")
-        calls = asyncio.run(plan.again_and_again(speaker, num_callers))
-        _add_row(report, name, f"{num_callers} again and again", calls, plan.share_in_time(calls))
+    asyncio.run(plan.with_clients(backend, 2))
+    best = find_rate(lambda rate: keeps(name, backend, rate, plan, report))
+    for num_clients in CONCURRENCY:
+        progress(f"{name}: concurrency {num_clients}")
+        calls = asyncio.run(plan.with_clients(backend, num_clients))
+        _add_row(report, name, f"concurrency {num_clients}", calls, plan.share_in_time(calls))
     return best
 
 
-def keeps(name: str, speaker: Speaker, rate: float, plan: Plan, report: Report) -> bool:
+def keeps(name: str, backend: Backend, rate: float, plan: Plan, report: Report) -> bool:
     """Whether the sound is in time at this rate."""
-    progress(f"{name}: {rate:.3g} callers per second")
-    share = plan.share_in_time(calls := asyncio.run(plan.at_random(speaker, rate)))
-    _add_row(report, name, f"{rate:.3g}/s", calls, share)
+    progress(f"{name}: {rate:.3g} requests/s")
+    share = plan.share_in_time(calls := asyncio.run(plan.at_rate(backend, rate)))
+    _add_row(report, name, f"{rate:.3g} requests/s", calls, share)
     return share >= IN_TIME
 
 
@@ -282,12 +278,12 @@ def find_rate(is_kept: Callable[[float], bool]) -> float:
     return low
 
 
-def _add_row(report: Report, name: str, callers: str, calls: Sequence[Call], share: float) -> None:
+def _add_row(report: Report, name: str, load: str, calls: Sequence[Call], share: float) -> None:
     first, silence = [call.first_sound for call in calls], [call.underrun for call in calls]
     report.rows.append(
         {
-            "speaker": name,
-            "callers": callers,
+            "backend": name,
+            "load": load,
             "in time": share,
             "first sound p50 s": percentile(first, 50),
             "first sound p99 s": percentile(first, 99),

@@ -75,7 +75,7 @@ def converse(browser: Browser, server: RunningServer, picture: Path) -> None:
     page = web.open_page(browser, f"{server.url}/playground", speaks=True, **DESKTOP)
     page.get_by_role("tab", name="Realtime").click()
     web.attach_to_call(page, picture)
-    page.get_by_label("Write down what I say").uncheck()
+    page.get_by_label("Transcribe what I say").uncheck()
     page.get_by_role("button", name="Settings").click()
     page.locator("#realtime-talk").click()
     state = page.locator("#realtime-call .state")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import Report, format_table, make_parser, mean, percentile
+from benchmarks.report import Report, format_table, make_parser, mean, percentile, underrun
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +37,11 @@ def test_statistics() -> None:
     assert mean([1.0, 2.0, 6.0]) == 3.0
     assert [percentile(range(1, 101), percent) for percent in (0, 50, 95, 100)] == [1, 50, 95, 100]
     assert percentile([3.0], 95) == 3.0
+
+
+def test_an_underrun_is_silence_after_the_first_sound() -> None:
+    assert underrun([(3.0, 1.0), (3.5, 1.0)]) == 0
+    assert underrun([(3.0, 1.0), (4.5, 1.0), (6.0, 1.0)]) == pytest.approx(0.5 + 0.5)
 
 
 def test_every_benchmark_has_quick_and_output() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When sound is in time, and the search for the highest rate of callers."""
+"""When sound is in time, and the search for the highest request rate."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -19,11 +19,6 @@ def test_sound_is_in_time_if_it_arrives_before_it_would_be_played(voice: ModuleT
     assert call.seconds_in_time(patience=1.0) == pytest.approx(1.0 + 2.0 + 0.5)
     assert call.seconds_in_time(patience=10.0) == call.seconds == 5.0
     assert call.seconds_in_time(patience=0.0) == pytest.approx(0.5 + 1.5)
-
-
-def test_an_underrun_is_silence_after_the_first_sound(voice: ModuleType) -> None:
-    assert voice.Call([(3.0, 1.0), (3.5, 1.0)]).underrun == 0
-    assert voice.Call([(3.0, 1.0), (4.5, 1.0), (6.0, 1.0)]).underrun == pytest.approx(0.5 + 0.5)
 
 
 @pytest.mark.parametrize("limit", [0.03, 0.2, 0.33, 5.0])

@@ -59,24 +59,24 @@ def write(request: StageRequest, sources: Mapping[int, StageOutput]) -> Iterator
         yield {"text": character}
 
 
-class ListeningParameters(msgspec.Struct):
+class ASRParameters(msgspec.Struct):
     language: Literal["en", "de"] = "en"
 
 
-class ListeningStage(FunctionStage):
+class ASRStage(FunctionStage):
     """Writes the length of a sound, as two sentences."""
 
-    parameters = ListeningParameters
+    parameters = ASRParameters
 
-    def begin(self, request: StageRequest, parameters: ListeningParameters) -> ListeningParameters:
+    def begin(self, request: StageRequest, parameters: ASRParameters) -> ASRParameters:
         return parameters
 
-    def window(self, state: ListeningParameters, sources: Mapping[int, StageOutput]) -> Iterator[dict[str, Any]]:
+    def window(self, state: ASRParameters, sources: Mapping[int, StageOutput]) -> Iterator[dict[str, Any]]:
         sound = sources[CALLER].tensors["audio"]
         yield {"text": f"It has {len(sound)} samples. "}
         yield {"text": f"It is {state.language}."}
 
 
-LISTENING = function_stage(3, "listener", ListeningStage, (), "text") | {"accepts": "audio"}
+ASR = function_stage(3, "asr", ASRStage, (), "text") | {"accepts": "audio"}
 WRITING_STAGE = function_stage(0, "writer", write, (), "text")
 SPEAKING = function_stage(1, "voice", SpeakingStage, (0,), "audio") | {"sample_rate": RATE}

@@ -15,7 +15,7 @@ import soundfile
 from tests.entrypoints.fake_pipelines import make_pipeline
 from tests.entrypoints.openai.fake_server import FakeServer
 from tests.entrypoints.openai.small_apps import send
-from tests.entrypoints.spoken_functions import LISTENING, SPEAKING
+from tests.entrypoints.spoken_functions import ASR, SPEAKING
 from tests.orchestrator.pipelines import function_stage
 from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.function_stage import FunctionStage
@@ -88,7 +88,7 @@ def sound(num_samples: int) -> dict[str, Any]:
 
 
 def test_a_chat_with_sounds(tiny_qwen3: Path, tmp_path: Path) -> None:
-    stages = (writer(tiny_qwen3), SPEAKING | {"accepts": "text"}, LISTENING)
+    stages = (writer(tiny_qwen3), SPEAKING | {"accepts": "text"}, ASR)
     edges = [{"from": 0, "to": 1, "unit": "sentences"}]
     with make_pipeline(AsyncOmniLLM, tmp_path / "stages.yaml", stages, args={}, edges=edges) as llm:
         app = FakeServer(llm).app
@@ -108,4 +108,4 @@ def test_a_chat_with_sounds(tiny_qwen3: Path, tmp_path: Path) -> None:
         spoken = chat([sound(800)], modalities=["text", "audio"], audio={"voice": "bob", "format": "pcm16"})
         assert spoken["choices"][0]["message"]["audio"]["transcript"]
         counts = {stage.name: stage.num_completed for stage in llm.stats()}
-        assert counts == {"writer": 3, "voice": 1, "listener": 1}, "a sound is written down once"
+        assert counts == {"writer": 3, "voice": 1, "asr": 1}, "a sound is transcribed once"

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.entrypoints.fake_pipelines import running
-from tests.entrypoints.spoken_functions import LISTENING, NUM_SAMPLES, SPEAKING, WRITING_STAGE
+from tests.entrypoints.spoken_functions import ASR, NUM_SAMPLES, SPEAKING, WRITING_STAGE
 from tests.orchestrator.pipelines import fake_stage, make_config
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.outputs import OmniRequestOutput
 
-STAGES = (WRITING_STAGE, SPEAKING | {"accepts": "text"}, LISTENING)
+STAGES = (WRITING_STAGE, SPEAKING | {"accepts": "text"}, ASR)
 EDGES = [{"from": 0, "to": 1, "unit": "sentences"}]
 
 
@@ -46,21 +46,21 @@ def test_a_text_is_spoken_by_the_speaking_stage_alone_in_the_same_windows(llm: O
     assert stages_of(speech) == ["voice"] and windows_of(speech.multimodal_output["audio"]) == [5, 4]
 
 
-def test_a_sound_is_written_down_by_the_listening_stage_alone(llm: OmniLLM) -> None:
+def test_a_sound_is_transcribed_by_the_asr_stage_alone(llm: OmniLLM) -> None:
     sound = (np.zeros(24_000, np.float32), 24_000)
-    prompt: Any = {"stage": "listener", "multi_modal_data": {"audio": sound}}
+    prompt: Any = {"stage": "asr", "multi_modal_data": {"audio": sound}}
     (text,) = llm.generate(prompt, use_tqdm=False)
-    assert stages_of(text) == ["listener"] and text.outputs[0].text == "It has 16000 samples. It is en."
+    assert stages_of(text) == ["asr"] and text.outputs[0].text == "It has 16000 samples. It is en."
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({"stage": "writer", "prompt": "x"}, "no stage 'writer' that accepts .*it has voice, listener"),
+        ({"stage": "writer", "prompt": "x"}, "no stage 'writer' that accepts .*it has voice, asr"),
         ({"stage": "voice", "prompt": " "}, "prompt is empty"),
         ({"stage": "voice"}, "prompt must be a string"),
         ({"stage": "voice", "prompt": "x", "modalities": ["text"]}, "cannot output 'text'"),
-        ({"stage": "listener", "prompt": "x"}, "audio must be .waveform"),
+        ({"stage": "asr", "prompt": "x"}, "audio must be .waveform"),
         ({"stage": 1, "prompt": "x"}, "stage must be the name of a stage"),
     ],
 )
@@ -77,7 +77,7 @@ def test_the_part_of_a_pipeline_that_a_request_runs() -> None:
     assert config.accepting_stage("audio", "text") == config.stages[3]
     assert config.accepting_stage("text", "audio") == config.stages[1]
     assert config.accepting_stage("text", "text") is None
-    assert make_config(LISTENING).stages_for(["text"]) == [3], "there is no other"
+    assert make_config(ASR).stages_for(["text"]) == [3], "there is no other"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 """Cuts the output of a source into the windows that a stage reads (design document 002, sections 6 and 10)."""
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -9,6 +12,8 @@ import torch
 from vllm_omni.config.stage_config import SENTENCES, WindowConfig
 from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs, stream_dim
 from vllm_omni.stage.sentences import SentenceCutter
+
+Unit = TypeVar("Unit")
 
 
 class WindowSizes:
@@ -86,65 +91,63 @@ def _make_units(config: WindowConfig) -> "_TokenUnits | _RowUnits | _SentenceUni
     return _SentenceUnits(make_cutter(config)) if config.unit == SENTENCES else _RowUnits(config.unit)
 
 
-class _TokenUnits:
-    """The tokens of the first completion."""
+class _CompletionUnits(ABC, Generic[Unit]):
+    """Units that are cut from a field of the first completion."""
 
     def __init__(self) -> None:
         self._start = 0
-        self._tokens: list[int] = []
+        self._units: list[Unit] = []
+
+    @abstractmethod
+    def _cut(self, first: Completion, is_last: bool) -> Sequence[Unit]:
+        """The units that a piece's first completion completes."""
+
+    @abstractmethod
+    def _as_field(self, units: Sequence[Unit]) -> dict[str, Any]:
+        """The field, by its name, with these units."""
 
     @property
     def end(self) -> int:
-        return self._start + len(self._tokens)
+        return self._start + len(self._units)
 
     def take_from(self, piece: StageOutput) -> StageOutput:
         first = piece.first_completion
-        if first is None:
-            return piece
-        self._tokens += first.token_ids
-        return _with_first(piece, msgspec.structs.replace(first, token_ids=[]))
+        self._units += self._cut(first or Completion(), piece.is_last)
+        return piece if first is None else self._with_units(piece, ())
 
     def put_into(self, window: StageOutput, start: int, stop: int) -> None:
-        tokens = self._tokens[start - self._start : stop - self._start]
-        first = window.first_completion or Completion()
-        window.completions = _with_first(window, msgspec.structs.replace(first, token_ids=tokens)).completions
+        units = self._units[start - self._start : stop - self._start]
+        window.completions = self._with_units(window, units).completions
 
     def forget_before(self, position: int) -> None:
         if position > self._start:
-            del self._tokens[: position - self._start]
+            del self._units[: position - self._start]
             self._start = position
 
+    def _with_units(self, output: StageOutput, units: Sequence[Unit]) -> StageOutput:
+        first = msgspec.structs.replace(output.first_completion or Completion(), **self._as_field(units))
+        others = [completion for completion in output.completions if completion.index]
+        return msgspec.structs.replace(output, completions=[first, *others])
 
-def _with_first(output: StageOutput, first: Completion) -> StageOutput:
-    others = [completion for completion in output.completions if completion.index]
-    return msgspec.structs.replace(output, completions=[first, *others])
+
+class _TokenUnits(_CompletionUnits[int]):
+    def _cut(self, first: Completion, is_last: bool) -> Sequence[int]:
+        return first.token_ids
+
+    def _as_field(self, units: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(units)}
 
 
-class _SentenceUnits:
-    """The sentences of the first completion's text."""
-
+class _SentenceUnits(_CompletionUnits[str]):
     def __init__(self, cutter: SentenceCutter) -> None:
+        super().__init__()
         self._cutter = cutter
-        self._start = 0
-        self._sentences: list[str] = []
 
-    @property
-    def end(self) -> int:
-        return self._start + len(self._sentences)
+    def _cut(self, first: Completion, is_last: bool) -> Sequence[str]:
+        return self._cutter.add(first.text, is_last=is_last)
 
-    def take_from(self, piece: StageOutput) -> StageOutput:
-        first = piece.first_completion
-        self._sentences += self._cutter.add("" if first is None else first.text, is_last=piece.is_last)
-        return piece if first is None else _with_first(piece, msgspec.structs.replace(first, text=""))
-
-    def put_into(self, window: StageOutput, start: int, stop: int) -> None:
-        text = "".join(self._sentences[start - self._start : stop - self._start])
-        first = window.first_completion or Completion()
-        window.completions = _with_first(window, msgspec.structs.replace(first, text=text)).completions
-
-    def forget_before(self, position: int) -> None:
-        del self._sentences[: position - self._start]
-        self._start = position
+    def _as_field(self, units: Sequence[str]) -> dict[str, Any]:
+        return {"text": "".join(units)}
 
 
 class _RowUnits:

@@ -96,14 +96,14 @@ def test_the_stage_configuration_states_the_prompts(talking_async_llm: AsyncOmni
     client = OmniEngineClient(talking_async_llm)
     assert client.stage is not None
     client.stage = msgspec.structs.replace(
-        client.stage, transcription_prompt="Write down what is said.", translation_prompt="{language} to English:"
+        client.stage, transcription_prompt="Transcribe what is said.", translation_prompt="{language} to English:"
     )
     client.config = client.config.with_stage_args([client.stage, *client.config.stage_args[1:]])
     client.default_sampling_params["max_tokens"] = NUM_TOKENS
     app = app_of(client, tiny_qwen3_omni_moe)
 
     async def main(client: openai.AsyncOpenAI) -> None:
-        for path, instruction in ((PATH, "Write down what is said."), (TRANSLATIONS, "French to English:")):
+        for path, instruction in ((PATH, "Transcribe what is said."), (TRANSLATIONS, "French to English:")):
             answer = await client._client.post(path, json={"file": URI, "language": "fr"})
             assert answer.json()["text"] == (await chat(client, instruction)).choices[0].message.content
 
@@ -256,7 +256,7 @@ def test_a_sound_that_is_too_long_for_the_model(qwen3_app: FastAPI) -> None:
     assert answer.status_code == 400 and "1024" in answer.text
 
 
-def test_a_model_that_hears_nothing(text_async_llm: AsyncOmniLLM, tiny_qwen3: Path, tmp_path: Path) -> None:
-    refused(post(make_app(text_async_llm, tiny_qwen3)), "model", "does not understand speech")
+def test_a_model_that_does_not_accept_audio(text_async_llm: AsyncOmniLLM, tiny_qwen3: Path, tmp_path: Path) -> None:
+    refused(post(make_app(text_async_llm, tiny_qwen3)), "model", "does not transcribe")
     with running(AsyncOmniLLM, tmp_path, STAGES[:1]) as llm:
-        refused(post(FakeServer(llm).app), "model", "does not understand speech")
+        refused(post(FakeServer(llm).app), "model", "does not transcribe")

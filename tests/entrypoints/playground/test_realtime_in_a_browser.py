@@ -87,7 +87,7 @@ def test_asks_by_voice_and_hears_the_answer(page: Page, talking_server: RunningS
 def test_speaking_stops_the_answer(page: Page, talking_server: RunningServer, tmp_path: Path) -> None:
     scene = draw_scene(tmp_path / "picture.png")
     web.attach_to_call(page, tmp_path / "picture.png")
-    page.get_by_label("Write down what I say").uncheck()
+    page.get_by_label("Transcribe what I say").uncheck()
     call(page)
     question = web.speech(talking_server.openai(api_key=KEY), QUESTION).tolist()
     page.evaluate("samples => window.say(samples)", question)

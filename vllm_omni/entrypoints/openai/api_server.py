@@ -42,17 +42,16 @@ from vllm_omni.entrypoints.openai import (
     videos,
     vllm_transcriptions,
 )
+from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
 from vllm_omni.entrypoints.openai.listener import listening
-from vllm_omni.entrypoints.openai.listening_stage import load_listening_stage
 from vllm_omni.entrypoints.openai.media_stage import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
 from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.slow_clients import http_protocol
-from vllm_omni.entrypoints.openai.stage_transcriptions import StageTranscriptions
 from vllm_omni.entrypoints.openai.start_signals import StartSignals
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
@@ -192,12 +191,12 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         for output_type, make in MEDIA_HANDLERS.items()
         if (stage := final_stage(client.config, output_type))
     }
-    listening_stage = load_listening_stage(client, args)
+    asr_stage = load_asr_stage(client, args)
     app.state.omni_transcriptions = None
-    if listening_stage is not None:
-        app.state.omni_transcriptions = StageTranscriptions(app.state, listening_stage, args)
+    if asr_stage is not None:
+        app.state.omni_transcriptions = transcriptions.StageTranscriptions(app.state, asr_stage, args)
         if client.has_renderer:
-            app.state.openai_serving_chat.listening_stage = listening_stage
+            app.state.openai_serving_chat.asr_stage = asr_stage
     elif client.transcribes:
         app.state.omni_transcriptions = vllm_transcriptions.VllmTranscriptions(app.state, client, args)
     elif transcriptions.can_transcribe(client):
@@ -268,7 +267,7 @@ def _refused_paths(client: OmniEngineClient) -> dict[str, str]:
         outputs = ", ".join(client.config.output_types)
         return dict.fromkeys(TEXT_PATHS, f"this model neither reads nor writes tokens; it outputs {outputs}")
     if client.only_transcribes:
-        message = "this model only writes down what is spoken; send the sound to /v1/audio/transcriptions"
+        message = "this model only transcribes; send the sound to /v1/audio/transcriptions"
         return dict.fromkeys(CHAT_PATHS, message)
     return {}
 

@@ -27,11 +27,11 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.engine.input_processor import describe_refusal
+from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat_media import ChatMedia, Line, MediaStream, Transcripts, split_outputs
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import describe_errors
-from vllm_omni.entrypoints.openai.listening_stage import ListeningStage
 from vllm_omni.entrypoints.openai.media_request import without_nulls
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import Modality
@@ -148,11 +148,11 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         default_modalities: The outputs of a request without `modalities`.
         transcripts: Those of earlier speech.
         parsers: Those of `parser_cls`.
-        listening_stage: Writes down the sounds of messages, for a model that reads text; None: the model reads them.
+        asr_stage: Transcribes the sounds of messages, for a model that reads text; None: the model reads them.
     """
 
     parsers: ReplyParsers
-    listening_stage: ListeningStage | None = None
+    asr_stage: ASRStage | None = None
 
     def set_up(self, default_modalities: Sequence[str]) -> None:
         """Completes what `from_vllm` returned."""
@@ -165,8 +165,8 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
     ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
         assert isinstance(request, OmniChatCompletionRequest)
         request.messages = self.transcripts.fill_in(request.messages)
-        if self.listening_stage is not None:
-            request.messages = await self.listening_stage.as_text(request.messages)
+        if self.asr_stage is not None:
+            request.messages = await self.asr_stage.as_text(request.messages)
         context = RequestContext.current()
         context.options = read_options(request, self.client, self.default_modalities)
         answer = await super().create_chat_completion(request, raw_request)

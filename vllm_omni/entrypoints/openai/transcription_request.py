@@ -102,7 +102,7 @@ class SoundRequest(RequestModel):
 
 
 class TranscriptionRequest(SoundRequest):
-    """Speech to be written down by a model that does not know times."""
+    """Speech to be transcribed by a model that does not know times."""
 
     formats = "json, text or verbose_json"
     unsupported_formats: ClassVar[Mapping[str, str]] = {
@@ -142,7 +142,7 @@ class TranscriptionRequest(SoundRequest):
 
 
 class TimedTranscriptionRequest(SoundRequest):
-    """Speech to be written down by a model that knows when what is said."""
+    """Speech to be transcribed by a model that knows times."""
 
     formats = "json, text, verbose_json, srt or vtt"
     unknown_words = "the times of segments are known, those of words are not; leave word out"

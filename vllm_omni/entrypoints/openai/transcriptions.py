@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/audio/transcriptions and /v1/audio/translations, as in OpenAI's API.
 
-Of an omni model the text is that of a chat of one message: the sound, and the request to write it down, in the words
-that its stage's configuration states. A model that vLLM transcribes with, such as Whisper, has vLLM's handler, see
-`vllm_transcriptions.py`.
+Of an omni model the text is that of a chat of one message: the sound, and the request to transcribe it, in the words
+that its stage's configuration states. A pipeline with an ASR stage runs that alone. A model that vLLM transcribes with,
+such as Whisper, has vLLM's handler, see `vllm_transcriptions.py`.
 """
 
 from __future__ import annotations
@@ -11,41 +11,37 @@ from __future__ import annotations
 import asyncio
 import io
 from argparse import Namespace
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Annotated, Any, Protocol
 
-import msgspec
 import numpy as np
 import soundfile
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
-from openai.types.audio import TranscriptionTextDeltaEvent, TranscriptionTextDoneEvent, TranscriptionVerbose
-from openai.types.audio.transcription import Transcription, UsageTokens
-from openai.types.audio.transcription_verbose import Usage as UsageDuration
-from pydantic import BaseModel
-from transformers.models.whisper.tokenization_whisper import LANGUAGES
+from fastapi.responses import JSONResponse
+from openai.types.audio.transcription import Transcription, UsageDuration
+from starlette.datastructures import State
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
-from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
+from vllm.tracing import extract_trace_headers
 
-from vllm_omni.entrypoints.openai.chat import Line, OmniServingChat
+from vllm_omni.entrypoints.openai.asr_stage import ASRStage
+from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.images import RESPONSES as FORM_RESPONSES
 from vllm_omni.entrypoints.openai.media_output import to_base64
 from vllm_omni.entrypoints.openai.media_request import describe_form, fetch_sound, load_connector, read_request
-from vllm_omni.entrypoints.openai.media_stage import model_aliases
-from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.speech import FINISH_REASON_HEADER, ClosingResponse, sse_line
+from vllm_omni.entrypoints.openai.media_stage import check_model, model_aliases, new_id, served_names
+from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.entrypoints.openai.transcription_request import (
     SoundRequest,
     Task,
     TimedTranscriptionRequest,
     TranscriptionRequest,
 )
+from vllm_omni.entrypoints.openai.transcripts import Transcript, as_events, lines_as_events, token_usage
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     HTTPStatus.OK.value: {"model": Transcription, "content": {"text/plain": {}, "text/event-stream": {}}},
@@ -67,15 +63,15 @@ class TranscriptionHandler(Protocol):
 
 
 def can_transcribe(client: OmniEngineClient) -> bool:
-    """Whether the pipeline's model hears and writes."""
+    """Whether the pipeline's model accepts audio and outputs text."""
     if not client.has_renderer or "text" not in client.config.output_types:
         return False
     processor = client.renderer.mm_processor
     return processor is not None and processor.info.allowed_mm_limits.get("audio", 0) > 0
 
 
-def can_hear(client: OmniEngineClient) -> bool:
-    """Whether a chat may have sounds: for the model, or for a stage that writes down what is said."""
+def accepts_audio(client: OmniEngineClient) -> bool:
+    """Whether a chat may have sounds: for the model, or for an ASR stage."""
     return can_transcribe(client) or client.config.accepting_stage("audio", "text") is not None
 
 
@@ -102,10 +98,11 @@ class ServingTranscriptions:
         if isinstance(answer, ErrorResponse):
             return JSONResponse(answer.model_dump(), answer.error.code)
         if isinstance(answer, ChatCompletionResponse):
-            if request.response_format == "verbose_json":
-                return _verbose(answer, request, task, duration)
-            return _whole(answer, request.response_format)
-        return as_events(answer, self._keep_alive_s)
+            choice = answer.choices[0]
+            text, reason = choice.message.content or "", choice.finish_reason or "stop"
+            transcript = Transcript(text=text, usage=token_usage(answer.usage), finish_reason=reason)
+            return transcript.as_answer(request, task, duration)
+        return lines_as_events(answer, self._keep_alive_s)
 
     async def _measure(self, request: TranscriptionRequest) -> float:
         """Seconds of the sound, which the request then has as data: an address is fetched once."""
@@ -115,33 +112,46 @@ class ServingTranscriptions:
         return len(samples) / sample_rate
 
 
+class StageTranscriptions:
+    """The handler for a pipeline with an ASR stage, which gets `language`, `prompt`, `temperature` and `task` if it has
+    parameters of these names."""
+
+    request_class: type[SoundRequest] = TranscriptionRequest
+
+    def __init__(self, state: State, stage: ASRStage, args: Namespace) -> None:
+        self._stage = stage
+        self._model_names = served_names(state)
+        self._keep_alive_s = float(args.sse_keep_alive_interval)
+
+    async def create(self, request: TranscriptionRequest, task: Task, raw_request: Request) -> Response:
+        """See `TranscriptionHandler`."""
+        check_model(request.model, self._model_names)
+        if task == "translate" and "task" not in self._stage.parameters:
+            raise VLLMValidationError("this model transcribes and does not translate", parameter="model")
+        sound = await self._stage.fetch(request.file, "file")
+        seconds = len(sound[0]) / sound[1]
+        headers = extract_trace_headers(raw_request.headers)
+        request_id = new_id("transcription", raw_request)
+        settings = self._settings(request, task)
+        deltas = await started(self._stage.transcribe(sound, settings, request_id, trace_headers=headers))
+        transcript = Transcript(usage=UsageDuration(type="duration", seconds=seconds))
+        if request.stream:
+            return as_events(deltas, transcript, self._keep_alive_s)
+        async with aclosing(deltas):
+            transcript.text = "".join([delta async for delta in deltas]).strip()
+        return transcript.as_answer(request, task, seconds)
+
+    def _settings(self, request: TranscriptionRequest, task: Task) -> dict[str, Any]:
+        given: dict[str, Any] = {"language": request.language, "prompt": request.prompt, "task": task}
+        if "temperature" in request.model_fields_set:
+            given["temperature"] = request.temperature
+        return {name: value for name, value in given.items() if value is not None and name in self._stage.parameters}
+
+
 def stage_prompt(client: OmniEngineClient, task: Task) -> str:
     """What the stage that reads prompts states for a task."""
     assert client.stage is not None
     return client.stage.transcription_prompt if task == "transcribe" else client.stage.translation_prompt
-
-
-def _whole(answer: ChatCompletionResponse, response_format: str) -> Response:
-    choice = answer.choices[0]
-    text = choice.message.content or ""
-    headers = {FINISH_REASON_HEADER: choice.finish_reason or "stop"}
-    if response_format == "text":
-        return PlainTextResponse(text, headers=headers)
-    whole = Transcription(text=text, usage=_tokens(answer.usage))
-    return JSONResponse(whole.model_dump(exclude_none=True), headers=headers)
-
-
-def _verbose(answer: ChatCompletionResponse, request: TranscriptionRequest, task: Task, duration: float) -> Response:
-    """Without segments, because the model does not know their times."""
-    choice = answer.choices[0]
-    whole = TranscriptionVerbose(
-        text=choice.message.content or "",
-        duration=duration,
-        language="" if request.language is None else LANGUAGES[request.language],
-        usage=UsageDuration(type="duration", seconds=duration),
-    )
-    headers = {FINISH_REASON_HEADER: choice.finish_reason or "stop"}
-    return JSONResponse({"task": task, **whole.model_dump(exclude_none=True)}, headers=headers)
 
 
 def _as_data_uri(samples: np.ndarray, sample_rate: float) -> str:
@@ -155,63 +165,10 @@ def as_wav(samples: np.ndarray, sample_rate: float) -> bytes:
     return file.getvalue()
 
 
-def as_events(lines: AsyncGenerator[Line, None], keep_alive_s: float) -> Response:
-    """OpenAI's server-sent events of vLLM's lines of a chat or a transcription."""
-    events = with_sse_keep_alive(_events(lines, RequestContext.current()), keep_alive_s)
-    return ClosingResponse(events, "text/event-stream", {})
-
-
-async def _events(lines: AsyncGenerator[Line, None], context: RequestContext) -> AsyncGenerator[str, None]:
-    """An error is the last of them.
-
-    vLLM does not close the outputs that it reads, so they are closed here.
-    """
-    text, usage, reason = "", UsageInfo(), None
-    try:
-        async with aclosing(lines):
-            async for line in lines:
-                data = data_of(line)
-                if data is None:
-                    continue
-                if "error" in data:
-                    yield "event: error\n" + sse_line(data)
-                    return
-                if data.get("usage"):
-                    usage = UsageInfo(**data["usage"])
-                for choice in data["choices"]:
-                    reason = choice.get("finish_reason") or reason
-                    if delta := choice["delta"].get("content"):
-                        text += delta
-                        yield _event(TranscriptionTextDeltaEvent(delta=delta, type="transcript.text.delta"))
-    finally:
-        await context.abort()
-    done = {"type": "transcript.text.done", "text": text, "usage": _tokens(usage).model_dump()}
-    yield _event(TranscriptionTextDoneEvent.model_validate({**done, "finish_reason": reason}))
-
-
-def data_of(line: Line) -> dict[str, Any] | None:
-    """The data of a line; None for the mark of the end."""
-    data = line.encode() if isinstance(line, str) else line
-    return msgspec.json.decode(data[6:]) if data.startswith(b"data: {") else None
-
-
-def _tokens(usage: UsageInfo) -> UsageTokens:
-    return UsageTokens(
-        type="tokens",
-        input_tokens=usage.prompt_tokens,
-        output_tokens=usage.completion_tokens or 0,
-        total_tokens=usage.total_tokens,
-    )
-
-
-def _event(event: BaseModel) -> str:
-    return f"data: {event.model_dump_json(exclude_none=True)}\n\n"
-
-
 def _handler(raw_request: Request) -> TranscriptionHandler:
     handler = raw_request.app.state.omni_transcriptions
     if handler is None:
-        raise VLLMValidationError("this model does not understand speech and write what it hears", parameter="model")
+        raise VLLMValidationError("this model does not transcribe speech", parameter="model")
     return handler
 
 
@@ -234,7 +191,7 @@ _BODY = describe_form(TimedTranscriptionRequest, "file", several=False)
 async def create_transcription(
     request: Annotated[SoundRequest, Depends(_sound_request)], raw_request: Request
 ) -> Response:
-    """What is said in a sound."""
+    """The transcript of a sound."""
     return await _handler(raw_request).create(request, "transcribe", raw_request)
 
 
@@ -244,5 +201,5 @@ async def create_transcription(
 async def create_translation(
     request: Annotated[SoundRequest, Depends(_sound_request)], raw_request: Request
 ) -> Response:
-    """What is said in a sound, in English."""
+    """The transcript of a sound, in English."""
     return await _handler(raw_request).create(request, "translate", raw_request)

@@ -28,7 +28,8 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_request import fetch_sound, load_connector
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.transcription_request import SoundRequest, Task, TimedTranscriptionRequest
-from vllm_omni.entrypoints.openai.transcriptions import as_events, as_wav
+from vllm_omni.entrypoints.openai.transcriptions import as_wav
+from vllm_omni.entrypoints.openai.transcripts import lines_as_events
 
 
 class VllmTranscriptions:
@@ -67,7 +68,7 @@ class VllmTranscriptions:
             return JSONResponse(answer.model_dump(), answer.error.code)
         if isinstance(answer, AsyncGenerator):
             await RequestContext.current().started()
-            return as_events(answer, self._keep_alive_s)
+            return lines_as_events(answer, self._keep_alive_s)
         fields = answer.model_dump(exclude_none=True)
         if not request.has_times:
             return PlainTextResponse(answer.text) if request.response_format == "text" else JSONResponse(fields)

@@ -50,7 +50,10 @@ class RealtimeTab:
             instructions = gr.Textbox(label="Instructions", lines=2)
             silence = gr.Slider(200, 2000, value=500, step=50, label="Silence that ends a turn (ms)")
             transcribes = gr.Checkbox(
-                True, label="Write down what I say", visible=description.has(_TRANSCRIPTIONS), elem_id="realtime-write"
+                True,
+                label="Transcribe what I say",
+                visible=description.has(_TRANSCRIPTIONS),
+                elem_id="realtime-transcribe",
             )
             picture = gr.Image(
                 label="Picture to talk about",

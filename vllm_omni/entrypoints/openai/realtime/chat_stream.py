@@ -17,7 +17,7 @@ from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import Message
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.transcriptions import data_of
+from vllm_omni.entrypoints.openai.transcripts import ErrorLine, read_lines
 from vllm_omni.errors import OmniError
 
 logger = logging.getLogger("vllm.omni.server")
@@ -105,13 +105,8 @@ async def chunks(
         if isinstance(answer, ErrorResponse):
             raise ChatError(answer.error.message, str(answer.error.code), answer.error.param)
         assert isinstance(answer, AsyncGenerator)
-        async with aclosing(answer):
-            async for line in answer:
-                chunk = data_of(line)
-                if chunk is None:
-                    continue
-                if error := chunk.get("error"):
-                    raise ChatError(error["message"], str(error["code"]), error.get("param"))
+        async with aclosing(read_lines(answer, context)) as decoded:
+            async for chunk in decoded:
                 yield {**chunk, "mm_token_counts": context.mm_token_counts}
     except Exception as error:
         raise as_chat_error(error) from error
@@ -123,6 +118,9 @@ def as_chat_error(error: Exception) -> ChatError:
     """An error as the client is told; an internal one goes to the log."""
     if isinstance(error, ChatError):
         return error
+    if isinstance(error, ErrorLine):
+        line = error.args[0]["error"]
+        return ChatError(line["message"], str(line["code"]), line.get("param"))
     if isinstance(error, OmniError):
         error = to_http_error(error)
     if isinstance(error, GracefulHTTPError):

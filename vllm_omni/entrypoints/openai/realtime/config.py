@@ -16,7 +16,7 @@ from vllm_omni.entrypoints.openai.realtime import turn_detection
 from vllm_omni.entrypoints.openai.realtime.audio import MAX_SPEED, MIN_SPEED
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.transcription_request import TranscriptionRequest
-from vllm_omni.entrypoints.openai.transcriptions import can_hear
+from vllm_omni.entrypoints.openai.transcriptions import accepts_audio
 from vllm_omni.entrypoints.openai.voices import DEFAULT_VOICE
 
 Values = dict[str, Any]
@@ -39,11 +39,11 @@ class SessionRules:
     def __init__(self, client: OmniEngineClient) -> None:
         self._voices = client.voices
         self.speaks = "audio" in client.config.output_types
-        self.hears = can_hear(client)
+        self.accepts_audio = accepts_audio(client)
 
     def default(self, model: str) -> Values:
         """In the form of `session.created`, without id. As OpenAI's, as far as the model and the installation go."""
-        detects = self.hears and turn_detection.is_installed()
+        detects = self.accepts_audio and turn_detection.is_installed()
         return {
             "type": "realtime",
             "object": "realtime.session",
@@ -146,16 +146,16 @@ class SessionRules:
         if values["noise_reduction"] is not None:
             raise EventError("noise reduction is not supported; set it to null", f"{at}.noise_reduction")
         if values["transcription"] is not None:
-            self._check_hears(f"{at}.transcription")
+            self._check_accepts_audio(f"{at}.transcription")
             _check_transcription(values["transcription"], f"{at}.transcription")
         if values["turn_detection"] is not None:
-            self._check_hears(f"{at}.turn_detection")
+            self._check_accepts_audio(f"{at}.turn_detection")
             values["turn_detection"] = turn_detection.with_defaults(values["turn_detection"])
             turn_detection.check(values["turn_detection"], f"{at}.turn_detection")
 
-    def _check_hears(self, param: str) -> None:
-        if not self.hears:
-            raise EventError("this model does not hear", param)
+    def _check_accepts_audio(self, param: str) -> None:
+        if not self.accepts_audio:
+            raise EventError("this model does not accept audio", param)
 
 
 def voice_name(voice: Any) -> str | None:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
+from openai.types.audio.transcription import UsageDuration
 from openai.types.realtime import RealtimeResponseCreateParams
 from starlette.websockets import WebSocket, WebSocketDisconnect
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
-from vllm_omni.entrypoints.openai.listening_stage import ListeningStage
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, chunks, end
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values, transcription_request
@@ -39,6 +40,7 @@ from vllm_omni.entrypoints.openai.realtime.turn_detection import Turn, TurnDetec
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
 from vllm_omni.entrypoints.openai.transcriptions import stage_prompt
+from vllm_omni.entrypoints.openai.transcripts import Transcript, read_deltas, token_usage
 
 MIN_TURN_S = 0.1  # As OpenAI's.
 
@@ -211,8 +213,8 @@ class Session:
     # The input buffer.
 
     async def _append(self, event: Any) -> None:
-        if not self._rules.hears:
-            raise EventError("this model does not hear; send text", "audio", "unsupported")
+        if not self._rules.accepts_audio:
+            raise EventError("this model does not accept audio; send text", "audio", "unsupported")
         samples = decode_sound(event.audio, self._buffer.format, "audio")
         self._check_room("audio", seconds=len(samples) / self._buffer.format.sample_rate)
         self._buffer.append(samples)
@@ -283,55 +285,45 @@ class Session:
         await self._send("input_audio_buffer.cleared")
 
     async def _transcribe(self, item: Item, sound: Sound, settings: Values) -> None:
-        """The text of what was said. The conversation does not need it."""
+        """The transcript of the input. The conversation does not need it."""
         where = {"item_id": item.id, "content_index": 0}
-        if self._chat.listening_stage is not None:
-            await self._write_down(self._chat.listening_stage, item, sound)
-            return
-        text = ""
-        usage: dict[str, Any] = {}
-        request = transcription_request(settings, sound.uri()).as_chat(stage_prompt(self._chat.client, "transcribe"))
-        request.model = self._values["model"]
+        transcript = Transcript(usage=UsageDuration(type="duration", seconds=item.seconds))
         try:
-            async with self._transcribing, aclosing(chunks(self._chat, request, self._owner)) as answer:
-                async for chunk in answer:
-                    usage = chunk.get("usage") or usage
-                    for choice in chunk["choices"]:
-                        if delta := choice["delta"].get("content"):
-                            text += delta
-                            await self._send(f"{_TRANSCRIPTION}.delta", **where, delta=delta)
+            async with aclosing(self._deltas(sound, settings, transcript)) as deltas:
+                async for delta in deltas:
+                    transcript.text += delta
+                    await self._send(f"{_TRANSCRIPTION}.delta", **where, delta=delta)
         except ChatError as error:
             await self._send(f"{_TRANSCRIPTION}.failed", **where, error=error.as_dict())
             return
-        item.content[0]["transcript"] = text
-        tokens = {
-            "type": "tokens",
-            "input_tokens": usage.get("prompt_tokens", 0),
-            "output_tokens": usage.get("completion_tokens", 0),
-            "total_tokens": usage.get("total_tokens", 0),
-        }
-        await self._send(f"{_TRANSCRIPTION}.completed", **where, transcript=text, usage=tokens)
-
-    async def _write_down(self, stage: ListeningStage, item: Item, sound: Sound) -> None:
-        """The same, by the stage that writes it for the model."""
-        where = {"item_id": item.id, "content_index": 0}
-        RequestContext.start().owner = self._owner
-        try:
-            text = await stage.transcript(sound.uri(), "item.content")
-        except Exception as error:
-            await self._send(f"{_TRANSCRIPTION}.failed", **where, error=as_chat_error(error).as_dict())
-            return
-        item.content[0]["transcript"] = text
-        await self._send(f"{_TRANSCRIPTION}.delta", **where, delta=text)
-        usage = {"type": "duration", "seconds": item.seconds}
+        item.content[0]["transcript"] = text = transcript.text
+        usage = {"type": transcript.usage.type, **transcript.usage.model_dump(exclude_none=True)}
         await self._send(f"{_TRANSCRIPTION}.completed", **where, transcript=text, usage=usage)
+
+    async def _deltas(self, sound: Sound, settings: Values, transcript: Transcript) -> AsyncGenerator[str, None]:
+        """The text of a sound, by the ASR stage if there is one, or by the model. Raises `ChatError`."""
+        if (stage := self._chat.asr_stage) is not None:
+            RequestContext.start().owner = self._owner
+            try:
+                text = await stage.transcript(sound.uri(), "item.content")
+            except Exception as error:
+                raise as_chat_error(error) from error
+            yield text
+            return
+        transcript.usage = token_usage(UsageInfo())
+        request = transcription_request(settings, sound.uri()).as_chat(stage_prompt(self._chat.client, "transcribe"))
+        request.model = self._values["model"]
+        deltas = read_deltas(chunks(self._chat, request, self._owner), transcript)
+        async with self._transcribing, aclosing(deltas):
+            async for delta in deltas:
+                yield delta
 
     # The conversation.
 
     async def _create_item(self, event: Any) -> None:
         item = read_item(event.item, self._buffer.format, "item")
-        if item.sounds and not self._rules.hears:
-            raise EventError("this model does not hear; send text", "item.content", "unsupported")
+        if item.sounds and not self._rules.accepts_audio:
+            raise EventError("this model does not accept audio; send text", "item.content", "unsupported")
         self._check_room("item.content", seconds=item.seconds, num_chars=item.num_chars_kept)
         await self._add(item, event.previous_item_id)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline with a stage that listens and one that speaks: each endpoint runs its part."""
+"""A pipeline with an ASR and a TTS stage: each endpoint runs its part."""
 
 import io
 import json
@@ -14,10 +14,10 @@ import soundfile
 from tests.entrypoints.fake_pipelines import running
 from tests.entrypoints.openai.fake_server import FakeServer
 from tests.entrypoints.openai.small_apps import send
-from tests.entrypoints.spoken_functions import LISTENING, NUM_SAMPLES, SPEAKING, WRITING_STAGE, level
+from tests.entrypoints.spoken_functions import ASR, NUM_SAMPLES, SPEAKING, WRITING_STAGE, level
 from vllm_omni import AsyncOmniLLM
 
-STAGES = (WRITING_STAGE, SPEAKING | {"accepts": "text"}, LISTENING)
+STAGES = (WRITING_STAGE, SPEAKING | {"accepts": "text"}, ASR)
 TEXT = "It has 16000 samples. It is en."
 
 
@@ -65,7 +65,7 @@ def test_what_is_refused(server: FakeServer) -> None:
         (transcribe(server, "translations"), "does not translate"),
         (transcribe(server, data=b"no sound"), ""),
         (transcribe(server, response_format="srt"), "not supported"),
-        (transcribe(server, language="fr"), "language: Invalid enum value 'fr' (stage 'listener')"),
+        (transcribe(server, language="fr"), "language: Invalid enum value 'fr' (stage 'asr')"),
     ):
         assert response.status_code in (400, 422), response.text
         assert words in response.json()["error"]["message"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stage of a pipeline that accepts sounds and writes down what is said: for transcriptions, and for the sounds of a
-chat whose model reads text only."""
+"""The ASR stage of a pipeline: it transcribes, for the endpoints of transcriptions and for the sounds of a chat whose
+model reads text only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_TRANSCRIPTS = 1024
 """That are kept: a conversation has its earlier sounds in every request."""
 
 
-class ListeningStage:
+class ASRStage:
     """
     Attributes:
         parameters: Names of the stage's parameters.
@@ -52,10 +52,10 @@ class ListeningStage:
         self._client.check_admission()
         return await fetch_sound(self._connector, url, parameter)
 
-    async def texts(
+    async def transcribe(
         self, sound: tuple[np.ndarray, float], settings: Mapping[str, Any], request_id: str, **options: Any
     ) -> AsyncGenerator[str, None]:
-        """What is said, in pieces.
+        """The transcript, in deltas.
 
         Args:
             sound: As `fetch_sound` returns it.
@@ -74,11 +74,11 @@ class ListeningStage:
                     yield event.text
 
     async def transcript(self, url: str, parameter: str) -> str:
-        """What is said in a sound of a conversation. Raises as `fetch` and `texts`."""
+        """The transcript of a sound of a conversation. Raises as `fetch` and `transcribe`."""
         key = (RequestContext.current().owner, hashlib.sha256(url.encode()).digest())
         task = self._transcripts.get(key)
         if task is None:
-            task = self._transcripts[key] = asyncio.create_task(self._write_down(url, parameter))
+            task = self._transcripts[key] = asyncio.create_task(self._fetch_transcript(url, parameter))
         self._transcripts.move_to_end(key)
         if len(self._transcripts) > MAX_TRANSCRIPTS:
             self._transcripts.popitem(last=False)
@@ -89,13 +89,13 @@ class ListeningStage:
                 self._transcripts.pop(key, None)  # It is tried again.
             raise
 
-    async def _write_down(self, url: str, parameter: str) -> str:
+    async def _fetch_transcript(self, url: str, parameter: str) -> str:
         sound = await self.fetch(url, parameter)
-        async with aclosing(self.texts(sound, {}, new_id("transcription"))) as texts:
-            return "".join([text async for text in texts]).strip()
+        async with aclosing(self.transcribe(sound, {}, new_id("transcription"))) as deltas:
+            return "".join([delta async for delta in deltas]).strip()
 
     async def as_text(self, messages: Sequence[Any]) -> list[Any]:
-        """Messages with what is said in the place of each sound. Raises as `transcript`."""
+        """Messages with the transcript in the place of each sound. Raises as `transcript`."""
         return list(await asyncio.gather(*(self._read_message(each, i) for i, each in enumerate(messages))))
 
     async def _read_message(self, message: Any, index: int) -> Any:
@@ -112,7 +112,7 @@ class ListeningStage:
             return part
         text = await self.transcript(url, where)
         if not text:
-            raise VLLMValidationError("nothing is said in this sound", parameter=where)
+            raise VLLMValidationError("this sound has no speech", parameter=where)
         return {"type": "text", "text": text}
 
 
@@ -124,7 +124,7 @@ def _sound_url(part: Any) -> str | None:
     return f"data:audio/wav;base64,{part[kind]['data']}" if kind == "input_audio" else None
 
 
-def load_listening_stage(client: OmniEngineClient, args: Namespace) -> ListeningStage | None:
+def load_asr_stage(client: OmniEngineClient, args: Namespace) -> ASRStage | None:
     """That of the pipeline; None if it has none."""
     stage = client.config.accepting_stage("audio", "text")
-    return None if stage is None else ListeningStage(client, stage, load_connector(args))
+    return None if stage is None else ASRStage(client, stage, load_connector(args))

@@ -34,6 +34,21 @@ GREEDY = {"temperature": 0.0, "max_tokens": 64}
 _HEALTH_EVERY_S = 0.1
 
 
+def make_options(*, on_two_hosts: bool) -> dict[str, Any]:
+    """Arguments of `AsyncOmniLLM`; with two hosts, talker and vocoder are on `h2`."""
+    by_stage: dict[str, Any] = {
+        "thinker": {"default_sampling_params": GREEDY | {"max_tokens": 16}},
+        "talker": {"default_sampling_params": GREEDY},
+    }
+    options: dict[str, Any] = {"stage_overrides": by_stage, **LIMITS}
+    if on_two_hosts:
+        options["distributed_backend"] = "ray"
+        by_stage["thinker"]["runtime"] = {"resources": {"h1": 0.1}}
+        for name in ("talker", "code2wav"):
+            by_stage.setdefault(name, {})["runtime"] = {"resources": {"h2": 0.1}}
+    return options
+
+
 class Speakers:
     """This program, on a host or here.
 
@@ -46,16 +61,7 @@ class Speakers:
         """`host`: It runs there, with the thinker; talker and vocoder are on `h2`."""
         self.folder = folder
         folder.mkdir()
-        by_stage: dict[str, Any] = {
-            "thinker": {"default_sampling_params": GREEDY | {"max_tokens": 16}},
-            "talker": {"default_sampling_params": GREEDY},
-        }
-        options: dict[str, Any] = {"stage_overrides": by_stage, **LIMITS}
-        if host is not None:
-            options["distributed_backend"] = "ray"
-            by_stage["thinker"]["runtime"] = {"resources": {"h1": 0.1}}
-            for name in ("talker", "code2wav"):
-                by_stage.setdefault(name, {})["runtime"] = {"resources": {"h2": 0.1}}
+        options = make_options(on_two_hosts=host is not None)
         command = [sys.executable, __file__, str(model), str(folder), json.dumps(options)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, **pipes) if host is None else host.popen(command, env, **pipes)

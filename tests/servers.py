@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server in a separate process, started as users start it, for tests over HTTP."""
+"""A server in a separate process, for tests over HTTP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 import openai
 
+from tests.forked_programs import ForkedProgram
+
 # Small enough for a tiny model on any machine.
 SMALL_VLLM = (
     "--dtype=float32", "--enforce-eager", "--max-model-len=2048", "--kv-cache-memory-bytes=67108864",
@@ -28,6 +30,9 @@ SMALL_CSM = (
     *SMALL_VLLM, "--stage.backbone.default_sampling_params.max_tokens=41",
     "--stage.backbone.default_sampling_params.ignore_eos=true",
 )  # fmt: skip
+
+_VLLM = Path(sys.executable).with_name("vllm")
+"""vLLM's own script, which runs our command for `--omni`."""
 
 
 class RunningServer:
@@ -45,17 +50,22 @@ class RunningServer:
         """
         Args:
             log: The file for its output.
-            wait: Return when it is ready.
+            env: Variables in addition to those of this process.
+            wait: Return when it is ready. Without, it starts in an interpreter of its own, as for users.
             port: Default: a free one.
         """
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        command = _command(["serve", str(model), "--omni", "--host=127.0.0.1", f"--port={self.port}", *flags])
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
-            )
+        arguments = ["serve", str(model), "--omni", "--host=127.0.0.1", f"--port={self.port}", *flags]
+        self.process: subprocess.Popen[bytes] | ForkedProgram
+        if wait:
+            self.process = ForkedProgram(_VLLM, arguments, log, env)
+        else:
+            with log.open("wb") as output:
+                self.process = subprocess.Popen(
+                    _tied([_VLLM, *arguments]), stdout=output, stderr=output, env={**os.environ, **(env or {})}
+                )
         if wait:
             try:
                 self.wait_until_ready()
@@ -129,18 +139,15 @@ def answers(url: str) -> bool:
     return False
 
 
-def _wait(process: subprocess.Popen[bytes], is_ready: Callable[[], bool], log: Path, timeout: float) -> None:
+def _wait(
+    process: subprocess.Popen[bytes] | ForkedProgram, is_ready: Callable[[], bool], log: Path, timeout: float
+) -> None:
     deadline = time.monotonic() + timeout
     while not is_ready():
         output = log.read_text(errors="replace")
         assert process.poll() is None, f"it exited with {process.returncode}:\n{output}"
         assert time.monotonic() < deadline, f"not ready after {timeout} s:\n{output}"
         time.sleep(0.1)  # There is no event for it.
-
-
-def _command(arguments: Sequence[str]) -> list[str]:
-    """vLLM's own script, which runs our command for `--omni`."""
-    return _tied([Path(sys.executable).with_name("vllm"), *arguments])
 
 
 def _tied(command: Sequence[object]) -> list[str]:

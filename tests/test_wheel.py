@@ -23,13 +23,12 @@ def test_a_checkout_finds_the_top_level_folder():
     assert {path.name for path in stage_configs_dir().glob("*.yaml")} == CONFIGS
 
 
-def test_the_wheel_has_every_module_and_stage_configuration(wheel):
+def test_the_wheel_has_every_file_of_the_package(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "vllm_omni").rglob("*.py")}
+        names = {name for name in archive.namelist() if not name.startswith("vllm_omni-")}
+    package = {path for path in (ROOT / "vllm_omni").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     configs = {f"vllm_omni/stage_configs/{name}" for name in CONFIGS}
-    assert modules | configs | {"vllm_omni/py.typed"} <= names
-    assert not [name for name in names if name.startswith(("tests/", "scripts/", "build/"))]
+    assert names == {str(path.relative_to(ROOT)) for path in package} | configs
 
 
 def test_an_installed_wheel_finds_its_stage_configurations(installed):
@@ -43,13 +42,6 @@ def test_an_installed_wheel_finds_its_stage_configurations(installed):
 
 def test_the_wheel_is_small(wheel):
     assert wheel.stat().st_size < 40e6
-
-
-def test_the_demo_of_an_installed_wheel_is_right(installed, tmp_path):
-    code = "import vllm_omni.entrypoints.cli.main as cli; cli.main()"
-    output = run_installed(installed, f"sys.argv = ['vllm-omni', 'demo', {str(tmp_path)!r}]; {code}")
-    assert f"all results are right; see {tmp_path / 'index.html'}" in output
-    assert {"picture.png", "painting.png", "question.wav", "answer.wav"} <= {file.name for file in tmp_path.iterdir()}
 
 
 def test_without_vllm_the_first_use_is_one_clear_error(installed):

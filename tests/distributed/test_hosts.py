@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3-Omni on two hosts that share nothing but the CPU: it says what it says on one, whatever happens to a host."""
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -11,9 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.speakers import Speakers, is_
+from benchmarks.speakers import Speakers, is_, make_options, speak
+from tests.entrypoints.fake_pipelines import quick_servers
 from tests.examples.running import decode_sound, run_example
 from tests.orchestrator.test_failure import wait_until
+from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.testing.hosts import Host, Hosts, RayNodes
 
 pytest.importorskip("ray")
@@ -23,53 +26,44 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts need namespaces: {WHY_NOT}"),
 ]
-COUNT = 32
+COUNT = 20
+"""Requests at once: more than a stage runs (16)."""
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is said on one machine."""
-    with contextlib.closing(Speakers(tiny_qwen3_omni_moe, tmp_path_factory.mktemp("hosts") / "expected")) as speakers:
-        speakers.ask("all", COUNT)
-        speakers.read_until(is_("done"))
-        assert set(speakers.ends("all").values()) == {None}
-    return speakers.folder
+    """The folder with what is said on one machine."""
+    folder = tmp_path_factory.mktemp("expected")
 
+    async def say() -> None:
+        with quick_servers(), AsyncOmniLLM(str(tiny_qwen3_omni_moe), **make_options(on_two_hosts=False)) as llm:
+            await asyncio.gather(*(speak(llm, f"all-{number}", number, folder) for number in range(COUNT)))
 
-@contextlib.contextmanager
-def open_hosts(tmp_path_factory: pytest.TempPathFactory, **options: float) -> Iterator[tuple[list[Host], RayNodes]]:
-    """Two, with Ray; options are those of `Hosts`."""
-    with Hosts(2, shared=[tmp_path_factory.getbasetemp(), ROOT], **options) as opened:
-        nodes = RayNodes(opened.hosts[0])
-        nodes.add(opened.hosts[1])
-        yield opened.hosts, nodes
-
-
-def start_speakers(model: Path, hosts: tuple[list[Host], RayNodes], folder: Path) -> Speakers:
-    """On the first host; talker and vocoder are on the second."""
-    (first, _), nodes = hosts
-    speakers = Speakers(model, folder, first, nodes.env)
-    speakers.read_until(is_("ready"))
-    return speakers
+    asyncio.run(say())
+    return folder
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Host], RayNodes]]:
-    with open_hosts(tmp_path_factory) as hosts:
-        yield hosts
+    """Two, with Ray, on a network with delays and stalls."""
+    with Hosts(2, shared=[tmp_path_factory.getbasetemp(), ROOT], delay_s=0.01, stall_s=0.5) as opened:
+        nodes = RayNodes(opened.hosts[0])
+        nodes.add(opened.hosts[1])
+        yield opened.hosts, nodes
 
 
 @pytest.fixture(scope="module")
 def speakers(
     tiny_qwen3_omni_moe: Path, hosts: tuple[list[Host], RayNodes], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Speakers]:
-    """Tests leave them as they have found them."""
-    speakers = start_speakers(tiny_qwen3_omni_moe, hosts, tmp_path_factory.mktemp("hosts") / "said")
+    """On the first host; talker and vocoder are on the second. Tests but the last leave them as they found them."""
+    (first, second), nodes = hosts
+    speakers = Speakers(tiny_qwen3_omni_moe, tmp_path_factory.mktemp("hosts") / "said", first, nodes.env)
+    speakers.read_until(is_("ready"))
     yield speakers
     speakers.close()
-    for host in hosts[0]:
-        wait_until_clean(host)
+    wait_until_clean(second)
 
 
 def wait_until_clean(host: Host) -> None:
@@ -86,7 +80,7 @@ def assert_right(speakers: Speakers, expected: Path, names: list[str]) -> None:
     assert [name for name in names if speakers.differs(name, expected)] == []
 
 
-def assert_two_hosts_say_it(speakers: Speakers, hosts: tuple[list[Host], RayNodes], expected: Path) -> None:
+def test_two_hosts_say_what_one_says(speakers: Speakers, hosts: tuple[list[Host], RayNodes], expected: Path) -> None:
     for name in ("all", "slow"):
         speakers.ask(name, COUNT)
         speakers.read_until(is_("done", name=name))
@@ -95,10 +89,6 @@ def assert_two_hosts_say_it(speakers: Speakers, hosts: tuple[list[Host], RayNode
         assert_right(speakers, expected, list(ends))
         for host in hosts[0]:
             host.limit_rate("100mbit")
-
-
-def test_two_hosts_say_what_one_says(speakers: Speakers, hosts: tuple[list[Host], RayNodes], expected: Path) -> None:
-    assert_two_hosts_say_it(speakers, hosts, expected)
 
 
 @pytest.mark.parametrize("fault", ["power_off", "freeze", "unplug"])
@@ -136,17 +126,14 @@ def revive(fault: str, host: Host, nodes: RayNodes) -> None:
     nodes.add(host)
 
 
-def test_a_slow_network_and_the_loss_of_the_drivers_host(
-    tiny_qwen3_omni_moe: Path, expected: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+def test_the_second_host_is_clean_when_the_drivers_is_lost(
+    speakers: Speakers, hosts: tuple[list[Host], RayNodes]
 ) -> None:
-    with open_hosts(tmp_path_factory, delay_s=0.01, stall_s=0.5) as hosts:
-        (first, second), _ = hosts
-        speakers = start_speakers(tiny_qwen3_omni_moe, hosts, tmp_path / "said")
-        assert_two_hosts_say_it(speakers, hosts, expected)
-        assert second.pipeline_parts
-        first.power_off()
-        wait_until_clean(second)
-        speakers.close()
+    """The last test: it ends the speakers."""
+    (first, second), _ = hosts
+    assert second.pipeline_parts
+    first.power_off()
+    wait_until_clean(second)
 
 
 def test_the_tutorial_speaks(tmp_path: Path) -> None:
@@ -157,6 +144,7 @@ def test_the_tutorial_speaks(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal
+from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.testing.hosts import Hosts
 
 with Hosts(1) as opened:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tests.examples.running import EXAMPLES
+from tests.forked_programs import ForkedProgram
 from tests.servers import RunningServer
 from vllm_omni import plugin
 from vllm_omni.config.omni_args import OmniArgs
@@ -31,6 +32,7 @@ from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 EXAMPLE = EXAMPLES / "tune_model"
+VLLM_OMNI = Path(sys.executable).with_name("vllm-omni")
 SEED = 1
 TEXT = "Good morning"
 
@@ -175,21 +177,23 @@ def test_the_last_notes_ring_after_an_end_token(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_commands_find_it_where_it_is_installed(checkpoint: Path, site: Path, environment: dict[str, str]) -> None:
-    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
-        code = "from vllm_omni.entrypoints.cli.main import main; main()"
-        command = [sys.executable, "-c", code, *arguments, str(checkpoint)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | variables)
+def test_commands_find_it_where_it_is_installed(
+    checkpoint: Path, site: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    def run(*arguments: str, **variables: str) -> tuple[int, str]:
+        output = tmp_path / "output.txt"
+        code = ForkedProgram(VLLM_OMNI, [*arguments, checkpoint], output, variables).wait()
+        return code, output.read_text()
 
     shown = run("config", "show", **environment)
-    assert shown.returncode == 0, shown.stderr
-    assert f"# stages: {site / 'tune_model' / 'stage_configs' / 'tune.yaml'}" in shown.stdout
-    found = run("doctor", **environment).stdout
+    assert shown[0] == 0, shown[1]
+    assert f"# stages: {site / 'tune_model' / 'stage_configs' / 'tune.yaml'}" in shown[1]
+    _, found = run("doctor", **environment)
     assert "OK    models          tune-model 0.1 (tune): tune, TuneComposer, TuneSynthesizer" in found
     assert "composer" in found and "synthesizer" in found
     refused = run("config", "show", PYTHONPATH=str(EXAMPLES.parent))
-    assert refused.returncode == 1
-    assert "model type `tune`" in refused.stderr and "installed packages with models: none" in refused.stderr
+    assert refused[0] == 1
+    assert "model type `tune`" in refused[1] and "installed packages with models: none" in refused[1]
 
 
 @pytest.mark.slow

@@ -53,9 +53,9 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(platform: None) -> Iterator[Any]:
-    """h1, the driver's node, and h2 and h3 with a device each."""
+    """h1, the driver's node, and two nodes with a device each."""
     before = _segments()
     with running_cluster() as cluster:
         cluster.add_node(num_cpus=1, num_gpus=0, resources={"h1": 1}, _system_config=QUICK_HEALTH_CHECKS)
@@ -87,10 +87,17 @@ def nodes_of_actors(name: str) -> set[str]:
     return {actor["Address"]["NodeID"] for actor in alive if name in actor["ActorClassName"] + actor["Name"]}
 
 
-def test_a_stage_that_loses_a_worker_is_restarted(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a NUMA node for each
+@pytest.fixture(scope="module")
+def expected(tiny_qwen3: Path) -> list[list[int]]:
+    """The tokens of one worker."""
     with quick_servers(), open_llm(tiny_qwen3) as llm:
-        expected = tokens_of(llm)
+        return tokens_of(llm)
+
+
+def test_a_stage_that_loses_a_worker_is_restarted(
+    tiny_qwen3: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a NUMA node for each
     with quick_servers(), open_llm(tiny_qwen3, tensor_parallel_size=2) as llm:
         assert tokens_of(llm) == expected
         children = psutil.Process().children(recursive=True)
@@ -100,9 +107,16 @@ def test_a_stage_that_loses_a_worker_is_restarted(tiny_qwen3: Path, monkeypatch:
         assert tokens_of(llm) == expected
 
 
-def test_a_stage_spans_nodes_and_survives_the_death_of_one(cluster: Any, tiny_qwen3: Path) -> None:
-    with quick_servers(), open_llm(tiny_qwen3) as llm:
-        expected = tokens_of(llm)
+def test_what_cannot_be_placed_is_refused(cluster: Any, tiny_qwen3: Path) -> None:
+    with pytest.raises(PipelineStartError, match=r"stage 0 \(text\): 3 times CPU 1, GPU 1"):
+        open_llm(tiny_qwen3, distributed_backend="ray", **WORKERS | {"tensor_parallel_size": 3})
+    with pytest.raises(StageConfigError, match="Ray chooses the devices of its workers"):
+        open_llm(tiny_qwen3, distributed_backend="ray", stage_overrides={0: {"runtime": {"devices": "0,1"}}}, **WORKERS)
+
+
+def test_a_stage_spans_nodes_and_survives_the_death_of_one(
+    cluster: Any, tiny_qwen3: Path, expected: list[list[int]]
+) -> None:
     with quick_servers(), open_llm(tiny_qwen3, distributed_backend="ray", **WORKERS) as llm:
         assert tokens_of(llm) == expected
         assert len(nodes_of_actors("RayWorkerProc")) == 2
@@ -114,10 +128,3 @@ def test_a_stage_spans_nodes_and_survives_the_death_of_one(cluster: Any, tiny_qw
         cluster.add_node(num_cpus=1, num_gpus=1, resources={"h4": 1})
         assert tokens_of(llm) == expected  # after the stage has started again
     wait_until(lambda: not nodes_of_actors("RayWorkerProc"))
-
-
-def test_what_cannot_be_placed_is_refused(cluster: Any, tiny_qwen3: Path) -> None:
-    with pytest.raises(PipelineStartError, match=r"stage 0 \(text\): 3 times CPU 1, GPU 1"):
-        open_llm(tiny_qwen3, distributed_backend="ray", **WORKERS | {"tensor_parallel_size": 3})
-    with pytest.raises(StageConfigError, match="Ray chooses the devices of its workers"):
-        open_llm(tiny_qwen3, distributed_backend="ray", stage_overrides={0: {"runtime": {"devices": "0,1"}}}, **WORKERS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni demo` notices a model that does it wrong. That all is right is tested with the installed wheel."""
+"""`vllm-omni demo` notices a model that does it wrong. That all is right is tested with the quickstart."""
 
 import shutil
 from pathlib import Path

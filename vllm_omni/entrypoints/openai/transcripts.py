@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from openai.types.audio import TranscriptionTextDeltaEvent, TranscriptionTextDoneEvent, TranscriptionVerbose
+from openai.types.audio import TranscriptionVerbose
 from openai.types.audio.transcription import Transcription, UsageDuration, UsageTokens
 from openai.types.audio.transcription_verbose import Usage as VerboseUsage
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
@@ -28,7 +28,6 @@ from vllm_omni.errors import OmniError
 
 Data = dict[str, Any]
 Deltas = AsyncGenerator[str, None]
-Encode = Callable[[Data], str]
 
 
 class ErrorLine(Exception):
@@ -70,14 +69,14 @@ def token_usage(usage: UsageInfo) -> UsageTokens:
     )
 
 
-def as_events(deltas: Deltas, transcript: Transcript, keep_alive_s: float, encode: Encode = sse_line) -> Response:
+def as_events(deltas: Deltas, transcript: Transcript, keep_alive_s: float) -> Response:
     """OpenAI's server-sent events; an error is the last of them.
 
     Args:
         deltas: May raise `OmniError` or `ErrorLine`.
         transcript: Gets the text; the rest is known when the deltas have ended.
     """
-    events = with_sse_keep_alive(_events(deltas, transcript, encode), keep_alive_s)
+    events = with_sse_keep_alive(_events(deltas, transcript), keep_alive_s)
     return ClosingResponse(events, "text/event-stream", {})
 
 
@@ -85,15 +84,15 @@ def lines_as_events(lines: AsyncGenerator[Line, None], keep_alive_s: float) -> R
     """The same of vLLM's lines of a chat or a transcription."""
     transcript = Transcript(usage=token_usage(UsageInfo()))
     deltas = read_deltas(read_lines(lines, RequestContext.current()), transcript)
-    return as_events(deltas, transcript, keep_alive_s, _encode_in_order)
+    return as_events(deltas, transcript, keep_alive_s)
 
 
-async def _events(deltas: Deltas, transcript: Transcript, encode: Encode) -> AsyncGenerator[str, None]:
+async def _events(deltas: Deltas, transcript: Transcript) -> AsyncGenerator[str, None]:
     try:
         async with aclosing(deltas):
             async for delta in deltas:
                 transcript.text += delta
-                yield encode({"type": "transcript.text.delta", "delta": delta})
+                yield sse_line({"type": "transcript.text.delta", "delta": delta})
     except ErrorLine as error:
         yield "event: error\n" + sse_line(error.args[0])
     except OmniError as error:
@@ -101,13 +100,7 @@ async def _events(deltas: Deltas, transcript: Transcript, encode: Encode) -> Asy
     else:
         usage = transcript.usage.model_dump(exclude_none=True)
         done: Data = {"type": "transcript.text.done", "text": transcript.text, "usage": usage}
-        yield encode(done if transcript.finish_reason is None else done | {"finish_reason": transcript.finish_reason})
-
-
-def _encode_in_order(event: Data) -> str:
-    """With the keys in the order of OpenAI's classes."""
-    kind = TranscriptionTextDeltaEvent if "delta" in event else TranscriptionTextDoneEvent
-    return f"data: {kind.model_validate(event).model_dump_json(exclude_none=True)}\n\n"
+        yield sse_line(done if transcript.finish_reason is None else done | {"finish_reason": transcript.finish_reason})
 
 
 async def read_lines(lines: AsyncGenerator[Line, None], context: RequestContext) -> AsyncGenerator[Data, None]:

@@ -107,7 +107,7 @@ def _convert_config(folder: Path) -> None:
     """Writes the configuration, equal to that of `_convert`."""
     source, file = _source()
     config = AutoConfig.from_pretrained(source, gguf_file=file)
-    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.architectures = ["LlamaForCausalLM"]
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
 

@@ -72,7 +72,7 @@ def answer_sentence(sentence: str, folder: Path) -> list[Result]:
     is_clear, note = judge_speech(answer.text, answer.speech.numpy(), ANSWER if sentence == QUESTION else "")
     print_verdict("speech", is_clear, note)
     notes.append(f"{note[0].upper()}{note[1:]}.")
-    title = f"The answer to: {sentence}"
+    title = f'The answer to "{sentence}"'
     return [Result(title, answer.text, " ".join(notes), is_right and is_clear, None, file, answer.output)]
 
 

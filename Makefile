@@ -3,6 +3,7 @@
 #   PYTHON      the Python for the environment (default: python3, or a newer one on PATH if that is too old)
 #   OMNI_EXTRA  the build of vLLM: cpu (default) or cuda
 #   WYOMING_PYTHON  a Python 3.12 or newer for wyoming-openai, a client of the slow tests (default: python3.12)
+#   SAY         the sentence that `make demo` answers (default: a question)
 #   PYTEST_ARGS further arguments of pytest
 #   TEST_LIMIT, TEST_SLOW_LIMIT  minutes after which `make test` and `make test-slow` are ended
 
@@ -24,6 +25,10 @@ CLIENTS_NPM_STAMP := $(CLIENTS_NPM)/node_modules/.package-lock.json
 PYTEST_FLAGS := --numprocesses=2 --dist=loadfile --max-worker-restart=0
 RUN_TESTS := $(BIN)/python scripts/run_tests.py run
 
+# A sentence may have quotes and `$`: neither make expands it nor the shell reads it.
+export DEMO_SAY := $(value SAY)
+unexport SAY
+
 # With several threads, OpenMP's waiting threads slow tiny models down several times.
 export OMP_NUM_THREADS ?= 1
 
@@ -33,8 +38,8 @@ export OMP_NUM_THREADS ?= 1
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(STAMP)  ## Let two small trained models hear, see, speak and paint; writes demo_output/index.html
-	$(BIN)/vllm-omni demo
+demo: $(STAMP)  ## Answer SAY="..." in text and speech, and let two models hear, see, speak and paint; writes demo_output/index.html
+	$(BIN)/vllm-omni demo --say="$$DEMO_SAY"
 
 test: $(STAMP)  ## Run the main tests
 	$(RUN_TESTS) test --limit $(TEST_LIMIT) --budget 6 -- $(PYTEST_FLAGS) -m "not slow" $(PYTEST_ARGS)

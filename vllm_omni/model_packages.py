@@ -33,9 +33,10 @@ class ModelPackage:
         stage_configs: The folder of stage configurations. `NAME.yaml` is that of checkpoints with the `model_type`
             NAME; variants for other machines are named `NAME_MACHINE.yaml`.
         pipelines: Names of such files without `.yaml`, by the class in a diffusers checkpoint's `model_index.json`.
-        made_checkpoints: Functions without arguments that return the folder of a checkpoint, by the name that a stage
-            configuration has for it (`engine_args.model`), as `module:function`. Called where the pipeline is opened;
-            the first call may make the folder.
+        made_checkpoints: Functions of `with_weights: bool` that return the folder of a checkpoint, by the name that a
+            stage configuration has for it (`engine_args.model`), as `module:function`. The first call may make the
+            folder. Called with False where the configuration is read or shown, which must be quick, and with True
+            where the pipeline is opened.
         tiny_checkpoints: For `vllm_omni.testing.tiny_checkpoints`, by name: modules with `SIZES`, names of sizes, and
             `write(path: Path, seed: int, size: str)`.
 

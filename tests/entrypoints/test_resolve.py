@@ -207,7 +207,7 @@ def test_weights_of_a_folder_on_the_hub_are_downloaded_when_a_pipeline_opens(mon
     assert [each["allow_patterns"] for each in downloads] == ["writer/*"]
     assert "writer/*.safetensors" in downloads.pop()["ignore_patterns"]
 
-    resolve.download_weights(resolve.ReadPipeline(None, given, given, found), NAME)
+    resolve.fetch_weights(resolve.ReadPipeline(None, given, given, found), NAME)
 
     assert downloads == [{"name": NAME, "revision": None, "allow_patterns": "writer/*", "ignore_patterns": []}]
 
@@ -226,15 +226,27 @@ def test_a_checkpoint_that_a_package_makes_is_found_by_its_name(
 ) -> None:
     made = ModelPackage(made_checkpoints={"made": f"{__name__}:make_checkpoint"})
     monkeypatch.setattr(resolve, "find_models", lambda: InstalledModels({"ours": made}, {}))
+    calls.clear()
     config = pipeline({"model": "made"})
 
-    assert resolve_checkpoints(config, str(tmp_path)).stage_args[0].engine_args["model"] == make_checkpoint()
+    found = resolve_checkpoints(config, str(tmp_path))
+    assert found.stage_args[0].engine_args["model"] == "/made" and calls == [False], "only a start makes weights"
+    resolve.fetch_weights(resolve.ReadPipeline(None, config, config, found), str(tmp_path))
+    assert calls == [False, True]
+
     (tmp_path / "made").mkdir()
-    own = resolve_checkpoints(config, str(tmp_path)).stage_args[0].engine_args["model"]
+    found = resolve_checkpoints(config, str(tmp_path))
+    own = found.stage_args[0].engine_args["model"]
     assert own == str(tmp_path / "made"), "the pipeline's own folder is first"
+    resolve.fetch_weights(resolve.ReadPipeline(None, config, config, found), str(tmp_path))
+    assert calls == [False, True]
 
 
-def make_checkpoint() -> str:
+calls: list[bool] = []
+
+
+def make_checkpoint(with_weights: bool) -> str:
+    calls.append(with_weights)
     return "/made"
 
 
@@ -242,7 +254,7 @@ def test_a_shipped_pipeline_is_trusted_and_makes_nothing_that_is_replaced(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("hibari", reason="the extra talk is not installed")
-    monkeypatch.setattr(weights, "language_model", lambda: pytest.fail("it was made"))
+    monkeypatch.setattr(weights, "language_model", lambda with_weights: pytest.fail("it was made"))
 
     resolved = resolve_pipeline(OmniArgs(model="talk", stage_overrides={"llm": {"model": str(tiny_qwen3)}}))
 

@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The language model, converted into an empty cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield weights.language_model()
+        yield weights.language_model(True)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,11 @@ def test_the_conversion(checkpoint: Path) -> None:
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n")
     assert tokenizer.decode(tokenizer("The Moon is round.").input_ids) == "The Moon is round."
+
+
+def test_the_configuration_that_is_shown_is_that_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    weights._convert_config(tmp_path)
+    assert (tmp_path / "config.json").read_text() == (checkpoint / "config.json").read_text()
 
 
 def test_a_question_is_answered_in_text_and_speech(talk: OmniLLM) -> None:

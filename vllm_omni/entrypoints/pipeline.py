@@ -11,7 +11,7 @@ from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.request_builder import RequestBuilder
-from vllm_omni.entrypoints.resolve import ResolvedPipeline, download_weights, resolve_pipeline
+from vllm_omni.entrypoints.resolve import ResolvedPipeline, fetch_weights, resolve_pipeline
 from vllm_omni.errors import StageConfigError
 from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.model_executor.registry import OMNI_MODELS
@@ -38,7 +38,7 @@ def open_pipeline(
     `on_open` and the errors are those of `OmniBase`.
     """
     resolved = resolve_pipeline(args)
-    download_weights(resolved, args.model)
+    fetch_weights(resolved, args.model)
     config = resolved.config
     has_cluster = config.runtime.distributed_backend is not None
     placements = {} if has_cluster else place_cores(config)  # Else each stage computes its share of its machine.

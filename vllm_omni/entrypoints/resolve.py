@@ -4,7 +4,7 @@
 import dataclasses
 import inspect
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -237,8 +237,8 @@ def resolve_checkpoints(config: PipelineConfig, model: str) -> PipelineConfig:
     """Replaces every stage's own `engine_args.model` and `engine_args.tokenizer` by an absolute path or a name on the
     hub.
 
-    Of a pipeline on the hub the folders are downloaded, without weights, which `download_weights` adds. A checkpoint
-    that a package makes (`ModelPackage.made_checkpoints`) is made here, once on a machine.
+    Of a pipeline on the hub the folders are downloaded, and checkpoints that a package makes
+    (`ModelPackage.made_checkpoints`) are made, without weights, which `fetch_weights` adds.
 
     Raises:
         StageConfigError: It is a path that does not exist.
@@ -314,9 +314,8 @@ def _resolve_checkpoint(own: Any, model: str, revision: str | None, where: str) 
     this order."""
     if not isinstance(own, str) or not own:
         raise StageConfigError(f"{where}: {own!r} is no checkpoint; write a path or a name on the hub")
-    made = find_models().made_checkpoints.get(own)
-    if made is not None and not (Path(model) / own).exists():
-        return str(pkgutil.resolve_name(made)())
+    if (made := _made_checkpoint(own, model)) is not None:
+        return str(made(with_weights=False))
     for path in (Path(model) / own, Path(own).expanduser(), _hub_folder(model, own, revision, _WEIGHTS)):
         if path is not None and path.exists():
             return str(path.resolve())
@@ -325,6 +324,12 @@ def _resolve_checkpoint(own: Any, model: str, revision: str | None, where: str) 
             f"{where}: there is no {own!r}, neither in {model!r} nor as a path; write a path or a name on the hub"
         )
     return own
+
+
+def _made_checkpoint(own: str, model: str) -> Callable[..., Path] | None:
+    """The function that makes the checkpoint of that name, which no folder of the pipeline's checkpoint has."""
+    made = find_models().made_checkpoints.get(own)
+    return None if made is None or (Path(model) / own).exists() else pkgutil.resolve_name(made)
 
 
 def _hub_folder(model: str, folder: str, revision: str | None, without: Sequence[str] = ()) -> Path | None:
@@ -344,11 +349,16 @@ def _hub_folder(model: str, folder: str, revision: str | None, without: Sequence
     return Path(root) / folder
 
 
-def download_weights(read: ReadPipeline, model: str) -> None:
-    """Downloads those of stages whose checkpoint is a folder of one on the hub; an engine takes it for a local one."""
+def fetch_weights(read: ReadPipeline, model: str) -> None:
+    """Downloads those of stages whose checkpoint is a folder of one on the hub, which an engine takes for a local one,
+    and makes those that packages make, once on a machine."""
     for given, found in zip(read.with_arguments.stage_args, read.with_checkpoints.stage_args, strict=True):
         own = given.engine_args.get("model")
-        if own is not None and found.engine_args["model"] != own:
+        if own is None or found.engine_args["model"] == own:
+            continue
+        if (made := _made_checkpoint(own, model)) is not None:
+            made(with_weights=True)
+        else:
             _hub_folder(model, own, given.engine_args.get("revision"))
 
 

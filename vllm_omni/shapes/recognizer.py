@@ -30,6 +30,7 @@ from vllm_omni.shapes.speech import INPUT_RATE, resample
 
 _DISCOUNT = 0.5
 _NUM_SENTENCES = 20_000
+_VOCABULARY = sorted({word.lower() for word in SPOKEN_WORDS})
 
 
 _DESCRIPTIONS = f"""#JSGF V1.0;
@@ -48,10 +49,12 @@ class Recognizer:
         import pocketsphinx
 
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "model")
+            file, dictionary = Path(folder, "model"), Path(folder, "dictionary")
             file.write_text(_DESCRIPTIONS if only_descriptions else _make_language_model())
+            dictionary.write_text(make_dictionary(_VOCABULARY))
             kind = "jsgf" if only_descriptions else "lm"
-            self._decoder = pocketsphinx.Decoder(samprate=INPUT_RATE, loglevel="FATAL", **{kind: str(file)})
+            files = {kind: str(file), "dict": str(dictionary)}
+            self._decoder = pocketsphinx.Decoder(samprate=INPUT_RATE, loglevel="FATAL", **files)
 
     @staticmethod
     def is_installed() -> bool:
@@ -79,7 +82,22 @@ def _make_language_model() -> str:
     for _ in range(_NUM_SENTENCES // 2):
         turn = random_dialogue(rng, random_scene(rng))[0]
         sentences += [split_words(turn.question), split_words(turn.answer)]
-    return make_arpa(sentences, sorted({word.lower() for word in SPOKEN_WORDS}))
+    return make_arpa(sentences, _VOCABULARY)
+
+
+def make_dictionary(words: Iterable[str]) -> str:
+    """The pronunciations that PocketSphinx has for `words`: none for unknown ones.
+
+    With its whole dictionary of 130,000 words a language model takes 10 s to load.
+    """
+    import pocketsphinx
+
+    decoder = pocketsphinx.Decoder(samprate=INPUT_RATE, loglevel="FATAL", lm=None)
+    lines = []
+    for word in words:
+        names = (word, *(f"{word}({number})" for number in range(2, 10)))
+        lines += [f"{name} {sounds}\n" for name in names if (sounds := decoder.lookup_word(name))]
+    return "".join(lines)
 
 
 def make_arpa(sentences: Iterable[Sequence[str]], vocabulary: Sequence[str]) -> str:

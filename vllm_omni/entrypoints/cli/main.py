@@ -20,7 +20,7 @@ USAGE = """\
 usage: vllm-omni serve MODEL [options]         serve a model over HTTP; the same as: vllm serve MODEL --omni
        vllm-omni config show MODEL [options]   print its stage configuration, and the source of each value
        vllm-omni bench serve [options]         benchmark a server; the same as: vllm bench serve --omni
-       vllm-omni demo [FOLDER] [options]       two small models of the package hear, see, speak and paint
+       vllm-omni demo [FOLDER] [options]       a sentence answered in speech, and pictures seen and painted
        vllm-omni playground URL [options]      a page to try the model of a running server in a browser
        vllm-omni doctor [MODEL] [options]      check this installation and machine, and print remedies
        vllm-omni COMMAND ...                   any other command is vLLM's: vllm COMMAND ...

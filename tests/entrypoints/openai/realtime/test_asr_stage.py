@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions with a model that reads text only: an ASR stage transcribes each turn of sound, once."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.entrypoints.fake_pipelines import make_pipeline
+from tests.entrypoints.openai.fake_server import FakeServer
+from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
+from tests.entrypoints.spoken_functions import SPEAKING
+from tests.orchestrator.pipelines import function_stage
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.function_stage import CALLER, FunctionStage
+from vllm_omni.inputs import StageRequest
+from vllm_omni.outputs import StageOutput
+
+pytestmark = pytest.mark.slow
+
+WRITER: dict[str, Any] = {
+    "stage_id": 0,
+    "engine_args": {"model_stage": "writer", "max_model_len": 256, "enforce_eager": True, "max_num_seqs": 4},
+    "final_output": True,
+    "final_output_type": "text",
+    "runtime": {"memory": "64MiB"},
+    "default_sampling_params": {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True},
+}
+
+
+class LevelStage(FunctionStage):
+    """Writes the level of a constant sound; nothing for silence."""
+
+    def begin(self, request: StageRequest, parameters: Any) -> None:
+        return None
+
+    def window(self, state: None, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+        level = float(sources[CALLER].tensors["audio"].median())
+        return {"text": f"It is {level:.1f}." if level else ""}
+
+
+ASR = function_stage(2, "asr", LevelStage, (), "text") | {"accepts": "audio"}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:
+    writer = WRITER | {"engine_args": WRITER["engine_args"] | {"model": str(tiny_qwen3)}}
+    stages = (writer, SPEAKING | {"accepts": "text"}, ASR)
+    edges = [{"from": 0, "to": 1, "unit": "sentences"}]
+    path = tmp_path_factory.mktemp("config") / "stages.yaml"
+    with make_pipeline(AsyncOmniLLM, path, stages, args={}, edges=edges) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def server(llm: AsyncOmniLLM) -> FakeServer:
+    return FakeServer(llm)
+
+
+def level(value: float) -> np.ndarray:
+    """Half a second of 24 kHz."""
+    return np.full(12_000, round(value * 32768), np.int16)
+
+
+def num_transcribed(llm: AsyncOmniLLM) -> int:
+    return {stage.name: stage.num_completed for stage in llm.stats()}["asr"]
+
+
+def text_of(events: list[Any]) -> str:
+    (item,) = events[-1].response.output
+    return item.content[0].transcript
+
+
+def test_a_turn_of_sound_is_its_text(server: FakeServer, llm: AsyncOmniLLM) -> None:
+    async def speak(session: Session) -> tuple[list[Any], list[Any]]:
+        await session.speak(level(0.5))
+        first = await session.respond()
+        await session.speak(level(0.3))
+        return first, await session.respond()
+
+    async def write(session: Session) -> tuple[list[Any], list[Any]]:
+        await session.say("It is 0.5.")
+        first = await session.respond()
+        await session.say("It is 0.3.")
+        return first, await session.respond()
+
+    before = num_transcribed(llm)
+    spoken = converse(server.app, speak, model="fake")
+    assert num_transcribed(llm) == before + 2, "the first turn is not transcribed again for the second response"
+    written = converse(server.app, write, model="fake")
+    for heard, read in zip(spoken, written, strict=True):
+        assert heard[-1].response.status == read[-1].response.status == "incomplete", "at the limit of tokens"
+        assert text_of(heard) == text_of(read)
+        assert heard[-1].response.usage.input_tokens == read[-1].response.usage.input_tokens
+        assert speech_of(heard) == speech_of(read) != b""
+
+
+def test_the_client_gets_the_transcript(server: FakeServer, llm: AsyncOmniLLM) -> None:
+    transcription = "conversation.item.input_audio_transcription"
+
+    async def main(session: Session) -> tuple[list[Any], list[Any], Any]:
+        await session.configure(audio={"input": {"transcription": {"model": "any"}, "turn_detection": None}})
+        item = await session.speak(level(0.7))
+        events = await session.until(f"{transcription}.completed")
+        answer = await session.respond()
+        await session.connection.conversation.item.retrieve(item_id=item.id)
+        return events, answer, (await session.until("conversation.item.retrieved"))[-1].item
+
+    before = num_transcribed(llm)
+    events, answer, item = converse(server.app, main, model="fake")
+    assert types_of(events) == [f"{transcription}.delta", f"{transcription}.completed"]
+    assert events[-1].transcript == item.content[0].transcript == "It is 0.7."
+    assert events[-1].usage.type == "duration" and events[-1].usage.seconds == 0.5
+    assert speech_of(answer)
+    assert num_transcribed(llm) == before + 1, "client and model read the same text"
+
+
+def test_a_turn_without_words_is_a_failed_response(server: FakeServer) -> None:
+    async def main(session: Session) -> list[Any]:
+        await session.speak(level(0))
+        return await session.respond()
+
+    response = converse(server.app, main, model="fake")[-1].response
+    assert response.status == "failed"
+    assert "nothing is said in this sound" in response.status_details.error.message

@@ -53,7 +53,7 @@ def test_it_is_made_once(cache: Path, conversions: list[Path], caplog: pytest.Lo
     folder = weights.language_model(True)
 
     assert (folder / "config.json").read_text() == "{}" and folder.parent == cache
-    assert folder.name == "SmolLM2-135M-Instruct-0.1.2"
+    assert folder.name == "SmolLM2-135M-Instruct-0.1.2-float16"
     assert "Converting SmolLM2-135M-Instruct" in caplog.text
     assert weights.language_model(True) == folder and len(conversions) == 1
     assert {path.name for path in cache.iterdir()} == {folder.name, f"{folder.name}.lock"}
@@ -81,7 +81,7 @@ def test_another_version_of_the_package_is_converted_anew(
 ) -> None:
     first = weights.language_model(True)
     monkeypatch.setattr(weights, "version", lambda package: "0.1.3")
-    assert weights.language_model(True).name == "SmolLM2-135M-Instruct-0.1.3" and first.is_dir()
+    assert weights.language_model(True).name == "SmolLM2-135M-Instruct-0.1.3-float16" and first.is_dir()
     assert len(conversions) == 2
 
 
@@ -141,7 +141,7 @@ def test_a_disk_that_becomes_full_is_one_error(cache: Path, monkeypatch: pytest.
     monkeypatch.setattr(weights, "_convert", convert)
     with pytest.raises(PipelineStartError, match=r"talk: there is too little space: .* takes 280,000,000 bytes"):
         weights.language_model(True)
-    assert [path.name for path in cache.iterdir()] == ["SmolLM2-135M-Instruct-0.1.2.lock"]
+    assert [path.name for path in cache.iterdir()] == ["SmolLM2-135M-Instruct-0.1.2-float16.lock"]
 
 
 def test_a_full_disk_is_found_before_the_conversion(conversions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

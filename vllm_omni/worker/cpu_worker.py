@@ -18,6 +18,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_omni.errors import StageConfigError
+from vllm_omni.worker.cpu_half_weights import CPUHalfWeights
 from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
 from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner
@@ -86,15 +87,15 @@ class CPULoRA(CPUModelRunner):
         return model
 
 
-class CPUARModelRunner(GPUARModelRunner, CPUIdleGenerators, CPULoRA, CPUModelRunner):
+class CPUARModelRunner(GPUARModelRunner, CPUIdleGenerators, CPULoRA, CPUHalfWeights):
     pass
 
 
-class CPUFeedbackARModelRunner(FeedbackARModelRunner, CPUIdleGenerators, CPUModelRunner):
+class CPUFeedbackARModelRunner(FeedbackARModelRunner, CPUIdleGenerators, CPUHalfWeights):
     pass
 
 
-class CPUGenerationModelRunner(GPUGenerationModelRunner, CPUModelRunner):
+class CPUGenerationModelRunner(GPUGenerationModelRunner, CPUHalfWeights):
     pass
 
 

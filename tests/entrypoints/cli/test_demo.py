@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni demo` answers a sentence, and notices a model that does it wrong. That all is right is tested with the
-installed wheel."""
+"""`vllm-omni demo` answers a sentence, and notices a model that does it wrong. That all is right is tested by the
+quickstart."""
 
 import shutil
 from importlib.util import find_spec

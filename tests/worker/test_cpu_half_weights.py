@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers whose weights float16 holds are packed and compute the same; all others are left to vLLM."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import CompilationMode
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_omni.worker.cpu_half_weights import (
+    CPUHalfWeights,
+    HalfEmbeddingMethod,
+    HalfLinearMethod,
+    HalfWeightsConfig,
+    can_pack,
+)
+from vllm_omni.worker.cpu_worker import CPUARModelRunner, CPUFeedbackARModelRunner, CPUGenerationModelRunner
+
+pytestmark = pytest.mark.skipif(
+    torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="FBGEMM is not there for this processor"
+)
+
+
+def make_layer(dtype: torch.dtype, scale: float = 0.02) -> nn.Module:
+    """A layer `[48, 32]` whose checkpoint is in `dtype`."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 48, bias=False)
+    layer.weight = nn.Parameter((torch.randn(48, 32) * scale).to(dtype).float(), requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "is_packed"),
+    [
+        (torch.float16, 0.02, True),
+        (torch.bfloat16, 0.02, True),
+        (torch.bfloat16, 1e-5, True),  # Values that float16 holds with fewer bits.
+        (torch.bfloat16, 1e6, False),
+        (torch.float32, 0.02, False),
+    ],
+)
+def test_only_the_same_numbers_are_packed(dtype: torch.dtype, scale: float, is_packed: bool) -> None:
+    assert can_pack(make_layer(dtype, scale)) == is_packed
+
+
+def test_other_layers_are_not_packed() -> None:
+    layer = make_layer(torch.float16)
+    layer._cpu_skip_gemm_dispatch = True
+    assert not can_pack(layer)
+    assert not can_pack(make_layer(torch.float16).half())
+
+
+@pytest.mark.parametrize("method", [HalfLinearMethod, HalfEmbeddingMethod])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 32), (7, 32), (2, 3, 32), (0, 32)])
+@torch.inference_mode()
+def test_products_are_those_of_float32(method: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    layer, x, bias = make_layer(dtype), torch.randn(shape), torch.randn(48)
+    expected = nn.functional.linear(x, layer.weight)
+    embedding = layer.weight[3].clone()
+
+    (half := method()).process_weights_after_loading(layer)
+
+    if (len(shape) == 2 and shape[0]) or dtype == torch.bfloat16:  # vLLM's own takes rows.
+        torch.testing.assert_close(half.apply(layer, x), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(half.apply(layer, x, bias), expected + bias, rtol=1e-5, atol=1e-6)
+    if method is HalfEmbeddingMethod:
+        assert half.embedding(layer, torch.tensor([3])).equal(embedding[None])
+    else:
+        assert layer.weight.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "quantization", "is_used"),
+    [
+        (torch.float32, CompilationMode.NONE, None, True),
+        (torch.bfloat16, CompilationMode.NONE, None, False),
+        (torch.float32, CompilationMode.DYNAMO_TRACE_ONCE, None, False),
+        (torch.float32, CompilationMode.NONE, "the user's", False),
+    ],
+)
+def test_a_model_in_float32_that_is_not_compiled_uses_it(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mode: CompilationMode, quantization: Any, is_used: bool
+) -> None:
+    monkeypatch.setattr(CPUModelRunner, "load_model", lambda self: None)
+    runner = CPUHalfWeights.__new__(CPUHalfWeights)
+    runner.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=dtype),
+        compilation_config=SimpleNamespace(mode=mode),
+        quant_config=quantization,
+    )
+
+    runner.load_model()
+
+    assert isinstance(runner.vllm_config.quant_config, HalfWeightsConfig) == is_used
+
+
+@pytest.mark.parametrize("runner", [CPUARModelRunner, CPUFeedbackARModelRunner, CPUGenerationModelRunner])
+def test_all_runners_have_it(runner: type) -> None:
+    assert issubclass(runner, CPUHalfWeights)

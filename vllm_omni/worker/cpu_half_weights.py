@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in half precision on a CPU, where they are the same numbers.
+
+A step that computes few rows takes as long as it takes to read the weights. A model in float32 whose checkpoint is in
+float16 or bfloat16 therefore reads twice the bytes it has: here its linear layers keep float16 and multiply in float32
+(FBGEMM, which needs AVX2). vLLM's hook for other kernels is a quantization, so this is one that rounds nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import CompilationMode, VllmConfig
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+_TOLERANCE = 2.0**-25
+"""Half of the smallest float16: values of bfloat16 below 1e-5 are rounded by at most this, all others are exact."""
+
+
+class CPUHalfWeights(CPUModelRunner):
+    """A base of our runners."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if self.vllm_config.quant_config is None and _is_useful(self.vllm_config):
+            self.vllm_config.quant_config = HalfWeightsConfig()
+        super().load_model(*args, **kwargs)
+
+
+class HalfWeightsConfig(QuantizationConfig):
+    """Packs each linear layer whose weights are the same in float16; all others are computed as without it."""
+
+    def get_name(self) -> str:  # type: ignore[override]  # Not one of vLLM's.
+        return "half_weights"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return -1
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "HalfWeightsConfig":
+        return cls()
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, LinearBase):
+            return HalfLinearMethod()
+        if isinstance(layer, VocabParallelEmbedding):  # Also the head.
+            return HalfEmbeddingMethod()
+        return None
+
+
+class HalfLinearMethod(UnquantizedLinearMethod):
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if not can_pack(layer):
+            super().process_weights_after_loading(layer)
+            return
+        pack(layer)
+        layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+class HalfEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """The weights remain for the embedding of tokens."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if can_pack(layer):
+            pack(layer)
+        else:
+            super().process_weights_after_loading(layer)
+
+
+def can_pack(layer: Any) -> bool:
+    """Whether the weights are float32 `[num_outputs, num_inputs]` that float16 holds too."""
+    weight: torch.Tensor = layer.weight
+    if getattr(layer, "_cpu_skip_gemm_dispatch", False):  # vLLM reads these weights itself.
+        return False
+    if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32 or not weight.numel():
+        return False
+    return bool((weight.half().float() - weight).abs_().max() <= _TOLERANCE)  # False for infinities.
+
+
+def pack(layer: Any) -> None:
+    """vLLM's methods on a CPU call `cpu_linear`."""
+    packed = torch.ops.quantized.linear_prepack_fp16(layer.weight.detach(), None)
+
+    def cpu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed)
+        return product if bias is None else product.add_(bias)
+
+    layer.cpu_linear = cpu_linear
+
+
+def _is_useful(config: VllmConfig) -> bool:
+    """Whether the model computes in float32, FBGEMM is there, and nothing compiles what it cannot look into."""
+    return (
+        config.model_config.dtype == torch.float32
+        and config.compilation_config.mode == CompilationMode.NONE
+        and torch.backends.quantized.engine in ("x86", "fbgemm")
+    )

@@ -109,7 +109,7 @@ def _convert_config(folder: Path) -> None:
     source, file = _source()
     config = AutoConfig.from_pretrained(source, gguf_file=file)
     config.architectures = ["LlamaForCausalLM"]
-    config.dtype = torch.bfloat16
+    config.dtype = torch.float16
     config.save_pretrained(folder)
 
 

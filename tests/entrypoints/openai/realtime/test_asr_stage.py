@@ -124,4 +124,4 @@ def test_a_turn_without_words_is_a_failed_response(server: FakeServer) -> None:
 
     response = converse(server.app, main, model="fake")[-1].response
     assert response.status == "failed"
-    assert "nothing is said in this sound" in response.status_details.error.message
+    assert "this sound has no speech" in response.status_details.error.message

@@ -144,7 +144,7 @@ class PlainServer(Backend):
         from vllm_omni.talk.weights import language_model
 
         self.rate = SAMPLE_RATE
-        folder = language_model()
+        folder = language_model(with_weights=True)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         stages = load_pipeline_config(Path(find_checkpoint("talk")) / "stage_config.yaml").stage_args

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python programs that start fast: forks of a process that has imported what `vllm serve` imports.
+"""Python programs and fork servers that start fast: forks of a process that has imported what `vllm serve` imports.
 
-The imports take a core 15 seconds, most of what it takes to start a server. The program itself runs as an interpreter
-of its own would run it, but that libraries have read the environment of this process when they were imported.
+The imports take a core 15 seconds, most of what it takes to start a server. A program itself runs as an interpreter of
+its own would run it, but that libraries have read the environment of this process when they were imported.
 """
 
 import atexit
 import ctypes
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -19,6 +20,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import setproctitle
 
@@ -30,32 +32,19 @@ _MODULES = (
     "vllm.model_executor.model_loader",
     "vllm_omni.entrypoints.openai.api_server",
 )
-_COMMAND = f"import sys; sys.path.insert(0, sys.argv[2]); from {__name__} import serve; serve()"
-_ROOT = Path(__file__).parents[1]
+_SLOW_IMPORTS = ("vllm_omni.stage.engines.", "diffusers.")
+"""Modules that are imported for all fork servers when the first one needs them."""
+_COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import serve; serve()"
 _STAGES = fork_server._WORKER
 _IMPORTS_S = _FOREVER_S = 600  # pytest's time limit ends a test before.
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class ForkedProgram:
-    """A program with the part of `subprocess.Popen` that tests use. Ends with this interpreter."""
+class _Fork:
+    """The part of `subprocess.Popen` that tests use, for a fork of that process."""
 
-    def __init__(
-        self, script: Path, arguments: Sequence[object], output: Path, env: Mapping[str, str] | None = None
-    ) -> None:
-        """
-        Args:
-            output: The file for its standard output and standard error.
-            env: Variables in addition to those of this process.
-        """
-        spec = {
-            "argv": [str(script), *map(str, arguments)],
-            "output": str(output),
-            "cwd": os.getcwd(),
-            "env": {**os.environ, **(env or {})},
-        }
-        output.write_bytes(b"")
-        process = _programs().fork(json.dumps(spec).encode(), _IMPORTS_S)
+    def __init__(self, server: ForkServer, spec: Mapping[str, Any]) -> None:
+        process = server.fork(json.dumps(spec).encode(), _IMPORTS_S)
         assert isinstance(process, ForkedStageProcess)
         self._process = process
         self.pid = process.pid
@@ -72,7 +61,8 @@ class ForkedProgram:
     def wait(self, timeout: float = _FOREVER_S) -> int:
         if wait_for_all([self._process], timeout):
             raise subprocess.TimeoutExpired(str(self.pid), timeout)
-        assert self.returncode is not None, "the process that programs are forked from died"
+        self._process.close()
+        assert self.returncode is not None, "the process that it was forked from died"
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
@@ -83,19 +73,51 @@ class ForkedProgram:
         self.send_signal(signal.SIGKILL)
 
 
-class _ProgramServer(ForkServer):
-    """Its children run programs instead of stages."""
+class ForkedProgram(_Fork):
+    """A program. Ends with this interpreter."""
+
+    def __init__(
+        self, script: Path, arguments: Sequence[object], output: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        """
+        Args:
+            output: The file for its standard output and standard error.
+            env: Variables in addition to those of this process.
+        """
+        output.write_bytes(b"")
+        argv = [str(script), *map(str, arguments)]
+        env = {**os.environ, **(env or {})}
+        super().__init__(imported(), {"argv": argv, "output": str(output), "cwd": os.getcwd(), "env": env})
+
+
+class QuickForkServer(ForkServer):
+    """A `ForkServer` that is itself a fork; only its start differs."""
+
+    def _launch(self) -> None:
+        slow = [module for module in self._modules if module.startswith(_SLOW_IMPORTS)]
+        if missing := [module for module in slow if module not in imported().modules]:
+            imported().preload(missing)
+        self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end:
+            process = _Fork(imported(), {"modules": self._modules, "path": sys.path, "env": dict(os.environ)})
+            socket.send_fds(process._process._lifeline, [b"control"], [server_end.fileno()])
+        self._process = process
+
+
+class _Imported(ForkServer):
+    """The process that all are forked from."""
 
     def _launch(self) -> None:
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
-            command = [sys.executable, "-c", _COMMAND, str(server_end.fileno()), str(_ROOT), *self._modules]
+            command = [sys.executable, "-c", _COMMAND, str(server_end.fileno()), json.dumps(sys.path), *self._modules]
             self._process = subprocess.Popen(command, pass_fds=[server_end.fileno()], stdin=subprocess.DEVNULL)
 
 
 @functools.cache
-def _programs() -> ForkServer:
-    return _ProgramServer(_MODULES)
+def imported() -> ForkServer:
+    """Starts it at the first call. Ends with this interpreter."""
+    return _Imported(_MODULES)
 
 
 def serve() -> None:
@@ -106,20 +128,36 @@ def serve() -> None:
 
 def main(spec: bytes, lifeline: socket.socket) -> None:
     """Called in the child instead of a stage's; ends the process."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     fork_server._WORKER = _STAGES
-    program = json.loads(spec)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    output = os.open(program["output"], os.O_WRONLY | os.O_APPEND)
-    for fd in (1, 2):
-        os.dup2(output, fd)
-    os.close(output)
+    arguments = json.loads(spec)
     os.environ.clear()
-    os.environ.update(program["env"])
-    import_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [str(Path(program["argv"][0]).parent), *(path for path in import_path if path not in sys.path)]
-    os.chdir(program["cwd"])
-    sys.argv[:] = program["argv"]
+    os.environ.update(arguments["env"])
+    if "argv" in arguments:
+        _run_program(**arguments)
+    else:
+        _run_server(lifeline, arguments["modules"], arguments["path"])
+
+
+def _run_server(lifeline: socket.socket, modules: Sequence[str], import_path: Sequence[str]) -> None:
+    _, (control,), _, _ = socket.recv_fds(lifeline, 64, 1)
+    sys.path[:] = import_path
+    for module in modules:
+        importlib.import_module(module)
+    fork_server.serve(socket.socket(fileno=control))
+    os._exit(0)
+
+
+def _run_program(argv: Sequence[str], output: str, cwd: str, env: Mapping[str, str]) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for fd in (1, 2):
+        os.dup2(file, fd)
+    os.close(file)
+    import_path = env["PYTHONPATH"].split(os.pathsep) if env.get("PYTHONPATH") else []
+    sys.path[:0] = [str(Path(argv[0]).parent), *(path for path in import_path if path not in sys.path)]
+    os.chdir(cwd)
+    sys.argv[:] = argv
     setproctitle.setproctitle(" ".join([sys.executable, *sys.argv]))
     code, is_interrupted = 1, False
     try:

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.containers.namespaces import enter_own_memory, fork_container
-from tests.fork_server_cache import ForkedProcess
 from tests.orchestrator.pipelines import Caller, fake_stage, make_config, open_orchestrator, texts
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.orchestrator import fork_server
@@ -199,7 +198,7 @@ class DirectForkServer(ForkServer):
                 fork_server.serve(server_end)
             os._exit(0)
         server_end.close()
-        self._process = ForkedProcess(pid)  # type: ignore[assignment]
+        self._process = fork_server._ForkedServer(pid)
 
 
 def host(rng: random.Random, reports: socket.socket) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from tests.fork_server_cache import QuickForkServer
+from tests.forked_programs import QuickForkServer
 from tests.orchestrator.pipelines import fake_stage, fresh_stats
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.omni_base import OmniBase

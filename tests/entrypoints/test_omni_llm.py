@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.distributed.test_run_dir import memory  # noqa: F401 (a fixture)
 from tests.entrypoints.fake_pipelines import by_request, check_events, make_chat, quick_servers, wait_until_free
-from tests.fork_server_cache import fork_server_cache
+from tests.forked_programs import imported
 from tests.orchestrator.pipelines import fresh_stats
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError, PipelineClosedError, StageConfigError
@@ -228,7 +228,7 @@ def test_arguments_reach_stages_and_an_exception_closes_the_pipeline(
     memory: Path,  # noqa: F811
 ) -> None:
     """A text model without a stage configuration is a pipeline of one stage."""
-    fork_server_cache()
+    imported()
     before = children()
     with pytest.raises(ZeroDivisionError), quick_servers(), OmniLLM(
         str(tiny_qwen3), dtype="float32", stage_overrides={"text": {"max_model_len": 32}},

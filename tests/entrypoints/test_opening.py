@@ -19,7 +19,7 @@ import pytest
 
 from tests.distributed.test_run_dir import memory  # noqa: F401 (a fixture)
 from tests.entrypoints.fake_pipelines import WRITER, make_pipeline
-from tests.fork_server_cache import QuickForkServer, fork_server_cache
+from tests.forked_programs import QuickForkServer, imported
 from tests.metrics.reading import scrape
 from tests.orchestrator.pipelines import kept_server, make_config, open_orchestrator
 from vllm_omni import OmniLLM
@@ -61,7 +61,7 @@ def open_files() -> Counter[str]:
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
     """Checks that this block leaves no process, open file, thread or metric."""
-    fork_server_cache(), kept_server()
+    imported(), kept_server()
     processes, files, threads, samples = set(psutil.pids()), open_files(), set(threading.enumerate()), scrape().keys()
     yield
     children = {process.pid for process in psutil.Process().children(recursive=True)}

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.entrypoints.fake_pipelines import quick_servers
-from tests.fork_server_cache import QuickForkServer
+from tests.forked_programs import QuickForkServer
 from tests.metrics.collector import Collector
 from tests.metrics.reading import assert_nested, read_events, scrape, tracks
 from tests.orchestrator.pipelines import TRIANGLE, Caller, make_config, open_orchestrator

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tests.fork_server_cache import QuickForkServer
+from tests.forked_programs import QuickForkServer
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.events import CompletedEvent, ErrorEvent, OmniEvent

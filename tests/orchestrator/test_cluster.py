@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from tests.fork_server_cache import ForkedProcess
 from tests.orchestrator.pipelines import (
     FAR,
     TRIANGLE,
@@ -111,9 +110,8 @@ def test_stages_on_three_machines_answer_as_on_one() -> None:
         assert [stage.node for stage in caller.orchestrator.health()] == ["h1", "", "h2"]
         assert answers(caller) == expected
         processes = [*cluster.processes_on("h1"), *cluster.processes_on("h2")]
-        left = [ForkedProcess(process.pid) for process in processes]
-    for ended in left:
-        ended.wait()
+    for process in processes:
+        process.wait()
 
 
 def test_the_stages_of_a_machine_that_dies_start_elsewhere() -> None:

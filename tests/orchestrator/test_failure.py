@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 
-from tests.fork_server_cache import QuickForkServer
+from tests.forked_programs import QuickForkServer
 from tests.orchestrator.pipelines import (
     FAR,
     TIMEOUT_S,

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import types
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fork_server_cache import ForkServerCache, QuickForkServer
+from tests.forked_programs import QuickForkServer
 from tests.orchestrator.pipelines import FAR
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni.orchestrator import fork_server
@@ -88,8 +87,8 @@ def test_a_reply_after_a_timeout_is_not_mistaken_for_another(monkeypatch: pytest
         replies.append(json.loads(reply))
         return replies[-1]
 
-    monkeypatch.setattr(fork_server, "json", types.SimpleNamespace(loads=loads, dumps=json.dumps))
     with contextlib.closing(QuickForkServer()) as server:
+        monkeypatch.setattr(fork_server, "json", types.SimpleNamespace(loads=loads, dumps=json.dumps))
         os.kill(server._process.pid, signal.SIGSTOP)
         with pytest.raises(TimeoutError):
             server.fork(b"[]", timeout=0.01)
@@ -127,13 +126,3 @@ def test_closing_wakes_a_thread_that_waits_for_the_server() -> None:
         with pytest.raises(EOFError, match="server that starts stage processes died"):
             forking.result()
         assert server._control.fileno() < 0
-
-
-def test_the_death_of_the_cache_is_named() -> None:
-    cache = ForkServerCache()
-    cache._process.kill()
-    _, server_end = socket.socketpair()
-    with server_end:
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="forked from ended with -9"):
-                cache.fork(server_end, [])

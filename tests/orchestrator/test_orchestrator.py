@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fork_server_cache import ForkedProcess, QuickForkServer
+from tests.forked_programs import QuickForkServer
 from tests.orchestrator.pipelines import FAR, TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni.config.loader import parse_pipeline_config
@@ -178,7 +178,7 @@ def test_stages_end_with_a_killed_parent_and_the_next_start_removes_its_files(mo
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as parent:
             assert parent.stdout is not None
             run_dir, *pids = parent.stdout.readline().split()
-            children = [ForkedProcess(int(pid)) for pid in pids]
+            children = [psutil.Process(int(pid)) for pid in pids]
             assert len(children) == 4  # three stages and the server that they were forked from
             parent.kill()
             for child in children:

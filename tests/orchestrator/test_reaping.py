@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.fork_server_cache import ForkedProcess, QuickForkServer
+from tests.forked_programs import QuickForkServer
 from tests.orchestrator.pipelines import (
     FAR,
     Caller,
@@ -151,7 +151,7 @@ def test_a_pipeline_closes_although_no_process_is_reaped(monkeypatch: pytest.Mon
     monkeypatch.setattr(supervisor, "_SHUTDOWN_GRACE_S", 0.1)
     monkeypatch.setattr(supervisor, "_END_GRACE_S", 0.1)
     with running(A, B) as (caller, server):
-        left = [ForkedProcess(pid) for pid in processes(caller).values()]
+        left = [psutil.Process(pid) for pid in processes(caller).values()]
         os.kill(server._process.pid, signal.SIGSTOP)
         caller.orchestrator.close()
     for process in left:

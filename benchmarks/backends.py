@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from report import mean, percentile
 from vllm import SamplingParams
 
 from vllm_omni import OmniLLM
+from vllm_omni.inputs import OmniPrompt
 from vllm_omni.testing.hf_oracle import HFOracle, OracleResult
 
 WAVE_RATE = 24_000
@@ -20,7 +20,7 @@ REPETITION_PENALTY = 1.05
 CLEARLY_FASTER = 0.9
 TRIALS, TRIAL_TEXT_TOKENS, TRIAL_TALKER_TOKENS = 2, 4, 9
 
-Prompts = list[dict[str, Any]]
+Prompts = list[OmniPrompt]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class HFBackend:
         busy = sum(self._seconds)
         return Figures(len(self._seconds) / busy, self._audio_seconds / busy, _queued(self._seconds, concurrency))
 
-    def _generate(self, prompt: dict[str, Any], text_tokens: int, talker_tokens: int) -> OracleResult:
+    def _generate(self, prompt: OmniPrompt, text_tokens: int, talker_tokens: int) -> OracleResult:
         self._oracle.num_threads = self._threads
         return self._oracle.generate(
             prompt,

@@ -30,6 +30,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from vllm_omni import ARSegmentEvent, AsyncOmniLLM, ErrorEvent
+from vllm_omni.inputs import OmniPrompt
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
@@ -82,7 +83,7 @@ class Conversation:
         }
         self._messages: list[dict[str, Any]] = [{"role": "system", "content": f"You are a helpful voice. ({seed})"}]
 
-    def ask(self) -> dict[str, Any]:
+    def ask(self) -> OmniPrompt:
         turn = len(self._messages) // 2
         content = [{"type": "text", "text": QUESTIONS[turn % len(QUESTIONS)]}]
         if not turn:
@@ -117,7 +118,7 @@ class OmniBackend:
             responses.append(response)
         return responses
 
-    async def _send(self, prompt: dict[str, Any]) -> Response:
+    async def _send(self, prompt: OmniPrompt) -> Response:
         response, started = Response(), time.monotonic()
         async for event in self._llm.generate(prompt, self._params, stream=True):
             if isinstance(event, ErrorEvent):

@@ -44,6 +44,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.config.loader import load_pipeline_config
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.events import ErrorEvent
+from vllm_omni.inputs import OmniPrompt
 from vllm_omni.testing.media import make_prompt, mixed_prompts
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
@@ -58,7 +59,7 @@ CALLER = "caller"
 MAIN_CHECKPOINT = "qwen3_omni_moe"
 """Whose ratios have no prefix."""
 
-Prompts = Sequence[dict[str, Any]]
+Prompts = Sequence[OmniPrompt]
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,7 @@ def add_accounts(report: Report, case: str, rate: float, count: int, accounts: A
         if account.total > 0.002 * total:  # The fork server is idle.
             parts = {"forwards": account.forwards, "engine": account.engine, "others": account.others}
             milliseconds = {f"{part} ms": 1000 * seconds / count for part, seconds in parts.items()}
-            row = {"case": case, "requests/s": rate, "process": name, **milliseconds}
+            row: dict[str, str | float] = {"case": case, "requests/s": rate, "process": name, **milliseconds}
             report.rows.append({**row, "% of all": 100 * account.total / total})
     return sum(account.forwards for account in accounts.values()) / total
 

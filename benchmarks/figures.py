@@ -16,12 +16,15 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 110, 120, 20, 50
 COLOURS = ("#2a78b8", "#d1652b", "#3a9456", "#8757b0")
 METRICS = {"TTFT p50 ms": "first text", "TTFA p50 ms": "first sound", "E2EL p50 ms": "whole answer"}
-QUESTION = [{"role": "user", "content": "Say: a red circle is left of a blue square and a small green star."}]
+QUESTION: list[Any] = [
+    {"role": "user", "content": "Say: a red circle is left of a blue square and a small green star."}
+]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

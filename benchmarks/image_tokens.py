@@ -32,7 +32,7 @@ SUBJECTS = (
     "a harbour", "a desert at noon", "snow on a roof", "a kitchen table",
     "two ships at night", "a red cat by the sea", "a sign", "an old railway station in the rain",
 )  # fmt: skip
-GLM_IMAGE_CALL = {"height": 256, "width": 256, "num_inference_steps": 10, "seed": 0}
+GLM_IMAGE_CALL: dict[str, Any] = {"height": 256, "width": 256, "num_inference_steps": 10, "seed": 0}
 
 Painter = Callable[[str], np.ndarray]
 """From a prompt to `[height, width, 3]` in [0, 1]."""

@@ -64,13 +64,14 @@ def measure(comparison: Comparison, concurrencies: list[int], report: Report) ->
     progress(f"{label}: warming up")
     hf = hf_backends(comparison.oracle, load, prompts)
     ours = [OmniBackend(comparison.llm, load, concurrency) for concurrency in concurrencies]
-    for backend in (*hf, *ours):
+    backends: list[HFBackend | OmniBackend] = [*hf, *ours]
+    for backend in backends:
         backend.warm_up(prompts)
     for number in range(load.rounds):
         progress(f"{label}: round {number + 1} of {load.rounds}")
-        for backend in (*hf, *ours):
+        for backend in backends:
             backend.run(prompts)
-    check_results(hf[0], [*hf, *ours])
+    check_results(hf[0], backends)
     add_results(label, load, hf, ours, report)
 
 

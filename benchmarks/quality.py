@@ -33,6 +33,7 @@ from serve import start_server
 
 from vllm_omni import OmniLLM
 from vllm_omni.config.utils import find_checkpoint
+from vllm_omni.inputs import OmniPrompt
 from vllm_omni.shapes.checker import agrees, find_shapes
 from vllm_omni.shapes.language import (
     Turn,
@@ -60,7 +61,7 @@ STEPS, GUIDANCE = 20, 3.0
 class Question:
     """A conversation whose last answer is judged; `voice`: of flite, if it is spoken."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Any]
     answer: str
     voice: str | None
 
@@ -164,7 +165,7 @@ class Measurement:
         progress("OmniLLM: sentence, painting, seen, spoken, recognized")
         outputs = painter.generate(self._descriptions, [{"seed": 5}], use_tqdm=False)
         question = {"type": "text", "text": "What is in the picture?"}
-        messages = [
+        messages: list[list[Any]] = [
             [{"role": "user", "content": [{"type": "image_pil", "image_pil": output.images[0]}, question]}]
             for output in outputs
         ]
@@ -219,11 +220,11 @@ class Measurement:
         self._add("the same text and speech as HF transformers", "OmniLLM", mean(same))
         diffusers = DiffusersOracle(find_checkpoint(PAINTER))
         same_paintings = []
-        for seed, text in enumerate(self._prompts[:number]):
+        for seed, description in enumerate(self._prompts[:number]):
             theirs_painted = diffusers.generate(
-                text, seed=seed, height=96, width=96, num_inference_steps=STEPS, guidance_scale=GUIDANCE
+                description, seed=seed, height=96, width=96, num_inference_steps=STEPS, guidance_scale=GUIDANCE
             )
-            (output,) = painter.generate(text, [{"seed": seed, "output_format": "np"}], use_tqdm=False)
+            (output,) = painter.generate(description, [{"seed": seed, "output_format": "np"}], use_tqdm=False)
             same_paintings.append(bool(np.abs(output.images[0] - theirs_painted.numpy()).max() < 1e-2))
         self._add("the same painting as diffusers", "OmniLLM", mean(same_paintings))
         self._report.ratios["agrees_with_reference"] = mean([*same, *same_paintings])
@@ -238,7 +239,7 @@ class Measurement:
             self._report.ratios[ratio] = share
 
 
-def omni_prompt(oracle: HFOracle, question: Question) -> dict[str, Any]:
+def omni_prompt(oracle: HFOracle, question: Question) -> OmniPrompt:
     """In vLLM's format, with media of all turns."""
     media: dict[str, list[Any]] = {}
     messages = []
@@ -261,7 +262,7 @@ def omni_prompt(oracle: HFOracle, question: Question) -> dict[str, Any]:
 
 
 def _ask(client: openai.OpenAI, question: Question) -> str:
-    answer = client.chat.completions.create(model=OMNI, messages=question.messages, modalities=["text"])  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model=OMNI, messages=question.messages, modalities=["text"])
     return answer.choices[0].message.content or ""
 
 

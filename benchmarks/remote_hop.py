@@ -21,6 +21,7 @@ from runtime import write_chain
 
 from vllm_omni import AsyncOmniLLM, CompletedEvent, ErrorEvent
 from vllm_omni.distributed.curve import Authenticator, CurveKeys
+from vllm_omni.inputs import OmniPrompt
 
 MESSAGE = b"x" * 128
 LARGE = 64 << 20
@@ -79,7 +80,7 @@ class Echo:
 
 async def hop(llm: AsyncOmniLLM, num_bytes: int, is_unread: bool = False) -> float:
     """Seconds, as the last stage measured them."""
-    prompt = {"prompt": "", "additional_information": {"num_bytes": num_bytes, "is_unread": is_unread}}
+    prompt: OmniPrompt = {"prompt": "", "additional_information": {"num_bytes": num_bytes, "is_unread": is_unread}}
     async for event in llm.generate(prompt):
         if isinstance(event, ErrorEvent):
             raise event.error

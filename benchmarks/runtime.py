@@ -30,6 +30,7 @@ from transformers.utils import logging
 from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.events import ErrorEvent
+from vllm_omni.inputs import OmniPrompt
 from vllm_omni.testing.media import make_prompt
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
@@ -73,8 +74,8 @@ if __name__ == "__main__":
 
 
 def add_row(report: Report, what: str, values: list[float], unit: str) -> None:
-    row = {"what": what, "median": percentile(values, 50), "least": min(values), "most": max(values), "unit": unit}
-    report.rows.append(row)
+    least, most = min(values), max(values)
+    report.rows.append({"what": what, "median": percentile(values, 50), "least": least, "most": most, "unit": unit})
 
 
 def open_chain(
@@ -188,7 +189,7 @@ def _in_turns(
 
 
 def _hop(llm: OmniLLM, num_bytes: int) -> float:
-    prompt = {"prompt": "", "additional_information": {"num_bytes": num_bytes}}
+    prompt: OmniPrompt = {"prompt": "", "additional_information": {"num_bytes": num_bytes}}
     return float(llm.generate(prompt, use_tqdm=False)[0].outputs[0].text)
 
 

@@ -64,16 +64,19 @@ class Speakers:
         options = make_options(on_two_hosts=host is not None)
         command = [sys.executable, __file__, str(model), str(folder), json.dumps(options)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process = subprocess.Popen(command, **pipes) if host is None else host.popen(command, env, **pipes)
+        start: Callable[..., subprocess.Popen[str]] = subprocess.Popen if host is None else host.popen
+        self._process = start(command, env=env, **pipes)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
         self.told: list[dict[str, Any]] = []
 
     def ask(self, name: str, count: int) -> None:
-        self._process.stdin.write(f"{name} {count}\n")
-        self._process.stdin.flush()
+        self._input.write(f"{name} {count}\n")
+        self._input.flush()
 
     def read_until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Reads up to a line with this property."""
-        for line in self._process.stdout:
+        for line in self._output:
             if line.startswith("{"):
                 self.told.append(json.loads(line))
                 if condition(self.told[-1]):
@@ -93,9 +96,9 @@ class Speakers:
         return len(said) != len(wave) or bool(np.abs(said - wave).max() > TOLERANCE)
 
     def close(self) -> None:
-        self._process.stdin.close()
+        self._input.close()
         self._process.wait()
-        self._process.stdout.close()
+        self._output.close()
 
 
 def is_(what: str, **values: str) -> Callable[[dict[str, Any]], bool]:

@@ -33,6 +33,7 @@ from transformers.utils import logging
 
 from vllm_omni import ARSegmentEvent, AsyncOmniLLM, CompletedEvent, ErrorEvent
 from vllm_omni.config.utils import stage_configs_dir
+from vllm_omni.inputs import OmniPrompt
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import mixed_prompts
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
@@ -97,12 +98,12 @@ class Client:
     params: list[Any]
     streams: bool
 
-    def run(self, prompts: list[dict[str, Any]], concurrency: int) -> tuple[float, list[Response]]:
+    def run(self, prompts: list[OmniPrompt], concurrency: int) -> tuple[float, list[Response]]:
         """All prompts, `concurrency` at a time. Returns the seconds, and responses in the order of the prompts."""
         numbered = enumerate(prompts)
         responses: dict[int, Response] = {}
 
-        async def send_next(waiting: Iterator[tuple[int, dict[str, Any]]]) -> None:
+        async def send_next(waiting: Iterator[tuple[int, OmniPrompt]]) -> None:
             for number, prompt in waiting:
                 responses[number] = await self._send(prompt)
 
@@ -113,12 +114,12 @@ class Client:
         asyncio.run(send_all())
         return time.monotonic() - started, [responses[number] for number in sorted(responses)]
 
-    async def _send(self, prompt: dict[str, Any]) -> Response:
+    async def _send(self, prompt: OmniPrompt) -> Response:
         response, started = Response(), time.monotonic()
         async for event in self.llm.generate(prompt, self.params, stream=self.streams):
             if isinstance(event, ErrorEvent):
                 raise event.error
-            if isinstance(event, ARSegmentEvent) or not self.streams:
+            if isinstance(event, ARSegmentEvent) or (isinstance(event, CompletedEvent) and not self.streams):
                 response.add(event, time.monotonic() - started)
         response.completed = time.monotonic() - started
         return response

@@ -15,7 +15,7 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from report import Report, make_parser, mean, progress
 from transformers.utils import logging
 
 from vllm_omni import OmniLLM
+from vllm_omni.inputs import OmniPrompt
 from vllm_omni.testing.oracles.csm import CsmReference
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
@@ -54,7 +55,7 @@ class QwenTTSReference:
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
 
-    def speak(self, prompt: dict[str, Any], max_frames: int) -> Speech:
+    def speak(self, prompt: OmniPrompt, max_frames: int) -> Speech:
         assert self._process.stdin is not None and self._process.stdout is not None
         speaker = prompt["additional_information"]["speaker"]
         request = {"text": prompt["prompt"], "speaker": speaker, "max_frames": max_frames}
@@ -83,7 +84,7 @@ class Family:
     stage: str
     information: dict[str, Any] = field(default_factory=dict)
 
-    def prompt(self, text: str) -> dict[str, Any]:
+    def prompt(self, text: str) -> OmniPrompt:
         return {"prompt": text, "additional_information": self.information}
 
 
@@ -139,7 +140,7 @@ def measure(family: Family, size: str, model: Path, concurrencies: list[int], ro
     report.ratios[f"{size}_first_sound_to_whole"] = mean(first) / mean(whole)
 
 
-def generate(llm: OmniLLM, prompts: list[dict[str, Any]], concurrency: int) -> list[torch.Tensor]:
+def generate(llm: OmniLLM, prompts: Sequence[OmniPrompt], concurrency: int) -> list[torch.Tensor]:
     outputs = []
     for start in range(0, len(prompts), concurrency):
         outputs += llm.generate(prompts[start : start + concurrency], use_tqdm=False)

@@ -87,9 +87,9 @@ def measure_servers(model: Path, flags: list[str], plan: Plan, report: Report) -
             server = stack.enter_context(run_server(command, folder))
             servers[name] = MeasuredServer(server, Target(name, "openai-chat", server.url, model))
         for concurrency in plan.concurrencies:
-            for name, server in servers.items():
+            for name, measured in servers.items():
                 progress(f"warming up {name}")
-                server.run(plan, concurrency)
+                measured.run(plan, concurrency)
             _add_figures(report, concurrency, _take_turns(servers, plan, concurrency))
 
 
@@ -117,13 +117,13 @@ def _add_figures(report: Report, concurrency: int, medians: dict[str, dict[str, 
 class Backend:
     """Generates the batch, and keeps the rates."""
 
-    def __init__(self, name: str, generate: Callable[[list[dict[str, Any]]], list[Any]]) -> None:
+    def __init__(self, name: str, generate: Callable[[list[Any]], list[Any]]) -> None:
         self.name = name
         self._generate = generate
         self.rates: list[float] = []
         self.token_ids: list[list[int]] = []
 
-    def run(self, prompts: list[dict[str, Any]]) -> None:
+    def run(self, prompts: list[Any]) -> None:
         started = time.perf_counter()
         outputs = self._generate(prompts)
         seconds = time.perf_counter() - started

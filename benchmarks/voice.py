@@ -5,9 +5,9 @@
 
 Requests of one question each arrive at random times (Poisson). A client begins to play `--patience` seconds after its
 request and does not wait again: sound that arrives after it should have been played is late. The rate at 99 is the
-highest request rate, in requests/s, at which 99% of the sound was in time. Then each of 1, 4 and 16 clients sends its
-next request when the last one is done: the time to the first sound, and the underrun, the seconds of silence for a
-client that plays from then on.
+highest request rate, in requests/s, at which 99% of the sound was in time: the goodput for that objective. Then each of
+1, 4 and 16 clients sends its next request when the last one is done: the time to the first sound, and the underrun, the
+seconds of silence for a client that plays from then on.
 
 `talk` is compared with the same parts in a plain server: HF transformers writes the answer, and the synthesizer speaks
 each sentence when it is written, with the ends of sentences found as in the pipeline. Once it handles one request after
@@ -57,7 +57,7 @@ SHAPES_QUESTIONS = ("Say: a red circle is left of a blue square.", "Say: there a
 
 
 @dataclass
-class Call:
+class Response:
     """What a client received of one request.
 
     Attributes:
@@ -100,14 +100,14 @@ class Backend(ABC):
     def ask(self, question: str) -> AsyncIterator[int]:
         """The number of samples of each piece of sound, when it is there."""
 
-    async def call(self, question: str) -> Call:
-        call, started = Call(), time.monotonic()
+    async def respond(self, question: str) -> Response:
+        response, started = Response(), time.monotonic()
         async for samples in self.ask(question):
             if samples:
-                call.pieces.append((time.monotonic() - started, samples / self.rate))
-        if not call.pieces:
+                response.pieces.append((time.monotonic() - started, samples / self.rate))
+        if not response.pieces:
             raise RuntimeError(f"there was no sound for {question!r}")
-        return call
+        return response
 
 
 class Pipeline(Backend):
@@ -130,7 +130,7 @@ class Pipeline(Backend):
 
 
 class PlainServer(Backend):
-    """The parts of `talk` without the pipeline: each request is a call of a function in a pool of threads."""
+    """The parts of `talk` without the pipeline: a pool of threads answers, each of them one request at a time."""
 
     def __init__(self, num_threads: int, cores_each: int) -> None:
         """
@@ -145,8 +145,8 @@ class PlainServer(Backend):
 
         self.rate = SAMPLE_RATE
         folder = language_model(with_weights=True)
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         stages = load_pipeline_config(Path(find_checkpoint("talk")) / "stage_config.yaml").stage_args
         self._params = next(stage for stage in stages if stage.name == "llm").default_sampling_params
         self._voice = Voice(next(stage for stage in stages if stage.name == "tts"), "")
@@ -217,30 +217,31 @@ class Plan:
     seconds: float
     num_rounds: int
 
-    async def at_rate(self, backend: Backend, rate: float) -> list[Call]:
+    async def at_rate(self, backend: Backend, rate: float) -> list[Response]:
         """Sends requests at times that are the same for all backends."""
         rng = random.Random(0)
         tasks = []
         async with asyncio.TaskGroup() as group:
             when = time.monotonic()
             for question in itertools.islice(itertools.cycle(self.questions), max(8, round(rate * self.seconds))):
-                tasks.append(group.create_task(backend.call(question)))
+                tasks.append(group.create_task(backend.respond(question)))
                 when += rng.expovariate(rate)
                 await asyncio.sleep(when - time.monotonic())
         return [task.result() for task in tasks]
 
-    async def with_clients(self, backend: Backend, num_clients: int) -> list[Call]:
+    async def with_clients(self, backend: Backend, num_clients: int) -> list[Response]:
         questions = itertools.islice(itertools.cycle(self.questions), num_clients * self.num_rounds)
 
-        async def ask() -> list[Call]:
-            return [await backend.call(question) for question in questions]
+        async def ask() -> list[Response]:
+            return [await backend.respond(question) for question in questions]
 
         async with asyncio.TaskGroup() as group:
             clients = [group.create_task(ask()) for _ in range(num_clients)]
-        return [call for client in clients for call in client.result()]
+        return [response for client in clients for response in client.result()]
 
-    def share_in_time(self, calls: Sequence[Call]) -> float:
-        return sum(call.seconds_in_time(self.patience) for call in calls) / sum(call.seconds for call in calls)
+    def share_in_time(self, responses: Sequence[Response]) -> float:
+        in_time = sum(response.seconds_in_time(self.patience) for response in responses)
+        return in_time / sum(response.seconds for response in responses)
 
 
 def measure(name: str, backend: Backend, plan: Plan, report: Report) -> float:
@@ -250,16 +251,16 @@ def measure(name: str, backend: Backend, plan: Plan, report: Report) -> float:
     best = find_rate(lambda rate: keeps(name, backend, rate, plan, report))
     for num_clients in CONCURRENCY:
         progress(f"{name}: concurrency {num_clients}")
-        calls = asyncio.run(plan.with_clients(backend, num_clients))
-        _add_row(report, name, f"concurrency {num_clients}", calls, plan.share_in_time(calls))
+        responses = asyncio.run(plan.with_clients(backend, num_clients))
+        _add_row(report, name, f"concurrency {num_clients}", responses, plan.share_in_time(responses))
     return best
 
 
 def keeps(name: str, backend: Backend, rate: float, plan: Plan, report: Report) -> bool:
     """Whether the sound is in time at this rate."""
     progress(f"{name}: {rate:.3g} requests/s")
-    share = plan.share_in_time(calls := asyncio.run(plan.at_rate(backend, rate)))
-    _add_row(report, name, f"{rate:.3g} requests/s", calls, share)
+    share = plan.share_in_time(responses := asyncio.run(plan.at_rate(backend, rate)))
+    _add_row(report, name, f"{rate:.3g} requests/s", responses, share)
     return share >= IN_TIME
 
 
@@ -278,8 +279,9 @@ def find_rate(is_kept: Callable[[float], bool]) -> float:
     return low
 
 
-def _add_row(report: Report, name: str, load: str, calls: Sequence[Call], share: float) -> None:
-    first, silence = [call.first_sound for call in calls], [call.underrun for call in calls]
+def _add_row(report: Report, name: str, load: str, responses: Sequence[Response], share: float) -> None:
+    first = [response.first_sound for response in responses]
+    silence = [response.underrun for response in responses]
     report.rows.append(
         {
             "backend": name,
@@ -289,7 +291,7 @@ def _add_row(report: Report, name: str, load: str, calls: Sequence[Call], share:
             "first sound p99 s": percentile(first, 99),
             "underrun p50 s": percentile(silence, 50),
             "underrun p99 s": percentile(silence, 99),
-            "sound s": sum(call.seconds for call in calls) / len(calls),
+            "sound s": sum(response.seconds for response in responses) / len(responses),
         }
     )
 

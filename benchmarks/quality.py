@@ -44,8 +44,9 @@ from vllm_omni.shapes.language import (
     split_words,
 )
 from vllm_omni.shapes.pictures import draw
-from vllm_omni.shapes.recognizer import Recognizer, count_understood
+from vllm_omni.shapes.recognizer import Recognizer
 from vllm_omni.shapes.speech import HEARD_VOICES, INPUT_RATE, SAMPLE_RATE, SPEAKERS, add_noise, speak
+from vllm_omni.speech_recognition import count_understood
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 from vllm_omni.testing.hf_oracle import HFOracle
 

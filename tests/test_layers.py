@@ -42,6 +42,7 @@ ORDER = (
     "errors",
     "testing",  # imports nothing of ours but the declarations of models
     "shapes",
+    "speech_recognition",
     "model_packages",
 )
 """From the top. Each imports only itself and those below it."""

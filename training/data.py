@@ -27,7 +27,8 @@ from vllm_omni.shapes.language import (
     say_request,
     sentence,
 )
-from vllm_omni.shapes.speech import FRAME, HEARD_VOICES, INPUT_RATE, SPEAKERS, resample, speak_all, speak_word
+from vllm_omni.shapes.speech import FRAME, HEARD_VOICES, INPUT_RATE, SPEAKERS, speak_all, speak_word
+from vllm_omni.speech_recognition import resample
 
 NUM_HEARD, NUM_OF_QUESTION = 12_000, 6
 """Requests to repeat a sentence, and recordings of each question."""

@@ -44,7 +44,8 @@ from vllm_omni.shapes.language import (
     split_words,
 )
 from vllm_omni.shapes.pictures import draw
-from vllm_omni.shapes.speech import FRAME, INPUT_RATE, SAMPLE_RATE, SPEAKERS, add_noise, resample
+from vllm_omni.shapes.speech import FRAME, INPUT_RATE, SAMPLE_RATE, SPEAKERS, add_noise
+from vllm_omni.speech_recognition import resample
 
 
 @dataclass

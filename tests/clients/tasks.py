@@ -15,8 +15,9 @@ from tests.shapes.recordings import recording
 from vllm_omni.shapes.checker import agrees, find_shapes
 from vllm_omni.shapes.language import random_scene, split_words
 from vllm_omni.shapes.pictures import draw
-from vllm_omni.shapes.recognizer import Recognizer, count_understood
+from vllm_omni.shapes.recognizer import Recognizer
 from vllm_omni.shapes.speech import SAMPLE_RATE
+from vllm_omni.speech_recognition import count_understood
 
 SENTENCE = "A red circle is left of a blue square."
 """Is spoken, and painted."""

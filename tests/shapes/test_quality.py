@@ -31,8 +31,9 @@ from vllm_omni.shapes.language import (
     split_words,
 )
 from vllm_omni.shapes.pictures import draw
-from vllm_omni.shapes.recognizer import Recognizer, count_understood
+from vllm_omni.shapes.recognizer import Recognizer
 from vllm_omni.shapes.speech import SAMPLE_RATE, SPEAKERS
+from vllm_omni.speech_recognition import count_understood
 
 SMALL_WINDOWS = [
     {"from": 0, "to": 1, "window_size": 3, "first_window_size": 2},

@@ -29,8 +29,9 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.shapes.language import random_scene, split_words
 from vllm_omni.shapes.pictures import RGB, draw
-from vllm_omni.shapes.recognizer import Recognizer, count_understood
+from vllm_omni.shapes.recognizer import Recognizer
 from vllm_omni.shapes.speech import SAMPLE_RATE
+from vllm_omni.speech_recognition import count_understood
 
 pytestmark = pytest.mark.slow
 

@@ -31,8 +31,9 @@ from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.shapes.checker import agrees, find_shapes
 from vllm_omni.shapes.language import Scene, describe, random_dialogue, random_scene, split_words
 from vllm_omni.shapes.pictures import draw
-from vllm_omni.shapes.recognizer import Recognizer, count_understood
+from vllm_omni.shapes.recognizer import Recognizer
 from vllm_omni.shapes.speech import SAMPLE_RATE
+from vllm_omni.speech_recognition import count_understood
 
 OMNI, PAINTER = "shapes", "shapes-painter"
 LEAST_UNDERSTOOD = 0.75

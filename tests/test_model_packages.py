@@ -11,9 +11,9 @@ import pytest
 from vllm_omni import plugin
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.entrypoints.resolve import read_pipeline
-from vllm_omni.errors import StageConfigError
+from vllm_omni.errors import MissingPackageError, StageConfigError
 from vllm_omni.model_executor.registry import MODELS
-from vllm_omni.model_packages import OWN_PACKAGE, ModelPackage, find_models
+from vllm_omni.model_packages import OWN_PACKAGE, PACKAGES_OF_REPOSITORY, ModelPackage, find_models
 
 Install = Callable[[str, str], None]
 
@@ -160,6 +160,27 @@ def test_vllm_plugins_selects_packages(install: Install, monkeypatch: pytest.Mon
         install(name, f"MODELS = ModelPackage(architectures={{'{name}': 'a:B'}})")
     monkeypatch.setenv("VLLM_PLUGINS", "omni,second")
     assert list(find_models().packages) == [OWN_PACKAGE, "second 1.0 (second)"]
+    assert "installed packages with models: second 1.0 (second)\nVLLM_PLUGINS=omni,second" in find_models().describe()
+
+
+def test_without_its_package_a_checkpoint_of_this_repository_names_it(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("other", "MODELS = ModelPackage()")
+    monkeypatch.setenv("VLLM_PLUGINS", "omni,other")
+    for name, package in PACKAGES_OF_REPOSITORY.items():
+        with pytest.raises(MissingPackageError) as error:
+            OmniArgs(model=name)
+        message, installed = str(error.value).split("\n", 1)
+        assert f"the checkpoint {name!r}; in a checkout of vllm_omni: pip install ./packages/{package}" in message
+        assert installed == find_models().describe()
+        assert OmniArgs(model=f"./{name}").model == f"./{name}"
+
+
+def test_the_packages_of_this_repository_have_the_checkpoints_that_are_said_to_be_theirs() -> None:
+    found = {name: folder.parents[1].name for name, folder in find_models().checkpoints.items()}
+    assert {name: found.get(name) for name in PACKAGES_OF_REPOSITORY} == PACKAGES_OF_REPOSITORY
+    assert found.keys() - PACKAGES_OF_REPOSITORY == {"talk"}
 
 
 def test_an_architecture_of_vllm_is_kept_with_a_warning(install: Install, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vllm_omni.model_packages import find_models
+from vllm_omni.errors import MissingPackageError
+from vllm_omni.model_packages import PACKAGES_OF_REPOSITORY, find_models
 
 _T = TypeVar("_T")
 
@@ -57,9 +58,20 @@ def find_stage_configs(path: str) -> Path:
 
 def find_checkpoint(model: str) -> str:
     """The folder of a checkpoint of an installed package, given by its name; any other model as it is: a folder of such
-    a name is `./NAME`."""
-    folder = find_models().checkpoints.get(model)
-    return model if folder is None else str(folder)
+    a name is `./NAME`.
+
+    Raises:
+        MissingPackageError: It is one of a package in the repository of vllm_omni that is not installed.
+    """
+    models = find_models()
+    if model in models.checkpoints:
+        return str(models.checkpoints[model])
+    if package := PACKAGES_OF_REPOSITORY.get(model):
+        raise MissingPackageError(
+            f"no installed package has the checkpoint {model!r}; in a checkout of vllm_omni: "
+            f"pip install ./packages/{package}\n{models.describe()}"
+        )
+    return model
 
 
 def is_shipped(checkpoint: Path) -> bool:

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from vllm_omni.shapes.language import (
+from coloured_shapes.language import (
     COLOURS,
     KINDS,
     PLACES,

@@ -144,12 +144,16 @@ class InstalledModels:
         return {name: path for models in self.packages.values() for name, path in models.tiny_checkpoints.items()}
 
     def describe(self) -> str:
-        """In lines: the packages, those that are broken, and how to add a model that is in none of them."""
+        """In lines: the packages, those that are left out, and how to add a model that is in none of them."""
+        return f"{self.describe_packages()}\nto add a model: {_GUIDE}"
+
+    def describe_packages(self) -> str:
+        """In lines: the packages, and those that are left out."""
         others = ", ".join(name for name in self.packages if name != OWN_PACKAGE) or "none"
         left_out = [f"{package} is left out: {reason}" for package, reason in self.broken.items()]
         if (selected := os.environ.get(_SELECTION)) is not None:
             left_out.append(f"{_SELECTION}={selected} leaves out all others")
-        return "\n".join([f"installed packages with models: {others}", *left_out, f"to add a model: {_GUIDE}"])
+        return "\n".join([f"installed packages with models: {others}", *left_out])
 
 
 @functools.cache

@@ -69,7 +69,7 @@ def find_checkpoint(model: str) -> str:
     if package := PACKAGES_OF_REPOSITORY.get(model):
         raise MissingPackageError(
             f"no installed package has the checkpoint {model!r}; in a checkout of vllm_omni: "
-            f"pip install ./packages/{package}\n{models.describe()}"
+            f"pip install ./packages/{package}\n{models.describe_packages()}"
         )
     return model
 

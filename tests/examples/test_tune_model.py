@@ -116,7 +116,7 @@ def read_wav(file: str | BytesIO) -> np.ndarray:
 def test_an_installed_package_is_found(checkpoint: Path, site: Path) -> None:
     read = read_pipeline(OmniArgs(model=str(checkpoint)))
     assert read.source == site / "tune_model" / "stage_configs" / "tune.yaml"
-    assert list(find_models().packages) == ["vllm-omni", "tune-model 0.1 (tune)"]
+    assert "tune-model 0.1 (tune)" in find_models().packages
 
 
 def test_its_prompt_is_checked(checkpoint: Path) -> None:
@@ -193,7 +193,8 @@ def test_commands_find_it_where_it_is_installed(
     assert "composer" in found and "synthesizer" in found
     refused = run("config", "show", PYTHONPATH=str(EXAMPLES.parent))
     assert refused[0] == 1
-    assert "model type `tune`" in refused[1] and "installed packages with models: none" in refused[1]
+    assert "model type `tune`" in refused[1] and "installed packages with models: " in refused[1]
+    assert "tune-model" not in refused[1]
 
 
 @pytest.mark.slow

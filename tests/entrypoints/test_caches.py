@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """A conversation finds its earlier turns in the caches of all stages, and is answered as HF transformers does it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
+from tests.entrypoints.adapters import merge_adapter, write_adapter
 from vllm_omni import OmniLLM
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image
 
 TEXT_TOKENS, CODES = 6, 9
+EXACTLY = {
+    f"{stage}_{bound}_tokens": value
+    for stage, value in {"thinker": TEXT_TOKENS, "talker": CODES}.items()
+    for bound in ("min", "max")
+}
 QUESTIONS = (
     "What is in this picture, and what does the voice say about it, at the beginning and at its end?",
     "And where is it? Near the river, or behind the hill?",
@@ -33,13 +41,7 @@ def ask_in_turns(llm: OmniLLM, oracle: HFOracle, checkpoint: str) -> list[list[i
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = {"prompt": text, "multi_modal_data": media}
         answer, speech = llm.generate(prompt, params(), use_tqdm=False)
-        expected = oracle.generate(
-            prompt,
-            thinker_min_tokens=TEXT_TOKENS,
-            thinker_max_tokens=TEXT_TOKENS,
-            talker_min_tokens=CODES,
-            talker_max_tokens=CODES,
-        )
+        expected = oracle.generate(prompt, **EXACTLY)
         token_ids = list(answer.outputs[0].token_ids)
         assert token_ids == expected.thinker_token_ids, turn
         torch.testing.assert_close(speech.multimodal_output["audio"], expected.audio, atol=1e-4, rtol=0)
@@ -79,6 +81,21 @@ def test_a_salt_separates_the_caches_of_all_stages(talking_llm, prompt):
     first, again, other, without = cached
     assert first == other == without == [0, 0]
     assert min(again) > 0
+
+
+def test_an_adapter_has_rows_of_its_own(qwen2_5_llm: OmniLLM, tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tiny_qwen2_5_omni, tmp_path / "adapter", 2, prefix="thinker.model.")
+    merged = merge_adapter(tiny_qwen2_5_omni, folder, tmp_path / "merged")
+    adapter = LoRARequest("rows", 2, str(folder))
+    prompt = {"prompt": f"<|im_start|>user\n{QUESTIONS[1] * 12}<|im_end|>\n<|im_start|>assistant\n"}
+    expected = {path: HFOracle(str(path)).generate(prompt, **EXACTLY) for path in (tiny_qwen2_5_omni, merged)}
+    cached = []
+    for path, lora_request in ((tiny_qwen2_5_omni, None), (merged, adapter), (merged, adapter)):
+        answer, speech = qwen2_5_llm.generate(prompt, params(), use_tqdm=False, lora_request=lora_request)
+        assert list(answer.outputs[0].token_ids) == expected[path].thinker_token_ids
+        torch.testing.assert_close(speech.multimodal_output["audio"], expected[path].audio, atol=1e-4, rtol=0)
+        cached.append(speech.stage_metrics[0].num_cached_tokens)
+    assert cached[:2] == [0, 0] and cached[2] > 0
 
 
 @pytest.mark.parametrize(

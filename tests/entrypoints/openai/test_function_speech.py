@@ -60,6 +60,20 @@ def test_wrong_parameters_are_the_clients_error(server: FakeServer, fields: dict
     assert all(word in response.json()["error"]["message"] for word in words), response.text
 
 
+def test_a_priority_reaches_the_pipeline(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate, given = server.client.llm.generate, []
+
+    def record(*args: Any, **options: Any) -> Any:
+        given.append(options["priority"])
+        return generate(*args, **options)
+
+    monkeypatch.setattr(server.client.llm, "generate", record)
+    for fields in ({}, {"priority": -3}):
+        assert speak(server, **fields).status_code == 200
+    assert given == [0, -3]
+    assert speak(server, priority=2**63).status_code == 400
+
+
 def test_voices_are_listed(server: FakeServer) -> None:
     voices = send(server.app, "GET", "/v1/audio/voices").json()
     assert voices["voices"] == [{"id": "ann", "name": "ann"}, {"id": "bob", "name": "bob"}]

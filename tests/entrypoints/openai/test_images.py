@@ -59,6 +59,20 @@ def test_settings_may_be_in_extra_body(app: FastAPI) -> None:
     assert opened(answer["data"][0]["b64_json"]).format == "WEBP" and answer["size"] == "64x32"
 
 
+def test_a_priority_reaches_the_pipeline(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, given = app.state.engine_client.llm, []
+    start = llm.generate
+
+    def record(*args: Any, **options: Any) -> Any:
+        given.append(options["priority"])
+        return start(*args, **options)
+
+    monkeypatch.setattr(llm, "generate", record)
+    for fields in ({}, {"priority": -3}):
+        generate(app, extra_body={**SMALL, **fields})
+    assert given == [0, -3]
+
+
 def test_compression_makes_files_smaller(app: FastAPI) -> None:
     sizes = [
         len(generate(app, output_format="jpeg", output_compression=quality).data[0].b64_json) for quality in (5, 100)

@@ -80,7 +80,13 @@ class DiffusionChat:
         )
         images = await self._stage.fetch_images(urls, "messages")
         events = self._stage.events(
-            prompt, settings, images, raw_request, request_id=answer.id, stream=bool(request.stream)
+            prompt,
+            settings,
+            images,
+            raw_request,
+            request_id=answer.id,
+            stream=bool(request.stream),
+            priority=request.priority,
         )
         if request.stream:
             return answer.stream(await started(events))

@@ -174,7 +174,13 @@ class ServingImages:
         images = await self._stage.fetch_images(urls, "image")
         request_id = new_id("image", raw_request)
         events = self._stage.events(
-            request.prompt, settings, images, raw_request, request_id=request_id, stream=bool(request.stream)
+            request.prompt,
+            settings,
+            images,
+            raw_request,
+            request_id=request_id,
+            stream=bool(request.stream),
+            priority=request.priority,
         )
         if not request.stream:
             output = await completed(events)

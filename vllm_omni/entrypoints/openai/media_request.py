@@ -70,6 +70,11 @@ Prompt = Annotated[
     str, Field(min_length=1, max_length=32_000, description="Describes the result.", examples=["A hen."])
 ]
 
+Priority = Annotated[
+    int,
+    Field(ge=-(2**63), lt=2**63, description="Lower values come first, in admission and in stages that order by it."),
+]
+
 
 def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request that are given: null is as good as absent."""
@@ -115,6 +120,7 @@ class DiffusionRequest(RequestModel):
     extra_body: dict[str, Any] | None = Field(
         None, description=f"More settings, or the same ones, as some clients send them: {', '.join(SETTINGS)}."
     )
+    priority: Priority = 0
     user: str | None = Field(None, description=NO_EFFECT)
     safety_identifier: str | None = Field(None, description=NO_EFFECT)
 

@@ -248,6 +248,7 @@ class ServingSpeech:
             stream=stream,
             keep_outputs=False,  # Streamed outputs are not read again.
             trace_headers=extract_trace_headers(raw_request.headers),
+            priority=settings.request.priority,
         )
 
     async def _sse_lines(self, file: SpeechFile, parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[str, None]:

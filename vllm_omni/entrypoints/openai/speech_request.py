@@ -25,7 +25,7 @@ from vllm_omni.entrypoints.openai.audio_formats import (
     MIN_SPEED,
 )
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_request import RequestModel, SoundUrl, fetch_sound
+from vllm_omni.entrypoints.openai.media_request import Priority, RequestModel, SoundUrl, fetch_sound
 from vllm_omni.entrypoints.openai.voice_store import VoiceStore
 from vllm_omni.inputs import VOICE_FIELD
 
@@ -130,6 +130,7 @@ class SpeechSettings(RequestModel):
     volume_multiplier: float = Field(
         1.0, ge=0, le=MAX_VOLUME, description="Factor of the samples, which are then clipped."
     )
+    priority: Priority = 0
     normalization_options: Any = Field(None, description=_FOREIGN)
     backend: Any = Field(None, description=_FOREIGN)
     user: Any = Field(None, description=_FOREIGN)

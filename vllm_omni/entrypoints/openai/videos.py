@@ -126,7 +126,7 @@ class ServingVideos:
         self._check_size(settings, bool(request.input_reference))
         images = await self._stage.fetch_images(request.input_reference or [], "input_reference")
         video = self._describe(request.prompt, request.model or self._stage.model_name, settings)
-        return await self._start(video, settings, images, raw_request)
+        return await self._start(video, settings, images, raw_request, request.priority)
 
     async def remix(self, video_id: str, prompt: str, raw_request: Request) -> Video:
         """Starts a video with the settings and the seed of another one, and from its first frame if that had an
@@ -145,7 +145,12 @@ class ServingVideos:
         return await self._start(video, source.settings, images, raw_request)
 
     async def _start(
-        self, video: Video, settings: Mapping[str, Any], images: list[Image.Image], raw_request: Request
+        self,
+        video: Video,
+        settings: Mapping[str, Any],
+        images: list[Image.Image],
+        raw_request: Request,
+        priority: int = 0,
     ) -> Video:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Made here, because the job must not hold the HTTP request, whose body may be large.
@@ -156,6 +161,7 @@ class ServingVideos:
             raw_request,
             request_id=video.id,
             stream=True,
+            priority=priority,
             on_accepted=partial(_resolve, accepted),
         )
 

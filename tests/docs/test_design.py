@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of docs/design and the packages that they are about refer to each other, and files that pages name exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT, prose
+
+DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
+DOCSTRINGS = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in (ROOT / "vllm_omni").rglob("__init__.py")]
+REFERENCE = re.compile(r"docs/design/\w+\.md")
+FILE = re.compile(r"`((?:\w+/)*\w+\.(?:py|sh))`")
+
+
+def test_packages_refer_to_pages() -> None:
+    named = {reference for text in DOCSTRINGS for reference in REFERENCE.findall(text)}
+    assert named == {page.relative_to(ROOT).as_posix() for page in DESIGN}
+
+
+@pytest.mark.parametrize("page", DESIGN, ids=lambda page: page.stem)
+def test_files_of_a_page_exist(page: Path) -> None:
+    files = [path.as_posix() for top in ("vllm_omni", "tests", "scripts") for path in (ROOT / top).rglob("*.*")]
+    assert [name for name in FILE.findall(prose(page)) if not any(path.endswith(f"/{name}") for path in files)] == []

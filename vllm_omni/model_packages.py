@@ -63,7 +63,7 @@ class ModelPackage:
 
     @functools.cached_property
     def stage_config_files(self) -> dict[str, Path]:
-        """By name, without `.yaml`."""
+        """The stage configurations by name, without `.yaml`."""
         files = () if self.stage_configs is None else sorted(self.stage_configs.glob("*.yaml"))
         return {path.stem: path for path in files}
 
@@ -125,7 +125,7 @@ class InstalledModels:
         return {name: path for models in self.packages.values() for name, path in models.tiny_checkpoints.items()}
 
     def describe(self) -> str:
-        """In lines: the packages, those that are broken, and how to add a model that is in none of them."""
+        """Describes in lines the packages, those that are broken, and how to add a model that is in none of them."""
         others = ", ".join(name for name in self.packages if name != OWN_PACKAGE) or "none"
         broken = [f"{package} is left out: {reason}" for package, reason in self.broken.items()]
         return "\n".join([f"installed packages with models: {others}", *broken, f"to add a model: {_GUIDE}"])

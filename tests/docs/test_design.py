@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of docs/design and the packages that they are about refer to each other, and files that pages name exist."""
+"""The pages of docs/design and the packages that they are about name each other; files that pages name exist."""
 
 import ast
 import re
@@ -10,7 +10,8 @@ import pytest
 from tests.docs.pages import ROOT, prose
 
 DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
-DOCSTRINGS = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in (ROOT / "vllm_omni").rglob("__init__.py")]
+PACKAGES = sorted((ROOT / "vllm_omni").rglob("__init__.py"))
+DOCSTRINGS = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in PACKAGES]
 REFERENCE = re.compile(r"docs/design/\w+\.md")
 FILE = re.compile(r"`((?:\w+/)*\w+\.(?:py|sh))`")
 

@@ -13,7 +13,7 @@ WORKDIR /src
 COPY . .
 # The versions that the tests run with.
 RUN python -m pip install --no-cache-dir --constraint scripts/constraints.txt \
-    --extra-index-url https://download.pytorch.org/whl/cpu ".[cpu]"
+    --extra-index-url https://download.pytorch.org/whl/cpu ".[cpu]" ./packages/coloured_shapes
 ENV OMP_NUM_THREADS=1 HF_HOME=/models
 RUN useradd --create-home --uid 1000 omni && mkdir /models && chown omni /models
 USER 1000
@@ -28,7 +28,7 @@ FROM vllm/vllm-openai:v0.32.0 AS cuda
 WORKDIR /src
 COPY . .
 # hadolint ignore=DL3013
-RUN python3 -m pip install --no-cache-dir ".[cuda]"
+RUN python3 -m pip install --no-cache-dir ".[cuda]" ./packages/coloured_shapes
 ENV HF_HOME=/models
 RUN useradd --create-home --uid 2000 omni && mkdir -p /models && chown omni /models
 USER 2000

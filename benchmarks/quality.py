@@ -31,11 +31,8 @@ from PIL import Image
 from report import Report, make_parser, mean, progress
 from serve import start_server
 
-from vllm_omni import OmniLLM
-from vllm_omni.config.utils import find_checkpoint
-from vllm_omni.inputs import OmniPrompt
-from vllm_omni.shapes.checker import agrees, find_shapes
-from vllm_omni.shapes.language import (
+from coloured_shapes.checker import agrees, find_shapes
+from coloured_shapes.language import (
     Turn,
     describe,
     random_dialogue,
@@ -44,9 +41,13 @@ from vllm_omni.shapes.language import (
     random_sentence,
     split_words,
 )
-from vllm_omni.shapes.pictures import draw
-from vllm_omni.shapes.recognizer import Recognizer, count_understood
-from vllm_omni.shapes.speech import HEARD_VOICES, INPUT_RATE, SAMPLE_RATE, SPEAKERS, add_noise, speak
+from coloured_shapes.pictures import draw
+from coloured_shapes.recognizer import Recognizer
+from coloured_shapes.speech import HEARD_VOICES, INPUT_RATE, SAMPLE_RATE, SPEAKERS, add_noise, speak
+from vllm_omni import OmniLLM
+from vllm_omni.config.utils import find_checkpoint
+from vllm_omni.inputs import OmniPrompt
+from vllm_omni.speech_recognition import count_understood
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 from vllm_omni.testing.hf_oracle import HFOracle
 

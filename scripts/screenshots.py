@@ -18,10 +18,10 @@ from playwright.sync_api import Browser, Page, sync_playwright
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from coloured_shapes.language import random_dialogue, random_scene  # noqa: E402
+from coloured_shapes.pictures import draw  # noqa: E402
 from tests.entrypoints.playground import browser as web  # noqa: E402
 from tests.servers import RunningServer  # noqa: E402
-from vllm_omni.shapes.language import random_dialogue, random_scene  # noqa: E402
-from vllm_omni.shapes.pictures import draw  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 QUALITY = 80

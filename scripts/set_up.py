@@ -15,16 +15,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+SHAPES = ROOT / "packages" / "coloured_shapes"
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 """PyTorch's public index of CPU builds: used only if pip's configured indexes do not have the build."""
 
 PIP_FLAGS = ["--disable-pip-version-check", "--progress-bar=off", "--no-compile"]  # most modules are never imported
 IMPORT_ALL = """
-import contextlib, importlib, pkgutil, vllm_omni
-for module in pkgutil.walk_packages(vllm_omni.__path__, "vllm_omni."):
-    with contextlib.suppress(Exception):  # optional modules
-        importlib.import_module(module.name)
+import contextlib, importlib, pkgutil, coloured_shapes, vllm_omni
+for package in (vllm_omni, coloured_shapes):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        with contextlib.suppress(Exception):  # optional modules
+            importlib.import_module(module.name)
 """
 
 OLDEST, NEWEST = (3, 11), (3, 14)  # that vLLM 0.32 supports
@@ -107,8 +109,8 @@ def install_torch(python: str) -> list[str]:
 
 
 def install_project(python: str, extra: str, pins: list[str]) -> None:
-    say(f"installing vllm-omni with its extras {extra}, test and lint")
-    if pip_install(python, "-e", f"{ROOT}[{extra},test,lint]", *pins) is not None:
+    say(f"installing vllm-omni with its extras {extra}, test and lint, and coloured-shapes")
+    if pip_install(python, "-e", f"{ROOT}[{extra},test,lint]", "-e", str(SHAPES), *pins) is not None:
         sys.exit("pip failed, see above")
 
 

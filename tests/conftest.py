@@ -33,8 +33,8 @@ _FOLDERS_WITH_ENGINES = re.compile("tests/(?:engine|stage|clients|model_executor
 _MACHINES = re.compile(r"tests/(?:distributed/test_hosts|orchestrator/test_(?:ray|engine_workers))\.py")
 """Ray's clusters and hosts need memory, and answers in time: one after the other, before other tests keep servers."""
 _LONG_FILES = (
-    "tests/worker/test_parallel_denoiser.py", "tests/shapes/test_quality.py", "tests/orchestrator/test_nodes.py",
-    "tests/stage/test_watchdog.py",
+    "tests/worker/test_parallel_denoiser.py", "tests/coloured_shapes/test_quality.py",
+    "tests/orchestrator/test_nodes.py", "tests/stage/test_watchdog.py",
 )  # fmt: skip
 _A_PROCESS_DIED = pytest.StashKey[bool]()
 _SHARED_FIXTURES = re.compile(

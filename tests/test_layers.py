@@ -41,7 +41,7 @@ ORDER = (
     "vllm_requirement",
     "errors",
     "testing",  # imports nothing of ours but the declarations of models
-    "shapes",
+    "speech_recognition",
     "model_packages",
 )
 """From the top. Each imports only itself and those below it."""
@@ -120,16 +120,41 @@ def test_core_code_names_no_model() -> None:
             assert not found, f"{path} names {found[0]}"
 
 
-RUNS_THE_SHIPPED_MODELS = "entrypoints.cli.demo"
-
-
 def test_what_serves_every_model_names_no_part_of_one() -> None:
     for path in FILES:
         module = module_of(path)
         core = ("entrypoints", "orchestrator", "stage", "executor", "worker", "core")
-        if module.startswith(core) and module != RUNS_THE_SHIPPED_MODELS:
+        if module.startswith(core):
             found = re.findall(r"\b(?:thinker|talker|speaker|code2wav|token2wav)s?\b", path.read_text().lower())
             assert not found, f"{path} names a {found[0]}"
+
+
+def test_only_the_demo_imports_another_package_of_this_repository() -> None:
+    """And inside a function: without that package the core works."""
+    others = {folder.name for folder in (PACKAGE.parent / "packages").iterdir() if folder.is_dir()}
+    assert others == {"coloured_shapes"}
+    importing = set()
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        outside = [statement for statement in tree.body if not isinstance(statement, _FUNCTIONS)]
+        assert not {name for part in outside for name in imported_packages(part)} & others, f"{path} needs it"
+        if imported_packages(tree) & others:
+            importing.add(module_of(path))
+    assert importing == {"entrypoints.cli.demo"}
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def imported_packages(tree: ast.AST) -> set[str]:
+    """The top-level names that import statements have, anywhere in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+    return found
 
 
 def test_messages_need_neither_torch_nor_vllm() -> None:

@@ -3,14 +3,17 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from vllm_omni import plugin
+from vllm_omni.config.omni_args import OmniArgs
+from vllm_omni.entrypoints.resolve import read_pipeline
+from vllm_omni.errors import MissingPackageError, StageConfigError
 from vllm_omni.model_executor.registry import MODELS
-from vllm_omni.model_packages import OWN_PACKAGE, ModelPackage, find_models
+from vllm_omni.model_packages import OWN_PACKAGE, PACKAGES_OF_REPOSITORY, ModelPackage, find_models
 
 Install = Callable[[str, str], None]
 
@@ -35,6 +38,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     find_models.cache_clear()
 
 
+def added(packages: Iterable[str]) -> list[str]:
+    """Those of a test: the environment has others."""
+    return [name for name in packages if " 1.0 " in name]
+
+
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == plugin.logger.name]
 
@@ -56,11 +64,43 @@ def test_a_package_is_found(install: Install, tmp_path: Path) -> None:
         "stage_configs=Path(__file__).with_name('configs'), tiny_checkpoints={'tune': 'tune.tiny'})",
     )
     models = find_models()
-    assert list(models.packages) == [OWN_PACKAGE, "tune 1.0 (tune)"] and not models.broken
+    assert added(models.packages) == ["tune 1.0 (tune)"] and not models.broken
     assert models.architectures["TuneModel"] == "tune.model:Tune"
     assert models.stage_configs["tune_2x80gb"] == tmp_path / "configs" / "tune_2x80gb.yaml"
     assert models.pipelines["TunePipeline"] == models.stage_configs["tune"]
     assert models.tiny_checkpoints == {"tune": "tune.tiny"}
+
+
+PIPELINE = """
+stage_args:
+  - {stage_id: 0, engine_type: function, function: tune_models.play, final_output: true, final_output_type: audio,
+     engine_args: {model_stage: play}}
+"""
+
+
+def test_a_checkpoint_of_a_package_is_found_by_its_name(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (tmp_path / "checkpoints" / "tune-small", tmp_path / "tune-small"):
+        folder.mkdir(parents=True)
+        (folder / "stage_config.yaml").write_text(PIPELINE)
+    (tmp_path / "checkpoints" / "README.md").touch()
+    install("tune", "MODELS = ModelPackage(checkpoints=Path(__file__).with_name('checkpoints'))\ndef play(*_): ...")
+    monkeypatch.chdir(tmp_path)
+    args = OmniArgs(model="tune-small")
+    assert find_models().packages["tune 1.0 (tune)"].checkpoint_folders.keys() == {"tune-small"}
+    assert Path(args.model) == tmp_path / "checkpoints" / "tune-small", "a folder of the name does not hide it"
+    assert read_pipeline(args).loaded.stages[0].function == "tune_models.play"
+    with pytest.raises(StageConfigError, match=r"tune_models\.play"):
+        read_pipeline(OmniArgs(model="./tune-small"))
+
+
+def test_a_checkpoint_is_of_one_package(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "talk").mkdir(parents=True)
+    install("taker", "MODELS = ModelPackage(checkpoints=Path(__file__).with_name('checkpoints'))")
+    models = find_models()
+    assert models.broken["taker 1.0 (taker)"].startswith("it registers the checkpoint 'talk', as vllm-omni does;")
+    assert models.checkpoints["talk"] == MODELS.checkpoint_folders["talk"]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +110,7 @@ def test_a_package_is_found(install: Install, tmp_path: Path) -> None:
         ("MODELS = {}", "TypeError: {} is no ModelPackage"),
         ("MODELS = ModelPackage(architectures={'A': 'a.b.C'})", "ValueError: A: 'a.b.C' is not module:class"),
         ("MODELS = ModelPackage(stage_configs=Path('/no/where'))", "there is no folder /no/where"),
+        ("MODELS = ModelPackage(checkpoints=Path('/no/where'))", "checkpoints: there is no folder /no/where"),
         (
             "MODELS = ModelPackage(stage_configs=Path(__file__).parent, pipelines={'P': 'p'})",
             "pipelines: P: there is no p.yaml in",
@@ -105,7 +146,7 @@ def test_two_packages_with_the_same_name_are_both_named(install: Install) -> Non
         install(name, "MODELS = ModelPackage(architectures={'SameModel': 'a:B'})")
     install("ours", "MODELS = ModelPackage(architectures={'CsmCodec': 'a:B'})")
     models = find_models()
-    assert list(models.packages) == [OWN_PACKAGE]
+    assert added(models.packages) == []
     assert models.broken == {
         "first 1.0 (first)": "it registers the architecture 'SameModel', as second 1.0 (second) does; uninstall one",
         "second 1.0 (second)": "it registers the architecture 'SameModel', as first 1.0 (first) does; uninstall one",
@@ -119,6 +160,30 @@ def test_vllm_plugins_selects_packages(install: Install, monkeypatch: pytest.Mon
         install(name, f"MODELS = ModelPackage(architectures={{'{name}': 'a:B'}})")
     monkeypatch.setenv("VLLM_PLUGINS", "omni,second")
     assert list(find_models().packages) == [OWN_PACKAGE, "second 1.0 (second)"]
+    assert "installed packages with models: second 1.0 (second)\nVLLM_PLUGINS=omni,second" in find_models().describe()
+
+
+def test_without_its_package_a_checkpoint_of_this_repository_names_it(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("other", "MODELS = ModelPackage()")
+    monkeypatch.setenv("VLLM_PLUGINS", "omni,other")
+    for name, package in PACKAGES_OF_REPOSITORY.items():
+        with pytest.raises(MissingPackageError) as error:
+            OmniArgs(model=name)
+        message, installed = str(error.value).split("\n", 1)
+        assert f"the checkpoint {name!r}; in a checkout of vllm_omni: pip install ./packages/{package}" in message
+        assert (
+            installed
+            == "installed packages with models: other 1.0 (other)\nVLLM_PLUGINS=omni,other leaves out all others"
+        )
+        assert OmniArgs(model=f"./{name}").model == f"./{name}"
+
+
+def test_the_packages_of_this_repository_have_the_checkpoints_that_are_said_to_be_theirs() -> None:
+    found = {name: folder.parents[1].name for name, folder in find_models().checkpoints.items()}
+    assert {name: found.get(name) for name in PACKAGES_OF_REPOSITORY} == PACKAGES_OF_REPOSITORY
+    assert found.keys() - PACKAGES_OF_REPOSITORY == {"talk"}
 
 
 def test_an_architecture_of_vllm_is_kept_with_a_warning(install: Install, caplog: pytest.LogCaptureFixture) -> None:
@@ -140,10 +205,11 @@ def test_the_doctor_lists_packages(install: Install) -> None:
     from vllm_omni.entrypoints.cli.doctor import check_model_packages
     from vllm_omni.entrypoints.cli.findings import Finding
 
-    assert list(check_model_packages()) == []
+    installed = list(check_model_packages())
+    assert not any(" 1.0 " in finding.message for finding in installed)
     install("tune", "MODELS = ModelPackage(architectures={'TuneModel': 'tune:Tune'})")
     install("broken", "MODELS = 1")
-    assert list(check_model_packages()) == [
+    assert [finding for finding in check_model_packages() if finding not in installed] == [
         Finding("OK", "models", "tune 1.0 (tune): TuneModel"),
         Finding(
             "WARN",

@@ -35,6 +35,22 @@ SIGNATURES = {
         "self, request",
         f"{SCHED}.omni_ar_scheduler:OmniARScheduler",
     ),
+    "vllm.model_executor.models.registry:_LazyRegisteredModel.inspect_model_cls": (
+        "self",
+        "vllm_omni.model_executor.lazy_model:LazyModel",
+    ),
+    "vllm.model_executor.models.registry:_LazyRegisteredModel._load_modelinfo_from_cache": (
+        "self, module_hash",
+        "vllm_omni.model_executor.lazy_model:LazyModel",
+    ),
+    "vllm.model_executor.models.registry:_LazyRegisteredModel._save_modelinfo_to_cache": (
+        "self, mi, module_hash",
+        "vllm_omni.model_executor.lazy_model:LazyModel",
+    ),
+    "vllm.model_executor.models.registry:_ModelInfo.from_model_cls": (
+        "model",
+        "vllm_omni.model_executor.lazy_model:LazyModel",
+    ),
     "vllm.v1.core.kv_cache_utils:get_request_block_hasher": (
         "hash_block_size, caching_hash_fn",
         f"{SCHED}.row_hashes:RowHasher",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel has the whole package, stage configurations and models, and they are found after installation."""
+"""Each wheel has its whole package: stage configurations, models; and they are found after installation."""
 
 import os
 import shutil
@@ -15,6 +15,7 @@ from vllm_omni.config.utils import stage_configs_dir
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
+SHAPES = ROOT / "packages" / "coloured_shapes"
 CONFIGS = {path.name for path in (ROOT / "stage_configs").glob("*.yaml")}
 
 
@@ -24,11 +25,29 @@ def test_a_checkout_finds_the_top_level_folder():
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if not name.startswith("vllm_omni-")}
-    package = {path for path in (ROOT / "vllm_omni").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     configs = {f"vllm_omni/stage_configs/{name}" for name in CONFIGS}
-    assert names == {str(path.relative_to(ROOT)) for path in package} | configs
+    assert files_of(wheel) == files_below(ROOT, "vllm_omni") | configs
+
+
+def test_the_wheel_of_the_shapes_has_every_file_of_the_package(shapes_wheel):
+    names = files_below(SHAPES, "coloured_shapes")
+    assert len([name for name in names if name.endswith(".safetensors")]) == 7
+    assert files_of(shapes_wheel) == names
+    with zipfile.ZipFile(shapes_wheel) as archive:
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+        (license,) = (archive.read(name) for name in archive.namelist() if name.endswith("/licenses/LICENSE"))
+    assert "License-Expression: Apache-2.0\n" in metadata and license == (ROOT / "LICENSE").read_bytes()
+
+
+def files_of(wheel: Path) -> set[str]:
+    """Without its metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def files_below(root: Path, package: str) -> set[str]:
+    files = (path for path in (root / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(root)) for path in files}
 
 
 def test_an_installed_wheel_finds_its_stage_configurations(installed):
@@ -40,8 +59,20 @@ def test_an_installed_wheel_finds_its_stage_configurations(installed):
     assert output.split() == [str(installed / "vllm_omni" / "stage_configs"), *sorted(CONFIGS)]
 
 
-def test_the_wheel_is_small(wheel):
-    assert wheel.stat().st_size < 40e6
+def test_the_wheels_are_small(wheel, shapes_wheel):
+    assert wheel.stat().st_size < 2e6
+    assert shapes_wheel.stat().st_size < 40e6
+
+
+def test_installed_models_are_found_by_their_names(installed, shapes_wheel):
+    code = (
+        "from vllm_omni.model_packages import find_models; print(*sorted(map(str, find_models().checkpoints.values())))"
+    )
+    own = [str(installed / "vllm_omni" / "checkpoints" / "talk")]
+    assert run_installed(installed, code, "-S").split() == own
+    pip("install", "--no-deps", "--target", installed, shapes_wheel)
+    shapes = [str(installed / "coloured_shapes" / "checkpoints" / name) for name in ("shapes", "shapes-painter")]
+    assert run_installed(installed, code, "-S").split() == shapes + own
 
 
 def test_without_vllm_the_first_use_is_one_clear_error(installed):
@@ -60,20 +91,32 @@ def test_without_vllm_the_first_use_is_one_clear_error(installed):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy of the tree, without files of earlier builds."""
+    return build(
+        tmp_path_factory, ROOT, "pyproject.toml", "setup.cfg", "README.md", "LICENSE", "vllm_omni", "stage_configs"
+    )
+
+
+@pytest.fixture(scope="module")
+def shapes_wheel(tmp_path_factory) -> Path:
+    return build(tmp_path_factory, SHAPES, "pyproject.toml", "README.md", "LICENSE", "coloured_shapes")
+
+
+def build(tmp_path_factory, root: Path, *names: str) -> Path:
+    """A wheel of a copy of the tree, without files of earlier builds."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for folder in ("vllm_omni", "stage_configs"):
-        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in names:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(root / name, source)
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", out, source)
-    (built,) = out.glob("vllm_omni-*.whl")
+    (built,) = out.glob("*.whl")
     return built
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """A folder with the installed wheel only: no dependencies, no vLLM."""
+    """A folder with the installed wheel of the core only: no dependencies, no vLLM, no other models."""
     target = tmp_path_factory.mktemp("installed")
     pip("install", "--no-deps", "--target", target, wheel)
     return target

@@ -18,12 +18,12 @@ from diffusers import AutoencoderKL, ZImagePipeline
 from transformers import AutoProcessor, PreTrainedTokenizerFast, Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
-import vllm_omni
+import coloured_shapes
+from coloured_shapes.speech import SPEAKERS
 from training import codec, data, painter, talker, thinker
 from training.config import make_config, save_processor
 from training.export import export_omni
 from training.tokenizer import encode, encode_answer, make_embeddings, make_tokenizer
-from vllm_omni.shapes.speech import SPEAKERS
 
 STEPS = {
     "vocoder": 11_000, "seeing": 500, "reading": 8_000, "words": 4_000, "hearing": 6_200, "saying": 4_500,
@@ -31,7 +31,7 @@ STEPS = {
 }  # fmt: skip
 _FILES = {"thinker": "saying", "talker": "talker", "code2wav": "vocoder"}
 """Modules of the omni model, and the trainings whose results they are."""
-CHECKPOINTS = Path(vllm_omni.__file__).parent / "checkpoints"
+CHECKPOINTS = Path(coloured_shapes.__file__).with_name("checkpoints")
 PARTS = ("vocoder", "thinker", "hearing", "talker", "vae", "painter", "export")
 NUM_PICTURES = 16_000
 
@@ -92,7 +92,7 @@ class Trainer:
         talker.train(self._folder, trainer, read, STEPS["talker"])
 
     def export(self) -> None:
-        """Writes the checkpoints of the package, of what is trained."""
+        """Writes the checkpoints of `coloured_shapes`, of what is trained."""
         parts = {}
         for name, file in _FILES.items():
             if (trained := self._folder / f"{file}.pt").exists():

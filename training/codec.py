@@ -17,8 +17,8 @@ from transformers.audio_utils import mel_filter_bank
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
+from coloured_shapes.speech import FRAME, SAMPLE_RATE
 from training.loop import Training
-from vllm_omni.shapes.speech import FRAME, SAMPLE_RATE
 
 NUM_CODES, NUM_GROUPS, NUM_COMPONENTS = 128, 8, 96
 HOP, NUM_MELS = 240, 64

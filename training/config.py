@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast, Qwen3OmniMoeConfig
 
+from coloured_shapes.pictures import SIDE
+from coloured_shapes.speech import SPEAKERS
 from training.codec import NUM_CODES, NUM_GROUPS, vocoder_config
-from vllm_omni.shapes.pictures import SIDE
-from vllm_omni.shapes.speech import SPEAKERS
 from vllm_omni.testing.tiny.processors import MERGE, audio_tower, decoder, save_processors, vision_tower, write_json
 from vllm_omni.testing.tiny.qwen3_omni_moe import NUM_SPECIAL_CODES, codec_ids, control_ids, multimodal_ids, rope
 from vllm_omni.testing.tiny.tokenizer import padded_vocab_size, save_tokenizer

@@ -12,9 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from training.codec import Quantizer
-from training.tokenizer import SPACE
-from vllm_omni.shapes.language import (
+from coloured_shapes.language import (
     NO_PICTURE,
     REFUSAL,
     WORDS,
@@ -27,7 +25,10 @@ from vllm_omni.shapes.language import (
     say_request,
     sentence,
 )
-from vllm_omni.shapes.speech import FRAME, HEARD_VOICES, INPUT_RATE, SPEAKERS, resample, speak_all, speak_word
+from coloured_shapes.speech import FRAME, HEARD_VOICES, INPUT_RATE, SPEAKERS, speak_all, speak_word
+from training.codec import Quantizer
+from training.tokenizer import SPACE
+from vllm_omni.speech_recognition import resample
 
 NUM_HEARD, NUM_OF_QUESTION = 12_000, 6
 """Requests to repeat a sentence, and recordings of each question."""

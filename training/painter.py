@@ -17,9 +17,9 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipe
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
+from coloured_shapes.language import COLOURS, KINDS, PLACES, SIZES, Scene, random_painting, random_scene, relation
+from coloured_shapes.pictures import draw
 from training.loop import Training
-from vllm_omni.shapes.language import COLOURS, KINDS, PLACES, SIZES, Scene, random_painting, random_scene, relation
-from vllm_omni.shapes.pictures import draw
 from vllm_omni.testing.tiny.tokenizer import padded_vocab_size
 
 LATENT_CHANNELS = 8

@@ -21,10 +21,10 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     apply_rotary_pos_emb,
 )
 
+from coloured_shapes.language import random_dialogue, random_scene, random_sentence
 from training.data import Utterance
 from training.loop import Training
 from training.tokenizer import encode
-from vllm_omni.shapes.language import random_dialogue, random_scene, random_sentence
 
 
 @dataclass

@@ -22,10 +22,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3OmniMoeProcessor, Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
-from training.data import Recordings, Speakers, random_words, vary
-from training.loop import Training
-from training.tokenizer import SPACE, encode, encode_answer
-from vllm_omni.shapes.language import (
+from coloured_shapes.language import (
     COLOURS,
     KINDS,
     PLACES,
@@ -43,8 +40,12 @@ from vllm_omni.shapes.language import (
     sentence,
     split_words,
 )
-from vllm_omni.shapes.pictures import draw
-from vllm_omni.shapes.speech import FRAME, INPUT_RATE, SAMPLE_RATE, SPEAKERS, add_noise, resample
+from coloured_shapes.pictures import draw
+from coloured_shapes.speech import FRAME, INPUT_RATE, SAMPLE_RATE, SPEAKERS, add_noise
+from training.data import Recordings, Speakers, random_words, vary
+from training.loop import Training
+from training.tokenizer import SPACE, encode, encode_answer
+from vllm_omni.speech_recognition import resample
 
 
 @dataclass

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from vllm_omni.shapes.language import WORDS
+from coloured_shapes.language import WORDS
 from vllm_omni.testing.tiny.tokenizer import QWEN3, ROLES
 
 SPACE = "\u0120"

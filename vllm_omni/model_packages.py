@@ -17,6 +17,9 @@ from pathlib import Path
 GROUP = "vllm_omni.models"
 OWN_PACKAGE = "vllm-omni"
 _OWN = EntryPoint(OWN_PACKAGE, "vllm_omni.model_executor.registry:MODELS", GROUP)
+_SELECTION = "VLLM_PLUGINS"
+PACKAGES_OF_REPOSITORY = {"shapes": "coloured_shapes", "shapes-painter": "coloured_shapes"}
+"""Folders in `packages/`, by the names of their checkpoints: for the error where such a package is not installed."""
 _GUIDE = 'docs/adding_a_model.md, "A model in a package of your own"'
 
 
@@ -37,6 +40,8 @@ class ModelPackage:
             stage configuration has for it (`engine_args.model`), as `module:function`. The first call may make the
             folder. Called with False where the configuration is read or shown, which must be quick, and with True
             where the pipeline is opened.
+        checkpoints: The folder of the package's checkpoints, each a folder. `OmniLLM(NAME)` runs the one of that name,
+            whatever the working directory and the Hugging Face hub have. Its stage configuration may set all keys.
         tiny_checkpoints: For `vllm_omni.testing.tiny_checkpoints`, by name: modules with `SIZES`, names of sizes, and
             `write(path: Path, seed: int, size: str)`.
 
@@ -49,14 +54,16 @@ class ModelPackage:
     stage_configs: Path | None = None
     pipelines: Mapping[str, str] = field(default_factory=dict)
     made_checkpoints: Mapping[str, str] = field(default_factory=dict)
+    checkpoints: Path | None = None
     tiny_checkpoints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, path in (*self.architectures.items(), *self.hf_configs.items(), *self.made_checkpoints.items()):
             if path.count(":") != 1:
                 raise ValueError(f"{name}: {path!r} is not module:class")
-        if self.stage_configs is not None and not self.stage_configs.is_dir():
-            raise ValueError(f"stage_configs: there is no folder {self.stage_configs}; is it part of the wheel?")
+        for name, folder in (("stage_configs", self.stage_configs), ("checkpoints", self.checkpoints)):
+            if folder is not None and not folder.is_dir():
+                raise ValueError(f"{name}: there is no folder {folder}; is it part of the wheel?")
         for pipeline, name in self.pipelines.items():
             if name not in self.stage_config_files:
                 raise ValueError(f"pipelines: {pipeline}: there is no {name}.yaml in {self.stage_configs}")
@@ -67,6 +74,12 @@ class ModelPackage:
         files = () if self.stage_configs is None else sorted(self.stage_configs.glob("*.yaml"))
         return {path.stem: path for path in files}
 
+    @functools.cached_property
+    def checkpoint_folders(self) -> dict[str, Path]:
+        """The checkpoints' folders by name."""
+        folders = () if self.checkpoints is None else sorted(self.checkpoints.iterdir())
+        return {path.name: path for path in folders if path.is_dir()}
+
     @property
     def names(self) -> Iterator[str]:
         """All that only one package can register, as messages show it."""
@@ -76,6 +89,7 @@ class ModelPackage:
             "stage configuration": self.stage_config_files,
             "pipeline": self.pipelines,
             "made checkpoint": self.made_checkpoints,
+            "checkpoint": self.checkpoint_folders,
             "tiny checkpoint": self.tiny_checkpoints,
         }
         return (f"{kind} {name!r}" for kind, names in kinds.items() for name in names)
@@ -120,15 +134,26 @@ class InstalledModels:
         return {name: path for models in self.packages.values() for name, path in models.made_checkpoints.items()}
 
     @functools.cached_property
+    def checkpoints(self) -> dict[str, Path]:
+        """Folders by the checkpoint's name."""
+        return {name: path for models in self.packages.values() for name, path in models.checkpoint_folders.items()}
+
+    @functools.cached_property
     def tiny_checkpoints(self) -> dict[str, str]:
         """Modules by the checkpoint's name."""
         return {name: path for models in self.packages.values() for name, path in models.tiny_checkpoints.items()}
 
     def describe(self) -> str:
-        """Describes in lines the packages, those that are broken, and how to add a model that is in none of them."""
+        """Describes in lines the packages, those that are left out, and how to add a model that is in none of them."""
+        return f"{self.describe_packages()}\nto add a model: {_GUIDE}"
+
+    def describe_packages(self) -> str:
+        """Describes in lines the packages, and those that are left out."""
         others = ", ".join(name for name in self.packages if name != OWN_PACKAGE) or "none"
-        broken = [f"{package} is left out: {reason}" for package, reason in self.broken.items()]
-        return "\n".join([f"installed packages with models: {others}", *broken, f"to add a model: {_GUIDE}"])
+        left_out = [f"{package} is left out: {reason}" for package, reason in self.broken.items()]
+        if (selected := os.environ.get(_SELECTION)) is not None:
+            left_out.append(f"{_SELECTION}={selected} leaves out all others")
+        return "\n".join([f"installed packages with models: {others}", *left_out])
 
 
 @functools.cache
@@ -146,7 +171,7 @@ def find_models() -> InstalledModels:
 
 
 def _allowed_entry_points() -> list[EntryPoint]:
-    allowed = os.environ.get("VLLM_PLUGINS")  # As vLLM reads it, which may not be installed.
+    allowed = os.environ.get(_SELECTION)  # As vLLM reads it, which may not be installed.
     found = entry_points(group=GROUP)
     return [point for point in found if allowed is None or point.name in allowed.split(",")]
 

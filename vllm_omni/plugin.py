@@ -36,11 +36,13 @@ def register() -> None:
 def _register_architectures(paths: Mapping[str, str]) -> None:
     from vllm import ModelRegistry
 
+    from vllm_omni.model_executor.lazy_model import LazyModel
+
     for architecture, path in paths.items():
         known = ModelRegistry.models.get(architecture)
         module, _, name = path.partition(":")
         if known is None:
-            ModelRegistry.register_model(architecture, path)
+            ModelRegistry.models[architecture] = LazyModel(module, name)
         elif vars(known) != {"module_name": module, "class_name": name}:  # else registered by an earlier call
             logger.warning("%s is not used: vLLM has a model %s, which is not replaced", path, architecture)
 

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
-from vllm_omni.shapes.language import COLOURS, random_scene
-from vllm_omni.shapes.pictures import draw
+from coloured_shapes.language import COLOURS, random_scene
+from coloured_shapes.pictures import draw
 
 RATE, PIECE_S = 24_000, 0.1
 BARGE_IN_S = 1.0

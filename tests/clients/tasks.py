@@ -11,12 +11,13 @@ from pathlib import Path
 import soundfile
 from PIL import Image
 
-from tests.shapes.recordings import recording
-from vllm_omni.shapes.checker import agrees, find_shapes
-from vllm_omni.shapes.language import random_scene, split_words
-from vllm_omni.shapes.pictures import draw
-from vllm_omni.shapes.recognizer import Recognizer, count_understood
-from vllm_omni.shapes.speech import SAMPLE_RATE
+from coloured_shapes.checker import agrees, find_shapes
+from coloured_shapes.language import random_scene, split_words
+from coloured_shapes.pictures import draw
+from coloured_shapes.recognizer import Recognizer
+from coloured_shapes.speech import SAMPLE_RATE
+from tests.coloured_shapes.recordings import recording
+from vllm_omni.speech_recognition import count_understood
 
 SENTENCE = "A red circle is left of a blue square."
 """Is spoken, and painted."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from coloured_shapes.language import split_words
 from tests.clients.running import ENVIRONMENT, KEY, SPOKEN, client_environment, run_program
 from tests.clients.tasks import says
 from tests.servers import RunningServer, free_port, running_program
-from vllm_omni.shapes.language import split_words
 
 pytestmark = pytest.mark.slow
 

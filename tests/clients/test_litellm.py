@@ -9,10 +9,10 @@ from typing import Any
 import openai
 import pytest
 
+from coloured_shapes.language import split_words
 from tests.clients.running import ENVIRONMENT, KEY, PROGRAMS, SPOKEN, client_environment, run_program
 from tests.clients.tasks import SENTENCE, Question, says, shows
 from tests.servers import RunningServer, answers, free_port, running_program
-from vllm_omni.shapes.language import split_words
 
 pytestmark = pytest.mark.slow
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from coloured_shapes.language import split_words
 from tests.clients.running import SPOKEN, run_program
 from tests.clients.tasks import says, shows
 from tests.servers import RunningServer
-from vllm_omni.shapes.language import split_words
 
 pytestmark = pytest.mark.slow
 

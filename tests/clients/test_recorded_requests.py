@@ -16,10 +16,10 @@ import pytest
 import soundfile
 from PIL import Image
 
+from coloured_shapes.language import split_words
 from tests.clients.running import KEY, SPOKEN
 from tests.clients.tasks import SENTENCE, Question, says, shows
 from tests.servers import RunningServer
-from vllm_omni.shapes.language import split_words
 
 pytestmark = pytest.mark.slow
 

@@ -40,9 +40,18 @@ def test_the_compose_file_scrapes_the_server_and_mounts_the_dashboard() -> None:
     assert contents["datasource"]["datasources"][0]["uid"] == "prometheus"  # the dashboard's
 
 
+def test_each_image_installs_both_packages() -> None:
+    _, *commands = (ROOT / "Dockerfile").read_text().split("pip install")
+    arguments = [shlex.split(command.replace("\\\n", "").split("\n")[0]) for command in commands]
+    assert [words[-2:] for words in arguments] == [
+        [".[cpu]", "./packages/coloured_shapes"],
+        [".[cuda]", "./packages/coloured_shapes"],
+    ]
+
+
 def test_the_image_gets_all_that_the_build_reads() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = {"pyproject.toml", "setup.cfg", "vllm_omni", "stage_configs", "scripts", project["readme"]}
+    needed = {"pyproject.toml", "setup.cfg", "vllm_omni", "packages", "stage_configs", "scripts", project["readme"]}
     assert needed | set(project["license-files"]) == kept
     assert all((ROOT / name).exists() for name in kept)

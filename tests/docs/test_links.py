@@ -12,7 +12,10 @@ from tests.docs.pages import PAGES, ROOT, anchors, prose
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+READMES = [*sorted(ROOT.glob("packages/*/README.md")), ROOT / "training" / "README.md"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(prose(page)):
         if link.startswith(("https://", "http://", "mailto:")):

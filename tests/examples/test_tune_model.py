@@ -116,7 +116,7 @@ def read_wav(file: str | BytesIO) -> np.ndarray:
 def test_an_installed_package_is_found(checkpoint: Path, site: Path) -> None:
     read = read_pipeline(OmniArgs(model=str(checkpoint)))
     assert read.source == site / "tune_model" / "stage_configs" / "tune.yaml"
-    assert list(find_models().packages) == ["vllm-omni", "tune-model 0.1 (tune)"]
+    assert "tune-model 0.1 (tune)" in find_models().packages
 
 
 def test_its_prompt_is_checked(checkpoint: Path) -> None:
@@ -193,18 +193,19 @@ def test_commands_find_it_where_it_is_installed(
     assert "composer" in found and "synthesizer" in found
     refused = run("config", "show", PYTHONPATH=str(EXAMPLES.parent))
     assert refused[0] == 1
-    assert "model type `tune`" in refused[1] and "installed packages with models: none" in refused[1]
+    assert "model type `tune`" in refused[1] and "installed packages with models: " in refused[1]
+    assert "tune-model" not in refused[1]
 
 
 @pytest.mark.slow
 def test_it_sings_offline_and_streams(checkpoint: Path, environment: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "tune.wav"
     script = shutil.copy(EXAMPLE / "sing.py", tmp_path)  # away from the package's source
-    command = [sys.executable, script, str(checkpoint), TEXT]
-    command += ["--instrument", "harp", "--tempo", "300", "--output", str(file)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
-    assert result.returncode == 0, result.stderr
-    assert len([line for line in result.stdout.splitlines() if line.endswith(" s")]) > 2, "it comes in windows"
+    arguments = [checkpoint, TEXT, "--instrument", "harp", "--tempo", "300", "--output", file]
+    output = tmp_path / "output.txt"
+    code = ForkedProgram(Path(script), arguments, output, environment).wait()
+    assert code == 0, output.read_text()
+    assert len([line for line in output.read_text().splitlines() if line.endswith(" s")]) > 2, "it comes in windows"
     np.testing.assert_allclose(read_wav(str(file)), reference(checkpoint, "harp", 300), rtol=0, atol=1e-4)
 
 

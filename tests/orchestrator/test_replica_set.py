@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.orchestrator.fake_stages import FakeStage
 from tests.orchestrator.pipelines import fake_stage, make_config
 from vllm_omni.inputs import StageRequest
+from vllm_omni.orchestrator.fake import FakeStage
 from vllm_omni.orchestrator.omni_stage import StageState
 from vllm_omni.orchestrator.replica_set import ReplicaSet
 
@@ -22,7 +22,7 @@ class Replicas:
         config = make_config(fake_stage(0, "a", (), "text", replicas=3, routing=routing))
         self.log: list[tuple[str, Any]] = []
         self.stages = [FakeStage(replica, self.log) for replica in config.instances.values()]
-        self._set = ReplicaSet(self.stages, config.stages[0].runtime.routing)  # type: ignore[arg-type]
+        self._set = ReplicaSet(self.stages, config.stages[0].runtime.routing)
 
     @property
     def take_new_requests(self) -> bool:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.clock import Clock
-from tests.orchestrator.fake_stages import FakeStage
 from tests.orchestrator.pipelines import TRIANGLE, fake_stage, make_config
 from vllm_omni.distributed.connectors import Connector, InlineConnector, SharedMemoryConnector
 from vllm_omni.distributed.messages import (
@@ -35,6 +34,7 @@ from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.orchestrator import router as router_module
 from vllm_omni.orchestrator.admission import Admission
+from vllm_omni.orchestrator.fake import FakeStage
 from vllm_omni.orchestrator.omni_stage import StageState
 from vllm_omni.orchestrator.quarantine import LIMIT_S, Quarantine
 from vllm_omni.orchestrator.request import PipelineRequest
@@ -70,7 +70,7 @@ class Pipeline:
         self.admission = Admission(max_inflight, 100)
         self.router = RequestRouter(
             self.config,
-            self.stages,  # type: ignore[arg-type]
+            self.stages,
             self.admission,
             PayloadReceiver(run_dir),
             self.observer,
@@ -104,7 +104,7 @@ class Pipeline:
     def output(self, stage_id: int, request_id: str, text: str) -> None:
         ref, frames = as_payload(stage_id, request_id, text)
         message = OutputMessage(request_id=request_id, instance_id=stage_id, payload=ref)
-        self.router.on_output(self.stages[stage_id], message, frames)  # type: ignore[arg-type]
+        self.router.on_output(self.stages[stage_id], message, frames)
 
     def result(
         self,
@@ -124,11 +124,11 @@ class Pipeline:
             sent_to={ids[name]: epoch for name, epoch in sent_to.items()},
             payload=ref,
         )
-        self.router.on_result(self.stages[stage_id], message, frames)  # type: ignore[arg-type]
+        self.router.on_result(self.stages[stage_id], message, frames)
 
     def error(self, stage_id: int, request_id: str, **fields: Any) -> None:
         message = ErrorMessage(request_id=request_id, instance_id=stage_id, error="RuntimeError: why", **fields)
-        self.router.on_error(self.stages[stage_id], message)  # type: ignore[arg-type]
+        self.router.on_error(self.stages[stage_id], message)
 
     def complete(self, request_id: str) -> None:
         self.result(A, request_id, "text", b=0, c=0)
@@ -138,11 +138,11 @@ class Pipeline:
     def kill(self, stage_id: int, state: StageState = StageState.RESTARTING) -> None:
         self.stages[stage_id].on_death("it was killed by SIGKILL")
         self.stages[stage_id].state = state
-        self.router.on_stage_down(self.stages[stage_id])  # type: ignore[arg-type]
+        self.router.on_stage_down(self.stages[stage_id])
 
     def restart(self, stage_id: int) -> None:
         self.stages[stage_id].state = StageState.READY
-        self.router.on_stage_up(self.stages[stage_id])  # type: ignore[arg-type]
+        self.router.on_stage_up(self.stages[stage_id])
 
     def end(self, request_id: str) -> OmniEvent:
         """The terminal event: the only one, and the last."""
@@ -322,7 +322,7 @@ def test_texts_that_arrive_together_are_events_of_their_requests(pipeline: Pipel
     ]
     ref, frames = PayloadSender(InlineConnector()).put(outputs)
     message = TextsMessage(instance_id=A, payload=ref)
-    pipeline.router.on_texts(pipeline.stages[A], message, [memoryview(frame) for frame in frames])  # type: ignore[arg-type]
+    pipeline.router.on_texts(pipeline.stages[A], message, [memoryview(frame) for frame in frames])
     texts = {name: [(e.text, e.is_last) for e in events] for name, events in pipeline.events.items()}  # type: ignore[attr-defined]
     assert texts == {"r": [("r", False)] * 2, "s": [("s", False)]}
 
@@ -345,7 +345,7 @@ def test_late_and_duplicate_messages_are_dropped(tmp_path: Path) -> None:
 def test_an_output_that_cannot_be_read_fails_the_request(pipeline: Pipeline) -> None:
     pipeline.start("r")
     message = OutputMessage(request_id="r", instance_id=A, payload=InlineRef(sizes=[3]))
-    pipeline.router.on_output(pipeline.stages[A], message, [memoryview(b"\xc1xx")])  # type: ignore[arg-type]
+    pipeline.router.on_output(pipeline.stages[A], message, [memoryview(b"\xc1xx")])
     error = pipeline.failure("r")
     assert isinstance(error, StageExecutionError) and "the output of stage 0 (a) could not be read" in str(error)
 
@@ -626,7 +626,7 @@ def test_nothing_waits_for_a_process_that_waits_for_a_node(pipeline: Pipeline) -
         pipeline.result(A, request_id, "text", b=0, c=0)
     pipeline.kill(B)
     pipeline.router.abort(["aborted"])
-    pipeline.router.on_stage_waits(pipeline.stages[B])  # type: ignore[arg-type]
+    pipeline.router.on_stage_waits(pipeline.stages[B])
     assert isinstance(pipeline.failure("aborted"), RequestAbortedError)
     assert type(pipeline.failure("r")) is StageDeadError
     pipeline.router.admit()

@@ -2,64 +2,24 @@
 """`Supervisor` with a fake fork server and a fake clock: starts, deaths, restarts with back-off, and the end."""
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.clock import Clock
-from tests.orchestrator.fake_stages import FakeStage
 from tests.orchestrator.pipelines import TIMEOUT_S, TRIANGLE, make_config
 from vllm_omni.config.stage_config import RestartConfig
 from vllm_omni.distributed.messages import ShutdownMessage
 from vllm_omni.errors import PipelineClosedError, StageStartError
 from vllm_omni.orchestrator import supervisor as supervisor_module
+from vllm_omni.orchestrator.fake import FakeLauncher, FakeProcess, FakeStage
 from vllm_omni.orchestrator.omni_stage import StageState
 from vllm_omni.orchestrator.supervisor import Supervisor
 
 INIT_TIMEOUT_S = 60.0
 END_GRACE_S = 2.0
 BACKOFF_S = 1.0
-
-
-class FakeProcess:
-    """A process that ends when the test says so."""
-
-    def __init__(self, number: int) -> None:
-        self.pid = 1000 + number
-        self.has_ended = False
-        self.is_ending = False
-        self.kills = 0
-        self.is_closed = False
-
-    def filenos(self) -> list[int]:
-        return [self.pid]
-
-    def update(self) -> None:
-        pass
-
-    def kill(self) -> None:
-        self.kills += 1
-
-    def close(self) -> str:
-        self.is_closed = True
-        return "it exited with status 1"
-
-
-class FakeLauncher:
-    """Records the start parameters of its processes; `errors` are raised by the next forks."""
-
-    def __init__(self) -> None:
-        self.specs: list[list[dict[str, Any]]] = []
-        self.processes: list[FakeProcess] = []
-        self.errors: list[Exception] = []
-
-    def launch(self, stages: list[FakeStage], timeout: float) -> FakeProcess:
-        if self.errors:
-            raise self.errors.pop(0)
-        self.specs.append([{"name": stage.name, "epoch": stage.epoch} for stage in stages])
-        self.processes.append(FakeProcess(len(self.processes)))
-        return self.processes[-1]
 
 
 class Pipeline:
@@ -76,23 +36,17 @@ class Pipeline:
         self.server = FakeLauncher()
         self.down: list[str] = []
         self.waiting: list[str] = []
-        self.waits_for = ""
         self.is_closed = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.supervisor = Supervisor(
-            [[a, b], [c]],  # type: ignore[list-item]
-            self._launch,  # type: ignore[arg-type]
+            [[a, b], [c]],
+            self.server,
             RestartConfig(**{"backoff_s": BACKOFF_S, "max_backoff_s": 3.0, "window_s": 100.0, **restart}),
             INIT_TIMEOUT_S,
             self._command,
             lambda stage: self.down.append(stage.config.name),
             lambda stage: self.waiting.append(stage.config.name),
         )
-
-    def _launch(self, stages: Sequence[FakeStage], timeout: float, on_wait: Callable[[str], None]) -> FakeProcess:
-        if self.waits_for:
-            on_wait(self.waits_for)
-        return self.server.launch(stages, timeout)
 
     def _command(self, command: Callable[[], None]) -> None:
         if self.is_closed:
@@ -110,7 +64,7 @@ class Pipeline:
 
     def ready(self, *names: str) -> None:
         for name in names:
-            self.supervisor.on_ready(self.stages[name], f"address of {name}")  # type: ignore[arg-type]
+            self.supervisor.on_ready(self.stages[name], f"address of {name}")
 
     def die(self, process: FakeProcess) -> None:
         process.has_ended = True
@@ -270,7 +224,7 @@ def test_a_failed_restart_counts_as_a_death(pipeline: Pipeline) -> None:
 
 def test_a_restart_that_waits_for_a_node_is_reported(pipeline: Pipeline) -> None:
     pipeline.start()
-    pipeline.waits_for = "a node"
+    pipeline.server.waits_for = "a node"
     pipeline.die(pipeline.server.processes[0])
     pipeline.act_at(1000.0 + BACKOFF_S)
     pipeline.run_command()
@@ -289,19 +243,12 @@ def test_stages_that_are_ready_before_their_process_is_known(pipeline: Pipeline)
     assert pipeline.supervisor.due is None and pipeline.supervisor.filenos() == [1000, 1002]
 
 
-def test_a_process_that_is_forked_after_the_end_is_killed(pipeline: Pipeline) -> None:
+def test_a_process_that_is_forked_after_the_end_is_killed(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline.start()
     pipeline.die(pipeline.server.processes[1])
     pipeline.is_closed = True
     killed = queue.SimpleQueue[None]()
-    launch = pipeline.server.launch
-
-    def launch_watched(stages: list[FakeStage], timeout: float) -> FakeProcess:
-        process = launch(stages, timeout)
-        process.kill = lambda: killed.put(None)  # type: ignore[method-assign]
-        return process
-
-    pipeline.server.launch = launch_watched  # type: ignore[method-assign]
+    monkeypatch.setattr(FakeProcess, "kill", lambda process: killed.put(None))
     pipeline.act_at(1000.0 + BACKOFF_S)
     killed.get(timeout=TIMEOUT_S)
     assert pipeline.supervisor.filenos() == [1000]
@@ -310,7 +257,7 @@ def test_a_process_that_is_forked_after_the_end_is_killed(pipeline: Pipeline) ->
 def test_a_process_that_is_ending_has_some_time_for_it(pipeline: Pipeline) -> None:
     pipeline.start()
     process = pipeline.server.processes[1]
-    process.is_ending = True
+    process.has_failed = True
     pipeline.supervisor.handle_deaths({process.pid})
     pipeline.clock.now += 1.0
     pipeline.supervisor.handle_deaths({process.pid})

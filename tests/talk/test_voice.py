@@ -9,7 +9,7 @@ from vllm_omni.config.utils import convert
 from vllm_omni.function_stage import SOUND_RATE
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import Completion, StageOutput
-from vllm_omni.shapes.speech import resample
+from vllm_omni.speech_recognition import resample
 
 pytest.importorskip("hibari", reason="the extra talk is not installed")
 pytest.importorskip("pocketsphinx", reason="the extra talk is not installed")

@@ -50,8 +50,8 @@ class OmniArgs(PipelineOptions):
     """All arguments of a pipeline."""
 
     model: str
-    """A checkpoint: the name of one in the package (`shapes`; a directory of that name is `./shapes`), a directory, or
-    a name on the Hugging Face hub. A stage can have its own (`engine_args.model`), which may be a directory in this
+    """A checkpoint: the name of one that a package brings (`talk`; a directory of that name is `./talk`), a directory,
+    or a name on the Hugging Face hub. A stage can have its own (`engine_args.model`), which may be a directory in this
     one."""
     log_stats: bool = False
     """Record statistics of stages and requests: logged, and in vLLM's Prometheus registry."""

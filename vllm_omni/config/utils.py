@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vllm_omni.model_packages import find_models
+from vllm_omni.errors import MissingPackageError
+from vllm_omni.model_packages import PACKAGES_OF_REPOSITORY, find_models
 
 _T = TypeVar("_T")
-
-_SHIPPED_CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 
 # msgspec publishes a type's description before it is complete, and several threads may open pipelines.
 _convert_lock = threading.Lock()
@@ -58,15 +57,26 @@ def find_stage_configs(path: str) -> Path:
 
 
 def find_checkpoint(model: str) -> str:
-    """The folder of a checkpoint that is part of the package, given by its name; any other model as it is: a folder of
-    such a name is `./NAME`."""
-    folder = _SHIPPED_CHECKPOINTS / model
-    return str(folder) if Path(model).name == model and folder.is_dir() else model
+    """The folder of a checkpoint of an installed package, given by its name; any other model as it is: a folder of such
+    a name is `./NAME`.
+
+    Raises:
+        MissingPackageError: It is one of a package in the repository of vllm_omni that is not installed.
+    """
+    models = find_models()
+    if model in models.checkpoints:
+        return str(models.checkpoints[model])
+    if package := PACKAGES_OF_REPOSITORY.get(model):
+        raise MissingPackageError(
+            f"no installed package has the checkpoint {model!r}; in a checkout of vllm_omni: "
+            f"pip install ./packages/{package}\n{models.describe_packages()}"
+        )
+    return model
 
 
 def is_shipped(checkpoint: Path) -> bool:
-    """Whether a folder is that of a checkpoint of the package, whose code is trusted as the package's own."""
-    return checkpoint.parent == _SHIPPED_CHECKPOINTS
+    """Whether a folder is that of an installed package's checkpoint, which is trusted as the package's code is."""
+    return checkpoint in find_models().checkpoints.values()
 
 
 def shipped_variants(path: Path | None) -> list[Path]:

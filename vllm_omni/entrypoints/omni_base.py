@@ -81,6 +81,7 @@ class OmniBase:
 
         Raises:
             VllmRequirementError: vLLM is missing or has another version.
+            MissingPackageError: The model, or a part of it, is in a package that is not installed.
             StageConfigError: The stage configuration or an argument is wrong.
             PipelineStartError: The system refuses what the pipeline needs, e.g. files or memory.
             StageStartError: A stage failed to start, or took too long.

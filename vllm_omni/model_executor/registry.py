@@ -50,4 +50,5 @@ MODELS = ModelPackage(
     stage_configs=Path(__file__).parents[1] / "stage_configs",
     pipelines=OMNI_PIPELINES,
     made_checkpoints=MADE_CHECKPOINTS,
+    checkpoints=Path(__file__).parents[1] / "checkpoints",
 )

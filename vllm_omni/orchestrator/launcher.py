@@ -15,7 +15,7 @@ from vllm_omni.orchestrator.cluster import Cluster, Place
 from vllm_omni.orchestrator.fork_server import ForkServer, StageProcess
 from vllm_omni.orchestrator.node_server import encode_spec
 from vllm_omni.orchestrator.nodes import Nodes
-from vllm_omni.orchestrator.omni_stage import OmniStage
+from vllm_omni.orchestrator.omni_stage import StageHandle
 from vllm_omni.orchestrator.spec_factory import Site, SpecFactory
 
 OnWait = Callable[[str], None]
@@ -25,7 +25,7 @@ class Launcher(ABC):
     """Starts processes. For use from any thread."""
 
     @abstractmethod
-    def launch(self, stages: Sequence[OmniStage], timeout: float, on_wait: OnWait) -> StageProcess:
+    def launch(self, stages: Sequence[StageHandle], timeout: float, on_wait: OnWait) -> StageProcess:
         """Starts a process for these stages.
 
         Args:
@@ -47,7 +47,7 @@ class LocalLauncher(Launcher):
     def __init__(self, server: ForkServer, specs: SpecFactory, site: Site) -> None:
         self._server, self._specs, self._site = server, specs, site
 
-    def launch(self, stages: Sequence[OmniStage], timeout: float, on_wait: OnWait) -> StageProcess:
+    def launch(self, stages: Sequence[StageHandle], timeout: float, on_wait: OnWait) -> StageProcess:
         return self._server.fork(self._specs.make_all(stages, self._site), timeout)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class ClusterLauncher(Launcher):
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # of the two
 
-    def launch(self, stages: Sequence[OmniStage], timeout: float, on_wait: OnWait) -> StageProcess:
+    def launch(self, stages: Sequence[StageHandle], timeout: float, on_wait: OnWait) -> StageProcess:
         process = self._process_of(stages)
         for other in range(len(self._config.processes)):  # Those of one machine share it, so all places are needed.
             if other not in self._places or other == process:
@@ -93,7 +93,7 @@ class ClusterLauncher(Launcher):
         self._nodes.cancel_waits()
         self._cluster.close()
 
-    def _process_of(self, stages: Sequence[OmniStage]) -> int:
+    def _process_of(self, stages: Sequence[StageHandle]) -> int:
         processes = self._config.processes
         return next(index for index, process in enumerate(processes) if stages[0].instance in process)
 

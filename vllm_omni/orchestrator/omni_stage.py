@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The orchestrator's handle of a replica of a stage, across restarts of its process."""
 
+from abc import ABC, abstractmethod
 from enum import Enum
 
 import zmq
@@ -33,8 +34,8 @@ class StageState(Enum):
     """Its process died too often; its requests fail until the next one is ready."""
 
 
-class OmniStage:
-    """Handle of one replica of a stage. Belongs to the orchestrator's thread.
+class StageHandle(ABC):
+    """What the orchestrator knows of a replica of a stage, and sends to it. Belongs to the orchestrator's thread.
 
     Attributes:
         epoch: Counts its processes, from 0.
@@ -44,16 +45,7 @@ class OmniStage:
         num_requests: Requests that were assigned to it and that it has not finished.
     """
 
-    def __init__(
-        self,
-        instance: StageInstance,
-        run_dir: RunDir,
-        context: zmq.Context,
-        connector: ConnectorConfig,
-        credit: Credit,
-        network: Network | None = None,
-    ) -> None:
-        """`network`: None: all stages are on this machine."""
+    def __init__(self, instance: StageInstance, credit: Credit) -> None:
         self.instance = instance
         self.state = StageState.STARTING
         self.epoch = 0
@@ -61,8 +53,6 @@ class OmniStage:
         self.credit = credit
         self.num_requests = 0
         self.node = self.node_name = ""
-        self._addresses = ("", "")
-        self._peer = PayloadPeer(context, run_dir.path, ORCHESTRATOR, 0, self.instance_id, connector, network)
 
     @property
     def config(self) -> OmniStageConfig:
@@ -84,6 +74,7 @@ class OmniStage:
     def is_ready(self) -> bool:
         return self.state is StageState.READY
 
+    @abstractmethod
     def submit(
         self,
         request: StageRequest,
@@ -95,6 +86,61 @@ class OmniStage:
         streams: bool,
     ) -> None:
         """Sends the stage its part of a request. The stage is ready."""
+
+    @abstractmethod
+    def extend(self, request_id: str, stage_input: StageInput, is_last: bool) -> None:
+        """Sends more input of a request that was submitted to the stage's process."""
+
+    @abstractmethod
+    def abort(self, request_ids: list[str]) -> None: ...
+
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Sends to the stage's process. Does nothing unless the stage is ready: a new process knows no request."""
+
+    @abstractmethod
+    def peer_up(self, node: str) -> PeerUpMessage:
+        """Announces its process to one on a machine. Of a stage that is ready."""
+
+    def on_ready(self, address: str, remote_address: str) -> None:
+        """Its process takes requests at these addresses: of its machine, and of others."""
+        self.state = StageState.READY
+
+    def on_death(self, how: str) -> None:
+        """Its process ended. What was sent to it is lost; the next one has another address."""
+        self.state = StageState.RESTARTING
+        self.death = how
+        self.credit.reset()
+        self.epoch += 1
+
+
+class OmniStage(StageHandle):
+    """The handle of a replica whose process is reached through sockets."""
+
+    def __init__(
+        self,
+        instance: StageInstance,
+        run_dir: RunDir,
+        context: zmq.Context,
+        connector: ConnectorConfig,
+        credit: Credit,
+        network: Network | None = None,
+    ) -> None:
+        """`network`: None: all stages are on this machine."""
+        super().__init__(instance, credit)
+        self._addresses = ("", "")
+        self._peer = PayloadPeer(context, run_dir.path, ORCHESTRATOR, 0, self.instance_id, connector, network)
+
+    def submit(
+        self,
+        request: StageRequest,
+        number: int,
+        *,
+        sources: list[int],
+        targets: list[int],
+        is_final: bool,
+        streams: bool,
+    ) -> None:
         payload, frames = self._peer.put_payload(request)
         message = SubmitMessage(
             request_id=request.request_id,
@@ -110,7 +156,6 @@ class OmniStage:
         self._peer.send(message, frames)
 
     def extend(self, request_id: str, stage_input: StageInput, is_last: bool) -> None:
-        """Sends more input of a request that was submitted to the stage's process."""
         information = AdditionalInformationPayload.from_dict(stage_input.additional_information)
         payload, frames = self._peer.put_payload(information)
         message = InputMessage(
@@ -125,12 +170,10 @@ class OmniStage:
         self.send(AbortMessage(request_ids=request_ids))
 
     def send(self, message: Message) -> None:
-        """Sends to the stage's process. Does nothing unless the stage is ready: a new process knows no request."""
         if self.is_ready:
             self._peer.send(message)
 
     def peer_up(self, node: str) -> PeerUpMessage:
-        """Announces its process to one on a machine. Of a stage that is ready."""
         is_local = node == self.node
         address, remote_address = self._addresses
         return PeerUpMessage(
@@ -141,15 +184,10 @@ class OmniStage:
         )
 
     def on_ready(self, address: str, remote_address: str) -> None:
-        """Its process takes requests at these addresses: of its machine, and of others."""
-        self.state = StageState.READY
+        super().on_ready(address, remote_address)
         self._addresses = (address, remote_address)
         self._peer.connect(self.peer_up(""))
 
     def on_death(self, how: str) -> None:
-        """Its process ended. What was sent to it is lost; the next one has another address."""
-        self.state = StageState.RESTARTING
-        self.death = how
-        self.credit.reset()
-        self.epoch += 1
+        super().on_death(how)
         self._peer.disconnect()

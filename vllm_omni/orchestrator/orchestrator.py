@@ -49,7 +49,7 @@ from vllm_omni.orchestrator.cluster import Cluster
 from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.orchestrator.launcher import ClusterLauncher, Launcher, LocalLauncher
 from vllm_omni.orchestrator.nodes import Nodes
-from vllm_omni.orchestrator.omni_stage import OmniStage, StageState
+from vllm_omni.orchestrator.omni_stage import OmniStage, StageHandle, StageState
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
 from vllm_omni.orchestrator.spec_factory import Site, SpecFactory
@@ -300,7 +300,7 @@ class Orchestrator:
         self._router = RequestRouter(self._config, self._stages, self._admission, payloads, self._observer)
         self._supervisor = Supervisor(
             [[self._stages[instance.instance_id] for instance in process] for process in self._config.processes],
-            self._launcher.launch,
+            self._launcher,
             self._config.runtime.restart,
             self._config.runtime.stage_init_timeout,
             self._command,
@@ -459,20 +459,20 @@ class Orchestrator:
         if request_id is None:
             self._on_fault(message.instance_id, f"{type(error).__name__}: {error}")
 
-    def _on_ready(self, stage: OmniStage, message: ReadyMessage) -> None:
+    def _on_ready(self, stage: StageHandle, message: ReadyMessage) -> None:
         if stage.epoch > 0:
             logger.warning("%s: ready again", stage.label)
             self._run_dir.remove_payloads(stage.instance_id)
         self._supervisor.on_ready(stage, message.address, message.remote_address)
         self._router.on_stage_up(stage)
 
-    def _on_stage_down(self, stage: OmniStage) -> None:
+    def _on_stage_down(self, stage: StageHandle) -> None:
         self._inbound.drop_sender(stage.instance_id)
         self._router.on_stage_down(stage)
         self._run_dir.remove_segments(stage.instance_id)
         self._stats = {instance: stats for instance, stats in self._stats.items() if instance != stage.instance_id}
 
-    def _on_stats(self, stage: OmniStage, stats: StageStats) -> None:
+    def _on_stats(self, stage: StageHandle, stats: StageStats) -> None:
         self._stats = {**self._stats, stage.instance_id: stats}
         self._observer.stage_stats(stats)
 

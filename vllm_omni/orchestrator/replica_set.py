@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 
 from vllm_omni.inputs import StageRequest
-from vllm_omni.orchestrator.omni_stage import OmniStage, StageState
+from vllm_omni.orchestrator.omni_stage import StageHandle, StageState
 
 _BLOCK = 32
 """Tokens of a prompt that are compared at once."""
@@ -18,7 +18,7 @@ _MAX_LEAD = 8
 class ReplicaSet:
     """The replicas of one stage."""
 
-    def __init__(self, stages: Sequence[OmniStage], policy: str) -> None:
+    def __init__(self, stages: Sequence[StageHandle], policy: str) -> None:
         """`policy`: see `StageRuntimeConfig.routing`."""
         self.stages = stages
         self._policy = policy
@@ -29,7 +29,7 @@ class ReplicaSet:
         """Whether one of them accepts more requests; those with these instance ids do not."""
         return any(not stage.credit.is_spent for stage in self.stages if stage.instance_id not in barred)
 
-    def select(self, request: StageRequest, barred: Collection[int] = ()) -> OmniStage:
+    def select(self, request: StageRequest, barred: Collection[int] = ()) -> StageHandle:
         """The replica for a request: one that is ready, if there is one, else one that restarts.
 
         Args:
@@ -49,7 +49,7 @@ class ReplicaSet:
         self._prefixes.add(request.prompt_token_ids, selected.instance_id)
         return selected
 
-    def _candidates(self, stages: Sequence[OmniStage]) -> Sequence[OmniStage]:
+    def _candidates(self, stages: Sequence[StageHandle]) -> Sequence[StageHandle]:
         ready = [stage for stage in stages if stage.is_ready]
         with_room = [stage for stage in ready if not stage.credit.is_spent]
         alive = [stage for stage in stages if stage.state is not StageState.DEAD]

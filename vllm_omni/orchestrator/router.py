@@ -34,7 +34,7 @@ from vllm_omni.errors import (
 from vllm_omni.inputs import StageInput
 from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.orchestrator.admission import Admission
-from vllm_omni.orchestrator.omni_stage import OmniStage, StageState
+from vllm_omni.orchestrator.omni_stage import StageHandle, StageState
 from vllm_omni.orchestrator.quarantine import LIMIT_S, Quarantine
 from vllm_omni.orchestrator.replica_set import ReplicaSet
 from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
@@ -49,7 +49,7 @@ class RequestRouter:
     def __init__(
         self,
         config: PipelineConfig,
-        stages: Mapping[int, OmniStage],
+        stages: Mapping[int, StageHandle],
         admission: Admission,
         payloads: PayloadReceiver,
         observer: PipelineObserver,
@@ -170,11 +170,11 @@ class RequestRouter:
             stage.num_requests += 1
             record.instances[stage_id] = stage.instance_id
 
-    def _stage_of(self, record: RequestRecord, stage_id: int) -> OmniStage:
+    def _stage_of(self, record: RequestRecord, stage_id: int) -> StageHandle:
         """The replica that works on the request."""
         return self._stages[record.instances[stage_id]]
 
-    def _submit_to(self, stage: OmniStage, record: RequestRecord) -> None:
+    def _submit_to(self, stage: StageHandle, record: RequestRecord) -> None:
         """Submits a request to the stage, now or when it has restarted."""
         request = record.request
         if stage.state is StageState.DEAD:
@@ -214,16 +214,16 @@ class RequestRouter:
                 self._fail_to_send(record, stage, error)
                 return
 
-    def _fail_to_send(self, record: RequestRecord, stage: OmniStage, error: Exception) -> None:
+    def _fail_to_send(self, record: RequestRecord, stage: StageHandle, error: Exception) -> None:
         text = f"the request's data could not be sent: {type(error).__name__}: {error}"
         self._fail(record, StageExecutionError(text, record.request.external_id, stage.stage_id))
 
     # Messages from stages.
 
-    def on_output(self, stage: OmniStage, message: OutputMessage, frames: list[memoryview]) -> None:
+    def on_output(self, stage: StageHandle, message: OutputMessage, frames: list[memoryview]) -> None:
         self._take_piece(stage, message.request_id, message.payload, frames, is_last=False)
 
-    def on_texts(self, stage: OmniStage, message: TextsMessage, frames: list[memoryview]) -> None:
+    def on_texts(self, stage: StageHandle, message: TextsMessage, frames: list[memoryview]) -> None:
         """
         Raises:
             Exception: The texts cannot be read.
@@ -234,7 +234,7 @@ class RequestRouter:
                 with self._failing(record, stage):
                     record.add_piece(stage.stage_id, piece)
 
-    def on_result(self, stage: OmniStage, message: ResultMessage, frames: list[memoryview]) -> None:
+    def on_result(self, stage: StageHandle, message: ResultMessage, frames: list[memoryview]) -> None:
         if message.payload is not None:
             self._take_piece(stage, message.request_id, message.payload, frames, is_last=True)
         record = self._records.get(message.request_id)
@@ -250,14 +250,14 @@ class RequestRouter:
         if not record.pending:
             self._complete(record, stage)
 
-    def _complete(self, record: RequestRecord, stage: OmniStage) -> None:
+    def _complete(self, record: RequestRecord, stage: StageHandle) -> None:
         with self._failing(record, stage):
             event, summary = record.complete(), record.summarize()
             self._drop(record)
             self._observer.request_ended(summary)
             record.end(event)
 
-    def on_error(self, stage: OmniStage, message: ErrorMessage) -> None:
+    def on_error(self, stage: StageHandle, message: ErrorMessage) -> None:
         record = self._records.get(message.request_id)
         if record is None:
             return
@@ -270,7 +270,7 @@ class RequestRouter:
         self._fail(record, error)
 
     def _take_piece(
-        self, stage: OmniStage, request_id: str, payload: PayloadRef, frames: list[memoryview], is_last: bool
+        self, stage: StageHandle, request_id: str, payload: PayloadRef, frames: list[memoryview], is_last: bool
     ) -> None:
         record = self._records.get(request_id)
         if record is None:  # It has ended.
@@ -282,7 +282,7 @@ class RequestRouter:
             record.add_piece(stage.stage_id, piece)
 
     @contextlib.contextmanager
-    def _failing(self, record: RequestRecord, stage: OmniStage) -> Iterator[None]:
+    def _failing(self, record: RequestRecord, stage: StageHandle) -> Iterator[None]:
         """Fails the request whose output cannot be read."""
         try:
             yield
@@ -292,7 +292,7 @@ class RequestRouter:
 
     # Stages that die and restart.
 
-    def on_stage_down(self, stage: OmniStage) -> None:
+    def on_stage_down(self, stage: StageHandle) -> None:
         """Starts the requests again whose data the stage's process held; the others wait for the next process."""
         finished = []
         for record in list(self._records.values()):
@@ -307,7 +307,7 @@ class RequestRouter:
         for neighbour in self._neighbours(stage):
             neighbour.send(PeerDownMessage(instance_id=stage.instance_id, epoch=stage.epoch - 1, finished=finished))
 
-    def on_stage_waits(self, stage: OmniStage) -> None:
+    def on_stage_waits(self, stage: StageHandle) -> None:
         """Nobody knows when there will be a node for its next process: what would be tried again in it fails."""
         for quarantine in self._quarantines:
             if stage.instance_id in quarantine.instances.values():
@@ -315,7 +315,7 @@ class RequestRouter:
                     if record.request_id in self._records:
                         self._fail_dead(record, stage)
 
-    def on_stage_up(self, stage: OmniStage) -> None:
+    def on_stage_up(self, stage: StageHandle) -> None:
         """A new process of the stage takes requests. It gets those that waited for it, in order, then their data."""
         for neighbour in self._neighbours(stage):
             if neighbour.is_ready:
@@ -326,14 +326,14 @@ class RequestRouter:
         for neighbour in self._neighbours(stage):
             neighbour.send(stage.peer_up(neighbour.node))
 
-    def _is_lost(self, record: RequestRecord, stage: OmniStage) -> bool:
+    def _is_lost(self, record: RequestRecord, stage: StageHandle) -> bool:
         """Whether the stage's process held data of the request that cannot be recovered."""
         if stage.stage_id in record.pending:
             return stage.state is StageState.DEAD or self._has_input(stage, record)
         # It kept its output for a target that was restarting.
         return any(target in record.unsubmitted for target in record.targets(stage.stage_id))
 
-    def _has_input(self, stage: OmniStage, record: RequestRecord) -> bool:
+    def _has_input(self, stage: StageHandle, record: RequestRecord) -> bool:
         """Whether some input of the request was sent to the stage, as far as the orchestrator can tell.
 
         A source that sends windows has the exact state, and reports it.
@@ -343,7 +343,7 @@ class RequestRouter:
         sources = record.sources(stage.stage_id)
         return not sources or any(source not in record.pending for source in sources)
 
-    def _lose(self, record: RequestRecord, stage: OmniStage) -> None:
+    def _lose(self, record: RequestRecord, stage: StageHandle) -> None:
         """The stage's process died with data of the request, which is tried once more, alone.
 
         A request of which the caller has received output fails, and so do all requests of a dead stage.
@@ -390,7 +390,7 @@ class RequestRouter:
     def _is_in(self, quarantine: Quarantine, record: RequestRecord) -> bool:
         return record.request_id in self._records and quarantine.concerns(record)
 
-    def _neighbours(self, stage: OmniStage) -> list[OmniStage]:
+    def _neighbours(self, stage: StageHandle) -> list[StageHandle]:
         """The replicas of the stages that it sends data to, or gets data from."""
         stage_ids = {*stage.config.engine_input_source, *self._config.targets[stage.stage_id]}
         return [replica for stage_id in sorted(stage_ids) for replica in self._replicas[stage_id].stages]
@@ -408,7 +408,7 @@ class RequestRouter:
             _, request_id = heapq.heappop(self._deadlines)
             self._end(request_id, lambda external_id: RequestTimeoutError(text, external_id))
 
-    def fail_unhandled(self, request_id: str | None, stage: OmniStage, error: Exception) -> None:
+    def fail_unhandled(self, request_id: str | None, stage: StageHandle, error: Exception) -> None:
         """A message of the stage could not be handled.
 
         Args:
@@ -446,7 +446,7 @@ class RequestRouter:
         self._observer.request_started(request.request_id, [], request.trace_headers)
         self._report_failure(RequestRecord(request, 0, self._config), error)
 
-    def _fail_dead(self, record: RequestRecord, stage: OmniStage) -> None:
+    def _fail_dead(self, record: RequestRecord, stage: StageHandle) -> None:
         error = StageDeadError(f"{stage.label} died: {stage.death}", record.request.external_id, stage.stage_id)
         if stage.state is StageState.DEAD:
             restart = self._config.runtime.restart

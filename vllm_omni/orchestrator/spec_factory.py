@@ -12,7 +12,7 @@ from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, Pipe
 from vllm_omni.distributed.messages import ORCHESTRATOR, PeerUpMessage
 from vllm_omni.distributed.network import NetworkSpec
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
-from vllm_omni.orchestrator.omni_stage import OmniStage
+from vllm_omni.orchestrator.omni_stage import StageHandle
 from vllm_omni.placement.spec import MachineShare, StagePlacement
 from vllm_omni.stage.spec import RayWorkers, SourceSpec, StageSpec, TargetSpec
 
@@ -50,11 +50,11 @@ class SpecFactory:
     otlp_traces_endpoint: str | None
     log_stats: bool = False
 
-    def make_all(self, stages: Sequence[OmniStage], site: Site) -> bytes:
+    def make_all(self, stages: Sequence[StageHandle], site: Site) -> bytes:
         """The argument of `vllm_omni.stage.worker.main`."""
         return msgspec.json.encode([self.make(stage, site) for stage in stages])
 
-    def make(self, stage: OmniStage, site: Site) -> StageSpec:
+    def make(self, stage: StageHandle, site: Site) -> StageSpec:
         config, runtime, replicas = stage.config, self.config.runtime, self.config.replicas
         return StageSpec(
             instance=stage.instance,

@@ -16,7 +16,8 @@ from vllm_omni.config.stage_config import RestartConfig
 from vllm_omni.distributed.messages import ShutdownMessage
 from vllm_omni.errors import PipelineClosedError, StageStartError
 from vllm_omni.orchestrator.fork_server import StageProcess, wait_for_all
-from vllm_omni.orchestrator.omni_stage import OmniStage, StageState
+from vllm_omni.orchestrator.launcher import Launcher
+from vllm_omni.orchestrator.omni_stage import StageHandle, StageState
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 
@@ -60,7 +61,7 @@ class StageGroup:
         waits_for: What is missing for the next process.
     """
 
-    def __init__(self, stages: list[OmniStage]) -> None:
+    def __init__(self, stages: Sequence[StageHandle]) -> None:
         self.stages = stages
         self.process: StageProcess | None = None
         self.end_reason = ""
@@ -91,18 +92,18 @@ class Supervisor:
 
     def __init__(
         self,
-        groups: list[list[OmniStage]],
-        launch: Callable[[Sequence[OmniStage], float, Callable[[str], None]], StageProcess],
+        groups: Sequence[Sequence[StageHandle]],
+        launcher: Launcher,
         restart: RestartConfig,
         stage_init_timeout: float,
         command: Callable[[Callable[[], None]], None],
-        on_down: Callable[[OmniStage], None],
-        on_wait: Callable[[OmniStage], None],
+        on_down: Callable[[StageHandle], None],
+        on_wait: Callable[[StageHandle], None],
     ) -> None:
         """
         Args:
             groups: The stages of each process.
-            launch: `Launcher.launch`.
+            launcher: Starts the processes.
             restart: How often, and when, a process is replaced.
             stage_init_timeout: Seconds that a process may take to become ready.
             command: Runs a function on the orchestrator's thread.
@@ -111,7 +112,7 @@ class Supervisor:
         """
         self.restarts = False
         self.groups = [StageGroup(stages) for stages in groups]
-        self._launch = launch
+        self._launcher = launcher
         self._restart = restart
         self._stage_init_timeout = stage_init_timeout
         self._command = command
@@ -134,13 +135,13 @@ class Supervisor:
         deadline = time.monotonic() + timeout
         for group in self.groups:
             try:
-                group.process = self._launch(group.stages, deadline - time.monotonic(), logger.info)
+                group.process = self._launcher.launch(group.stages, deadline - time.monotonic(), logger.info)
             except (OSError, EOFError) as error:
                 message = f"{group.label} could not be started: {error}"
                 raise StageStartError(message, group.stages[0].stage_id) from error
             group.ready_due = time.monotonic() + self._stage_init_timeout
 
-    def on_ready(self, stage: OmniStage, address: str, remote_address: str = "") -> None:
+    def on_ready(self, stage: StageHandle, address: str, remote_address: str = "") -> None:
         """The stage has announced that it takes requests at these addresses."""
         stage.on_ready(address, remote_address)
         group = self._group_of(stage)
@@ -178,7 +179,7 @@ class Supervisor:
                 limit = f"{self._stage_init_timeout:g} s"
                 self._end(group, f"it was not ready after {limit}; raise stage_init_timeout")
 
-    def kill(self, stage: OmniStage, reason: str) -> None:
+    def kill(self, stage: StageHandle, reason: str) -> None:
         """Kills a stage's process. Its death is handled like any other."""
         self._end(self._group_of(stage), reason)
 
@@ -262,7 +263,7 @@ class Supervisor:
 
         def fork() -> None:
             try:
-                process = self._launch(group.stages, self._stage_init_timeout, on_wait)
+                process = self._launcher.launch(group.stages, self._stage_init_timeout, on_wait)
             except (OSError, EOFError) as error:
                 reason = str(error)
                 with contextlib.suppress(PipelineClosedError):
@@ -288,7 +289,7 @@ class Supervisor:
         if not all(stage.is_ready for stage in group.stages):  # It may be ready already.
             group.ready_due = time.monotonic() + self._stage_init_timeout
 
-    def _group_of(self, stage: OmniStage) -> StageGroup:
+    def _group_of(self, stage: StageHandle) -> StageGroup:
         return next(group for group in self.groups if stage in group.stages)
 
     def _make_health(self) -> list[StageHealth]:

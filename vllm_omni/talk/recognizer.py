@@ -10,6 +10,7 @@ import torch
 from vllm_omni.function_stage import SOUND_RATE, FunctionStage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
+from vllm_omni.speech_recognition import make_decoder, recognize, to_input
 from vllm_omni.talk.packages import require_packages
 
 require_packages("pocketsphinx")  # Where the pipeline is opened, before any stage starts.
@@ -24,9 +25,7 @@ class Recognizer(FunctionStage):
     """
 
     def start(self) -> None:
-        import pocketsphinx
-
-        self._decoder = pocketsphinx.Decoder(samprate=SOUND_RATE, loglevel="FATAL")
+        self._decoder = make_decoder()
 
     def begin(self, request: StageRequest, parameters: Any) -> list[np.ndarray]:
         return []
@@ -34,15 +33,8 @@ class Recognizer(FunctionStage):
     def window(self, state: list[np.ndarray], sources: Mapping[int, StageOutput]) -> dict[str, Any]:
         (source,) = sources.values()
         audio: torch.Tensor = source.tensors["audio"]
-        state.append((audio.flatten().clamp(-1, 1) * 32767).to(torch.int16).numpy())
+        state.append(to_input(audio.flatten().numpy(), SOUND_RATE))
         return {}
 
     def end(self, state: list[np.ndarray]) -> dict[str, Any]:
-        sound = b"".join(part.tobytes() for part in state)
-        if not sound:
-            return {"text": ""}
-        self._decoder.start_utt()
-        self._decoder.process_raw(sound, full_utt=True)
-        self._decoder.end_utt()
-        hypothesis = self._decoder.hyp()
-        return {"text": hypothesis.hypstr if hypothesis else ""}
+        return {"text": recognize(self._decoder, np.concatenate(state)) if any(map(len, state)) else ""}

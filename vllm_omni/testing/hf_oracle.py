@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, ProcessorMixin
 
-from vllm_omni.inputs import OmniPrompt
-from vllm_omni.testing.media import SAMPLE_RATE
+from vllm_omni.testing.media import SAMPLE_RATE, Prompt
 from vllm_omni.testing.oracles.base import OracleParams, OracleResult
 from vllm_omni.testing.oracles.qwen2_5_omni import Qwen2_5OmniReference
 from vllm_omni.testing.oracles.qwen3_omni_moe import Qwen3OmniMoeReference
@@ -63,7 +62,7 @@ class HFOracle:
         self._reference = REFERENCES[AutoConfig.from_pretrained(model).model_type](model, dtype)
         self.model = self._reference.model
 
-    def generate(self, prompt: OmniPrompt, **params: Any) -> OracleResult:
+    def generate(self, prompt: Prompt, **params: Any) -> OracleResult:
         """The greedy output for one prompt.
 
         Args:
@@ -109,7 +108,7 @@ class HFTextOracle:
         )
 
 
-def hf_inputs(processor: ProcessorMixin, prompt: OmniPrompt) -> dict[str, Any]:
+def hf_inputs(processor: ProcessorMixin, prompt: Prompt) -> dict[str, Any]:
     """Converts a prompt in vLLM's format to the input tensors of an HF model, for a batch of one."""
     media = prompt.get("multi_modal_data", {})
     arguments = {hf_name: media[name] for name, hf_name in _HF_NAMES.items() if name in media}

@@ -5,18 +5,16 @@ All media are computed from a seed, so that tests, benchmarks and the demo need 
 rendered with the checkpoint's chat template.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 from transformers import AutoConfig, AutoTokenizer
 
-if TYPE_CHECKING:
-    from vllm_omni.inputs import OmniPrompt  # imports vLLM
+Prompt = Any
+"""A `vllm_omni.inputs.OmniPrompt`; to name that here would import vLLM."""
 
 SAMPLE_RATE = 16_000
 """Of input audio, in Hz."""
@@ -107,7 +105,7 @@ def make_video(seed: int = 0, frames: int = 8, width: int = 96, height: int = 64
     return np.stack([_with_ball(background, start + (stop - start) * i / frames, colour) for i in range(frames)])
 
 
-def make_prompt(checkpoint: str | Path, kind: str, seed: int = 0, question: str | None = None) -> OmniPrompt:
+def make_prompt(checkpoint: str | Path, kind: str, seed: int = 0, question: str | None = None) -> Prompt:
     """One conversation of `kind`, rendered with the checkpoint's chat template, in vLLM's format.
 
     Args:
@@ -124,18 +122,18 @@ def make_prompt(checkpoint: str | Path, kind: str, seed: int = 0, question: str 
 
 def make_prompts(
     checkpoint: str | Path, kinds: Iterable[str], seed: int = 0, question: str | None = None
-) -> dict[str, OmniPrompt]:
+) -> dict[str, Prompt]:
     """One prompt of each of `kinds`, by kind; see `make_prompt`."""
     chat = _Chat(checkpoint)
     return {kind: chat.prompt(kind, seed, question) for kind in kinds}
 
 
-def example_prompts(checkpoint: str | Path, seed: int = 0) -> dict[str, OmniPrompt]:
+def example_prompts(checkpoint: str | Path, seed: int = 0) -> dict[str, Prompt]:
     """One prompt of each simple kind: `{"text": ..., "image": ..., "audio": ..., "video": ...}`."""
     return make_prompts(checkpoint, PROMPT_KINDS, seed)
 
 
-def mixed_prompts(checkpoint: str | Path, count: int, seed: int = 0) -> list[OmniPrompt]:
+def mixed_prompts(checkpoint: str | Path, count: int, seed: int = 0) -> list[Prompt]:
     """`count` different prompts, the simple kinds in turn."""
     chat = _Chat(checkpoint)
     return [chat.prompt(PROMPT_KINDS[i % len(PROMPT_KINDS)], seed + i) for i in range(count)]
@@ -148,11 +146,11 @@ class _Chat:
         self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self._config: Any = AutoConfig.from_pretrained(checkpoint)
 
-    def prompt(self, kind: str, seed: int, question: str | None = None) -> OmniPrompt:
+    def prompt(self, kind: str, seed: int, question: str | None = None) -> Prompt:
         if kind not in _USER_MEDIA:
             raise ValueError(f"unknown kind of prompt: {kind!r}. Known: {', '.join(_USER_MEDIA)}")
         shown = [media for turn in _USER_MEDIA[kind] for media in turn]
-        prompt: OmniPrompt = {"prompt": self._render(kind, seed, question)}
+        prompt: Prompt = {"prompt": self._render(kind, seed, question)}
         if shown:
             prompt["multi_modal_data"] = _media(kind, shown, seed)
             prompt["mm_processor_kwargs"] = self._options(kind) if "video" in shown else {}

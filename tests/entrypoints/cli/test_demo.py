@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from coloured_shapes import demo as shapes_demo
 from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.cli import demo
 
@@ -23,7 +24,7 @@ def test_a_wrong_result_is_named_and_is_the_exit_code(
     shutil.copytree(find_checkpoint("shapes-painter"), broken)
     (file,) = broken.glob("transformer/*.safetensors")
     save_file({name: torch.zeros_like(weight) for name, weight in load_file(file).items()}, file)
-    monkeypatch.setattr(demo, "PAINTER", str(broken))
+    monkeypatch.setattr(shapes_demo, "PAINTER", str(broken))
     with pytest.raises(SystemExit) as ended:
         demo.run_demo([str(tmp_path / "output"), "--seed", "1", "--say", "Hello!"])
     assert ended.value.code == 1

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vllm_omni.config import utils
 from vllm_omni.entrypoints.cli import demo, demo_talk
 from vllm_omni.entrypoints.cli.demo_page import Result
+from vllm_omni.model_packages import InstalledModels
 from vllm_omni.talk import packages
 
 ROOT = Path(__file__).parents[3]
@@ -83,9 +85,20 @@ def test_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments
     sentences: list[str] = []
     monkeypatch.setattr(demo, "answer_sentence", lambda sentence, folder: sentences.append(sentence) or [])
     monkeypatch.setattr(demo, "_run_shapes", lambda folder, seed: list[Result]())
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit):
         demo.run_demo([str(tmp_path), *arguments])
-    assert ended.value.code == 0 and sentences == [asked]
+    assert sentences == [asked]
+
+
+def test_without_any_of_its_packages_the_demo_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(packages, "_MODULES", {"no_such_module": "no-such-package"})
+    monkeypatch.setattr(utils, "find_models", lambda: InstalledModels({}, {}))
+    with pytest.raises(SystemExit, match="nothing was run"):
+        demo.run_demo([str(tmp_path)])
+    assert "[2/6] left out: no installed package has the checkpoint 'shapes'; in a checkout" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -105,7 +105,7 @@ def test_every_pipeline_option_is_a_flag(run, server: Server, tiny_qwen3: Path) 
 def test_a_checkpoint_of_the_package_is_served_under_its_name(run, server: Server) -> None:
     assert run("serve", "shapes").code == 0
     assert server.args.served_model_name == ["shapes"]
-    assert server.llm_args["model"].endswith("/vllm_omni/checkpoints/shapes")
+    assert server.llm_args["model"].endswith("/coloured_shapes/checkpoints/shapes")
 
 
 def test_flags_for_single_stages(run, server: Server, tiny_qwen3_omni_moe: Path, tmp_path: Path) -> None:

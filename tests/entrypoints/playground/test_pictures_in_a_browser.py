@@ -13,9 +13,9 @@ import httpx
 import pytest
 from PIL import Image
 
+from coloured_shapes.checker import agrees, find_shapes
 from tests.entrypoints.playground import browser as web
 from tests.servers import RunningServer
-from vllm_omni.shapes.checker import agrees, find_shapes
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Playwright

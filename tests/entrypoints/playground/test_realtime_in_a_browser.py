@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from coloured_shapes.language import Scene, describe, random_scene, split_words
+from coloured_shapes.pictures import draw
+from coloured_shapes.recognizer import Recognizer
 from tests.entrypoints.playground import browser as web
 from tests.entrypoints.playground.conftest import KEY, NAME, PASSWORD
 from tests.servers import RunningServer
-from vllm_omni.shapes.language import Scene, describe, random_scene, split_words
-from vllm_omni.shapes.pictures import draw
-from vllm_omni.shapes.recognizer import Recognizer, count_understood
+from vllm_omni.speech_recognition import count_understood
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page, Playwright

@@ -8,7 +8,6 @@ misses words of clear speech.
 
 import logging
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +20,7 @@ from vllm_omni.entrypoints.cli.demo_answer import print_verdict, stream_answer
 from vllm_omni.entrypoints.cli.demo_page import Result
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import MissingPackageError
-from vllm_omni.shapes.recognizer import count_understood, make_arpa, make_dictionary
-from vllm_omni.shapes.speech import INPUT_RATE, SAMPLE_RATE, resample
+from vllm_omni.speech_recognition import count_understood, make_arpa, make_decoder, make_dictionary, recognize, to_input
 from vllm_omni.talk.packages import require_packages
 from vllm_omni.talk.speakable import speakable
 
@@ -31,6 +29,8 @@ QUESTION, ANSWER = "What is the capital of France?", "paris"
 """The default sentence, and a word of its answer."""
 LEAST_HEARD = 0.6
 """The share of an answer's words that must be recognized, and of the recognized words that must be the answer's."""
+SAMPLE_RATE = 24_000
+"""Of the voice of `talk`."""
 MAX_TOKENS = 128
 """Of an answer: about half a minute of speech."""
 _SILENCE = 0.01
@@ -66,7 +66,7 @@ def answer_sentence(sentence: str, folder: Path) -> list[Result]:
         notes.append(f"The text was ended after {MAX_TOKENS} tokens.")
     is_right = True
     if sentence == QUESTION:
-        is_right = ANSWER in split_words(answer.text)
+        is_right = ANSWER in spoken_words(answer.text)
         print_verdict("text", is_right, f"expected the word {ANSWER}")
         notes.append(f"Expected the word {ANSWER}.")
     is_clear, note = judge_speech(answer.text, answer.speech.numpy(), ANSWER if sentence == QUESTION else "")
@@ -100,7 +100,7 @@ def judge_speech(text: str, speech: np.ndarray, required: str = "") -> tuple[boo
         speech: float32 `[samples]`, 24 kHz.
         required: A word that must be recognized, whatever the share of the others is.
     """
-    words = split_words(text)
+    words = spoken_words(text)
     if not words:
         return True, "not judged: the text has nothing to speak"
     if not len(speech) or np.abs(speech).max() < _SILENCE:
@@ -118,7 +118,7 @@ def judge_speech(text: str, speech: np.ndarray, required: str = "") -> tuple[boo
     return num >= LEAST_HEARD * max(len(known), num + others), note
 
 
-def split_words(text: str) -> list[str]:
+def spoken_words(text: str) -> list[str]:
     """What is spoken of a text, in lower case, without punctuation."""
     return re.findall(r"[^\W_]+(?:'[^\W_]+)*", speakable(text).lower().replace("\u2019", "'"))
 
@@ -128,20 +128,9 @@ def _recognize(words: Sequence[str], speech: np.ndarray) -> tuple[list[str], lis
     Returns:
         Those of `words` that are in the dictionary, and what is heard of them and of `_OTHER_WORDS`.
     """
-    import pocketsphinx
-
-    with tempfile.TemporaryDirectory() as folder:
-        dictionary, model = Path(folder, "dictionary"), Path(folder, "model")
-        dictionary.write_text(make_dictionary(sorted({*words, *_OTHER_WORDS})))
-        entries = {line.split(" ")[0] for line in dictionary.read_text().splitlines()}
-        known = [word for word in words if word in entries]
-        vocabulary = sorted({*known, *_OTHER_WORDS})
-        model.write_text(make_arpa([[word] for word in vocabulary], vocabulary))
-        files = {"dict": str(dictionary), "lm": str(model)}
-        decoder = pocketsphinx.Decoder(samprate=INPUT_RATE, loglevel="FATAL", **files)
-    decoder.start_utt()
-    samples = resample(speech, SAMPLE_RATE, INPUT_RATE).clip(-1, 1) * 32767
-    decoder.process_raw(samples.astype(np.int16).tobytes(), full_utt=True)
-    decoder.end_utt()
-    hypothesis = decoder.hyp()
-    return known, hypothesis.hypstr.split() if hypothesis else []
+    dictionary = make_dictionary(sorted({*words, *_OTHER_WORDS}))
+    entries = {line.split(" ")[0] for line in dictionary.splitlines()}
+    known = [word for word in words if word in entries]
+    vocabulary = sorted({*known, *_OTHER_WORDS})
+    decoder = make_decoder(dict=dictionary, lm=make_arpa([[word] for word in vocabulary], vocabulary))
+    return known, recognize(decoder, to_input(speech, SAMPLE_RATE)).split()

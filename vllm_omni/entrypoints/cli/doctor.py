@@ -178,8 +178,8 @@ def check_model_packages() -> Iterator[Finding]:
     models = find_models()
     for package, declared in models.packages.items():
         if package != OWN_PACKAGE:
-            names = ", ".join((*declared.stage_config_files, *declared.architectures)) or "nothing"
-            yield Finding("OK", "models", f"{package}: {names}")
+            names = (*declared.checkpoint_folders, *declared.stage_config_files, *declared.architectures)
+            yield Finding("OK", "models", f"{package}: {', '.join(names) or 'nothing'}")
     for package, reason in models.broken.items():
         yield Finding("WARN", "models", f"{package} is left out: {reason}", "fix it, or uninstall it")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
+from tests.coloured_shapes.recordings import recording
 from tests.entrypoints.openai.realtime.sessions import Session, converse, types_of
-from tests.shapes.recordings import recording
 from vllm_omni.entrypoints.openai.realtime import turn_detection
 from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
 from vllm_omni.entrypoints.openai.realtime.turn_detection import TurnDetector, with_defaults

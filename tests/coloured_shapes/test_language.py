@@ -6,8 +6,8 @@ import random
 import pytest
 from PIL import Image
 
-from vllm_omni.shapes.checker import agrees, find_shapes
-from vllm_omni.shapes.language import (
+from coloured_shapes.checker import agrees, find_shapes
+from coloured_shapes.language import (
     COLOURS,
     KINDS,
     PLACES,
@@ -24,7 +24,7 @@ from vllm_omni.shapes.language import (
     random_sentence,
     split_words,
 )
-from vllm_omni.shapes.pictures import draw
+from coloured_shapes.pictures import draw
 
 LEFT_OF = Scene((Shape("circle", "red", "small", 3), Shape("square", "blue", "large", 5)))
 

@@ -1,73 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PocketSphinx with its own acoustic model and dictionary, and a language model or grammar of the closed language.
+"""PocketSphinx with its own acoustic model of English, and a dictionary and a language model of given words.
 
-Needs the package `pocketsphinx` (extra `recognizer`), which brings the acoustic model.
+Needs the package `pocketsphinx` (extra `recognizer`), which brings the acoustic model. Knows no model of ours.
 """
 
-import importlib.util
 import math
-import random
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_omni.shapes.language import (
-    COLOURS,
-    KINDS,
-    PLACES,
-    SPOKEN_WORDS,
-    article,
-    random_dialogue,
-    random_scene,
-    random_sentence,
-    split_words,
-)
-from vllm_omni.shapes.speech import INPUT_RATE, resample
+if TYPE_CHECKING:
+    import pocketsphinx
 
+RATE = 16_000
+"""Samples per second of what PocketSphinx recognizes."""
 _DISCOUNT = 0.5
-_NUM_SENTENCES = 20_000
-_VOCABULARY = sorted({word.lower() for word in SPOKEN_WORDS})
 
 
-_DESCRIPTIONS = f"""#JSGF V1.0;
-grammar descriptions;
-public <description> = <name> ({" | ".join(PLACES)}) | <name> is (left of | right of | above | below) <name>
-  | <name> <name> and <name>;
-<name> = ({" | ".join(map(article, COLOURS))}) ({" | ".join(KINDS)});
-"""
+def make_decoder(**texts: str) -> "pocketsphinx.Decoder":
+    """A decoder; without arguments that of PocketSphinx's own dictionary and trigrams.
+
+    Args:
+        texts: The contents of its files, by its options: `dict`, of `make_dictionary`; `lm`, of `make_arpa`; `jsgf`, a
+            grammar instead of a language model.
+    """
+    import pocketsphinx
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = {option: Path(folder, option) for option in texts}
+        for option, file in files.items():
+            file.write_text(texts[option])
+        paths = {option: str(file) for option, file in files.items()}
+        return pocketsphinx.Decoder(samprate=RATE, loglevel="FATAL", **paths)
 
 
-class Recognizer:
-    """Words of a recording. Knows the vocabulary and how often words follow each other, nothing of any model."""
+def to_input(samples: np.ndarray, rate: int) -> np.ndarray:
+    """What `recognize` takes, int16 `[samples]` at 16 kHz, of float32 `[samples]` in -1 to 1, `rate` a second."""
+    return (resample(samples, rate, RATE).clip(-1, 1) * 32767).astype(np.int16)
 
-    def __init__(self, only_descriptions: bool = False) -> None:
-        """`only_descriptions`: by a grammar of what `describe` makes; else a trigram model of all sentences."""
-        import pocketsphinx
 
-        with tempfile.TemporaryDirectory() as folder:
-            file, dictionary = Path(folder, "model"), Path(folder, "dictionary")
-            file.write_text(_DESCRIPTIONS if only_descriptions else _make_language_model())
-            dictionary.write_text(make_dictionary(_VOCABULARY))
-            kind = "jsgf" if only_descriptions else "lm"
-            files = {kind: str(file), "dict": str(dictionary)}
-            self._decoder = pocketsphinx.Decoder(samprate=INPUT_RATE, loglevel="FATAL", **files)
+def recognize(decoder: "pocketsphinx.Decoder", samples: np.ndarray) -> str:
+    """The words of a whole recording, in lower case.
 
-    @staticmethod
-    def is_installed() -> bool:
-        return importlib.util.find_spec("pocketsphinx") is not None
-
-    def words(self, samples: np.ndarray, rate: int) -> list[str]:
-        """`samples`: float32 `[samples]`, `rate` of them for each second."""
-        samples = resample(samples, rate, INPUT_RATE)
-        self._decoder.start_utt()
-        self._decoder.process_raw((samples.clip(-1, 1) * 32767).astype(np.int16).tobytes(), full_utt=True)
-        self._decoder.end_utt()
-        hypothesis = self._decoder.hyp()
-        return hypothesis.hypstr.split() if hypothesis else []
+    Args:
+        samples: int16 `[samples]`, 16 kHz.
+    """
+    decoder.start_utt()
+    decoder.process_raw(samples.tobytes(), full_utt=True)
+    decoder.end_utt()
+    hypothesis = decoder.hyp()
+    return hypothesis.hypstr if hypothesis else ""
 
 
 def count_understood(expected: Sequence[str], heard: Sequence[str]) -> int:
@@ -76,13 +63,15 @@ def count_understood(expected: Sequence[str], heard: Sequence[str]) -> int:
     return sum(block.size for block in blocks)
 
 
-def _make_language_model() -> str:
-    rng = random.Random(0)
-    sentences = [split_words(random_sentence(rng)) for _ in range(_NUM_SENTENCES)]
-    for _ in range(_NUM_SENTENCES // 2):
-        turn = random_dialogue(rng, random_scene(rng))[0]
-        sentences += [split_words(turn.question), split_words(turn.answer)]
-    return make_arpa(sentences, _VOCABULARY)
+def resample(samples: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
+    """float32 `[samples]` at another rate, by zeros, or a cut, in the spectrum."""
+    if rate == new_rate:
+        return samples
+    length = len(samples) * new_rate // rate
+    spectrum = np.fft.rfft(samples)
+    kept = np.zeros(length // 2 + 1, complex)
+    kept[: len(spectrum)] = spectrum[: len(kept)]
+    return (np.fft.irfft(kept, length) * (length / len(samples))).astype(np.float32)
 
 
 def make_dictionary(words: Iterable[str]) -> str:
@@ -92,7 +81,7 @@ def make_dictionary(words: Iterable[str]) -> str:
     """
     import pocketsphinx
 
-    decoder = pocketsphinx.Decoder(samprate=INPUT_RATE, loglevel="FATAL", lm=None)
+    decoder = pocketsphinx.Decoder(samprate=RATE, loglevel="FATAL", lm=None)
     lines = []
     for word in words:
         names = (word, *(f"{word}({number})" for number in range(2, 10)))
@@ -101,15 +90,20 @@ def make_dictionary(words: Iterable[str]) -> str:
 
 
 def make_arpa(sentences: Iterable[Sequence[str]], vocabulary: Sequence[str]) -> str:
-    """A trigram model with absolute discounting, in the format of ARPA."""
+    """A trigram model with absolute discounting, in the format of ARPA.
+
+    Args:
+        vocabulary: All words of the sentences, and others, which are possible anywhere.
+    """
     counts: list[Counter[tuple[str, ...]]] = [Counter(), Counter(), Counter()]
     for sentence in sentences:
         words = ("<s>", *sentence, "</s>")
         for order in (1, 2, 3):
             counts[order - 1].update(words[i : i + order] for i in range(len(words) - order + 1))
-    total = sum(count for gram, count in counts[0].items() if gram != ("<s>",)) + len(vocabulary)
     unigrams: dict[tuple[str, ...], float] = {}
-    for word in (*vocabulary, "</s>"):
+    predicted = (*vocabulary, "</s>")
+    total = sum(count for gram, count in counts[0].items() if gram != ("<s>",)) + len(predicted)
+    for word in predicted:
         unigrams[(word,)] = (counts[0][(word,)] + 1) / total
     probabilities: list[dict[tuple[str, ...], float]] = [unigrams, {}, {}]
     backoffs: dict[tuple[str, ...], float] = {}

@@ -19,18 +19,19 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
+from coloured_shapes.language import random_scene, split_words
+from coloured_shapes.pictures import RGB, draw
+from coloured_shapes.recognizer import Recognizer
+from coloured_shapes.speech import SAMPLE_RATE
+from tests.coloured_shapes.recordings import recording
 from tests.entrypoints.fake_pipelines import quick_servers
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import app_of, with_flags
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of
 from tests.examples.running import run_example
-from tests.shapes.recordings import recording
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.shapes.language import random_scene, split_words
-from vllm_omni.shapes.pictures import RGB, draw
-from vllm_omni.shapes.recognizer import Recognizer, count_understood
-from vllm_omni.shapes.speech import SAMPLE_RATE
+from vllm_omni.speech_recognition import count_understood
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 from PIL import Image, ImageDraw
 
-from vllm_omni.shapes.language import Scene, Shape
+from coloured_shapes.language import Scene, Shape
 
 SIDE = 96
 RGB = {

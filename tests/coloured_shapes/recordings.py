@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-from vllm_omni.shapes.speech import SAMPLE_RATE, resample
+from coloured_shapes.speech import SAMPLE_RATE
+from vllm_omni.speech_recognition import resample
 
 RECORDINGS = {file.stem.replace("_", " "): file for file in Path(__file__).with_name("questions").glob("*.flac")}
 

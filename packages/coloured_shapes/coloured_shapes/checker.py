@@ -7,8 +7,8 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from vllm_omni.shapes.language import COLOURS, KINDS, PLACES, SIZES, Scene, Shape, relation, split_words
-from vllm_omni.shapes.pictures import RGB, outline
+from coloured_shapes.language import COLOURS, KINDS, PLACES, SIZES, Scene, Shape, relation, split_words
+from coloured_shapes.pictures import RGB, outline
 
 _MIN_AREA = 0.003
 """Smaller regions are noise; a small triangle has 0.0096 of the picture."""

@@ -15,12 +15,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.entrypoints.fake_pipelines import quick_servers
-from tests.shapes.recordings import RECORDINGS
-from vllm_omni import OmniLLM
-from vllm_omni.config.utils import find_checkpoint
-from vllm_omni.shapes.checker import agrees, find_shapes
-from vllm_omni.shapes.language import (
+from coloured_shapes.checker import agrees, find_shapes
+from coloured_shapes.language import (
     REFUSAL,
     Scene,
     Turn,
@@ -30,9 +26,14 @@ from vllm_omni.shapes.language import (
     random_sentence,
     split_words,
 )
-from vllm_omni.shapes.pictures import draw
-from vllm_omni.shapes.recognizer import Recognizer, count_understood
-from vllm_omni.shapes.speech import SAMPLE_RATE, SPEAKERS
+from coloured_shapes.pictures import draw
+from coloured_shapes.recognizer import Recognizer
+from coloured_shapes.speech import SAMPLE_RATE, SPEAKERS
+from tests.coloured_shapes.recordings import RECORDINGS
+from tests.entrypoints.fake_pipelines import quick_servers
+from vllm_omni import OmniLLM
+from vllm_omni.config.utils import find_checkpoint
+from vllm_omni.speech_recognition import count_understood
 
 SMALL_WINDOWS = [
     {"from": 0, "to": 1, "window_size": 3, "first_window_size": 2},

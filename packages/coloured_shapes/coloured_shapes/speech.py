@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import soundfile
 
+from vllm_omni.speech_recognition import resample
+
 SAMPLE_RATE = 24_000
 """Of what the model speaks."""
 INPUT_RATE = 16_000
@@ -76,17 +78,6 @@ def speak_all(jobs: Iterable[tuple[Any, ...]]) -> list[np.ndarray]:
     """`speak` for each tuple of arguments."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda job: speak(*job), jobs))
-
-
-def resample(samples: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
-    """By zeros, or a cut, in the spectrum."""
-    if rate == new_rate:
-        return samples
-    length = len(samples) * new_rate // rate
-    spectrum = np.fft.rfft(samples)
-    kept = np.zeros(length // 2 + 1, complex)
-    kept[: len(spectrum)] = spectrum[: len(kept)]
-    return (np.fft.irfft(kept, length) * (length / len(samples))).astype(np.float32)
 
 
 def add_noise(rng: random.Random, samples: np.ndarray, least_db: float = 15.0) -> np.ndarray:

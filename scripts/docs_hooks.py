@@ -39,7 +39,8 @@ _LANGUAGES = {
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that come from code."""
-    for path in sorted({path for page in files.documentation_pages() for path in outward_links(page.content_string)}):
+    written = [page for page in files.documentation_pages() if "/" not in page.src_uri]
+    for path in sorted({path for page in written for path in outward_links(page.content_string)}):
         files.append(File.generated(config, source_page(path), content=show_source(path)))
     for name, content in (
         ("reference/options.md", "\n".join(describe_options())),
@@ -53,13 +54,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links to files of the repository lead to their pages."""
-    if "/" in page.file.src_uri:  # made by `on_files`
+    if "/" in page.file.src_uri:  # made by `on_files`, or a page of `design/`, which links to pages only
         return markdown
     return _OUTWARD.sub(lambda match: f"]({source_page(match[1])})", markdown)
 
 
 def outward_links(markdown: str) -> list[str]:
-    """Paths below the repository's root that a page of `docs/` links to."""
+    """Paths below the repository's root that a page directly in `docs/` links to."""
     return _OUTWARD.findall(markdown)
 
 

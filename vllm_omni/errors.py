@@ -58,7 +58,7 @@ class PipelineStartError(OmniError, RuntimeError):
 
     @classmethod
     def from_system(cls, error: Exception) -> "PipelineStartError":
-        """From an error of the system or of ZMQ."""
+        """Makes it of an error of the system or of ZMQ."""
         remedy = _REMEDIES.get(getattr(error, "errno", 0))
         return cls(f"the pipeline could not be opened: {error}" + (f"; {remedy}" if remedy else ""))
 

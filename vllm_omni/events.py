@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The events of a request, for its caller (design document 002, section 5).
+"""The events of a request, for its caller.
 
     OmniEvent
     ├── ARSegmentEvent        a segment of a final stage's output: text, tokens, audio samples

@@ -28,7 +28,7 @@ SOUND_RATE = 16_000
 
 
 class NoParameters(msgspec.Struct):
-    """Of a stage without parameters."""
+    """The parameters of a stage without any."""
 
 
 class FunctionStage(ABC):
@@ -88,7 +88,7 @@ class FunctionStage(ABC):
         """
 
     def end(self, state: Any) -> Values | None:
-        """After the last window: releases the state, and may return a last part of the output."""
+        """Releases the state after the last window, and may return a last part of the output."""
         return None
 
     def abort(self, state: Any) -> None:  # noqa: B027 (optional)

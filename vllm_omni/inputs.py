@@ -34,7 +34,7 @@ class ReplyParsers(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SpokenText(msgspec.Struct, kw_only=True, frozen=True):
-    """Which part of a reply is spoken: its content, and neither tool calls nor reasoning.
+    """Selects what of a reply is spoken: its content, and neither tool calls nor reasoning.
 
     Attributes:
         request: The fields of the chat completion request that the parsers read: `tools`, `tool_choice`, ...

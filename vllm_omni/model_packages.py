@@ -70,13 +70,13 @@ class ModelPackage:
 
     @functools.cached_property
     def stage_config_files(self) -> dict[str, Path]:
-        """By name, without `.yaml`."""
+        """The stage configurations by name, without `.yaml`."""
         files = () if self.stage_configs is None else sorted(self.stage_configs.glob("*.yaml"))
         return {path.stem: path for path in files}
 
     @functools.cached_property
     def checkpoint_folders(self) -> dict[str, Path]:
-        """By name."""
+        """The checkpoints' folders by name."""
         folders = () if self.checkpoints is None else sorted(self.checkpoints.iterdir())
         return {path.name: path for path in folders if path.is_dir()}
 
@@ -144,11 +144,11 @@ class InstalledModels:
         return {name: path for models in self.packages.values() for name, path in models.tiny_checkpoints.items()}
 
     def describe(self) -> str:
-        """In lines: the packages, those that are left out, and how to add a model that is in none of them."""
+        """Describes in lines the packages, those that are left out, and how to add a model that is in none of them."""
         return f"{self.describe_packages()}\nto add a model: {_GUIDE}"
 
     def describe_packages(self) -> str:
-        """In lines: the packages, and those that are left out."""
+        """Describes in lines the packages, and those that are left out."""
         others = ", ".join(name for name in self.packages if name != OWN_PACKAGE) or "none"
         left_out = [f"{package} is left out: {reason}" for package, reason in self.broken.items()]
         if (selected := os.environ.get(_SELECTION)) is not None:

@@ -176,7 +176,7 @@ class StreamShapes:
 
 
 def _fixed_shape(name: str, tensor: torch.Tensor) -> list[int] | None:
-    """Without the dimension that grows; None of a scalar."""
+    """The shape without the dimension that grows; None of a scalar."""
     if not tensor.ndim:
         return None
     shape = list(tensor.shape)

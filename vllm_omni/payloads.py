@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors and plain values of a request as structs, and the engine request with them (design document 003).
+"""Tensors and plain values of a request as structs, and the engine request with them.
 
 Payloads are msgspec structs of bytes and plain values: they cross processes without pickle, and keep every dtype and
 shape that torch can store densely.

@@ -214,7 +214,7 @@ def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -
 def _check_sentences(
     where: str, source: OmniStageConfig, stage: OmniStageConfig, window: WindowConfig, processor: Any
 ) -> None:
-    """Of an edge with windows of whole sentences."""
+    """Refuses an edge whose windows cannot be whole sentences."""
     if not source.gives_text:
         raise StageConfigError(f"{where}: unit {SENTENCES}: {source.label} gives no text; choose another unit")
     if processor is not None and processor.window.unit != SENTENCES:

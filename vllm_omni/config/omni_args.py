@@ -67,7 +67,7 @@ class OmniArgs(PipelineOptions):
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "OmniArgs":
-        """From the keyword arguments of `OmniLLM`, where an unknown keyword is an engine argument."""
+        """Makes the options of the keyword arguments of `OmniLLM`; an unknown keyword is an engine argument."""
         known = {field.name for field in fields(cls)} - {"engine_args"}
         options = {name: value for name, value in kwargs.items() if name in known}
         options["stage_overrides"] = options.get("stage_overrides") or {}

@@ -64,7 +64,7 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     requires_multimodal_data: bool = False
 
     def of_replica(self, replica: int) -> "StageRuntimeConfig":
-        """The same with the resources of one replica."""
+        """These values, with the resources of one replica."""
         names = ("devices", "cpus", "node")
         own = {name: value[replica] for name in names if isinstance(value := getattr(self, name), list)}
         return msgspec.structs.replace(self, **own)
@@ -158,7 +158,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def dit_engine_args(self) -> dict[str, Any]:
-        """The same for a diffusion stage."""
+        """The engine arguments of a diffusion stage."""
         batch = {} if self.runtime.max_batch_size is None else {"max_batch_size": self.runtime.max_batch_size}
         return batch | self.engine_args
 
@@ -526,7 +526,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return msgspec.structs.replace(self, stage_args=stage_args)
 
     def with_runtime(self, **values: Any) -> "PipelineConfig":
-        """The same with other values of `runtime`'s own keys."""
+        """This configuration, with other values of `runtime`'s own keys."""
         return msgspec.structs.replace(self, runtime=msgspec.structs.replace(self.runtime, **values))
 
 

@@ -170,7 +170,7 @@ class ModuleCall:
 
 
 def find_joinable(call: ModuleCall, others: Sequence[ModuleCall]) -> list[bool]:
-    """Which of these calls can be computed as one with `call`.
+    """Whether each of these calls can be computed as one with `call`.
 
     Shared tensors whose equality is not known are compared bit by bit on their device; the CPU waits once for all.
     """
@@ -372,7 +372,7 @@ def _state(value: Any, depth: int = 0) -> Hashable | None:
 
 
 def _item_layout(item: Any, batch: CallBatch, share: Callable[[Any], None]) -> Hashable:
-    """Of a row's item. Plain values have to be equal: a network may read those of the first row only."""
+    """The layout of a row's item. Plain values have to be equal: a network may read those of the first row only."""
     if not isinstance(item, torch.Tensor):
         return _layout(item, batch, share)
     return ("item", item.dtype, None if batch.in_lists else tuple(item.shape))

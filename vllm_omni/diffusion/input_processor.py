@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a prompt and its settings to a diffusion stage's request.
+"""Makes a diffusion stage's request of a prompt and its settings.
 
 Runs in the caller's process and refuses everything that is known to be wrong without the weights.
 """

@@ -34,7 +34,7 @@ class PromptCache:
 
     @property
     def counts(self) -> CacheCounts:
-        """Of calls of `encode_prompt`."""
+        """Hits and queries, counted in calls of `encode_prompt`."""
         stats = self._results.stat()
         return CacheCounts(queries=stats.total, hits=stats.hits)
 

@@ -26,12 +26,12 @@ class CurveKeys(msgspec.Struct, frozen=True):
         return cls(*(key.decode() for key in pairs))
 
     def secure_server(self, socket: zmq.Socket) -> None:
-        """To be called before the socket binds; its context needs an `Authenticator`."""
+        """Sets the keys of a socket before it binds; its context needs an `Authenticator`."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.server_public.encode(), self.server_secret.encode()
 
     def secure_client(self, socket: zmq.Socket) -> None:
-        """To be called before the socket connects."""
+        """Sets the keys of a socket before it connects."""
         socket.curve_serverkey = self.server_public.encode()
         socket.curve_publickey, socket.curve_secretkey = self.client_public.encode(), self.client_secret.encode()
 

@@ -44,7 +44,7 @@ class Inbound:
 
     @property
     def readables(self) -> list[zmq.Socket | int]:
-        """To be polled."""
+        """What has to be polled."""
         return [*self._sockets, *([] if self._fetcher is None else self._fetcher.readables)]
 
     def receive(self) -> Received | None:

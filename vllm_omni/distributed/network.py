@@ -51,18 +51,18 @@ class Network:
         self.address = f"tcp://{spec.host}:{self.inbound.bind_to_random_port(f'tcp://{spec.host}')}"
 
     def secure(self, socket: zmq.Socket) -> None:
-        """To be called before a socket connects to the `inbound` of another process."""
+        """Sets the keys of a socket before it connects to the `inbound` of another process."""
         self._keys.secure_client(socket)
         # Without them a link that is cut is reported by nobody.
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
     def connector(self, receiver: int, config: ConnectorConfig) -> NetworkConnector:
-        """For payloads to a process on another machine."""
+        """A connector for payloads to a process on another machine."""
         return NetworkConnector(self.server, receiver, config.shm_threshold_bytes, config.name == NIXL)
 
     def close(self) -> None:
-        """To be called before the context is closed."""
+        """Closes the sockets. It is called before the context is closed."""
         self._authenticator.stop()
         if self._nixl is not None:
             self._nixl.close()

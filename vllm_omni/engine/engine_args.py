@@ -214,7 +214,7 @@ def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings)
 
 
 def _turn_off_prefix_caching(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:
-    """Where it cannot be on, with a warning: the argument may have been meant for another stage."""
+    """Turns it off where it cannot be on, with a warning: the argument may have been meant for another stage."""
     if arguments.get("enable_prefix_caching") and settings.engine_type != "ar":
         arguments["enable_prefix_caching"] = False
         reason = "it keeps no keys and values"
@@ -244,7 +244,7 @@ class _StageVllmConfig(VllmConfig):
 
 
 def message_of(error: Exception) -> str:
-    """That of an error of vLLM's; of one of pydantic's, the first problem and its key, in one line."""
+    """The message of an error of vLLM's; of one of pydantic's, the first problem and its key, in one line."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
@@ -274,7 +274,7 @@ def create_config_without_engine(engine_args: EngineArgs) -> VllmConfig:
 
 
 def create_config_for_inputs(engine_args: EngineArgs) -> VllmConfig:
-    """The same for processing inputs: no engine can run with it.
+    """Makes a configuration for processing inputs: no engine can run with it.
 
     Raises:
         StageConfigError: vLLM refuses the model or an argument; names the model's class, which may not be importable.

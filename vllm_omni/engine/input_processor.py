@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a prompt to an engine's request: vLLM's input processing, with further inputs and checks.
+"""Makes an engine's request of a prompt: vLLM's input processing, with further inputs and checks.
 
 Whatever could make a model raise is refused here, for this request alone, because an exception inside a step fails the
 whole batch. Works without an engine: the pipeline's front end preprocesses prompts with it, and sends the request to
@@ -134,7 +134,7 @@ class OmniInputProcessor(InputProcessor):
 
     @property
     def media_cache_counts(self) -> CacheCounts:
-        """Of preprocessed media. May be read from any thread."""
+        """Hits and queries of the cache of preprocessed media. May be read from any thread."""
         caches = (self.renderer._mm_processor_cache, self.renderer._mm_processor_only_cache)
         stats = [cache.make_stats() for cache in caches if isinstance(cache, MultiModalProcessorOnlyCache)]
         return CacheCounts(queries=sum(each.total for each in stats), hits=sum(each.hits for each in stats))

@@ -16,7 +16,7 @@ from vllm_omni.payloads import OmniEngineCoreRequest
 
 
 class OmniEngineCore(EngineCore):
-    """In-process only. Has no attributes of its own: vLLM builds its own class, and `adopt` turns it into this one."""
+    """An engine core in the calling process. `adopt` makes it of vLLM's class, so it has no attributes of its own."""
 
     # vLLM's distributed groups belong to the process, so its last engine destroys them.
     _alive: ClassVar[weakref.WeakSet[EngineCore]] = weakref.WeakSet()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stage's engine, in the calling process: vLLM's `LLMEngine` with omni inputs and outputs (design document 003).
+"""One stage's engine, in the calling process: vLLM's `LLMEngine` with omni inputs and outputs.
 
 It knows one stage only; the orchestrator connects stages.
 """
@@ -79,7 +79,7 @@ class OmniLLMEngine(LLMEngine):
 
     @classmethod
     def from_omni_config(cls, vllm_config: VllmConfig, log_stats: bool) -> "OmniLLMEngine":
-        """The same, for a configuration made of such arguments."""
+        """Makes an engine of a configuration that was made of such arguments."""
         with opaque_module_hidden():
             return cls(
                 vllm_config=vllm_config,
@@ -186,7 +186,7 @@ class OmniLLMEngine(LLMEngine):
 
     @property
     def batch_tokens(self) -> int:
-        """Of a one-step stage: tokens that one step computes at once for one request."""
+        """Tokens that one step of a one-step stage computes at once for one request."""
         assert isinstance(self._scheduler, OmniGenerationScheduler)
         return min(self._scheduler.batch_tokens, self.vllm_config.model_config.max_model_len)
 
@@ -207,7 +207,7 @@ class OmniLLMEngine(LLMEngine):
         return total - pool.get_num_free_blocks(), total
 
     def encoder_cache_counts(self) -> CacheCounts | None:
-        """Of media; None for a model that reads none. May be called from another thread."""
+        """Hits and queries of encoded media; None for a model that reads none. May be called from another thread."""
         manager = self._scheduler.encoder_cache_manager
         if not manager.cache_size or not isinstance(manager, CountingEncoderCacheManager):
             return None
@@ -235,7 +235,7 @@ class OmniLLMEngine(LLMEngine):
         self._scheduler.on_scheduled = on_scheduled
 
     def quarantine(self, request_id: str, num_tokens: int) -> None:
-        """After `recover`: runs a request in steps of its own until it has computed this many tokens again."""
+        """Runs a request in steps of its own until it has computed this many tokens again; for use after `recover`."""
         for req_id in self._internal_ids(request_id):
             self._scheduler.quarantine(req_id, num_tokens)
 

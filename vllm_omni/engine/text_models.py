@@ -39,6 +39,6 @@ def why_not_text(model: str, hf_config: PretrainedConfig, engine_args: Mapping[s
 
 
 def _writes_text(hf_config: PretrainedConfig) -> bool:
-    """Of an architecture for vLLM's transformers backend, which also takes those that write no text."""
+    """Whether an architecture writes text: vLLM's transformers backend also takes those that do not."""
     auto_map = getattr(hf_config, "auto_map", None) or {}
     return not _TEXT_CLASSES.isdisjoint(hf_config.architectures or ()) or "AutoModelForCausalLM" in auto_map

@@ -100,6 +100,6 @@ class FunctionParameters:
 
 
 def load_function_parameters(config: PipelineConfig) -> dict[int, FunctionParameters]:
-    """Of all stages that are a `FunctionStage`, by stage id. Raises as `FunctionParameters`."""
+    """The parameters of all stages that are a `FunctionStage`, by stage id. Raises as `FunctionParameters`."""
     classes = {stage.stage_id: load_function_stage(stage) for stage in config.stage_args}
     return {i: FunctionParameters(config.stages[i], found) for i, found in classes.items() if found is not None}

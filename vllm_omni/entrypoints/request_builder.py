@@ -163,7 +163,7 @@ class RequestBuilder:
         )
 
     def _make_decoders(self, stages: Mapping[int, StageRequest], final_stages: Sequence[int]) -> dict[int, TextDecoder]:
-        """Of the final stages whose text no other stage reads."""
+        """Makes the decoders of the final stages whose text no other stage reads."""
         decoders = {}
         for stage_id in final_stages:
             request = stages[stage_id].engine_request
@@ -193,7 +193,7 @@ class RequestBuilder:
                     request.engine_request.priority = priority
 
     def media_cache_counts(self) -> CacheCounts:
-        """Of preprocessed media. May be called from any thread."""
+        """Hits and queries of the caches of preprocessed media. May be called from any thread."""
         return sum((processor.media_cache_counts for processor in self.input_processors.values()), CacheCounts())
 
     @property
@@ -519,7 +519,7 @@ def _as_prompt(prompt: str | OmniPrompt) -> OmniPrompt:
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
-    """As far as vLLM relies on it."""
+    """Checks messages as far as vLLM relies on it."""
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):

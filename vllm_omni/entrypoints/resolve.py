@@ -96,7 +96,7 @@ def resolve_pipeline(args: OmniArgs) -> ResolvedPipeline:
 
 
 def read_pipeline(args: OmniArgs) -> ReadPipeline:
-    """The same for any machine: independent of this machine's devices.
+    """Resolves a pipeline for any machine: independent of this machine's devices.
 
     Raises:
         StageConfigError: There is no such checkpoint, or the configuration or an argument is wrong.
@@ -146,7 +146,7 @@ def _source(args: OmniArgs) -> Path | None:
 
 
 def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path:
-    """That of a model that a package has, or that of text models if vLLM serves it as one."""
+    """The configuration of a model that a package has, or that of text models if vLLM serves it as one."""
     models = find_models()
     try:
         hf_config = load_hf_config(model, engine_args)

@@ -61,7 +61,7 @@ class DiffusersPipelineExecutor:
 
     @property
     def prompt_cache_counts(self) -> CacheCounts:
-        """Of calls of the pipeline's `encode_prompt`."""
+        """Hits and queries of the prompt cache, in calls of `encode_prompt`."""
         return self._runner.prompt_cache.counts
 
     def add(self, job: DiffusionJob) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a model whose next step reads the output of its last one: a talker (design document 000).
+"""The interface of a model whose next step reads the output of its last one: a talker.
 
 The loop stays inside one engine step. `FeedbackARModelRunner` sorts a step's rows: those of a prompt, and those that
 feed a sampled token back; a `FeedbackStrategy`, one for each model, turns them into embeddings. A request has a *slot*,
@@ -113,8 +113,7 @@ class FeedbackStrategy(ABC):
 
     @abstractmethod
     def replay(self, rows: FedBackRows) -> FedBack:
-        """The same as an earlier `feed_back`, after a preemption or a step that raised: nothing is sampled a second
-        time."""
+        """Repeats an earlier `feed_back` after a preemption or a step that raised; nothing is sampled a second time."""
 
     @abstractmethod
     def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:

@@ -54,7 +54,7 @@ class SlotBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Of the pool."""
+        """The size of the pool."""
         return self._rows.nbytes
 
     @property

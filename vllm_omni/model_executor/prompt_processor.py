@@ -70,7 +70,7 @@ class PromptProcessor(ABC):
         """
 
     def process_pieces(self, given: Mapping[str, Any]) -> "PromptStream":
-        """For a prompt whose text arrives in pieces; optional.
+        """Starts a prompt whose text arrives in pieces; optional.
 
         Args:
             given: As for `process`; its `prompt` is not read.
@@ -99,7 +99,7 @@ class PromptProcessor(ABC):
         return self.process(given)
 
     def stream(self, prompt: OmniPrompt) -> "PromptStream":
-        """For a prompt whose text arrives in pieces. Raises as `__call__`."""
+        """Starts a prompt whose text arrives in pieces. Raises as `__call__`."""
         return self.process_pieces(self._read_fields(prompt))
 
     def _read_fields(self, prompt: OmniPrompt) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def read_choice(value: Any, name: str, known: Sequence[str]) -> str:
 
 
 def read_language(value: Any, known: Sequence[str]) -> str:
-    """As `read_choice`, a language. It may also be a code of ISO 639-1 (`en`), also with a region (`en-US`)."""
+    """Reads a language as `read_choice`. It may also be a code of ISO 639-1 (`en`), also with a region (`en-US`)."""
     code = value.lower().replace("_", "-").partition("-")[0] if isinstance(value, str) else ""
     name = LANGUAGES.get(code, "")
     return name if name in known else read_choice(value, "language", known)

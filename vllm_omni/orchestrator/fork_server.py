@@ -64,7 +64,7 @@ class StageProcess(Protocol):
 
 
 class ForkedStageProcess(StageProcess):
-    """Of a process on this machine."""
+    """The handle of a process on this machine."""
 
     def __init__(self, pid: int, lifeline: socket.socket, exit_status: socket.socket) -> None:
         """

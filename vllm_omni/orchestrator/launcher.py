@@ -42,7 +42,7 @@ class Launcher(ABC):
 
 
 class LocalLauncher(Launcher):
-    """On this machine."""
+    """Starts processes on this machine."""
 
     def __init__(self, server: ForkServer, specs: SpecFactory, site: Site) -> None:
         self._server, self._specs, self._site = server, specs, site
@@ -55,7 +55,7 @@ class LocalLauncher(Launcher):
 
 
 class ClusterLauncher(Launcher):
-    """On the machines of a cluster; processes that belong on this one are forked as without a cluster."""
+    """Starts processes on the machines of a cluster; those that belong on this one are forked as without it."""
 
     def __init__(
         self, cluster: Cluster, server: ForkServer, specs: SpecFactory, nodes: Nodes, run_dir: RunDir,

@@ -134,7 +134,7 @@ class NodeServer:
                 pass
 
     def _fork(self, message: Fork) -> None:
-        """On the thread that forks."""
+        """Forks a stage process. Runs on the thread that forks."""
         try:
             result: StageProcess | str = self._server.fork(message.spec, message.timeout)
         except (OSError, EOFError) as error:

@@ -57,7 +57,7 @@ class RemoteStageProcess(StageProcess):
         self._news: collections.deque[Ending | Ended] = collections.deque()
 
     def tell(self, news: Ending | Ended) -> None:
-        """On the thread of `Nodes`."""
+        """Records what the node has reported. Runs on the thread of `Nodes`."""
         self._news.append(news)
         with contextlib.suppress(OSError):  # It is closed.
             self._writer.send(b"\0")

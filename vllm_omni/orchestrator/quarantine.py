@@ -16,7 +16,7 @@ LIMIT_S = 60.0
 
 @dataclass(slots=True)
 class Quarantine:
-    """Of one process.
+    """The quarantine of one process.
 
     Attributes:
         instances: The process's instance of each of its stages, by stage id.

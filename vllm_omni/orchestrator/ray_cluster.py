@@ -259,7 +259,7 @@ def _join_all(bundles: Sequence[Resources]) -> str:
 
 
 def _join(resources: Mapping[str, float]) -> str:
-    """Without what each node has: its memory, and the resources that Ray itself names after it."""
+    """Joins resources, without what each node has: its memory, and the resources that Ray itself names after it."""
     own = {name: amount for name, amount in resources.items() if amount != _PIN or not name.startswith("node:")}
     hidden = ("memory", "object_store_memory", "node:")
     shown = [f"{name} {amount:g}" for name, amount in sorted(own.items()) if not name.startswith(hidden)]

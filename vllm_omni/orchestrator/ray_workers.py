@@ -13,7 +13,7 @@ from vllm_omni.errors import StageConfigError
 
 @ray.remote(num_cpus=0, max_retries=0)
 def locate(interface: str | None) -> tuple[str, str, str]:
-    """Of the node that it runs on: the id, the address for others, and the accelerators of the bundle."""
+    """Describes the node that it runs on: the id, the address for others, and the accelerators of the bundle."""
     context = ray.get_runtime_context()
     devices = [str(name) for names in context.get_accelerator_ids().values() for name in names]
     return context.get_node_id(), find_address(interface), ",".join(devices)

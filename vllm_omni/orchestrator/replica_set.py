@@ -80,7 +80,7 @@ class _Prefixes:
 
 
 def _block_hashes(token_ids: Sequence[int]) -> Iterator[int]:
-    """Of each whole block and all tokens before it."""
+    """Hashes of each whole block and all tokens before it."""
     key = 0
     for start in range(0, len(token_ids) - _BLOCK + 1, _BLOCK):
         key = hash((key, *token_ids[start : start + _BLOCK]))

@@ -107,7 +107,7 @@ class RequestRecord:
         return self._num_events > 0
 
     def make_retry(self) -> "RequestRecord":
-        """The same request from its start, under another id: there may still be messages about this try."""
+        """Makes the request anew, under another id: there may still be messages about this try."""
         request = self.request
         retry = RequestRecord(request, 0, self._config)
         retry.is_retry = True

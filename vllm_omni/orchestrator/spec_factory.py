@@ -51,7 +51,7 @@ class SpecFactory:
     log_stats: bool = False
 
     def make_all(self, stages: Sequence[StageHandle], site: Site) -> bytes:
-        """For `vllm_omni.stage.worker.main`."""
+        """The argument of `vllm_omni.stage.worker.main`."""
         return msgspec.json.encode([self.make(stage, site) for stage in stages])
 
     def make(self, stage: StageHandle, site: Site) -> StageSpec:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CPU cores a stage gets, and how many threads compute there.
+"""Decides which CPU cores a stage gets, and how many threads compute there.
 
 The parent assigns and checks the cores of all stages before anything starts; a stage's process binds itself.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which accelerators a stage gets (design document 002, sections 9.1, 11 and 16).
+"""Decides which accelerators a stage gets.
 
 The parent resolves and checks all devices before anything starts; a stage's process sets its own before it uses one.
 `placement.budgets` decides how much memory a stage takes there.

@@ -62,7 +62,7 @@ class InputStreams:
 
 
 class Phase(enum.IntEnum):
-    """Of a request in a stage, in the order in which it takes them; it may skip to the end from any."""
+    """A phase of a request in a stage, in their order; it may skip to the end from any."""
 
     NEEDS_INPUT = enum.auto()
     """Its sources have not made its first input."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a stage sends output of a running request, in segments (design document 002, section 6).
+"""When a stage sends output of a running request, in segments.
 
 Each streaming consumer has a `Reader`, which decides when a segment is due; it is sent to all of them as soon as it is
 due for one.

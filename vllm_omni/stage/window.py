@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts the output of a source into the windows that a stage reads (design document 002, sections 6 and 10)."""
+"""Cuts the output of a source into the windows that a stage reads."""
 
 import math
 from abc import ABC, abstractmethod

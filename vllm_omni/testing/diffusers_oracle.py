@@ -52,7 +52,7 @@ class DiffusersOracle:
     def generate_all(
         self, prompt: str, *, seed: int, images: Sequence[Image.Image] | None = None, **call_arguments: Any
     ) -> list[torch.Tensor]:
-        """The same with everything else that the call makes: the sound of a video; the layers of an image, in one
+        """Generates one output and all else that the call makes: the sound of a video; the layers of an image, in one
         tensor."""
         pipe = self.pipe
         arguments = {"output_type": "pt", **call_arguments}

@@ -83,7 +83,7 @@ class Host:
         self._shared = [str(path) for path in shared]
 
     def start(self) -> None:
-        """Also after `power_off`."""
+        """Starts the host, also after `power_off`."""
         # The kernel ends it with the process that made it.
         command = ["setpriv", "--pdeathsig=KILL", "--", "setsid"]
         command += ["unshare", "-m", "-u", "-i", "-p", "-f", "--kill-child", "bash", "-c", _INIT, "init"]
@@ -113,7 +113,7 @@ class Host:
         return subprocess.Popen([*enter, *command], env={**os.environ, **own, **(env or {})}, **options)
 
     def run(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> str:
-        """The same until it has ended; returns what it wrote.
+        """Runs a command until it has ended; returns what it wrote.
 
         Raises:
             subprocess.CalledProcessError: It failed.
@@ -162,7 +162,7 @@ class Host:
         _ip("-n", self._switch, "link", "set", self.name, "up")
 
     def limit_rate(self, rate: str) -> None:
-        """Of what it sends, such as `100mbit`."""
+        """Limits the rate of what it sends, such as `100mbit`."""
         options = ["rate", rate, "burst", "256kb", "latency", "50ms"]
         tc = ["ip", "netns", "exec", self._namespace, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"]
         subprocess.run([*tc, *options], check=True)
@@ -238,7 +238,7 @@ class RayNodes:
         self._start(host, [f"--address={self._head.address}:{_RAY_PORT}"])
 
     def wait_until_lost(self, host: Host) -> None:
-        """Until Ray has given the node of a host up: one that answers again before that stays a node."""
+        """Waits until Ray has given the node of a host up: one that answers again before that stays a node."""
         address = f"{self._head.address}:{_RAY_PORT}"
         self._head.run([sys.executable, "-c", _AWAIT_LOSS, address, host.address], self.env, stderr=subprocess.DEVNULL)
 

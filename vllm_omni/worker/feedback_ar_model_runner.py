@@ -134,7 +134,7 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         self._emitted = EmittedRows.join(emitted, first) if emitted or first else None
 
     def _first_outputs(self, prompts: list[PromptRows]) -> dict[int, Outputs]:
-        """Of the requests that sample their first token in this step, by their index in the batch."""
+        """First outputs of the requests that sample their first token in this step, by their index in the batch."""
         first = {}
         for prompt in prompts:
             index = int(np.flatnonzero(self._batch.slots == prompt.slot)[0])
@@ -144,7 +144,7 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         return first
 
     def _unemitted(self, known: TokenRows, fed_back: FedBack) -> list[tuple[np.ndarray, FedBack]]:
-        """Of the rows that are computed again those that have not left. A row leaves with the step that samples the
+        """Rows that are computed again and have not left. A row leaves with the step that samples the
         next token, so only a step that raised can have computed the last token's row."""
         num_reqs = self.input_batch.num_reqs
         num_tokens = self.input_batch.num_tokens_no_spec[:num_reqs] - self.input_batch.num_prompt_tokens[:num_reqs]
@@ -228,7 +228,7 @@ class EmittedRows:
 
     @classmethod
     def join(cls, parts: list[tuple[np.ndarray, FedBack]], first: dict[int, Outputs]) -> "EmittedRows":
-        """Of several parts, of different requests and with outputs of the same names."""
+        """Joins several parts, of different requests and with outputs of the same names."""
         if not parts:
             return cls(np.zeros(0, dtype=np.int64), {}, None, first)
         requests = np.concatenate([requests for requests, _ in parts])
@@ -254,7 +254,7 @@ class EmittedRows:
         self._first = [(index, list(tensors), HostCopy(list(tensors.values()))) for index, tensors in first.items()]
 
     def wait(self, num_reqs: int) -> tuple[list[dict[str, torch.Tensor] | None], list[int]]:
-        """For each request of the batch the rows `[n, ...]` of each output, or None; and the requests that end."""
+        """The rows `[n, ...]` of each output for each request of the batch, or None; and the requests that end."""
         emitted: list[dict[str, torch.Tensor] | None] = [None] * num_reqs
         copies = self._copy.wait()
         ended = self._requests[copies.pop().numpy()].tolist() if self._has_last else []

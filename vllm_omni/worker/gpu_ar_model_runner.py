@@ -97,7 +97,7 @@ class RowTracker:
         self._pending: dict[str, dict[str, list[torch.Tensor]]] = {}
 
     def select(self, spans: list[RequestSpan]) -> list[tuple[int, int]]:
-        """For each span the rows `[start, stop)` of the flat batch that have not left yet; may be empty."""
+        """Selects for each span the rows `[start, stop)` of the flat batch that have not left yet; may be empty."""
         return [(span.stop - (self._num_new(span) if span.emits_rows else 0), span.stop) for span in spans]
 
     def emit(self, spans: list[RequestSpan], rows: list[Outputs]) -> list[Outputs | None]:
@@ -149,7 +149,7 @@ class SelectedRows:
         self._copy = HostCopy([_select(output, selected) for output in leaving])
 
     def wait(self) -> list[Outputs]:
-        """For each request its rows, in memory of their own; an empty dict for no rows."""
+        """The rows of each request, in memory of their own; an empty dict for no rows."""
         rows: list[Outputs] = [{} for _ in self._sizes]
         for name, tensor in zip(self._names, self._copy.wait(), strict=False):
             for request_rows, part in zip(rows, tensor.split(self._sizes), strict=True):

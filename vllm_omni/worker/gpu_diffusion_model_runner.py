@@ -272,7 +272,7 @@ def _as_output(result: Any, latents_only: bool) -> torch.Tensor:
 
 
 def _sound_of(result: Any) -> torch.Tensor | None:
-    """That of the only video of a pipeline's call, as `JobEnd` describes it."""
+    """The sound of the only video of a pipeline's call, as `JobEnd` describes it."""
     sound = result.get(SOUND_FIELD) if isinstance(result, dict) else None
     return None if sound is None else sound[0].float().cpu()
 

@@ -72,7 +72,7 @@ class GuidedPairs:
         self._pairs[pair.guided] = self._pairs[pair.twin] = pair
 
     def remove(self, req_id: str) -> None:
-        """Of a sequence that ends; of any other request it does nothing."""
+        """Removes the pair of a sequence that ends; does nothing for any other request."""
         pair = self._pairs.pop(req_id, None)
         if pair is not None:
             del self._pairs[pair.twin if req_id == pair.guided else pair.guided]

@@ -81,7 +81,7 @@ def init_device(index: int, memory: float | int | None) -> torch.device:
 
 @dataclass(frozen=True)
 class _Started:
-    """From a follower whose denoisers are loaded. `problem`: why they are not; then it ends."""
+    """A follower's denoisers are loaded. `problem`: why they are not; then it ends."""
 
     problem: str | None = None
 
@@ -306,7 +306,7 @@ def _serve(start: _Start, calls: Connection) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Also in the middle of a call, and if the parent was killed."""
+    """Exits with the parent, also in the middle of a call, and if the parent was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -364,7 +364,7 @@ class _Follower:
             raise FollowerError(f"rank {self.rank} of the denoiser has ended") from error
 
     def end(self) -> None:
-        """At once: it has nothing to complete, and may wait for ranks that have failed."""
+        """Ends it at once: it has nothing to complete, and may wait for ranks that have failed."""
         self._calls.close()
         self.process.kill()
         self.process.join(_END_S)

@@ -77,7 +77,7 @@ class OmniARScheduler(GuidedScheduler):
     # Rows of tokens that were found in the prefix cache.
 
     def _get_local_prefix_cache_hit(self, request: Request) -> Any:
-        """Without blocks whose rows would be missing."""
+        """Finds cached blocks, without those whose rows would be missing."""
         if self._row_cache is None or not _needs_rows(request):
             return super()._get_local_prefix_cache_hit(request)
         hashes = request.block_hashes
@@ -147,7 +147,7 @@ def _emits_all_rows(request: OmniRequest) -> bool:
 
 
 def _can_end(request: Request) -> bool:
-    """As vLLM decides it for stop tokens."""
+    """Whether the request may end here, as vLLM decides it for stop tokens."""
     params = request.sampling_params
     assert params is not None, "stages take no pooling requests"
     return not params.ignore_eos and request.num_output_tokens >= params.min_tokens

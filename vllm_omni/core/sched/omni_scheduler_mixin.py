@@ -73,7 +73,7 @@ class OmniSchedulerMixin(Scheduler):
                 del self._sent[req_id]
 
     def restart_requests(self, known_to_workers: set[str]) -> None:
-        """After an exception inside a step: every request is computed again, as after a preemption.
+        """Computes every request again, as after a preemption, when a step has raised.
 
         A request that has tokens keeps them and its state in the workers. Any other is sent to them again, as new.
         Nothing else of the step is used: blocks can be marked as filled without being so, and a request that the step

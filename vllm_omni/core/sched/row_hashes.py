@@ -40,7 +40,7 @@ class RowHasher:
 
 
 def digest_rows(information: AdditionalInformationPayload, names: Sequence[str], block_size: int) -> list[bytes]:
-    """For each full block of rows a digest of all rows up to its end, and of their positions.
+    """Digests of rows, one for each full block: of all rows up to its end, and of their positions.
 
     Args:
         names: Tensors `[n, ...]` of the information: row i is what the model reads for token i of the prompt.
@@ -77,7 +77,7 @@ def _rows(tensor: TensorPayload, start: int, stop: int) -> memoryview:
 
 
 def _columns(tensor: TensorPayload, start: int, stop: int) -> list[memoryview]:
-    """Of a tensor `[3, n]`, those of each row."""
+    """The columns of a tensor `[3, n]`, one for each row."""
     num_rows, num_columns = tensor.shape
     data, size = memoryview(tensor.data), len(tensor.data) // (num_rows * num_columns)
     offsets = [row * num_columns * size for row in range(num_rows)]

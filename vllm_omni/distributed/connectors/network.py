@@ -180,7 +180,7 @@ class PayloadFetcher:
 
     @property
     def readables(self) -> list[zmq.Socket | int]:
-        """To be polled; while one is readable, call `take_ended`."""
+        """What has to be polled; while one is readable, call `take_ended`."""
         return [self.socket, *([] if self._nixl is None else [self._nixl.fileno()])]
 
     def start(self, ref: NetworkRef) -> None:

@@ -68,7 +68,7 @@ class ConfigValues:
         }
 
     def __iter__(self) -> Iterator[ConfigValue]:
-        """In the order of a stage configuration."""
+        """Iterates in the order of a stage configuration."""
         for stage in self._resolved.with_arguments.stage_args:
             for name, value in _fields(stage):
                 yield from self._of_key(("stage_args", stage.stage_id, name), value)

@@ -318,7 +318,7 @@ def check_encoders() -> Iterator[Finding]:
 
 
 def check_threads(device_type: str, num_processes: int) -> Iterator[Finding]:
-    """On a CPU, stages with more threads than there are cores slow each other down."""
+    """Reports stages that have more threads than there are cores: on a CPU they slow each other down."""
     threads = os.environ.get("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0))
     if device_type != "cpu" or threads is None:

@@ -297,7 +297,7 @@ def _check_machine(
 
 
 def _show_machines(planner: MemoryPlanner, read: ReadPipeline, arguments: list[str]) -> Iterator[Finding]:
-    """For a machine without accelerators: what the stages need, and where the shipped configurations fit."""
+    """Shows what the stages need, and where the shipped configurations fit, on a machine without accelerators."""
     plans = [planner.plan(machine) for machine in MACHINES]
     shown = next((plan for plan in plans if plan.verdict != "does not fit"), plans[-1])
     yield Finding("OK", "memory", f"on {shown.machine.name}, {_COMPUTED}:\n{as_table(shown)}")

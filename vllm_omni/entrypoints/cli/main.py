@@ -108,7 +108,7 @@ def _config(arguments: list[str]) -> None:
 
 
 def _log_warnings_only() -> None:
-    """For commands with output for people or programs."""
+    """Logs warnings only, for commands whose output people or programs read."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 

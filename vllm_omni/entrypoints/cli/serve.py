@@ -157,7 +157,7 @@ def _check_playground(args: argparse.Namespace) -> None:
 
 
 def _check_voice_map(parsed: ParsedCommand) -> None:
-    """Before the stages start, which can take minutes."""
+    """Checks `--voice-map` before the stages start, which can take minutes."""
     config = resolve_pipeline(make_omni_args(parsed)).config
     try:
         model = parsed.args.model
@@ -190,12 +190,12 @@ def make_llm_args(parsed: ParsedCommand) -> dict[str, Any]:
 
 
 def make_omni_args(parsed: ParsedCommand) -> OmniArgs:
-    """The same as one object. Raises as `make_llm_args`."""
+    """The arguments as one object. Raises as `make_llm_args`."""
     return OmniArgs.from_kwargs(**make_llm_args(parsed))
 
 
 def set_up_logging(parsed: ParsedCommand) -> None:
-    """For this process, and through the environment for the stages, which start before they get arguments."""
+    """Sets up logging, through the environment also for the stages, which start before they get arguments."""
     config = configure_logging_from_args(parsed.args)
     os.environ["VLLM_LOGGING_LEVEL"] = config.log_level
     if config.pylogging_config_file:

@@ -122,7 +122,7 @@ class ServedEngineClient(OmniEngineClient):
     loop: asyncio.AbstractEventLoop
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """As the base; another signal ends the wait for running requests."""
+        """Shuts down as the base; another signal ends the wait for running requests."""
         for sig in (signal.SIGINT, signal.SIGTERM):
             self.loop.call_soon_threadsafe(self.loop.add_signal_handler, sig, self.cancel_wait)
         super().shutdown(timeout)

@@ -158,7 +158,7 @@ def encode_audio(samples: np.ndarray, format: str, sample_rate: int, speed: floa
 
 
 def count_channels(samples: np.ndarray) -> int:
-    """Of `[n]` or `[channels, n]`."""
+    """The number of channels of `[n]` or `[channels, n]`."""
     return 1 if samples.ndim == 1 else len(samples)
 
 

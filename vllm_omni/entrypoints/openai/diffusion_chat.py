@@ -49,7 +49,7 @@ _FOR_TEXT = ("tools", "response_format", "structured_outputs", "logprobs", "prom
 
 
 class DiffusionChat:
-    """In place of vLLM's `OpenAIServingChat`."""
+    """The chat handler of a diffusion model, in place of vLLM's `OpenAIServingChat`."""
 
     def __init__(self, client: OmniEngineClient, state: State, args: Namespace) -> None:
         """The arguments are those of `MediaStage`, whose stage is the pipeline's first final one."""

@@ -26,7 +26,7 @@ REQUEST = "Read the text aloud, word for word."
 
 
 class ForcedTextBuilder:
-    """For one pipeline. For use from the event loop."""
+    """Builds requests whose reply is a given text, for one pipeline. For use from the event loop."""
 
     def __init__(self, renderer: OnlineRenderer, tokenizer: TokenizerLike, max_model_len: int) -> None:
         self._renderer = renderer

@@ -351,7 +351,7 @@ def _after_tags(data: bytes) -> int:
 
 
 class AddressGuard:
-    """Which hosts may be connected to: those in its list, at any address; without a list, all at public addresses."""
+    """Decides which hosts are allowed: those in its list, at any address; without a list, all at public addresses."""
 
     def __init__(self, allowed_hosts: Iterable[str] = ()) -> None:
         self._allowed = frozenset(host.lower() for host in allowed_hosts)

@@ -137,7 +137,7 @@ class DiffusionRequest(RequestModel):
         return given
 
     def _openai_settings(self) -> list[tuple[str, Any, str]]:
-        """For each of OpenAI's fields: the setting that it sets, the value, and the field's name."""
+        """What OpenAI's fields set: for each the setting, the value, and the field's name."""
         if self.size in (None, "auto"):
             return []
         width, height = map(int, str(self.size).split("x"))

@@ -95,7 +95,7 @@ class MediaStage:
         return self.expected("fps", settings) or own or DEFAULT_FPS
 
     def check_model(self, name: str | None, aliases: Collection[str] = ()) -> None:
-        """As the function below; a request may also name an adapter as its model."""
+        """Checks the model as the function below; a request may also name an adapter as its model."""
         served = [path.name for path in self._models.base_model_paths] + list(self._models.lora_requests)
         check_model(name, served, aliases)
 

@@ -157,7 +157,7 @@ class Peekable(AsyncGenerator[Item, None], Generic[Item]):
 
 
 async def started(items: AsyncGenerator[Item, None]) -> Peekable[Item]:
-    """The same items, as soon as there is a first one: errors before it have an HTTP status."""
+    """Returns these items as soon as there is a first one: errors before it have an HTTP status."""
     peekable = Peekable(items)
     await peekable.peek()
     return peekable

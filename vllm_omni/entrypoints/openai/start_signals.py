@@ -27,7 +27,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StartSignals:
-    """In this block, until a running server handles signals itself, a signal closes the pipeline and ends the process.
+    """Makes a signal close the pipeline and end the process, until a running server handles signals itself.
 
     For the main thread.
     """

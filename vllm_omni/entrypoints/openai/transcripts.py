@@ -81,7 +81,7 @@ def as_events(deltas: Deltas, transcript: Transcript, keep_alive_s: float) -> Re
 
 
 def lines_as_events(lines: AsyncGenerator[Line, None], keep_alive_s: float) -> Response:
-    """The same of vLLM's lines of a chat or a transcription."""
+    """The answer of `as_events` for vLLM's lines of a chat or a transcription."""
     transcript = Transcript(usage=token_usage(UsageInfo()))
     deltas = read_deltas(read_lines(lines, RequestContext.current()), transcript)
     return as_events(deltas, transcript, keep_alive_s)

@@ -279,7 +279,7 @@ def _resolve(future: "asyncio.Future[None]", error: Exception | None = None) -> 
 
 
 def _deleted(job: VideoJob) -> OmniHTTPError:
-    """For a request whose video another request deletes. With a status that clients do not retry."""
+    """The error of a request whose video another request deletes, with a status that clients do not retry."""
     return OmniHTTPError(f"video {job.video.id} was deleted before it was started", HTTPStatus.GONE)
 
 

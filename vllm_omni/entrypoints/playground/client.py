@@ -127,7 +127,7 @@ class Server:
 
 
 def _message(body: Any) -> str | None:
-    """That of an error's body, with or without the key `error` around it."""
+    """The message of an error's body, with or without the key `error` around it."""
     inner = body.get("error", body) if isinstance(body, dict) else None
     return inner.get("message") if isinstance(inner, dict) else None
 

@@ -57,7 +57,7 @@ class SamplingFields:
         self.components.append(gr.Textbox(value, label=name, min_width=110, placeholder="default"))
 
     def _changed(self, values: Sequence[str]) -> list[dict[str, Any]]:
-        """For each stage, the values that differ from its defaults.
+        """The values that differ from the defaults, a dict for each stage.
 
         Raises:
             gr.Error: One is not a number.
@@ -69,12 +69,12 @@ class SamplingFields:
         return changed
 
     def as_list(self, values: Sequence[str]) -> list[dict[str, Any] | None] | None:
-        """The same as `sampling_params_list` of a request; None if nothing differs."""
+        """The changed values as `sampling_params_list` of a request; None if nothing differs."""
         entries = [entry or None for entry in self._changed(values)]
         return entries if any(entries) else None
 
     def as_fields(self, values: Sequence[str], negative_prompt: str) -> dict[str, Any]:
-        """The same as fields of a request for images or videos, with its negative prompt if that is not empty."""
+        """The changed values as fields of a request for images or videos, with a negative prompt that is not empty."""
         fields = {name: value for entry in self._changed(values) for name, value in entry.items()}
         return fields | {"negative_prompt": negative_prompt} if negative_prompt else fields
 

@@ -73,7 +73,7 @@ class LayerStates:
         return torch.arange(num_taken, device=whole.device).view(-1, *[1] * (-1 - dim))
 
     def grow(self, factor: int) -> None:
-        """From this layer on each position is `factor` positions."""
+        """Makes each position `factor` positions, from this layer on."""
         self.num_frames = [factor * number for number in self.num_frames]
         self.num_before = [factor * number for number in self.num_before]
         self._lengths = self._lengths * factor

@@ -167,7 +167,7 @@ class FrameKernels:
         self._passes: dict[int, list[FramePass]] = {}
 
     def __call__(self, hidden: torch.Tensor, first_embeds: torch.Tensor, sampling: ResidualSampling | None) -> Frame:
-        """As `DepthDecoder.forward`."""
+        """Predicts the residual codes; see `DepthDecoder.forward`."""
         batch_size = hidden.shape[0]
         passes = self._passes.get(batch_size) or self._make_passes(batch_size)
         rows = torch.stack((hidden, first_embeds), dim=1).view(-1, hidden.shape[1])  # [2 * B, input_size]

@@ -51,7 +51,7 @@ class DepthDecoderLayer(nn.Module):
     """The weights of one layer, projections of the same input fused."""
 
     def __init__(self, config: PretrainedConfig, num_codes: int, max_batch_size: int, has_qk_norm: bool) -> None:
-        """As `DepthDecoder`."""
+        """Takes the arguments of `DepthDecoder`."""
         super().__init__()
         hidden, inter = config.hidden_size, config.intermediate_size
         self.head_dim = config.head_dim

@@ -48,7 +48,7 @@ class FrameLoop:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the frames that are kept."""
+        """The memory of the frames that are kept."""
         return self._codes.nbytes
 
     def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:

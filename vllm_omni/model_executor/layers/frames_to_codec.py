@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between a stage that makes frames of codes and the codec that makes sound of them."""
+"""Passes frames of codes to the codec that makes sound of them."""
 
 from collections.abc import Mapping
 from typing import ClassVar

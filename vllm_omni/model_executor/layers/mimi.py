@@ -147,7 +147,7 @@ def _as_stateful(layer: nn.Module) -> nn.Module:
 
 
 def _make_model(config: MimiConfig) -> Any:
-    """In float32, whatever the other stages' dtype: it is small, and its sums are long."""
+    """Makes the model in float32, whatever the other stages' dtype: it is small, and its sums are long."""
     return MimiModel._from_config(config, dtype=torch.float32).eval().requires_grad_(False)
 
 

@@ -16,7 +16,7 @@ from vllm_omni.model_executor.feedback_buffers import with_room_for
 
 
 class ResidualFilter(NamedTuple):
-    """From what the residual codes of a request are sampled, as HF's logits warpers in this order.
+    """Limits what the residual codes of a request are sampled from, as HF's logits warpers in this order.
 
     Attributes:
         top_k: At most `MAX_TOP_K`.
@@ -28,7 +28,7 @@ class ResidualFilter(NamedTuple):
 
     @classmethod
     def from_params(cls, params: SamplingParams) -> "ResidualFilter":
-        """As the first codes of the request, from at most `MAX_TOP_K`."""
+        """Takes the filter of the request's first codes, with at most `MAX_TOP_K`."""
         top_k = min(params.top_k, MAX_TOP_K) if params.top_k > 0 else MAX_TOP_K
         return cls(params.temperature, top_k, params.top_p)
 
@@ -99,7 +99,7 @@ class ResidualSampler:
         self._generators.pop(slot, None)
 
     def draw(self, slots: torch.Tensor) -> ResidualSampling | None:
-        """For one frame of each of `[N]` slots; None while all requests are greedy."""
+        """Draws the noise of one frame for each of `[N]` slots; None while all requests are greedy."""
         if not self._sampled:
             return None
         noise = self._filters.new_empty(slots.shape[0], *self._shape).exponential_()
@@ -174,7 +174,7 @@ class FrameGraphs:
         self._graphs: dict[tuple[int, bool], tuple[Graph, Frame]] = {}
 
     def __call__(self, hidden: torch.Tensor, first_embeds: torch.Tensor, sampling: ResidualSampling | None) -> Frame:
-        """As `MakeFrame`; later calls do not change what it returns."""
+        """Makes a frame as `MakeFrame`; later calls do not change what it returns."""
         batch_size = hidden.shape[0]
         self._hidden[:batch_size] = hidden
         self._first_embeds[:batch_size] = first_embeds

@@ -297,7 +297,7 @@ class StageEngine(ABC):
         return 0, 0
 
     def cache_counts(self) -> dict[str, CacheCounts]:
-        """As in `StageStats.caches`. Called from any thread."""
+        """The counts of `StageStats.caches`. Called from any thread."""
         return {}
 
     def metrics(self) -> list[MetricFamily]:

@@ -74,7 +74,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Call:
-    """For a thread: a request's next window; None: its state is released."""
+    """A call for a thread: a request's next window; None: its state is released."""
 
     run: _Run
     window: WorkItem | None
@@ -221,7 +221,7 @@ class FunctionStageThreads(StageEngine):
         return make_stage_output(run.request, self._stage_id, piece)
 
     def _release(self, run: _Run) -> None:
-        """Of a request that is not complete."""
+        """Releases the state of a request that is not complete."""
         if not run.has_begun:
             return
         run.has_begun = False

@@ -48,7 +48,7 @@ class CsmReference:
 
     @torch.no_grad()
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """As the model's `generate` does, which fails for no frames. `[frames, codebooks]` -> `[samples]`."""
+        """Decodes as the model's `generate`, which fails for no frames. `[frames, codebooks]` -> `[samples]`."""
         ends = (codes == self.model.config.codebook_eos_token_id).all(-1).nonzero()
         if len(ends):
             codes = codes[: int(ends.min())]

@@ -49,7 +49,7 @@ class GlmImageReference(DiffusersOracle):
 
 
 def _pass_features_as_rows(model: Any) -> None:
-    """For diffusers' calls, which are those without `images_per_sample`."""
+    """Passes features as rows in diffusers' calls, which are those without `images_per_sample`."""
     get_features, get_tokens = model.get_image_features, model.get_image_tokens
 
     def features(pixel_values: torch.Tensor, grids: torch.Tensor) -> Any:

@@ -55,8 +55,8 @@ class Qwen2_5OmniReference(Reference):
 
 
 def repair_talker_inputs(model: Qwen2_5OmniForConditionalGeneration) -> None:
-    """With audio output, an image or a video raises ValueError in transformers 5.19: its pixels are also passed to the
-    talker's `generate`, which has no such arguments."""
+    """Repairs the talker of transformers 5.19, which raises ValueError for an image or a video: its pixels are also
+    passed to `generate`, which has no such arguments."""
     talker: Any = model.talker
     generate = talker.generate
 

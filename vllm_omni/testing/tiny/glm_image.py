@@ -187,7 +187,7 @@ def _make_ar_model(size: Size, tokenizer: Qwen2Tokenizer) -> GlmImageForConditio
 
 
 def _make_vae() -> AutoencoderKL:
-    """With statistics of its latents that are neither 0 nor 1, as in the real one."""
+    """Makes a VAE whose latents' statistics are neither 0 nor 1, as in the real one."""
     means = [0.1 * (index % 5 - 2) for index in range(LATENT_CHANNELS)]
     stds = [1 + 0.05 * (index % 3) for index in range(LATENT_CHANNELS)]
     return make_image_vae(latents_mean=means, latents_std=stds)

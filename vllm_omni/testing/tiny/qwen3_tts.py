@@ -208,7 +208,7 @@ def _talker_config(size: Size, text_vocab_size: int, has_speakers: bool) -> dict
 
 
 def _decoder(hidden: int, layers: int, heads: int) -> dict[str, Any]:
-    """As in the published files, all heads together are wider than the hidden states."""
+    """Makes a decoder whose heads together are wider than the hidden states, as in the published files."""
     return {
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -323,7 +323,7 @@ def _make_encoder(config: MimiConfig, seed: int) -> nn.Module:
 
 @torch.no_grad()
 def _make_decoder(fields: dict[str, Any], seed: int) -> nn.Module:
-    """Of the modules of Qwen3-Omni's vocoder, the transformer in another width than the convolutions."""
+    """Makes a decoder of Qwen3-Omni's modules, the transformer in another width than the convolutions."""
     config: Any = Qwen3OmniMoeCode2WavConfig(**fields)
     decoder: Any = Qwen3OmniMoeCode2Wav(Qwen3OmniMoeCode2WavConfig(**fields | {"hidden_size": config.latent_dim}))
     del decoder.code_embedding

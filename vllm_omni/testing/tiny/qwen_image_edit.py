@@ -29,7 +29,7 @@ def write(path: Path, seed: int, size: str) -> None:
 
 
 def write_pipeline(pipeline_class: Any, path: Path, seed: int, size: str) -> None:
-    """The same for this class or another one of the same components."""
+    """Writes a pipeline of this class or of another one of the same components."""
     components = make_components(SIZES[size])
     components["vae"] = AutoencoderKLQwenImage(**VAE)
     pipe = pipeline_class(**components, processor=make_processor(components["tokenizer"]))

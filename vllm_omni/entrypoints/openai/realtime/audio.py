@@ -60,7 +60,7 @@ class _Pcm16:
         return np.frombuffer(data, "<i2")
 
     def encode(self, samples: np.ndarray) -> bytes:
-        """Of int16 `[n]`."""
+        """Encodes int16 `[n]`."""
         return samples.astype("<i2").tobytes()
 
 

@@ -42,7 +42,7 @@ class SessionRules:
         self.accepts_audio = accepts_audio(client)
 
     def default(self, model: str) -> Values:
-        """In the form of `session.created`, without id. As OpenAI's, as far as the model and the installation go."""
+        """The configuration of a new session, without id: OpenAI's, as far as the model and the installation go."""
         detects = self.accepts_audio and turn_detection.is_installed()
         return {
             "type": "realtime",
@@ -159,7 +159,7 @@ class SessionRules:
 
 
 def voice_name(voice: Any) -> str | None:
-    """Of `"alloy"` or `{"id": "alloy"}`."""
+    """The name in `"alloy"` or `{"id": "alloy"}`."""
     return voice["id"] if isinstance(voice, Mapping) else voice
 
 

@@ -75,12 +75,12 @@ class Item:
 
     @property
     def seconds(self) -> float:
-        """Of its sounds."""
+        """The length of its sounds."""
         return sum(sound.seconds for sound in self.sounds.values())
 
     @property
     def num_chars_kept(self) -> int:
-        """Of its texts and images."""
+        """The characters of its texts and images."""
         parts = [self.data, *self.content]
         return sum(len(value) for part in parts for value in part.values() if isinstance(value, str))
 
@@ -180,12 +180,12 @@ class Conversation:
 
     @property
     def seconds(self) -> float:
-        """Of all sounds."""
+        """The length of all sounds."""
         return sum(item.seconds for item in self._items)
 
     @property
     def num_chars(self) -> int:
-        """Of all texts and images."""
+        """The characters of all texts and images."""
         return sum(item.num_chars_kept for item in self._items)
 
     def add(self, item: Item, previous_id: str | None = None) -> str | None:

@@ -74,7 +74,7 @@ class Outlet:
             await self._session.send("conversation.item.done", previous_item_id=previous, item=item.data)
 
     def new_sound(self) -> OutputSound:
-        """For a message."""
+        """Starts the sound of a message."""
         return OutputSound(self._output["format"]["type"], self._session.sample_rate, self._output["speed"])
 
 

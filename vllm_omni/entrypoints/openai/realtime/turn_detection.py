@@ -131,7 +131,7 @@ class TurnDetector:
                 yield turn
 
     def _probability(self, window: np.ndarray) -> float:
-        """That a window has speech."""
+        """The probability that a window has speech."""
         x = torch.cat([self._context, torch.from_numpy(window.astype(np.float32))[None]], dim=1)
         with torch.inference_mode():
             probability, self._state = _model()(x, self._state)

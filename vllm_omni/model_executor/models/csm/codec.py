@@ -14,7 +14,7 @@ class OmniCsmCodec(OmniMimi):
 
 
 class BackboneToCodec(FramesToCodec):
-    """Without the frame of zeros that ends speech."""
+    """Passes frames to the codec, without the frame of zeros that ends speech."""
 
     def select(self, codes: torch.Tensor) -> torch.Tensor:
         return codes[(codes != self.hf_config.codebook_eos_token_id).any(1)]

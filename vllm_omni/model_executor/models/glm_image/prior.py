@@ -70,7 +70,7 @@ class OmniGlmImage(Glm4ForCausalLM):
         return torch.cat([self.vqmodel.encode(each[None]).image_tokens for each in features])
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Of image tokens only: the DiT can read no others."""
+        """The logits of image tokens only: the DiT can read no others."""
         logits = super().compute_logits(hidden_states)
         if logits is None:
             return None

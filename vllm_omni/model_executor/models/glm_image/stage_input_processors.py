@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tokens of GLM-Image's autoregressive model to the arguments of diffusers' `GlmImagePipeline`."""
+"""Turns the tokens of GLM-Image's autoregressive model into arguments of diffusers' `GlmImagePipeline`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -51,7 +51,7 @@ class OmniJanus(nn.Module):
         self.requires_grad_(False)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Of text; `preprocess` replaces the rows of image tokens."""
+        """The rows of text; `preprocess` replaces those of image tokens."""
         return self.model.embed_input_ids(input_ids)
 
     def preprocess(

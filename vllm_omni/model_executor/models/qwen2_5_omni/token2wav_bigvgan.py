@@ -105,7 +105,7 @@ class Activation:
 
 
 class CPUActivation(Activation):
-    """The same by a compiled loop."""
+    """Computes the activation by a compiled loop."""
 
     def __init__(self, activation: Any) -> None:
         super().__init__(activation)
@@ -144,7 +144,7 @@ class ActivatedConv:
 
 
 class TapConv(ActivatedConv):
-    """The same by one matrix product for each tap."""
+    """Computes the convolution by one matrix product for each tap."""
 
     def __init__(self, activation: Activation, conv: nn.Conv1d) -> None:
         super().__init__(activation, conv)

@@ -247,7 +247,7 @@ class DiTSolver:
     def _make_modulations(
         self, times: torch.Tensor
     ) -> tuple[list[list[Modulation]], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """For each of `times`: one modulation for each layer, and scale and shift of the last norm."""
+        """What depends on each of `times`: a modulation for each layer, and scale and shift of the last norm."""
         embedded = F.silu(self._dit.time_embed(times))  # [times, hidden]
         layers = [block.attn_norm.linear(embedded).chunk(6, dim=1) for block in self._dit.transformer_blocks]
         scale, shift = self._dit.norm_out.linear(embedded).chunk(2, dim=1)
@@ -281,7 +281,7 @@ def _stage_times(times: torch.Tensor) -> torch.Tensor:
 
 
 def _as_modulation(parts: list[torch.Tensor]) -> Modulation:
-    """From the order of the reference's `Qwen2_5_OmniAdaLayerNormZero`."""
+    """Changes the order of the reference's `Qwen2_5_OmniAdaLayerNormZero` to that of a modulation."""
     attn_shift, attn_scale, attn_gate, mlp_shift, mlp_scale, mlp_gate = (part.contiguous() for part in parts)
     return Modulation(1 + attn_scale, attn_shift, attn_gate, 1 + mlp_scale, mlp_shift, mlp_gate)
 

@@ -137,7 +137,7 @@ class Qwen3TTSPromptProcessor(PromptProcessor):
             raise ValueError("the prompt has no 'ref_audio': a checkpoint of the type base clones the voice of a sound")
 
     def encode(self, text: str) -> list[int]:
-        """Without control tokens, and apart from what surrounds it, so that no line break merges with another."""
+        """Encodes a text alone, so that no line break merges with what surrounds it, and without control tokens."""
         tokenizer: Any = self.tokenizer
         ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
         return ids

@@ -31,7 +31,7 @@ class PairsSoundWithVideo(BaseMultiModalProcessor):
     def _cached_apply_hf_processor(
         self, inputs: ProcessorInputs, timing_ctx: TimingContext
     ) -> MultiModalProcessingResult:
-        """Without the cache where it has lost one of a pair."""
+        """Processes without the cache where it has lost one of a pair."""
         if inputs.cache is not None and _reads_sound_in_video(inputs):
             hashes = self._get_mm_hashes(inputs)
             if inputs.cache.is_cached(hashes.get("video", [])) != inputs.cache.is_cached(hashes.get("audio", [])):

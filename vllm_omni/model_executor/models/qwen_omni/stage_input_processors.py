@@ -73,7 +73,7 @@ class QwenOmniThinkerToTalker(StageInputProcessor):
 
     @abstractmethod
     def num_ready_tokens(self, request: StageRequest, num_generated: int) -> int:
-        """As in `StageInput`: the talker's prompt, and the rows of the reply that follow it.
+        """Counts the tokens as in `StageInput`: the talker's prompt, and the rows of the reply that follow it.
 
         Args:
             num_generated: Tokens of the reply so far, which have one row less.

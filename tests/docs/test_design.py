@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of docs/design and the packages that they are about name each other; decisions are a table."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT, prose
+
+DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
+PACKAGES = sorted((ROOT / "vllm_omni").rglob("__init__.py"))
+DOCSTRINGS = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in PACKAGES]
+REFERENCE = re.compile(r"docs/design/\w+\.md")
+FILE = re.compile(r"`((?:\w+/)*\w+\.(?:py|sh))`")
+
+
+def test_packages_refer_to_pages() -> None:
+    named = {reference for text in DOCSTRINGS for reference in REFERENCE.findall(text)}
+    assert named == {page.relative_to(ROOT).as_posix() for page in DESIGN}
+
+
+@pytest.mark.parametrize("page", DESIGN, ids=lambda page: page.stem)
+def test_files_of_a_page_exist(page: Path) -> None:
+    files = [path.as_posix() for top in ("vllm_omni", "tests", "scripts") for path in (ROOT / top).rglob("*.*")]
+    assert [name for name in FILE.findall(prose(page)) if not any(path.endswith(f"/{name}") for path in files)] == []
+
+
+def test_decisions_are_a_table_in_order() -> None:
+    text = (ROOT / "docs" / "decisions.md").read_text()
+    assert not re.search(r"^## ", text, re.MULTILINE), "a decision is a row; its reasons are on the page of its subject"
+    rows = re.findall(r"^\| (\d+) \| \d{4}-\d\d-\d\d \| \S.* \|.* \|.*\|$", text, re.MULTILINE)
+    assert [int(row) for row in rows] == list(range(1, len(rows) + 1)) and len(rows) == text.count("\n| ") - 1

@@ -45,6 +45,8 @@ class ASRStage:
         self._final_stages = client.config.final_stages(["text"], stage.stage_id)
         own = client.llm.builder.function_parameters.get(stage.stage_id)
         self.parameters: Sequence[str] = () if own is None else own.names
+        if stage.transcribes:
+            self.parameters = (*self.parameters, "temperature")
         self._transcripts: OrderedDict[tuple[bytes, bytes], asyncio.Task[str]] = OrderedDict()
 
     async def fetch(self, url: str, parameter: str) -> tuple[np.ndarray, float]:

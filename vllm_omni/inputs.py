@@ -38,7 +38,7 @@ class SpokenText(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         request: The fields of the chat completion request that the parsers read: `tools`, `tool_choice`, ...
-        rows: The tensor of the writing stage that a stage which speaks reads; set for it alone.
+        rows: The tensor of the writing stage that a stage which speaks reads; set for it alone. Empty: it reads text.
     """
 
     parsers: ReplyParsers

@@ -309,12 +309,20 @@ class RequestBuilder:
             stages[text.stage_id].num_ready_tokens = text.first.num_ready_tokens
         spoken_text = prompt.get("spoken_text")
         for stage_id in stage_ids:
+            if self._speaks_text(self._config.stages[stage_id]):
+                stages[stage_id].spoken_text = spoken_text
             if stage_id in self._processors:
                 rows = self._processors[stage_id].spoken_rows
                 if spoken_text is not None and rows is not None:
                     stages[stage_id].spoken_text = msgspec.structs.replace(spoken_text, rows=rows)
                 self._processors[stage_id].validate(stages[stage_id])
         return stages, self._config.final_stages(modalities, None if start is None else start.stage_id)
+
+    def _speaks_text(self, stage: OmniStageConfig) -> bool:
+        """Whether it is a function that speaks the text of a chat's answer."""
+        writer = self.prompt_stage
+        reads_it = writer is not None and stage.engine_input_source == [writer.stage_id]
+        return reads_it and stage.kind == "function" and stage.final_output_type == "audio"
 
     def _named_stage(self, prompt: OmniPrompt) -> OmniStageConfig | None:
         """The stage at which a request begins that names one."""

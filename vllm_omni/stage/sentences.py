@@ -2,8 +2,8 @@
 """Finds the ends of sentences in a text that arrives in pieces, for stages that speak it.
 
 An end is found as soon as what follows shows that it is one, and at the same place whatever the pieces are. Where the
-text does not tell (`He met J. Black cats came.`), it is no end: two sentences are better than half of one. A small letter
-after a full stop shows that it is none, unless the text has had small letters only. Nothing is removed or changed.
+text does not tell (`He met J. Black cats came.`), it is no end: two sentences are better than half of one. A full stop
+before a small letter is none, unless the text has had small letters only. Nothing is removed or changed.
 """
 # ruff: noqa: RUF001 (punctuation of many languages)
 

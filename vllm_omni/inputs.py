@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import AsyncIterable
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import msgspec
 import torch
@@ -38,7 +38,7 @@ class SpokenText(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         request: The fields of the chat completion request that the parsers read: `tools`, `tool_choice`, ...
-        rows: The tensor of the writing stage that a stage which speaks reads; set for it alone.
+        rows: The tensor of the writing stage that a stage which speaks reads; set for it alone. Empty: it reads text.
     """
 
     parsers: ReplyParsers
@@ -81,6 +81,20 @@ class OmniPrompt(TypedDict, total=False):
     stage: str
 
 
+class TranscriptionParameters(msgspec.Struct, kw_only=True, frozen=True):
+    """Of a request for a vLLM stage that transcribes, beside vLLM's sampling parameters.
+
+    Attributes:
+        language: That is spoken, an ISO 639-1 code. None: the model finds it.
+        prompt: Names, words, style, or what was said before; not every model reads it.
+        task: `translate`: the text is English.
+    """
+
+    language: str | None = None
+    prompt: str = ""
+    task: Literal["transcribe", "translate"] = "transcribe"
+
+
 class StageRequest(msgspec.Struct, kw_only=True):
     """One request for one stage, without the outputs of its sources.
 
@@ -96,7 +110,8 @@ class StageRequest(msgspec.Struct, kw_only=True):
         engine_request: The first stage's preprocessed request; None for every other stage.
         diffusion: Parameters of a diffusion stage; None for every other stage.
         given: What the caller gives this stage in place of its source's output, see `OmniStageConfig.accepts`.
-        parameters: Those of a stage that is a `FunctionStage`, by name; without defaults of the class.
+        parameters: Those of a stage that is a `FunctionStage`, or transcribes (`TranscriptionParameters`), by name, but
+            for defaults of the class.
         is_complete: The prompt is complete; otherwise `InputMessage`s follow, up to the last one.
         num_ready_tokens: As in `StageInput`, of a prompt that is not complete.
         priority: Lower values come first; 0 where the stage does not schedule by priority.

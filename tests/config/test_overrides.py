@@ -40,6 +40,32 @@ def test_a_function_is_replaced_by_another() -> None:
         override_stage(speaker, {"function": "operator.ad"})
 
 
+def test_a_vllm_engine_replaces_a_function_that_accepts_audio() -> None:
+    asr = OmniStageConfig(
+        stage_id=1,
+        engine_type="function",
+        engine_args={"a": 1},
+        function="operator.neg",
+        accepts="audio",
+        default_sampling_params={"b": 2},
+    )
+    override = {"engine_type": "AR", "model": "a/b", "default_sampling_params": {"language": "en"}}
+    stage = override_stage(asr, override)
+    assert (stage.kind, stage.function, stage.accepts) == ("AR", None, "audio") and stage.transcribes
+    assert stage.engine_args == {"model_stage": "stage1", "model": "a/b"}
+    assert stage.default_sampling_params == {"language": "en"}
+    assert override_stage(asr, {"engine_type": "function"}) == asr
+    for wrong, words in (
+        ({"engine_type": "AR"}, "needs a checkpoint that transcribes: set engine_args.model"),
+        ({"engine_type": "AR", "model": "a", "function": "operator.add"}, "AR has no function; give one of them"),
+        ({"engine_type": "DiT"}, "function cannot be 'DiT'; a function that accepts audio"),
+    ):
+        with pytest.raises(StageConfigError, match=rf"override for stage 1 \(stage1\): engine_type.*{words}"):
+            override_stage(asr, wrong)
+    with pytest.raises(StageConfigError, match="AR cannot be 'function'"):
+        override_stage(TALKER, {"engine_type": "function"})
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline of functions: one writes a text, a `FunctionStage` speaks it; its samples show its parameters."""
+"""Stages of a pipeline that writes a text, and speaks it in a `FunctionStage` whose samples show its parameters."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,6 +13,9 @@ from tests.orchestrator.pipelines import function_stage
 from vllm_omni.function_stage import CALLER, FunctionStage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
+
+RANDOM = {"max_tokens": 60, "seed": 1, "temperature": 1.0, "ignore_eos": True}
+"""Sampling parameters of a long text with sentences."""
 
 RATE = 16000
 NUM_SAMPLES = 400  # of each character
@@ -75,6 +79,24 @@ class ASRStage(FunctionStage):
         sound = sources[CALLER].tensors["audio"]
         yield {"text": f"It has {len(sound)} samples. "}
         yield {"text": f"It is {state.language}."}
+
+
+def writer(model: Path, **sampling: Any) -> dict[str, Any]:
+    """A vLLM stage that writes; `sampling`: its default sampling parameters."""
+    return {
+        "stage_id": 0,
+        "engine_args": {
+            "model": str(model),
+            "model_stage": "writer",
+            "max_model_len": 256,
+            "enforce_eager": True,
+            "max_num_seqs": 4,
+        },
+        "final_output": True,
+        "final_output_type": "text",
+        "runtime": {"memory": "64MiB"},
+        "default_sampling_params": sampling,
+    }
 
 
 ASR = function_stage(3, "asr", ASRStage, (), "text") | {"accepts": "audio"}

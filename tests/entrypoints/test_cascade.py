@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A language model of vLLM's and a stage that reads its sentences: nothing is lost, whatever the client's mode."""
 
+import asyncio
 import base64
 import io
 from collections.abc import Iterator, Mapping
@@ -9,15 +10,20 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import openai
 import pytest
 import soundfile
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.entrypoints.fake_pipelines import make_pipeline
 from tests.entrypoints.openai.fake_server import FakeServer
+from tests.entrypoints.openai.media_apps import MODEL, server_args, use
 from tests.entrypoints.openai.small_apps import send
-from tests.entrypoints.spoken_functions import ASR, SPEAKING
+from tests.entrypoints.spoken_functions import ASR, NUM_SAMPLES, RANDOM, SPEAKING, writer
 from tests.orchestrator.pipelines import function_stage
 from vllm_omni import AsyncOmniLLM, OmniLLM
+from vllm_omni.entrypoints.openai.api_server import build_omni_app
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.function_stage import FunctionStage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
@@ -45,26 +51,14 @@ class ShowingStage(FunctionStage):
         return {"text": state.voice}
 
 
-WRITER: dict[str, Any] = {
-    "stage_id": 0,
-    "engine_args": {"model_stage": "writer", "max_model_len": 256, "enforce_eager": True, "max_num_seqs": 4},
-    "final_output": True,
-    "final_output_type": "text",
-    "runtime": {"memory": "64MiB"},
-    "default_sampling_params": {"max_tokens": 60, "seed": 1, "temperature": 1.0, "ignore_eos": True},
-}
 SHOWING = function_stage(1, "showing", ShowingStage, (0,), "shown") | {"reads": ["completions"]}
-
-
-def writer(tiny_qwen3: Path) -> dict[str, Any]:
-    return WRITER | {"engine_args": WRITER["engine_args"] | {"model": str(tiny_qwen3)}}
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
     path = tmp_path_factory.mktemp("config") / "stages.yaml"
     edges = [{"from": 0, "to": 1, "unit": "sentences"}]
-    with make_pipeline(OmniLLM, path, [writer(tiny_qwen3), SHOWING], args={}, edges=edges) as llm:
+    with make_pipeline(OmniLLM, path, [writer(tiny_qwen3, **RANDOM), SHOWING], args={}, edges=edges) as llm:
         yield llm
 
 
@@ -80,6 +74,15 @@ def test_the_windows_are_the_sentences_of_the_text(llm: OmniLLM) -> None:
         assert shown[request_id] == "".join(f"{sentence}|" for sentence in expected) + f"v{i}"
 
 
+@pytest.fixture(scope="module")
+def speaking(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:
+    path = tmp_path_factory.mktemp("config") / "stages.yaml"
+    edges = [{"from": 0, "to": 1, "unit": "sentences"}]
+    writing = writer(tiny_qwen3, temperature=0.0)
+    with make_pipeline(AsyncOmniLLM, path, [writing, SPEAKING], args={}, edges=edges) as llm:
+        yield llm
+
+
 def sound(num_samples: int) -> dict[str, Any]:
     """A part of a message: silence of 16 kHz."""
     file = io.BytesIO()
@@ -88,7 +91,7 @@ def sound(num_samples: int) -> dict[str, Any]:
 
 
 def test_a_chat_with_sounds(tiny_qwen3: Path, tmp_path: Path) -> None:
-    stages = (writer(tiny_qwen3), SPEAKING | {"accepts": "text"}, ASR)
+    stages = (writer(tiny_qwen3, **RANDOM), SPEAKING | {"accepts": "text"}, ASR)
     edges = [{"from": 0, "to": 1, "unit": "sentences"}]
     with make_pipeline(AsyncOmniLLM, tmp_path / "stages.yaml", stages, args={}, edges=edges) as llm:
         app = FakeServer(llm).app
@@ -109,3 +112,42 @@ def test_a_chat_with_sounds(tiny_qwen3: Path, tmp_path: Path) -> None:
         assert spoken["choices"][0]["message"]["audio"]["transcript"]
         counts = {stage.name: stage.num_completed for stage in llm.stats()}
         assert counts == {"writer": 3, "voice": 1, "asr": 1}, "a sound is transcribed once"
+
+
+CALL = '<tool_call>\n{"name": "dive", "arguments": {"sea": "red"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "dive", "parameters": {"type": "object"}}}
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes")
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        ("<think>\nIt is a sea. Look.\n</think>\n\nIt is red. See it.", "It is red. See it."),
+        (f"Let me look.\n{CALL}", "Let me look."),
+        (f"<think>\nA dog.\n</think>\n\n{CALL}", ""),
+        ("It is red. See it.", "It is red. See it."),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_content_is_spoken(speaking: AsyncOmniLLM, tiny_qwen3: Path, text: str, spoken: str, stream: bool) -> None:
+    client = OmniEngineClient(speaking)
+    client.default_sampling_params["structured_outputs"] = StructuredOutputsParams(choice=[text])
+    reasoning = ["--reasoning-parser=qwen3"] if "<think>" in text else []
+    app = asyncio.run(build_omni_app(client, server_args(tiny_qwen3, *TOOLS, *reasoning)))
+    fields: Any = {
+        "model": MODEL, "messages": [{"role": "user", "content": "Is it red?"}], "modalities": ["text", "audio"],
+        "audio": {"voice": "Bob", "format": "pcm16"}, "max_completion_tokens": 200, "tools": [TOOL], "stream": stream,
+    }  # fmt: skip
+
+    async def main(client: openai.AsyncOpenAI) -> tuple[bytes, str]:
+        answer = await client.chat.completions.create(**fields)
+        if not stream:
+            audio = answer.choices[0].message.audio
+            return (b"", "") if audio is None else (base64.b64decode(audio.data), audio.transcript)
+        deltas = [chunk.choices[0].delta.model_dump().get("audio") or {} async for chunk in answer if chunk.choices]
+        data = b"".join(base64.b64decode(delta["data"]) for delta in deltas if delta.get("data"))
+        return data, "".join(delta.get("transcript") or "" for delta in deltas)
+
+    data, transcript = use(app, main)
+    assert transcript.strip() == spoken
+    assert len(data) == 2 * NUM_SAMPLES * len(transcript.rstrip())

@@ -16,6 +16,7 @@ from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.outputs import OmniRequestOutput
 
 STAGES = (WRITING_STAGE, SPEAKING | {"accepts": "text"}, ASR)
+LLM = fake_stage(1, "b", (), "text") | {"engine_type": "AR"}
 EDGES = [{"from": 0, "to": 1, "unit": "sentences"}]
 
 
@@ -85,8 +86,13 @@ def test_the_part_of_a_pipeline_that_a_request_runs() -> None:
     [
         (fake_stage(1, "b", (0,), "audio"), "accepts is for stages with a function"),
         (SPEAKING | {"final_output": False}, "accepts: no output for callers follows"),
+        (LLM, "accepts is for stages with a function"),
+        (LLM | {"accepts": "audio", "engine_input_source": [0]}, "accepts: audio also for AR stages without sources"),
+        (LLM | {"accepts": "audio", "function": "operator.neg"}, "engine_type AR has no function"),
+        (LLM | {"accepts": "audio", "final_output_type": "audio"}, "an AR stage that accepts audio makes text"),
+        (LLM | {"accepts": "audio", "custom_prompt_func": "operator.neg"}, "vLLM makes the prompt of a sound"),
     ],
 )
 def test_senseless_stages_are_refused(stage: dict[str, Any], message: str) -> None:
     with pytest.raises(StageConfigError, match=message):
-        make_config(WRITING_STAGE, stage | {"accepts": "text"})
+        make_config(WRITING_STAGE, {"accepts": "text"} | stage)

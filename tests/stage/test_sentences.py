@@ -44,6 +44,11 @@ def cut(text: str, sizes: list[int] | None = None, *, first_is_clause: bool = Fa
         ["It costs $5. ", "😀 Great! ", "Élan vital. ", "Ça va."],
         ["```python\n", "x = a.b(1)\n", "print(x)\n", "```\nDone."],
         ["oh! ", "how nice? ", "very nice. and so. ", "Done."],
+        ["the cat is on the sea. ", "it sees a dog. ", "then it looks for help"],
+        ["use a tool, e.g. python, etc. and so on. ", "see fig. a of j. smith, at 5 p.m. in main.py. ", "it was red."],
+        ["one is well... and so on. ", '"look at it!" he said. ', "1. open it. ", "(all of them.) ", "bye"],
+        ["a cat. a dog. ", "a bird. ", "The cats saw it. here they are. ", "Done."],
+        ["it is in the U.S. and so on. not here."],
     ],
 )
 def test_sentences(sentences: list[str]) -> None:
@@ -112,7 +117,7 @@ def test_a_sentence_of_about_the_greatest_length(length: int) -> None:
 SENTENCES = [
     "Hello. ", "Mr. Smith and Mrs. J. Brown left. ", "It costs 3.14 or 1,000. ", "Really?! ", '"Yes," she said. ',
     "At 5 a.m. in the U.S. they slept. ", "An item\n", "See No. 5, e.g. of the U.N. Army. ", "Wait... what? ",
-    "(He said so.) ",    "The end of it, etc. is far.\n\n", "It was well, so to say; yes. ", "**Bold!** ",
+    "(He said so.) ", "The end of it, etc. is far.\n\n", "It was well, so to say; yes. ", "**Bold!** ",
 ]  # fmt: skip
 NOISE = [*"aA1 .,;:!?…\n\"')(-—*_。！，你", ". ", "... ", "U.S. ", "No. ", "etc. ", "The ", "\n\n", "x" * 90, " " * 45]
 

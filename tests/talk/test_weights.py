@@ -50,12 +50,12 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def test_it_is_made_once(cache: Path, conversions: list[Path], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, weights.logger.name)
-    folder = weights.language_model(True)
+    folder = weights.language_model(with_weights=True)
 
     assert (folder / "config.json").read_text() == "{}" and folder.parent == cache
     assert folder.name == "SmolLM2-135M-Instruct-0.1.2-float16"
     assert "Converting SmolLM2-135M-Instruct" in caplog.text
-    assert weights.language_model(True) == folder and len(conversions) == 1
+    assert weights.language_model(with_weights=True) == folder and len(conversions) == 1
     assert {path.name for path in cache.iterdir()} == {folder.name, f"{folder.name}.lock"}
 
 
@@ -68,20 +68,27 @@ def test_the_configuration_alone_makes_no_weights(
     )
     caplog.set_level(logging.INFO, weights.logger.name)
 
-    folder = weights.language_model(False)
-    assert weights.language_model(False) == folder and [path.name for path in folder.iterdir()] == ["config.json"]
+    folder = weights.language_model(with_weights=False)
+    assert weights.language_model(with_weights=False) == folder and [path.name for path in folder.iterdir()] == [
+        "config.json"
+    ]
     assert len(configured) == 1 and conversions == [] and caplog.text == ""
 
-    assert weights.language_model(True) == weights.language_model(True) == weights.language_model(False) == folder
+    assert (
+        weights.language_model(with_weights=True)
+        == weights.language_model(with_weights=True)
+        == weights.language_model(with_weights=False)
+        == folder
+    )
     assert (folder / "config.json").read_text() == "{}" and len(conversions) == len(configured) == 1
 
 
 def test_another_version_of_the_package_is_converted_anew(
     conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = weights.language_model(True)
+    first = weights.language_model(with_weights=True)
     monkeypatch.setattr(weights, "version", lambda package: "0.1.3")
-    assert weights.language_model(True).name == "SmolLM2-135M-Instruct-0.1.3-float16" and first.is_dir()
+    assert weights.language_model(with_weights=True).name == "SmolLM2-135M-Instruct-0.1.3-float16" and first.is_dir()
     assert len(conversions) == 2
 
 
@@ -95,7 +102,7 @@ def test_a_second_start_waits_for_the_first(monkeypatch: pytest.MonkeyPatch, cap
     is_waiting = threading.Event()
     caplog.handler.addFilter(lambda record: "Waiting" not in record.getMessage() or is_waiting.set() or True)
     made: list[Path] = []
-    second = threading.Thread(target=lambda: made.append(weights.language_model(True)))
+    second = threading.Thread(target=lambda: made.append(weights.language_model(with_weights=True)))
 
     def convert(folder: Path) -> None:
         second.start()
@@ -103,7 +110,7 @@ def test_a_second_start_waits_for_the_first(monkeypatch: pytest.MonkeyPatch, cap
         (folder / "model.safetensors").touch()
 
     monkeypatch.setattr(weights, "_convert", convert)
-    made.append(weights.language_model(True))
+    made.append(weights.language_model(with_weights=True))
     second.join()
 
     assert made[0] == made[1] and (made[0] / "model.safetensors").exists()
@@ -117,7 +124,7 @@ def convert(folder):
     (folder / "half").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 weights._convert = convert
-weights.language_model(True)
+weights.language_model(with_weights=True)
 """
 
 
@@ -126,7 +133,7 @@ def test_what_a_killed_conversion_left_is_removed(cache: Path, conversions: list
     assert killed.returncode == -signal.SIGKILL
     (half,) = cache.glob(".*/half")
 
-    folder = weights.language_model(True)
+    folder = weights.language_model(with_weights=True)
 
     assert not half.parent.exists()
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
@@ -140,7 +147,7 @@ def test_a_disk_that_becomes_full_is_one_error(cache: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(weights, "_convert", convert)
     with pytest.raises(PipelineStartError, match=r"talk: there is too little space: .* takes 280,000,000 bytes"):
-        weights.language_model(True)
+        weights.language_model(with_weights=True)
     assert [path.name for path in cache.iterdir()] == ["SmolLM2-135M-Instruct-0.1.2-float16.lock"]
 
 
@@ -148,14 +155,14 @@ def test_a_full_disk_is_found_before_the_conversion(conversions: list[Path], mon
     with small_file_system(2**20) as folder:
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
         with pytest.raises(PipelineStartError, match=f"{folder}/vllm_omni/talk: there is too little space"):
-            weights.language_model(True)
+            weights.language_model(with_weights=True)
     assert conversions == []
 
 
 def test_a_cache_that_cannot_be_made_is_one_error(cache: Path, conversions: list[Path]) -> None:
     cache.parent.touch()
     with pytest.raises(PipelineStartError, match=r"cannot be made there: .*set XDG_CACHE_HOME"):
-        weights.language_model(True)
+        weights.language_model(with_weights=True)
 
 
 def test_an_error_of_the_conversion_itself_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +171,7 @@ def test_an_error_of_the_conversion_itself_is_kept(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(weights, "_convert", convert)
     with pytest.raises(OSError, match=r"no file named model\.gguf") as error:
-        weights.language_model(True)
+        weights.language_model(with_weights=True)
     assert error.type is OSError
 
 
@@ -199,7 +206,7 @@ def test_missing_packages_are_one_error(
 ) -> None:
     without(*missing)
     with pytest.raises(MissingPackageError) as error:
-        weights.language_model(True)
+        weights.language_model(with_weights=True)
     assert str(error.value) == f"talk needs packages that are not installed {names}: {command}"
 
 
@@ -207,7 +214,7 @@ def test_packages_of_parts_that_are_replaced_may_be_missing(
     without: Callable[..., None], conversions: list[Path]
 ) -> None:
     without("hibari", "pocketsphinx")
-    weights.language_model(True)
+    weights.language_model(with_weights=True)
     assert len(conversions) == 1
 
 
@@ -217,5 +224,5 @@ def test_a_disk_that_becomes_full_while_the_weights_are_written(monkeypatch: pyt
     with small_file_system(2**21) as folder:
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
         with pytest.raises(PipelineStartError, match="there is too little space"):
-            weights.language_model(True)
+            weights.language_model(with_weights=True)
         assert [path.suffix for path in (folder / "vllm_omni/talk").iterdir()] == [".lock"]

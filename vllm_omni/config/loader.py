@@ -145,8 +145,19 @@ def _check_stage(stage: OmniStageConfig) -> None:
         )
     if stage.kind == "function" and bool(stage.function) == bool(stage.batch_function):
         raise StageConfigError(f"{where}: give the dotted path of a callable as function, or as batch_function")
-    if stage.accepts and (stage.kind != "function" or stage.batch_function or len(stage.engine_input_source) > 1):
-        raise StageConfigError(f"{where}: accepts is for stages with a function and at most one source; remove it")
+    if stage.kind != "function" and (stage.function or stage.batch_function):
+        raise StageConfigError(f"{where}: engine_type {stage.kind} has no function; remove one of them")
+    is_function = stage.kind == "function" and not stage.batch_function and len(stage.engine_input_source) <= 1
+    is_transcribing = stage.kind == "AR" and stage.accepts == "audio" and not stage.engine_input_source
+    if stage.accepts and not (is_function or is_transcribing):
+        raise StageConfigError(
+            f"{where}: accepts is for stages with a function and at most one source, and accepts: audio also for AR "
+            "stages without sources; remove it"
+        )
+    if is_transcribing and stage.final_output_type not in (None, "text"):
+        raise StageConfigError(f"{where}: final_output_type: an AR stage that accepts audio makes text")
+    if is_transcribing and stage.custom_prompt_func:
+        raise StageConfigError(f"{where}: custom_prompt_func: vLLM makes the prompt of a sound; remove it")
     for name in stage.reads or ():
         if name.partition(".")[0] not in _READABLE:
             raise StageConfigError(f"{where}: reads: {name!r} is not one of {', '.join(_READABLE)}, or an entry of one")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A caller's values for a single stage, which replace those of the stage configuration.
 
-An override has the form of the stage: `{"engine_args": {...}, "runtime": {...}, "default_sampling_params": {...}}`, and
-`function` of a function stage. Any other key is an engine argument; engine arguments are checked later.
+An override has the form of the stage: `{"engine_args": {...}, "runtime": {...}, "default_sampling_params": {...}}`,
+`function` of a function stage, and `engine_type: AR` of one that a vLLM engine replaces. Any other key is an engine
+argument; engine arguments are checked later.
 """
 
 import re
@@ -17,7 +18,9 @@ from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
 SECTIONS = ("engine_args", "runtime", "default_sampling_params")
-FUNCTION = "function"
+FUNCTION, ENGINE_TYPE = "function", "engine_type"
+STAGE_KEYS = (FUNCTION, ENGINE_TYPE)
+"""Keys of a stage itself."""
 
 # Engine arguments that have the meaning of a key of `runtime`, and would win over it.
 _SAME_AS_RUNTIME = {
@@ -31,9 +34,12 @@ def override_stage(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniS
 
     Raises:
         StageConfigError: A section is not a mapping, `runtime` has an unknown key or a value of the wrong type, or
-            `function` cannot be imported.
+            `function` cannot be imported, or `engine_type` is none that the stage can have.
     """
     where = f"override for {stage.label}"
+    if ENGINE_TYPE in override:
+        stage = with_engine_type(stage, override)
+        override = {key: value for key, value in override.items() if key != ENGINE_TYPE}
     if FUNCTION in override and stage.kind == "function":
         path = str(override[FUNCTION])
         resolve_dotted_path(path, f"{where}: {FUNCTION}")
@@ -48,6 +54,39 @@ def override_stage(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniS
         engine_args=kept | sections["engine_args"],
         runtime=_override_runtime(stage.runtime, runtime, where) if runtime else stage.runtime,
         default_sampling_params=stage.default_sampling_params | sections["default_sampling_params"],
+    )
+
+
+def with_engine_type(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniStageConfig:
+    """The stage with the `engine_type` of an override, if it has one. Of a function that a vLLM engine replaces, only
+    the stage's name is kept, not its settings.
+
+    Raises:
+        StageConfigError: It is none that the stage can have, or contradicts other keys.
+    """
+    kind = override.get(ENGINE_TYPE, stage.kind)
+    if kind == stage.kind:
+        return stage
+    where = f"override for {stage.label}"
+    if (stage.kind, kind, stage.accepts) != ("function", "AR", "audio") or stage.engine_input_source:
+        raise StageConfigError(
+            f"{where}: {ENGINE_TYPE}: {stage.kind} cannot be {kind!r}; a function that accepts audio, without sources, "
+            "can be AR"
+        )
+    if FUNCTION in override:
+        raise StageConfigError(f"{where}: {ENGINE_TYPE} {kind} has no {FUNCTION}; give one of them")
+    if "model" not in _sections(override, where)["engine_args"]:
+        raise StageConfigError(
+            f"{where}: {ENGINE_TYPE} {kind} needs a checkpoint that transcribes: set engine_args.model"
+        )
+    return msgspec.structs.replace(
+        stage,
+        engine_type="AR",
+        stage_type=None,
+        engine_args={"model_stage": stage.name},
+        function=None,
+        batch_function=None,
+        default_sampling_params={},
     )
 
 

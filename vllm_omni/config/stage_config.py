@@ -87,15 +87,17 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         custom_prompt_func: Dotted path of the `PromptProcessor` of a stage without sources.
         function: Dotted path of the callable of a `function` stage, called for each request, or of a `FunctionStage`.
         batch_function: Instead of `function`: a callable for up to `runtime.max_batch_size` (default 8) requests.
-        accepts: What a function stage also takes from a caller, in place of its source's output: `text` or `audio`. A
-            request that names the stage begins there; others begin at the stages without sources and this key.
+        accepts: What a function stage also takes from a caller, in place of its source's output: `text` or `audio`; of
+            an `AR` stage without sources, `audio`, which vLLM transcribes. A request that names the stage begins there;
+            others begin at the stages without sources and this key.
         is_comprehension: OpenAI's sampling fields apply to this stage.
         final_output: Whether the caller receives the stage's output.
         final_output_type: The type of that output: `text`, `audio`, `image`, ...
         sample_rate: Samples per second of an audio output.
         reads: Fields of its sources' outputs that the stage reads (replaces `StageInputProcessor.reads`).
         default_sampling_params: Fields of vLLM's `SamplingParams`; of a diffusion stage, of `DiffusionSamplingParams`;
-            of a `FunctionStage`, of its `parameters`.
+            of a `FunctionStage`, of its `parameters`; of an `AR` stage that accepts audio, also of
+            `TranscriptionParameters`.
         transcription_prompt, translation_prompt: What the stage that reads prompts is asked beside a sound.
             `{language}` is the name of the language that is spoken; if that is not known, it is left out, with the
             space after it.
@@ -170,6 +172,11 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def runs_vllm(self) -> bool:
         return self.kind in ("AR", "generation")
+
+    @property
+    def transcribes(self) -> bool:
+        """Whether it is a vLLM stage that transcribes what a caller gives it."""
+        return self.runs_vllm and self.accepts == "audio"
 
     @property
     def schedules_by_priority(self) -> bool:

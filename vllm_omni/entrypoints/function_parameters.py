@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of requests for stages that are a `FunctionStage`, checked in the caller's process."""
+"""The parameters of requests for stages that are a `FunctionStage`, and for those that transcribe, checked in the
+caller's process."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,8 +11,8 @@ import msgspec
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
-from vllm_omni.function_stage import FunctionStage, load_function_stage
-from vllm_omni.inputs import VOICE_FIELD
+from vllm_omni.function_stage import load_function_stage
+from vllm_omni.inputs import VOICE_FIELD, TranscriptionParameters
 
 VOICE = "voice"
 """The parameter that a prompt sets as `VOICE_FIELD`."""
@@ -25,19 +26,28 @@ class FunctionParameters:
         voices: The values of `voice` in lower case, the default one first.
     """
 
-    def __init__(self, stage: OmniStageConfig, function: type[FunctionStage]) -> None:
+    def __init__(
+        self,
+        stage: OmniStageConfig,
+        parameters: type[msgspec.Struct],
+        defaults: Mapping[str, Any],
+        voices: Sequence[str] = (),
+    ) -> None:
         """
+        Args:
+            defaults: The stage's, of its `default_sampling_params`.
+
         Raises:
             StageConfigError: The class is wrong, or it does not take the stage's `default_sampling_params`.
         """
         self._stage = stage
-        self._type = function.parameters
+        self._type = parameters
         self.names = self._type.__struct_encode_fields__
-        self._voices = {name.lower(): name for name in function.voices()}
+        self._voices = {name.lower(): name for name in voices}
         if self._voices and VOICE not in self.names:
             raise StageConfigError(f"{stage.label}: {stage.function} has voices, but no parameter {VOICE!r}")
         try:
-            self._defaults = self._check(stage.default_sampling_params)
+            self._defaults = self._check(defaults)
             every = msgspec.to_builtins(convert(self._defaults, self._type))
         except (ValueError, TypeError) as error:  # Also of a field without a default.
             raise StageConfigError(f"{stage.label}: default_sampling_params: {error}") from error
@@ -99,7 +109,41 @@ class FunctionParameters:
         return ", ".join(self.names) or "none"
 
 
+class TranscriptionSettings(FunctionParameters):
+    """Of a vLLM stage that transcribes. They are beside vLLM's sampling parameters, and only there: a prompt's
+    `additional_information` sets none."""
+
+    def __init__(self, stage: OmniStageConfig) -> None:
+        super().__init__(stage, TranscriptionParameters, _split(stage.default_sampling_params)[0])
+
+    @property
+    def prompt_fields(self) -> frozenset[str]:
+        return frozenset()
+
+    def read(self, given: Any, information: Mapping[str, Any]) -> dict[str, Any]:
+        return super().read(_split(given)[0] if isinstance(given, Mapping) else {}, {})
+
+
+def _split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    own = TranscriptionParameters.__struct_fields__
+    return (
+        {name: value for name, value in values.items() if name in own},
+        {name: value for name, value in values.items() if name not in own},
+    )
+
+
+def sampling_values(stage: OmniStageConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those of a vLLM stage's parameters that are vLLM's."""
+    return _split(values)[1] if stage.transcribes else values
+
+
 def load_function_parameters(config: PipelineConfig) -> dict[int, FunctionParameters]:
-    """The parameters of all stages that are a `FunctionStage`, by stage id. Raises as `FunctionParameters`."""
-    classes = {stage.stage_id: load_function_stage(stage) for stage in config.stage_args}
-    return {i: FunctionParameters(config.stages[i], found) for i, found in classes.items() if found is not None}
+    """The parameters of all stages that are a `FunctionStage`, or transcribe, by stage id. Raises as `FunctionParameters`."""
+    found: dict[int, FunctionParameters] = {}
+    for stage in config.stage_args:
+        if stage.transcribes:
+            found[stage.stage_id] = TranscriptionSettings(stage)
+        elif (function := load_function_stage(stage)) is not None:
+            defaults, voices = stage.default_sampling_params, function.voices()
+            found[stage.stage_id] = FunctionParameters(stage, function.parameters, defaults, voices)
+    return found

@@ -25,7 +25,8 @@ from vllm_omni.config.utils import nearest
 from vllm_omni.engine.engine_args import create_config_for_inputs, message_of
 from vllm_omni.engine.input_processor import OmniInputProcessor, describe_refusal
 from vllm_omni.engine.text_decoder import TextDecoder
-from vllm_omni.entrypoints.function_parameters import FunctionParameters, load_function_parameters
+from vllm_omni.engine.transcription import load_transcription_model
+from vllm_omni.entrypoints.function_parameters import FunctionParameters, load_function_parameters, sampling_values
 from vllm_omni.entrypoints.resolve import make_engine_args
 from vllm_omni.entrypoints.text_input import TextInput
 from vllm_omni.errors import InvalidRequestError, StageConfigError
@@ -71,7 +72,7 @@ class RequestBuilder:
     Attributes:
         input_processors: Those of the vLLM stages that read prompts, by stage id.
         prompt_processors: Those that models have, by stage id.
-        function_parameters: Of the stages that are a `FunctionStage`, by stage id.
+        function_parameters: Of the stages that are a `FunctionStage`, and of those that transcribe, by stage id.
         lock: For calls of processors and tokenizers, which are not thread-safe.
     """
 
@@ -82,7 +83,14 @@ class RequestBuilder:
         self.input_processors = {
             stage.stage_id: OmniInputProcessor(create_config_for_inputs(make_engine_args(stage, model)))
             for stage in config.stage_args
-            if stage.runs_vllm and not stage.engine_input_source
+            if stage.runs_vllm and not stage.engine_input_source and not stage.transcribes
+        }
+        self._transcription_models = {
+            stage.stage_id: load_transcription_model(
+                create_config_for_inputs(make_engine_args(stage, model)).model_config
+            )
+            for stage in config.stage_args
+            if stage.transcribes
         }
         self._diffusion_processors = {
             stage.stage_id: _make_diffusion_processor(stage, model)
@@ -220,7 +228,10 @@ class RequestBuilder:
         return next((stage for stage in reading if stage.is_comprehension), reading[0] if reading else None)
 
     def default_values(self, stage: OmniStageConfig) -> Mapping[str, Any]:
-        """The default sampling parameters of a vLLM stage: those of its configuration, else of the checkpoint."""
+        """The default sampling parameters of a vLLM stage: those of its configuration, else of the checkpoint. A stage
+        that transcribes writes the likeliest text, up to its end."""
+        if stage.transcribes:
+            return {"temperature": 0.0, "max_tokens": None, **sampling_values(stage, stage.default_sampling_params)}
         if not stage.default_sampling_params and stage.stage_id in self.input_processors:
             return self.input_processors[stage.stage_id].model_config.get_diff_sampling_param()
         return stage.default_sampling_params
@@ -268,6 +279,8 @@ class RequestBuilder:
         first = next(iter(engine_requests.values()), None)
         information = prompt.get("additional_information") or {}
         parameters = {i: each.read(given.get(i), information) for i, each in self.function_parameters.items()}
+        for stage_id, transcription_model in self._transcription_models.items():
+            transcription_model.validate_language(parameters[stage_id].get("language"))
         if inputs:
             information = {key: value for each in inputs.values() for key, value in each.additional_information.items()}
         original = StageRequest(
@@ -296,12 +309,20 @@ class RequestBuilder:
             stages[text.stage_id].num_ready_tokens = text.first.num_ready_tokens
         spoken_text = prompt.get("spoken_text")
         for stage_id in stage_ids:
+            if self._speaks_text(self._config.stages[stage_id]):
+                stages[stage_id].spoken_text = spoken_text
             if stage_id in self._processors:
                 rows = self._processors[stage_id].spoken_rows
                 if spoken_text is not None and rows is not None:
                     stages[stage_id].spoken_text = msgspec.structs.replace(spoken_text, rows=rows)
                 self._processors[stage_id].validate(stages[stage_id])
         return stages, self._config.final_stages(modalities, None if start is None else start.stage_id)
+
+    def _speaks_text(self, stage: OmniStageConfig) -> bool:
+        """Whether it is a function that speaks the text of a chat's answer."""
+        writer = self.prompt_stage
+        reads_it = writer is not None and stage.engine_input_source == [writer.stage_id]
+        return reads_it and stage.kind == "function" and stage.final_output_type == "audio"
 
     def _named_stage(self, prompt: OmniPrompt) -> OmniStageConfig | None:
         """The stage at which a request begins that names one."""
@@ -380,7 +401,8 @@ class RequestBuilder:
         for stage_id in params:
             entry = given.get(stage_id)
             if isinstance(entry, Mapping):
-                entry = {**self.default_values(self._config.stages[stage_id]), **entry}
+                stage = self._config.stages[stage_id]
+                entry = {**self.default_values(stage), **sampling_values(stage, entry)}
             if entry is not None:
                 params[stage_id] = _as_sampling_params(entry, self._config.stages[stage_id])
         return params
@@ -549,6 +571,8 @@ def _as_sampling_params(
     params = value.clone() if isinstance(value, SamplingParams) else make_sampling_params(value)
     if params.n > 1 and not (stage.final_output and stage.final_output_type == "text"):
         raise ValueError(f"n={params.n} for stage {stage.name!r}: only a final stage with text output supports n")
+    if params.n > 1 and stage.transcribes:
+        raise ValueError(f"n={params.n} for stage {stage.name!r}: a sound has one transcript")
     for name in params.__struct_fields__:
         number = getattr(params, name)
         if isinstance(number, int) and not -(1 << 63) <= number < 1 << 63:

@@ -23,7 +23,7 @@ from vllm.transformers_utils.model_arch_config_convertor import (
 from vllm_omni.config.dit_config import DIT_SETTINGS, parse_dit_config
 from vllm_omni.config.loader import load_pipeline_config
 from vllm_omni.config.omni_args import OmniArgs
-from vllm_omni.config.overrides import merge, overridden_keys, override_stage
+from vllm_omni.config.overrides import merge, overridden_keys, override_stage, with_engine_type
 from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, find_stage
 from vllm_omni.config.utils import find_stage_configs, is_shipped, nearest
@@ -197,11 +197,12 @@ def apply_arguments(
     Raises:
         StageConfigError: No stage has an argument, or an override is wrong or for an unknown stage.
     """
+    by_stage = _overrides_by_stage(config, overrides)
+    config = config.with_stage_args([with_engine_type(stage, by_stage[stage.stage_id]) for stage in config.stage_args])
     known = _FOR_ALL.union(*(_known_arguments(stage) for stage in config.stage_args))
     for name in engine_args:
         if name not in known:
             raise StageConfigError(f"no stage of this pipeline has an engine argument {name!r}{nearest(name, known)}")
-    by_stage = _overrides_by_stage(config, overrides)
     placed = [override_stage(s, {"runtime": by_stage[s.stage_id].get("runtime", {})}) for s in config.stage_args]
     check_resources(config.with_stage_args(placed))
     stages = []

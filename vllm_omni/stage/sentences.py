@@ -2,8 +2,8 @@
 """Finds the ends of sentences in a text that arrives in pieces, for stages that speak it.
 
 An end is found as soon as what follows shows that it is one, and at the same place whatever the pieces are. Where the
-text does not tell (`He met J. Black cats came.`), it is no end: two sentences are better than half of one. Nothing is
-removed or changed.
+text does not tell (`He met J. Black cats came.`), it is no end: two sentences are better than half of one. A full stop
+before a small letter is none, unless the text has had small letters only. Nothing is removed or changed.
 """
 # ruff: noqa: RUF001 (punctuation of many languages)
 
@@ -13,6 +13,8 @@ MAX_CHARS = 400
 """Of one sentence; a longer one is cut behind a clause, else at a space, else here."""
 MIN_CLAUSE_WORDS = 3
 """Of the clause that may come first."""
+MIN_LOWER_WORDS = 3
+"""Of a sentence that ends before a small letter."""
 
 _CLOSERS = r"\"'”’»」』）》】)\]}*_~`"
 _SENTENCE_MARKS = rf"(?P<stop>[.!?…؟]+)[{_CLOSERS}]*(?P<space>\s+)|(?P<cjk>[。！？｡।]+[{_CLOSERS}]*\s*)"
@@ -69,6 +71,7 @@ class SentenceCutter:
         """
         self._text = ""  # that has not been returned
         self._scanned = 0  # There is no end before this place.
+        self._is_lower = True  # What has been returned has no capital letter.
         self._marks = _SENTENCE_OR_CLAUSE if first_is_clause else _SENTENCE
 
     def add(self, text: str, *, is_last: bool = False) -> list[str]:
@@ -83,6 +86,7 @@ class SentenceCutter:
         sentences = []
         while end := self._find_end():
             sentences.append(self._text[:end])
+            self._is_lower = self._is_lower and not _has_capital(sentences[-1])
             self._text, self._scanned, self._marks = self._text[end:], 0, _SENTENCE
         if is_last and self._text:
             sentences.append(self._text)
@@ -97,7 +101,7 @@ class SentenceCutter:
         text = self._text[:MAX_CHARS]
         mark = self._marks.search(text, self._scanned)
         while mark is not None and mark.end() < len(text):
-            verdict = _is_end(text, mark)
+            verdict = _is_end(text, mark, self._is_lower)
             if verdict:
                 return mark.end()
             if verdict is None:
@@ -112,20 +116,24 @@ class SentenceCutter:
         return 0
 
 
-def _is_end(text: str, mark: re.Match[str]) -> bool | None:
-    """Whether a mark ends a sentence, or the first clause. None if that depends on what follows the text."""
+def _is_end(text: str, mark: re.Match[str], is_lower: bool) -> bool | None:
+    """Whether a mark ends a sentence, or the first clause. None if that depends on what follows the text.
+
+    Args:
+        is_lower: There is no capital letter before the text.
+    """
     words = _WORDS.findall(text, 0, mark.start())
     if not words:
         return False  # There is nothing to speak.
     if mark["stop"] and "\n" not in mark["space"]:
-        return _is_sentence_end(text, mark)
+        return _is_sentence_end(text, mark, is_lower and len(words) >= MIN_LOWER_WORDS)
     if mark.lastgroup == "clause":
         is_number = text[mark.start()] == "," and text[mark.end()].isdigit()  # May 5, 2026
         return len(words) >= MIN_CLAUSE_WORDS and not is_number
     return True
 
 
-def _is_sentence_end(text: str, mark: re.Match[str]) -> bool | None:
+def _is_sentence_end(text: str, mark: re.Match[str], may_be_lower: bool) -> bool | None:
     start = _end_of(_OPENERS, text, mark.end())
     if start == len(text):
         return None
@@ -137,8 +145,11 @@ def _is_sentence_end(text: str, mark: re.Match[str]) -> bool | None:
     last = "" if before is None else before[0].lstrip("'‘")
     name = last.lower()
     is_numbered = name in _BEFORE_NUMBERS and text[start].isdigit()
-    if is_lower or is_numbered or name in _NO_END or _LIST_MARKER.search(text, 0, mark.start()):
+    if is_numbered or name in _NO_END or _LIST_MARKER.search(text, 0, mark.start()):
         return False
+    if is_lower:
+        is_short = name in _MAY_END or name in _BEFORE_NUMBERS or _DOTTED.match(name) or len(name) == 1
+        return may_be_lower and not is_short and not _has_capital(text[: mark.start()])
     if name not in _MAY_END and not _DOTTED.match(name) and not (len(last) == 1 and last.isupper()):
         return True
     stop = _end_of(_NEXT_WORD, text, start)
@@ -147,8 +158,12 @@ def _is_sentence_end(text: str, mark: re.Match[str]) -> bool | None:
     return text[start:stop].lower().replace("’", "'") in _STARTERS
 
 
+def _has_capital(text: str) -> bool:
+    return any(character.isupper() for character in text)
+
+
 def _end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
-    """Of a pattern that matches everywhere."""
+    """Where the match of a pattern at `start` ends; `start` if there is none."""
     match = pattern.match(text, start)
     return start if match is None else match.end()
 

@@ -26,7 +26,7 @@ from vllm_omni.outputs import StageOutput
 
 
 class SpokenReply:
-    """One reply: drops the tokens that are not spoken, with their rows, from its pieces as they arrive.
+    """One reply: drops the tokens that are not spoken, with their rows and their text, from its pieces as they arrive.
 
     The rest is a reply like any other: it has a last token, whose row nobody needs, and one row less than tokens. White
     space is kept where something is spoken after it.
@@ -49,6 +49,7 @@ class SpokenReply:
         self._num_rows = 0
         self._rows: dict[int, torch.Tensor] = {}  # by token; those that may still be passed on
         self._blank: list[int] = []  # tokens that are spoken if others follow
+        self._blank_text = ""  # theirs
         self._last: int | None = None  # the last token that was passed on, without its row
 
     def select(self, piece: StageOutput) -> StageOutput:
@@ -57,7 +58,7 @@ class SpokenReply:
         token_ids = [] if first is None else first.token_ids
         self._token_ids += token_ids
         rows = self._take_rows(piece.tensors.get(self._name))
-        kept, kept_rows = self._judge(token_ids, piece)
+        kept, text, kept_rows = self._judge(token_ids, piece)
         tensors = dict(piece.tensors)
         parts = ([] if rows is None else [rows]) + ([torch.stack(kept_rows)] if kept_rows else [])
         if parts:
@@ -65,7 +66,7 @@ class SpokenReply:
         if first is None:
             return msgspec.structs.replace(piece, tensors=tensors)
         return msgspec.structs.replace(
-            piece, tensors=tensors, completions=[msgspec.structs.replace(first, token_ids=kept)]
+            piece, tensors=tensors, completions=[msgspec.structs.replace(first, token_ids=kept, text=text)]
         )
 
     def _take_rows(self, rows: torch.Tensor | None) -> torch.Tensor | None:
@@ -79,15 +80,18 @@ class SpokenReply:
             self._num_rows += 1
         return of_prompt
 
-    def _judge(self, token_ids: list[int], piece: StageOutput) -> tuple[list[int], list[torch.Tensor]]:
-        """The tokens that are passed on now, and the rows."""
+    def _judge(self, token_ids: list[int], piece: StageOutput) -> tuple[list[int], str, list[torch.Tensor]]:
+        """The tokens that are passed on now, their text, and the rows."""
         passed: list[int] = []
+        passed_text = ""
         for text in self._content.add(token_ids, piece.is_last, piece.finish_reason == "stop"):
             if text is not None:
                 self._blank.append(self._num_judged)
+                self._blank_text += text
                 if text.strip():
                     passed += self._blank
-                    self._blank = []
+                    passed_text += self._blank_text
+                    self._blank, self._blank_text = [], ""
             self._num_judged += 1
         with_rows = passed if self._last is None else [self._last, *passed]
         self._last = with_rows[-1] if with_rows else None
@@ -96,10 +100,10 @@ class SpokenReply:
         if piece.is_last and self._last != end and end >= 0:
             with_rows += [] if self._last is None else [self._last]
             passed.append(end)
-        rows = [self._rows[i] for i in with_rows]
+        rows = [self._rows[i] for i in with_rows] if self._name else []
         wanted = {*self._blank, self._last}
         self._rows = {i: row for i, row in self._rows.items() if i >= self._num_judged or i in wanted}
-        return [self._token_ids[i] for i in passed], rows
+        return [self._token_ids[i] for i in passed], passed_text, rows
 
 
 def read_spoken(spoken: SpokenText, prompt_token_ids: list[int], token_ids: Sequence[int], is_stopped: bool) -> str:

@@ -202,7 +202,9 @@ def make_stage_engine(
 
         choose_v1_model_runner()
         kind, engine_args = stage.kind.lower(), stage.vllm_engine_args
-        return LLMStageEngine(outbox, stage.stage_id, model, kind, engine_args, workers, log_stats)
+        return LLMStageEngine(
+            outbox, stage.stage_id, model, kind, engine_args, workers, log_stats, transcribes=stage.transcribes
+        )
     if stage.kind == "function":
         from vllm_omni.stage.engines.function import BatchFunctionStageEngine, FunctionStageEngine
         from vllm_omni.stage.engines.function_stage import FunctionStageThreads

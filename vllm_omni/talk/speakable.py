@@ -50,7 +50,7 @@ def speakable(text: str) -> str:
 
 
 def split_code(text: str, in_code: bool = False) -> tuple[str, bool]:
-    """The same for a part of a reply; a block of code may begin in one part and end in a later one.
+    """What is said of a part of a reply; a block of code may begin in one part and end in a later one.
 
     Args:
         in_code: Whether the part begins in a block of code.

@@ -41,7 +41,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_omni" / "talk"
 
 
-def language_model(with_weights: bool) -> Path:
+def language_model(*, with_weights: bool) -> Path:
     """The folder of the checkpoint. The first call on a machine that needs the weights makes them, in half a minute.
 
     Args:

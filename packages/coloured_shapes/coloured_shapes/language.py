@@ -146,7 +146,7 @@ def article(noun: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """With a capital letter and a full stop."""
+    """The text with a capital letter and a full stop."""
     return text[0].upper() + text[1:] + "."
 
 

@@ -81,7 +81,7 @@ def speak_all(jobs: Iterable[tuple[Any, ...]]) -> list[np.ndarray]:
 
 
 def add_noise(rng: random.Random, samples: np.ndarray, least_db: float = 15.0) -> np.ndarray:
-    """With random volume, and white or low noise at `least_db` to 40 dB below the speech."""
+    """Changes the volume at random, and adds white or low noise at `least_db` to 40 dB below the speech."""
     noise = np.random.default_rng(rng.randrange(1 << 30)).standard_normal(len(samples)).astype(np.float32)
     if rng.random() < 0.5:
         noise = np.cumsum(noise) - np.convolve(np.cumsum(noise), np.ones(400) / 400, "same")

@@ -4,36 +4,34 @@
 import asyncio
 import base64
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
-import torch
 from fastapi import FastAPI
-from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
 from tests.entrypoints.conftest import as_async, start
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.openai.fake_server import AppRequest
 from tests.entrypoints.openai.media_apps import MODEL, app_of, send, use
+from tests.entrypoints.whisper_reference import NUM_TOKENS, WhisperReference, make_sound
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.vllm_transcriptions import as_srt, as_vtt
-from vllm_omni.testing.media import SAMPLE_RATE, make_audio
+from vllm_omni.testing.media import SAMPLE_RATE
 from vllm_omni.testing.tiny.whisper import CLIP_S
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI's call for translations.
 
 PATH, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
-NUM_TOKENS = 24
 
 
 def sound(seconds: float) -> bytes:
-    return encode_audio(make_audio(0, seconds).astype(np.float32), "flac", SAMPLE_RATE)
+    return encode_audio(make_sound(0, seconds), "flac", SAMPLE_RATE)
 
 
 SOUND, LONG_SOUND = sound(1.7), sound(2.5 * CLIP_S)
@@ -60,23 +58,7 @@ def app(llm: AsyncOmniLLM, whisper: Path) -> FastAPI:
 @pytest.fixture(scope="module")
 def reference(whisper: Path) -> Callable[[str], str]:
     """The text that HF transformers' Whisper writes after a prompt."""
-    model = WhisperForConditionalGeneration.from_pretrained(whisper)
-    processor = WhisperProcessor.from_pretrained(whisper)
-    samples = make_audio(0, 1.7).astype(np.float32)
-    features = processor.feature_extractor(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
-
-    @torch.no_grad()
-    def write(prompt: str) -> str:
-        ids = processor.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
-        encoded = model.model.encoder(features)
-        written: list[int] = []
-        while len(written) < NUM_TOKENS and processor.tokenizer.eos_token_id not in written:
-            logits = model(encoder_outputs=encoded, decoder_input_ids=ids).logits
-            written.append(int(logits[0, -1].argmax()))
-            ids = torch.cat([ids, torch.tensor([written[-1:]])], dim=1)
-        return processor.tokenizer.backend_tokenizer.decode(written, skip_special_tokens=True)  # Keeps times.
-
-    return write
+    return partial(WhisperReference(whisper).write, make_sound(0, 1.7))
 
 
 def post(app: FastAPI, path: str = PATH, file: bytes = SOUND, **fields: Any) -> Any:

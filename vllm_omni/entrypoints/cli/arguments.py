@@ -20,7 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.omni_args import PipelineOptions
-from vllm_omni.config.overrides import FUNCTION, SECTIONS, merge
+from vllm_omni.config.overrides import SECTIONS, STAGE_KEYS, merge
 from vllm_omni.config.utils import nearest
 from vllm_omni.entrypoints.cli_args import add_cli_args, parse_json_object
 
@@ -114,8 +114,8 @@ def _parse_stage_flag(name: str, text: str) -> dict[str, Any]:
     if not stage or not all(keys):
         raise ValueError(f"{name} is incomplete; write --stage.NAME.engine_args.KEY VALUE")
     value: Any = _parse_value(text)
-    if keys == [FUNCTION]:
-        return {stage: {FUNCTION: value}}
+    if len(keys) == 1 and (key := keys[0].replace("-", "_")) in STAGE_KEYS:
+        return {stage: {key: value}}
     if keys[:1] and keys[0].replace("-", "_") not in SECTIONS:
         keys.insert(0, "engine_args")
     keys = [key.replace("-", "_") if place < 2 else key for place, key in enumerate(keys)]

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 
 from vllm_omni.config.dit_config import DIT_SETTINGS, parse_dit_config
 from vllm_omni.config.omni_args import OmniArgs
-from vllm_omni.config.overrides import FUNCTION, overridden_keys
+from vllm_omni.config.overrides import STAGE_KEYS, overridden_keys
 from vllm_omni.config.stage_config import OmniStageConfig, find_stage
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, make_engine_args
@@ -99,7 +99,7 @@ class ConfigValues:
         name = str(path[-1])
         if path[0] == "runtime" and len(path) == 2 and name in self._args.runtime_overrides:
             return _flag(name)
-        if path[0] == "stage_args" and name == FUNCTION and (path[1], "engine_args", name) in self._overridden:
+        if path[0] == "stage_args" and name in STAGE_KEYS and (path[1], "engine_args", name) in self._overridden:
             return f"command line: --stage.{self._resolved.loaded.stages[int(path[1])].name}.{name}"
         if path[0] == "stage_args" and len(path) == 4:
             if (path[1], path[2], name) in self._overridden:

@@ -250,7 +250,7 @@ def check_model(
             read = read_pipeline(args)
     except (StageConfigError, UsageError) as error:
         return None, [Finding("FAIL", "configuration", str(error))]
-    names = ", ".join(f"{stage.name} ({stage.kind})" for stage in read.loaded.stage_args)
+    names = ", ".join(f"{stage.name} ({stage.kind})" for stage in read.with_arguments.stage_args)
     findings = [Finding("OK", "configuration", f"stages {names}")]
     planner = MemoryPlanner(read.with_checkpoints, args.model)
     if devices is not None:

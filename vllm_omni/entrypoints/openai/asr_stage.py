@@ -45,6 +45,8 @@ class ASRStage:
         self._final_stages = client.config.final_stages(["text"], stage.stage_id)
         own = client.llm.builder.function_parameters.get(stage.stage_id)
         self.parameters: Sequence[str] = () if own is None else own.names
+        if stage.transcribes:
+            self.parameters = (*self.parameters, "temperature")
         self._transcripts: OrderedDict[tuple[bytes, bytes], asyncio.Task[str]] = OrderedDict()
 
     async def fetch(self, url: str, parameter: str) -> tuple[np.ndarray, float]:
@@ -117,7 +119,7 @@ class ASRStage:
 
 
 def _sound_url(part: Any) -> str | None:
-    """Of a part of a message as `read_messages` returns it; None if it is no sound."""
+    """The URL of a sound in a message, whose parts are as `read_messages` returns them; None of any other part."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "audio_url":
         return str(part[kind]["url"])
@@ -125,6 +127,6 @@ def _sound_url(part: Any) -> str | None:
 
 
 def load_asr_stage(client: OmniEngineClient, args: Namespace) -> ASRStage | None:
-    """That of the pipeline; None if it has none."""
+    """The pipeline's ASR stage; None if it has none."""
     stage = client.config.accepting_stage("audio", "text")
     return None if stage is None else ASRStage(client, stage, load_connector(args))

@@ -53,7 +53,13 @@ class LLMStageEngine(StageEngine):
         engine_args: dict[str, Any],
         workers: RayWorkers | None = None,
         log_stats: bool = False,
+        *,
+        transcribes: bool = False,
     ) -> None:
+        """
+        Args:
+            transcribes: Its requests are sounds, and its model one that vLLM transcribes with.
+        """
         super().__init__(outbox)
         self._stage_id = stage_id
         self._log_stats = log_stats
@@ -63,6 +69,10 @@ class LLMStageEngine(StageEngine):
         engine_args = engine_args | {"mm_processor_cache_gb": 0}
         self._engine_args = create_engine_args(model, engine_type=engine_type, **engine_args)
         self._request_class: type[LLMRequest] = GenerationRequest if engine_type == "generation" else ARRequest
+        if transcribes:
+            from vllm_omni.stage.engines.transcription_request import TranscriptionRequest  # imports vLLM's server
+
+            self._request_class = TranscriptionRequest
         self._engine: OmniLLMEngine
         self._requests: dict[str, LLMRequest] = {}
 
@@ -185,7 +195,7 @@ class LLMStageEngine(StageEngine):
                 self._fail(request, error)
             elif is_suspect:
                 request.num_retries += 1
-                for engine_id in request.engine_ids:
+                for engine_id in batch.keys() & set(request.engine_ids):
                     self._engine.quarantine(engine_id, batch[engine_id])
             elif len(suspects) == 1:
                 request.num_retries = 0  # The cause was that request, not the batch.

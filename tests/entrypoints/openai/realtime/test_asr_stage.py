@@ -11,7 +11,7 @@ import pytest
 from tests.entrypoints.fake_pipelines import make_pipeline
 from tests.entrypoints.openai.fake_server import FakeServer
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
-from tests.entrypoints.spoken_functions import SPEAKING
+from tests.entrypoints.spoken_functions import SPEAKING, writer
 from tests.orchestrator.pipelines import function_stage
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.function_stage import CALLER, FunctionStage
@@ -19,15 +19,6 @@ from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
 
 pytestmark = pytest.mark.slow
-
-WRITER: dict[str, Any] = {
-    "stage_id": 0,
-    "engine_args": {"model_stage": "writer", "max_model_len": 256, "enforce_eager": True, "max_num_seqs": 4},
-    "final_output": True,
-    "final_output_type": "text",
-    "runtime": {"memory": "64MiB"},
-    "default_sampling_params": {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True},
-}
 
 
 class LevelStage(FunctionStage):
@@ -46,8 +37,7 @@ ASR = function_stage(2, "asr", LevelStage, (), "text") | {"accepts": "audio"}
 
 @pytest.fixture(scope="module")
 def llm(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:
-    writer = WRITER | {"engine_args": WRITER["engine_args"] | {"model": str(tiny_qwen3)}}
-    stages = (writer, SPEAKING | {"accepts": "text"}, ASR)
+    stages = (writer(tiny_qwen3, max_tokens=8, temperature=0.0, ignore_eos=True), SPEAKING | {"accepts": "text"}, ASR)
     edges = [{"from": 0, "to": 1, "unit": "sentences"}]
     path = tmp_path_factory.mktemp("config") / "stages.yaml"
     with make_pipeline(AsyncOmniLLM, path, stages, args={}, edges=edges) as llm:

@@ -82,7 +82,7 @@ class OmniPrompt(TypedDict, total=False):
 
 
 class TranscriptionParameters(msgspec.Struct, kw_only=True, frozen=True):
-    """Of a request for a vLLM stage that transcribes, beside vLLM's sampling parameters.
+    """What a request may set of a vLLM stage that transcribes, beside vLLM's sampling parameters.
 
     Attributes:
         language: That is spoken, an ISO 639-1 code. None: the model finds it.

@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The language model, converted into an empty cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield weights.language_model(True)
+        yield weights.language_model(with_weights=True)
 
 
 @pytest.fixture(scope="module")

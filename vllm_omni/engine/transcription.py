@@ -89,7 +89,7 @@ class Transcription:
         self._language = self._model.parse_language_detection_output(list(token_ids), self._tokenizer)
 
     def prompt(self, index: int) -> PromptType:
-        """That of a clip."""
+        """The prompt of a clip."""
         task = self._parameters.task
         return self._model.get_generation_prompt(
             SpeechToTextParams(

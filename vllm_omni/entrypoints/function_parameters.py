@@ -110,8 +110,8 @@ class FunctionParameters:
 
 
 class TranscriptionSettings(FunctionParameters):
-    """Of a vLLM stage that transcribes. They are beside vLLM's sampling parameters, and only there: a prompt's
-    `additional_information` sets none."""
+    """The parameters of a vLLM stage that transcribes. They are beside vLLM's sampling parameters, and only there: a
+    prompt's `additional_information` sets none."""
 
     def __init__(self, stage: OmniStageConfig) -> None:
         super().__init__(stage, TranscriptionParameters, _split(stage.default_sampling_params)[0])
@@ -138,7 +138,10 @@ def sampling_values(stage: OmniStageConfig, values: Mapping[str, Any]) -> Mappin
 
 
 def load_function_parameters(config: PipelineConfig) -> dict[int, FunctionParameters]:
-    """The parameters of all stages that are a `FunctionStage`, or transcribe, by stage id. Raises as `FunctionParameters`."""
+    """The parameters of all stages that are a `FunctionStage`, or transcribe, by stage id.
+
+    Raises as `FunctionParameters`.
+    """
     found: dict[int, FunctionParameters] = {}
     for stage in config.stage_args:
         if stage.transcribes:

@@ -12,9 +12,9 @@ from tests.entrypoints.openai.media_apps import server_args, serving
 from vllm_omni.entrypoints.openai.media_input import CONNECTOR_NAME, install
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def media_connector() -> Iterator[None]:
-    """As at the start of a server, for the tests of this folder."""
+    """As at the start of a server, for the tests of this folder; before applications, which end before it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR_NAME)
         install(server_args("model"))

@@ -35,7 +35,7 @@ from vllm.benchmarks.lib.endpoint_request_func import RequestFuncInput
 
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.bench import run_bench_serve
-from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, Backend, OmniRequestOutput
+from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, Backend, OmniRequestFuncOutput
 from vllm_omni.events import ARSegmentEvent, ErrorEvent
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
@@ -114,13 +114,15 @@ class DirectBackend:
         self._llm = llm
         self._processor = AutoProcessor.from_pretrained(model)
 
-    async def request(self, request_func_input: RequestFuncInput, session: Any, pbar: Any = None) -> OmniRequestOutput:
+    async def request(
+        self, request_func_input: RequestFuncInput, session: Any, pbar: Any = None
+    ) -> OmniRequestFuncOutput:
         body = request_func_input.extra_body or {}
         chat = [{"role": "user", "content": [{"type": "text", "text": request_func_input.prompt}]}]
         prompt = self._processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         text = {"temperature": 0.0, "max_tokens": request_func_input.output_len, "ignore_eos": True}
         params = [text, *body["sampling_params_list"][1:]]
-        output = OmniRequestOutput(prompt_len=request_func_input.prompt_len, start_time=time.perf_counter())
+        output = OmniRequestFuncOutput(prompt_len=request_func_input.prompt_len, start_time=time.perf_counter())
         async for event in self._llm.generate({"prompt": prompt, "modalities": body["modalities"]}, params):
             when = time.perf_counter() - output.start_time
             if isinstance(event, ErrorEvent):

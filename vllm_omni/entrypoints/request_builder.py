@@ -25,7 +25,6 @@ from vllm_omni.config.utils import nearest
 from vllm_omni.engine.engine_args import create_config_for_inputs, message_of
 from vllm_omni.engine.input_processor import OmniInputProcessor, describe_refusal
 from vllm_omni.engine.text_decoder import TextDecoder
-from vllm_omni.engine.transcription import load_transcription_model
 from vllm_omni.entrypoints.function_parameters import FunctionParameters, load_function_parameters, sampling_values
 from vllm_omni.entrypoints.resolve import make_engine_args
 from vllm_omni.entrypoints.text_input import TextInput
@@ -42,6 +41,8 @@ from vllm_omni.payloads import OmniEngineCoreRequest
 from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
 
 if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces import SupportsTranscription
+
     from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
 
 _PROMPT_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -86,11 +87,7 @@ class RequestBuilder:
             if stage.runs_vllm and not stage.engine_input_source and not stage.transcribes
         }
         self._transcription_models = {
-            stage.stage_id: load_transcription_model(
-                create_config_for_inputs(make_engine_args(stage, model)).model_config
-            )
-            for stage in config.stage_args
-            if stage.transcribes
+            stage.stage_id: _load_transcription_model(stage, model) for stage in config.stage_args if stage.transcribes
         }
         self._diffusion_processors = {
             stage.stage_id: _make_diffusion_processor(stage, model)
@@ -455,6 +452,13 @@ def _make_diffusion_processor(stage: OmniStageConfig, model: str) -> "DiffusionI
     from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
 
     return DiffusionInputProcessor(stage, stage.checkpoint(model))
+
+
+def _load_transcription_model(stage: OmniStageConfig, model: str) -> "type[SupportsTranscription]":
+    # Imported here: it imports vLLM's server and loaders, which other pipelines do not need in the caller's process.
+    from vllm_omni.engine.transcription import load_transcription_model
+
+    return load_transcription_model(create_config_for_inputs(make_engine_args(stage, model)).model_config)
 
 
 def _encoded_for(config: PipelineConfig) -> dict[int, int]:

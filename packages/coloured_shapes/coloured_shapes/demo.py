@@ -26,7 +26,7 @@ from coloured_shapes.pictures import draw
 from coloured_shapes.recognizer import Recognizer
 from coloured_shapes.speech import SAMPLE_RATE
 from vllm_omni.entrypoints.cli.demo_answer import Answer, print_verdict, stream_answer
-from vllm_omni.entrypoints.cli.demo_page import Result
+from vllm_omni.entrypoints.cli.demo_page import DemoResult
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.speech_recognition import count_understood
 
@@ -35,7 +35,7 @@ LEAST_UNDERSTOOD = 0.75
 """The share of an answer's words that must be recognized: the recognizer misses some of anyone's."""
 
 
-def run_shapes(folder: Path, seed: int) -> list[Result]:
+def run_shapes(folder: Path, seed: int) -> list[DemoResult]:
     """
     Args:
         folder: Gets pictures and sounds.
@@ -61,7 +61,7 @@ class Demo:
     """
 
     def __init__(self, folder: Path, rng: random.Random, omni: OmniLLM, painter: OmniLLM) -> None:
-        self.results: list[Result] = []
+        self.results: list[DemoResult] = []
         self._folder, self._rng, self._omni, self._painter = folder, rng, omni, painter
         self._recognizer = Recognizer() if Recognizer.is_installed() else None
 
@@ -113,7 +113,7 @@ class Demo:
         else:
             print(f"      speech {understood}")
         note = f"Expected: {expected} Speech: {understood}."
-        self.results.append(Result(title, answer.text, note, is_right, picture, file, answer.output))
+        self.results.append(DemoResult(title, answer.text, note, is_right, picture, file, answer.output))
 
     def _paint(self, sentence: str) -> Image.Image:
         started = time.perf_counter()
@@ -126,7 +126,9 @@ class Demo:
         note = f"its pixels show: {_list(seen)}"
         print_verdict("painting", is_right, note)
         self.results.append(
-            Result("The painting", sentence, note[0].upper() + note[1:] + ".", is_right, "painting.png", None, output)
+            DemoResult(
+                "The painting", sentence, note[0].upper() + note[1:] + ".", is_right, "painting.png", None, output
+            )
         )
         return painting
 

@@ -18,7 +18,7 @@ from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS, Reque
 
 from tests.servers import RunningServer
 from vllm_omni.entrypoints.cli import bench, bench_requests
-from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, OmniRequestOutput, PcmCounter
+from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, OmniRequestFuncOutput, PcmCounter
 from vllm_omni.entrypoints.openai.audio_formats import wav_header
 
 
@@ -135,7 +135,7 @@ class Session:
     async def text(self) -> str:
         return (await self.read()).decode()
 
-    def send(self, backend: str, **extra_body: Any) -> OmniRequestOutput:
+    def send(self, backend: str, **extra_body: Any) -> OmniRequestFuncOutput:
         request = RequestFuncInput("Hi", "http://host/v1", 3, 16, "model", extra_body=extra_body)
         return asyncio.run(BACKENDS[backend].request(request, self))  # type: ignore[arg-type]
 
@@ -241,17 +241,17 @@ def test_wav_headers_are_read_wherever_they_are_cut() -> None:
         assert pcm.add(stereo[cut:]) and pcm.seconds == 1
 
 
-def output(ttfa: float, latency: float, audio_duration: float, **more: Any) -> OmniRequestOutput:
-    return OmniRequestOutput(success=True, ttfa=ttfa, latency=latency, audio_duration=audio_duration, **more)
+def output(ttfa: float, latency: float, audio_duration: float, **more: Any) -> OmniRequestFuncOutput:
+    return OmniRequestFuncOutput(success=True, ttfa=ttfa, latency=latency, audio_duration=audio_duration, **more)
 
 
 class TestMetrics:
-    def values(self, outputs: list[OmniRequestOutput]) -> dict[str, float]:
+    def values(self, outputs: list[OmniRequestFuncOutput]) -> dict[str, float]:
         tables = bench.omni_tables(outputs, duration_s=10.0, percentiles=[50, 99.9])
         return {row.key: row.value for rows in tables.values() for row in rows}
 
     def test_speech(self) -> None:
-        values = self.values([output(1.0, 4.0, 8.0), output(3.0, 6.0, 4.0), OmniRequestOutput(ttfa=9.0)])
+        values = self.values([output(1.0, 4.0, 8.0), output(3.0, 6.0, 4.0), OmniRequestFuncOutput(ttfa=9.0)])
         assert values["total_audio_s"] == 12.0 and values["audio_throughput"] == 1.2
         assert values["mean_ttfa_ms"] == values["p50_ttfa_ms"] == 2000.0 and values["std_ttfa_ms"] == 1000.0
         assert values["mean_rtf"] == 1.0 and values["p99.9_rtf"] == pytest.approx(1.499)

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_omni.config import utils
 from vllm_omni.entrypoints.cli import demo, demo_talk
-from vllm_omni.entrypoints.cli.demo_page import Result
+from vllm_omni.entrypoints.cli.demo_page import DemoResult
 from vllm_omni.model_packages import InstalledModels
 from vllm_omni.talk import packages
 
@@ -84,7 +84,7 @@ def test_without_its_packages_talk_is_left_out(
 def test_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], asked: str) -> None:
     sentences: list[str] = []
     monkeypatch.setattr(demo, "answer_sentence", lambda sentence, folder: sentences.append(sentence) or [])
-    monkeypatch.setattr(demo, "_run_shapes", lambda folder, seed: list[Result]())
+    monkeypatch.setattr(demo, "_run_shapes", lambda folder, seed: list[DemoResult]())
     with pytest.raises(SystemExit):
         demo.run_demo([str(tmp_path), *arguments])
     assert sentences == [asked]

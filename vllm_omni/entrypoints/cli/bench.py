@@ -19,7 +19,7 @@ from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS, OPENA
 from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
 
 from vllm_omni.entrypoints.cli.arguments import OmniArgumentParser
-from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, OmniRequestOutput
+from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, OmniRequestFuncOutput
 from vllm_omni.errors import OmniError
 
 USAGE = "vllm bench serve --omni [--backend BACKEND] [options of vllm bench serve]"
@@ -58,7 +58,7 @@ class Row:
 
 
 def omni_tables(
-    outputs: Iterable[OmniRequestOutput], duration_s: float, percentiles: Sequence[float]
+    outputs: Iterable[OmniRequestFuncOutput], duration_s: float, percentiles: Sequence[float]
 ) -> dict[str, list[Row]]:
     """The metrics of audio and images by heading; metrics that no answer has are left out.
 
@@ -115,7 +115,7 @@ class OmniBenchmark:
 
     def __init__(self, *, save_detailed: bool = False) -> None:
         self._save_detailed = save_detailed
-        self.outputs: list[OmniRequestOutput] = []
+        self.outputs: list[OmniRequestFuncOutput] = []
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ class OmniBenchmark:
     ) -> tuple[vllm_serve.BenchmarkMetrics, list[int]]:
         """vLLM's, with TPOT up to the last text, where vLLM takes the time of the whole answer."""
         metrics, lengths = _vllm_calculate_metrics(outputs=outputs, **arguments)
-        if all(isinstance(output, OmniRequestOutput) for output in outputs):
+        if all(isinstance(output, OmniRequestFuncOutput) for output in outputs):
             self.outputs = outputs
         if any(output.text_latency for output in self.outputs):
             with redirect_stdout(io.StringIO()):  # It prints failures, a second time.

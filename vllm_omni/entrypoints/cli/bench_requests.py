@@ -35,7 +35,7 @@ class FailedRequestError(Exception):
 
 
 @dataclass
-class OmniRequestOutput(RequestFuncOutput):
+class OmniRequestFuncOutput(RequestFuncOutput):
     """vLLM's record of one request, and that of outputs that are not text.
 
     Attributes:
@@ -89,7 +89,7 @@ class PcmCounter:
 
 async def request_chat(
     request_func_input: RequestFuncInput, session: aiohttp.ClientSession, pbar: tqdm | None = None
-) -> OmniRequestOutput:
+) -> OmniRequestFuncOutput:
     """`openai-chat-omni`: a streamed chat answer of text and speech."""
     extra_body = {"modalities": ["text", "audio"], **(request_func_input.extra_body or {})}
     # The header of a WAV stream has the sample rate.
@@ -102,7 +102,7 @@ async def request_chat(
     }
     request_func_input = replace(request_func_input, extra_body={**extra_body, "audio": audio})
 
-    async def read(response: aiohttp.ClientResponse, output: OmniRequestOutput) -> None:
+    async def read(response: aiohttp.ClientResponse, output: OmniRequestFuncOutput) -> None:
         if audio["format"] not in ("wav", "pcm16"):
             raise FailedRequestError(f"--extra-body: audio.format must be wav or pcm16, not {audio['format']}")
         await _read_chat(response, output, extra_body["modalities"], PcmCounter(audio["format"] == "wav"))
@@ -111,7 +111,7 @@ async def request_chat(
 
 
 async def _read_chat(
-    response: aiohttp.ClientResponse, output: OmniRequestOutput, modalities: list[str], pcm: PcmCounter
+    response: aiohttp.ClientResponse, output: OmniRequestFuncOutput, modalities: list[str], pcm: PcmCounter
 ) -> None:
     async for when, chunk in _events(response, output.start_time):
         if usage := chunk.get("usage"):
@@ -143,13 +143,13 @@ async def _read_chat(
 
 async def request_speech(
     request_func_input: RequestFuncInput, session: aiohttp.ClientSession, pbar: tqdm | None = None
-) -> OmniRequestOutput:
+) -> OmniRequestFuncOutput:
     """`openai-audio-speech`: the prompt as speech, streamed as PCM."""
     fields = {"input": request_func_input.prompt, "response_format": "pcm"}
     return await _post(request_func_input, session, pbar, fields, _read_speech)
 
 
-async def _read_speech(response: aiohttp.ClientResponse, output: OmniRequestOutput) -> None:
+async def _read_speech(response: aiohttp.ClientResponse, output: OmniRequestFuncOutput) -> None:
     if response.content_type not in ("audio/pcm", "application/octet-stream"):
         raise FailedRequestError(
             f"the answer is {response.content_type}, not audio/pcm: --extra-body must leave response_format and "
@@ -167,12 +167,12 @@ async def _read_speech(response: aiohttp.ClientResponse, output: OmniRequestOutp
 
 async def request_images(
     request_func_input: RequestFuncInput, session: aiohttp.ClientSession, pbar: tqdm | None = None
-) -> OmniRequestOutput:
+) -> OmniRequestFuncOutput:
     """`openai-images`: images of the prompt, whole."""
     return await _post(request_func_input, session, pbar, {"prompt": request_func_input.prompt}, _read_images)
 
 
-async def _read_images(response: aiohttp.ClientResponse, output: OmniRequestOutput) -> None:
+async def _read_images(response: aiohttp.ClientResponse, output: OmniRequestFuncOutput) -> None:
     body = await response.read()
     output.ttft = time.perf_counter() - output.start_time
     output.num_images = len(json.loads(body)["data"])
@@ -185,14 +185,14 @@ async def _post(
     session: aiohttp.ClientSession,
     pbar: tqdm | None,
     fields: dict[str, Any],
-    read: Callable[[aiohttp.ClientResponse, OmniRequestOutput], Awaitable[None]],
-) -> OmniRequestOutput:
+    read: Callable[[aiohttp.ClientResponse, OmniRequestFuncOutput], Awaitable[None]],
+) -> OmniRequestFuncOutput:
     """Sends one request; what fails is in `error`, as in vLLM's own functions.
 
     Args:
         fields: Of the request; those that the command line sets win.
     """
-    output = OmniRequestOutput(prompt_len=request_func_input.prompt_len)
+    output = OmniRequestFuncOutput(prompt_len=request_func_input.prompt_len)
     payload = {"model": request_func_input.model_name or request_func_input.model, **fields}
     _update_payload_common(payload, request_func_input)
     headers = _get_headers("application/json")

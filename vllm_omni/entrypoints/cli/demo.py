@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from vllm_omni.config.utils import find_checkpoint
-from vllm_omni.entrypoints.cli.demo_page import Result, write_page
+from vllm_omni.entrypoints.cli.demo_page import DemoResult, write_page
 from vllm_omni.entrypoints.cli.demo_talk import QUESTION, answer_sentence
 from vllm_omni.errors import MissingPackageError
 
@@ -40,7 +40,7 @@ def run_demo(arguments: list[str]) -> None:
     sys.exit(1 if wrong else 0)
 
 
-def _run_shapes(folder: Path, seed: int) -> list[Result]:
+def _run_shapes(folder: Path, seed: int) -> list[DemoResult]:
     try:
         find_checkpoint("shapes")
     except MissingPackageError as error:

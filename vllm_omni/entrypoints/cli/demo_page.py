@@ -22,7 +22,7 @@ _LABEL = 90
 
 
 @dataclass
-class Result:
+class DemoResult:
     """What was checked.
 
     Attributes:
@@ -40,7 +40,7 @@ class Result:
     output: OmniRequestOutput
 
 
-def write_page(folder: Path, results: list[Result]) -> Path:
+def write_page(folder: Path, results: list[DemoResult]) -> Path:
     """Writes `index.html`."""
     parts = "\n".join(_article(result) for result in results)
     page = folder / "index.html"
@@ -51,7 +51,7 @@ def write_page(folder: Path, results: list[Result]) -> Path:
     return page
 
 
-def _article(result: Result) -> str:
+def _article(result: DemoResult) -> str:
     picture = f'<img src="{result.picture}" alt="">' if result.picture else ""
     sound = f'<audio controls src="{result.sound}"></audio>' if result.sound else ""
     verdict = "right" if result.is_right else "wrong"

@@ -17,7 +17,7 @@ import numpy as np
 import soundfile
 
 from vllm_omni.entrypoints.cli.demo_answer import print_verdict, stream_answer
-from vllm_omni.entrypoints.cli.demo_page import Result
+from vllm_omni.entrypoints.cli.demo_page import DemoResult
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import MissingPackageError
 from vllm_omni.speech_recognition import count_understood, make_arpa, make_decoder, make_dictionary, recognize, to_input
@@ -41,7 +41,7 @@ _OTHER_WORDS = ("anything", "because", "children", "different", "following", "go
 """In each vocabulary: with the words of a short answer alone, any noise would be one of them."""
 
 
-def answer_sentence(sentence: str, folder: Path) -> list[Result]:
+def answer_sentence(sentence: str, folder: Path) -> list[DemoResult]:
     """Starts `talk`, lets it answer, and closes it; writes `talk.wav`. Without its packages there is no result."""
     print(f"[1/6] starting {TALK} (a language model and a voice, on this processor)", flush=True)
     try:
@@ -73,7 +73,7 @@ def answer_sentence(sentence: str, folder: Path) -> list[Result]:
     print_verdict("speech", is_clear, note)
     notes.append(f"{note[0].upper()}{note[1:]}.")
     title = f'The answer to "{sentence}"'
-    return [Result(title, answer.text, " ".join(notes), is_right and is_clear, None, file, answer.output)]
+    return [DemoResult(title, answer.text, " ".join(notes), is_right and is_clear, None, file, answer.output)]
 
 
 @contextmanager

@@ -34,8 +34,8 @@ from vllm_omni.entrypoints.openai.media_output import IMAGE_FORMATS, as_image_fi
 from vllm_omni.entrypoints.openai.media_request import (
     MAX_IMAGES,
     NO_EFFECT,
-    DiffusionRequest,
     ImageUrls,
+    MediaRequest,
     describe_form,
     read_request,
 )
@@ -72,7 +72,7 @@ _EVENT: TypeAdapter[ImageGenStreamEvent | ImageEditStreamEvent] = TypeAdapter(
 )
 
 
-class ImageRequest(DiffusionRequest):
+class ImageRequest(MediaRequest):
     """A request for new images."""
 
     n: int | None = Field(None, ge=1, le=10, description="Number of images; default 1.")

@@ -90,7 +90,7 @@ class RequestModel(BaseModel):
         return without_nulls(fields) if isinstance(fields, Mapping) else fields
 
 
-class DiffusionRequest(RequestModel):
+class MediaRequest(RequestModel):
     """The common fields of requests for images and videos. Defaults are those of the stage, or of the model."""
 
     model_config = ConfigDict(extra="forbid")

@@ -31,8 +31,8 @@ from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_erro
 from vllm_omni.entrypoints.openai.images import RESPONSES
 from vllm_omni.entrypoints.openai.media_output import as_video_files, describe_video, read_first_frame
 from vllm_omni.entrypoints.openai.media_request import (
-    DiffusionRequest,
     ImageUrls,
+    MediaRequest,
     Prompt,
     describe_form,
     read_request,
@@ -55,7 +55,7 @@ _FILE = {"video/mp4": {"schema": {"type": "string", "format": "binary"}}}
 VideoId = Annotated[str, PathParameter(max_length=200, description="Of a video that this server makes, or has made.")]
 
 
-class VideoRequest(DiffusionRequest):
+class VideoRequest(MediaRequest):
     """A request for a video."""
 
     seconds: float | None = Field(

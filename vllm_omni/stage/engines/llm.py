@@ -70,9 +70,9 @@ class LLMStageEngine(StageEngine):
         self._engine_args = create_engine_args(model, engine_type=engine_type, **engine_args)
         self._request_class: type[LLMRequest] = GenerationRequest if engine_type == "generation" else ARRequest
         if transcribes:
-            from vllm_omni.stage.engines.transcription_request import TranscriptionRequest  # imports vLLM's server
+            from vllm_omni.stage.engines.transcribing_request import TranscribingRequest  # imports vLLM's server
 
-            self._request_class = TranscriptionRequest
+            self._request_class = TranscribingRequest
         self._engine: OmniLLMEngine
         self._requests: dict[str, LLMRequest] = {}
 

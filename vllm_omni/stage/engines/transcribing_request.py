@@ -21,7 +21,7 @@ MAX_CLIPS = 8
 _LANGUAGE = "language"
 
 
-class TranscriptionRequest(LLMRequest):
+class TranscribingRequest(LLMRequest):
     """A request that is one of the engine for each clip, and one before them for the language, if it names none and the
     model has to find it. The text of a clip follows that of the clips before it."""
 

@@ -21,7 +21,7 @@ from vllm_omni.model_executor.layers.vocoder import Vocoder
 from vllm_omni.model_executor.models.qwen2_5_omni.speakers import load_speakers
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_bigvgan import BigVGAN
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_dit import DiTSolver
-from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_windows import VocoderState, Window, WindowPlanner
+from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_windows import CodeWindow, VocoderState, WindowPlanner
 
 MAX_BATCH_FRAMES = 16384
 """Frames of the spectrogram in one batch: bounds the memory of the widest activation."""
@@ -108,7 +108,7 @@ class OmniQwen2_5OmniToken2Wav(Vocoder):
             info["state"][STATE] = state  # After everything is computed: a step that fails can run again.
         return [{"audio": audio} for audio, _ in finished]
 
-    def _split(self, windows: list[Window], indices: list[int]) -> Iterator[list[int]]:
+    def _split(self, windows: list[CodeWindow], indices: list[int]) -> Iterator[list[int]]:
         """Batches of at most `max_batch_frames`, or of one window."""
         batch: list[int] = []
         frames = 0
@@ -122,7 +122,7 @@ class OmniQwen2_5OmniToken2Wav(Vocoder):
         if batch:
             yield batch
 
-    def _decode(self, windows: list[Window]) -> list[tuple[torch.Tensor, VocoderState]]:
+    def _decode(self, windows: list[CodeWindow]) -> list[tuple[torch.Tensor, VocoderState]]:
         mels, past = self.solver.solve([window.dit_input for window in windows])
         waves = self.bigvgan.decode([window.choose_frames(mel) for window, mel in zip(windows, mels, strict=True)])
         return [self.planner.finish(*parts) for parts in zip(windows, mels, past, waves, strict=True)]

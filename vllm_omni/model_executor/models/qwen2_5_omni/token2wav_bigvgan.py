@@ -30,7 +30,7 @@ FILTER_REACH = 6
 
 
 @dataclass(frozen=True)
-class Timeline:
+class BatchLayout:
     """Signals one after the other, at one rate.
 
     Attributes:
@@ -45,9 +45,9 @@ class Timeline:
     tail: int
     device: torch.device
 
-    def at_rate(self, rate: int) -> "Timeline":
+    def at_rate(self, rate: int) -> "BatchLayout":
         lengths = tuple(rate * length for length in self.lengths)
-        return Timeline(lengths, rate * self.gap, rate * self.tail, self.device)
+        return BatchLayout(lengths, rate * self.gap, rate * self.tail, self.device)
 
     @cached_property
     def starts(self) -> list[int]:
@@ -95,13 +95,13 @@ class Activation:
         self.gain = 1 / (snake.beta.detach().exp() + snake.no_div_by_zero)
         self.upsample, self.downsample = activation.upsample, activation.downsample
 
-    def __call__(self, x: torch.Tensor, timeline: Timeline, padding: int) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, layout: BatchLayout, padding: int) -> torch.Tensor:
         """`[channels, samples]`, changed in its gaps -> `[channels, padding + samples + padding]`, zero there."""
-        double = self.upsample(timeline.hold_ends(x)[None])[0]
+        double = self.upsample(layout.hold_ends(x)[None])[0]
         wave = torch.sin(double * self.frequency[:, None])
         double.addcmul_(wave.square_(), self.gain[:, None])
-        back = self.downsample(timeline.at_rate(2).hold_ends(double)[None])[0]
-        return F.pad(timeline.silence(back), (padding, padding))
+        back = self.downsample(layout.at_rate(2).hold_ends(double)[None])[0]
+        return F.pad(layout.silence(back), (padding, padding))
 
 
 class CPUActivation(Activation):
@@ -117,9 +117,9 @@ class CPUActivation(Activation):
         self._turns = (self.frequency / math.pi).numpy()
         self._gains = self.gain.numpy()
 
-    def __call__(self, x: torch.Tensor, timeline: Timeline, padding: int) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, layout: BatchLayout, padding: int) -> torch.Tensor:
         out = x.new_empty(x.shape[0], x.shape[1] + 2 * padding)
-        starts, stops = torch.tensor(timeline.starts).numpy(), torch.tensor(timeline.stops).numpy()
+        starts, stops = torch.tensor(layout.starts).numpy(), torch.tensor(layout.stops).numpy()
         self._activate(x.numpy(), out.numpy(), starts, stops, self._turns, self._gains, self._filters)
         return out
 
@@ -135,9 +135,9 @@ class ActivatedConv:
         self.weight, self.bias = conv.weight, conv.bias
         self.padding, self.dilation = int(conv.padding[0]), cast(tuple[int], conv.dilation)
 
-    def __call__(self, x: torch.Tensor, timeline: Timeline) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
         """`[channels, samples]` -> the same; the gaps are undefined."""
-        return self._convolve(self.activation(x, timeline, self.padding))
+        return self._convolve(self.activation(x, layout, self.padding))
 
     def _convolve(self, x: torch.Tensor) -> torch.Tensor:
         return F.conv1d(x[None], self.weight, self.bias, dilation=self.dilation)[0]
@@ -207,10 +207,10 @@ class AMPBlock:
         second = map(make_activated_conv, block.activations[1::2], block.convs2)
         self.pairs = [*zip(first, second, strict=True)]
 
-    def __call__(self, x: torch.Tensor, timeline: Timeline) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
         """`[channels, samples]` -> the same; the gaps are undefined."""
         for first, second in self.pairs:
-            x = second(first(x, timeline), timeline).add_(x)
+            x = second(first(x, layout), layout).add_(x)
         return x
 
 
@@ -237,17 +237,17 @@ class BigVGAN:
         """`[frames, mel_dim]`, one frame or more, of each spectrogram -> float32 `[samples]` of each, in [-1, 1]."""
         lengths = tuple(mel.shape[0] for mel in mels)
         num_frames = sum(lengths) + self.gap * (len(lengths) + 1)
-        timeline = Timeline(lengths, self.gap, self.gap + -num_frames % LENGTH_STEP, self.device)
-        x = mels[0].new_zeros(self._bigvgan.config.mel_dim, timeline.num_samples)
-        for mel, start, stop in zip(mels, timeline.starts, timeline.stops, strict=True):
+        layout = BatchLayout(lengths, self.gap, self.gap + -num_frames % LENGTH_STEP, self.device)
+        x = mels[0].new_zeros(self._bigvgan.config.mel_dim, layout.num_samples)
+        for mel, start, stop in zip(mels, layout.starts, layout.stops, strict=True):
             x[:, start:stop] = self._bigvgan.process_mel_spectrogram(mel.t())
         x = self._bigvgan.conv_pre(x)
         for rate, (upsample, blocks) in zip(self.rates, self.levels, strict=True):
-            x = upsample(timeline.silence(x))
-            timeline = timeline.at_rate(rate)
-            x = _mean([block(x, timeline) for block in blocks])
-        wave = self.last(x, timeline)[0].clamp_(-1, 1)
-        return [wave[start:stop] for start, stop in zip(timeline.starts, timeline.stops, strict=True)]
+            x = upsample(layout.silence(x))
+            layout = layout.at_rate(rate)
+            x = _mean([block(x, layout) for block in blocks])
+        wave = self.last(x, layout)[0].clamp_(-1, 1)
+        return [wave[start:stop] for start, stop in zip(layout.starts, layout.stops, strict=True)]
 
 
 def _mean(parts: list[torch.Tensor]) -> torch.Tensor:

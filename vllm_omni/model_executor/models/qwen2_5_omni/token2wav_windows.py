@@ -58,7 +58,7 @@ class VocoderState:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class CodeWindow:
     """What is computed for one request in one step: the codes held back before, and the new ones.
 
     Attributes:
@@ -99,7 +99,7 @@ class WindowPlanner:
     samples_per_frame: int
     device: torch.device
 
-    def start(self, information: dict[str, Any], state: VocoderState | None) -> Window:
+    def start(self, information: dict[str, Any], state: VocoderState | None) -> CodeWindow:
         """
         Args:
             information: `codes`, int64 `[T]`, may be empty; `speaker`; `is_last`; `seed` or none.
@@ -110,12 +110,12 @@ class WindowPlanner:
         state = self._extend(state, information["codes"])
         num_frames, is_last = state.noise.shape[0], bool(information["is_last"])
         if is_last:
-            return Window(state, information["speaker"], -(-num_frames // self.block_size), num_frames, is_last)
+            return CodeWindow(state, information["speaker"], -(-num_frames // self.block_size), num_frames, is_last)
         blocks = max(0, num_frames // self.block_size - HELD_BLOCKS)
-        return Window(state, information["speaker"], blocks, blocks * self.block_size, is_last)
+        return CodeWindow(state, information["speaker"], blocks, blocks * self.block_size, is_last)
 
     def finish(
-        self, window: Window, mel: torch.Tensor, past: torch.Tensor | None, wave: torch.Tensor
+        self, window: CodeWindow, mel: torch.Tensor, past: torch.Tensor | None, wave: torch.Tensor
     ) -> tuple[torch.Tensor, VocoderState]:
         """The window's audio, and the state after it.
 

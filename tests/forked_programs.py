@@ -90,6 +90,22 @@ class ForkedProgram(_Fork):
         super().__init__(imported(), {"argv": argv, "output": str(output), "cwd": os.getcwd(), "env": env})
 
 
+class _ServerProcess(_Fork):
+    """The process of a fork server, which two threads may end at once."""
+
+    def __init__(self, server: ForkServer, spec: Mapping[str, Any]) -> None:
+        super().__init__(server, spec)
+        self._lock = threading.RLock()
+
+    def wait(self, timeout: float = _FOREVER_S) -> int:
+        with self._lock:
+            return super().wait(timeout)
+
+    def send_signal(self, sig: int) -> None:
+        with self._lock:
+            super().send_signal(sig)
+
+
 class QuickForkServer(ForkServer):
     """A `ForkServer` that is itself a fork; only its start differs."""
 
@@ -99,7 +115,7 @@ class QuickForkServer(ForkServer):
             imported().preload(missing)
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
-            process = _Fork(imported(), {"modules": self._modules, "path": sys.path, "env": dict(os.environ)})
+            process = _ServerProcess(imported(), {"modules": self._modules, "path": sys.path, "env": dict(os.environ)})
             socket.send_fds(process._process._lifeline, [b"control"], [server_end.fileno()])
         self._process = process
 

@@ -130,14 +130,14 @@ def test_a_failed_request_does_not_affect_the_next(server: FakeServer) -> None:
 def may_restart(llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A dead stage restarts once this is set."""
     may_restart = threading.Event()
-    supervisor = llm._pipeline.orchestrator._supervisor
-    launch = supervisor._launch
+    launcher = llm._pipeline.orchestrator._launcher
+    launch = launcher.launch
 
     def launch_when_set(*args: Any) -> Any:
         may_restart.wait()
         return launch(*args)
 
-    monkeypatch.setattr(supervisor, "_launch", launch_when_set)
+    monkeypatch.setattr(launcher, "launch", launch_when_set)
     yield may_restart
     may_restart.set()
 

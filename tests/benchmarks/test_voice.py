@@ -15,10 +15,10 @@ def voice(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def test_sound_is_in_time_if_it_arrives_before_it_would_be_played(voice: ModuleType) -> None:
-    call = voice.Call([(0.5, 1.0), (1.5, 2.0), (5.5, 2.0)])  # played from 1, 2 and 4 on
-    assert call.seconds_in_time(patience=1.0) == pytest.approx(1.0 + 2.0 + 0.5)
-    assert call.seconds_in_time(patience=10.0) == call.seconds == 5.0
-    assert call.seconds_in_time(patience=0.0) == pytest.approx(0.5 + 1.5)
+    response = voice.Response([(0.5, 1.0), (1.5, 2.0), (5.5, 2.0)])  # played from 1, 2 and 4 on
+    assert response.seconds_in_time(patience=1.0) == pytest.approx(1.0 + 2.0 + 0.5)
+    assert response.seconds_in_time(patience=10.0) == response.seconds == 5.0
+    assert response.seconds_in_time(patience=0.0) == pytest.approx(0.5 + 1.5)
 
 
 @pytest.mark.parametrize("limit", [0.03, 0.2, 0.33, 5.0])

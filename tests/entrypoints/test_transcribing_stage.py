@@ -187,13 +187,15 @@ def test_a_session_gets_the_transcript(app: FastAPI, llm: OmniLLM) -> None:
 
 
 def test_a_client_abort_ends_all_clips(app: FastAPI, async_llm: AsyncOmniLLM) -> None:
-    uri = "data:audio/flac;base64," + base64.b64encode(encode_audio(LONG, "flac", SAMPLE_RATE)).decode()
+    many_clips = np.tile(LONG, 20)  # It must not end by itself.
+    uri = "data:audio/flac;base64," + base64.b64encode(encode_audio(many_clips, "flac", SAMPLE_RATE)).decode()
+    activity = async_llm._pipeline.orchestrator.activity
 
     async def main(stream: bool) -> None:
         visit = AppRequest(app, PATH, {"file": uri, "stream": stream, "language": "en"})
         if stream:
             await visit.first_chunk()
-        while is_idle(async_llm):
+        while not activity()["asr"]:
             await asyncio.sleep(0)
         await visit.disconnect()
         assert is_idle(async_llm)

@@ -238,11 +238,11 @@ def test_audio_is_a_file_for_each_choice(audio_chat: DiffusionChat) -> None:
 
 
 def test_audio_is_streamed_in_the_requested_format(audio_chat: DiffusionChat) -> None:
-    async def main() -> list[str]:
+    async def main() -> list[bytes]:
         stream: Any = await audio_chat.create_chat_completion(audio_request(stream=True, audio={"format": "flac"}))
         return [line async for line in stream]
 
-    chunks = [json.loads(line.removeprefix("data: ")) for line in asyncio.run(main())[:-1]]
+    chunks = [json.loads(line.removeprefix(b"data: ")) for line in asyncio.run(main())[:-1]]
     sounds = [chunk["choices"][0]["delta"]["audio"] for chunk in chunks[::2]]
     assert [base64.b64decode(sound["data"])[:4] for sound in sounds] == [b"fLaC"] * 2
     assert sounds[0]["id"] != sounds[1]["id"]

@@ -22,12 +22,8 @@ from tests.entrypoints.openai.small_apps import send
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS, to_pcm16
-from vllm_omni.entrypoints.openai.speech import (
-    CHANNELS_HEADER,
-    FINISH_REASON_HEADER,
-    SAMPLE_RATE_HEADER,
-    WARNING_HEADER,
-)
+from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER
+from vllm_omni.entrypoints.openai.speech import CHANNELS_HEADER, SAMPLE_RATE_HEADER, WARNING_HEADER
 from vllm_omni.entrypoints.openai.speech_request import SpeechRequest
 from vllm_omni.entrypoints.openai.voices import OPENAI_VOICES
 from vllm_omni.errors import PipelineFullError

@@ -28,13 +28,14 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.engine.input_processor import describe_refusal
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
-from vllm_omni.entrypoints.openai.chat_media import ChatMedia, Line, MediaStream, Transcripts, split_outputs
+from vllm_omni.entrypoints.openai.chat_media import ChatMedia, MediaStream, Transcripts, split_outputs
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import describe_errors
 from vllm_omni.entrypoints.openai.media_request import without_nulls
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import Modality
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, explicit_fields, read_stage_params
 from vllm_omni.errors import StageConfigError
 from vllm_omni.events import CompletedEvent
@@ -348,7 +349,7 @@ router = APIRouter()
 @router.post(
     "/v1/chat/completions",
     dependencies=[Depends(validate_json_request)],
-    responses={HTTPStatus.OK.value: {"content": {"text/event-stream": {}}}, **describe_errors()},
+    responses={HTTPStatus.OK.value: {"content": {MEDIA_TYPE: {}}}, **describe_errors()},
 )
 async def create_chat_completion(request: OmniChatCompletionRequest, raw_request: Request) -> Any:
     """Text, speech, images or videos as the answer to a conversation, whole or as a stream."""

@@ -9,9 +9,8 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeAlias
+from typing import Any
 
-import msgspec
 import torch
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.exceptions import VLLMValidationError
@@ -23,11 +22,10 @@ from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, Audi
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
 from vllm_omni.entrypoints.openai.media_output import encode_speech, finish_reason_of, message_fields
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
+from vllm_omni.entrypoints.openai.sse import Line, read_line, sse_line
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.stage.spoken_reply import read_spoken
-
-Line: TypeAlias = str | bytes
 
 MAX_UNSENT_BYTES = 1 << 20
 
@@ -260,19 +258,19 @@ class MediaStream(ChatMedia):
         if line.startswith(("data: [DONE]", 'data: {"error"')):
             return line
         if '"choices":[]' in line:
-            chunk = _read(line)
+            chunk = read_line(line)
             if self._completed is not None:
                 self._add_usage(chunk["usage"], self._completed)
-            return _line(chunk)
+            return sse_line(chunk)
         if self._speaks or '"finish_reason":null' not in line:
-            chunk = _read(line)
+            chunk = read_line(line)
             (choice,) = chunk["choices"]
             if choice["index"] == 0 and self._speaks:
                 await self._take_delta(choice["delta"])
             if choice["index"] == 0 and choice["finish_reason"] is not None:
                 self._end = {name: choice.pop(name) for name in ("finish_reason", "stop_reason") if name in choice}
                 shown = self._end if self._shows_text_end else {"finish_reason": None}
-                line = _line({**chunk, "choices": [{**choice, **shown}]}).decode()
+                return sse_line({**chunk, "choices": [{**choice, **shown}]}) if self._options.shows_text else None
         return line if self._options.shows_text else None
 
     async def _take_delta(self, delta: dict[str, Any]) -> None:
@@ -335,7 +333,7 @@ class MediaStream(ChatMedia):
             self._has_role = True
             delta = {"role": "assistant", **delta}
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **end}
-        await self._lines.put(_line({**self._chunk, "choices": [choice]}))
+        await self._lines.put(sse_line({**self._chunk, "choices": [choice]}))
 
     def _encoder(self, stage_id: int, num_channels: int) -> AudioEncoder:
         if stage_id not in self._encoders:
@@ -366,12 +364,3 @@ class _LineQueue(asyncio.Queue[Line | None]):
         item = super()._get()
         self._num_bytes -= len(item or "")
         return item
-
-
-def _read(line: str) -> dict[str, Any]:
-    return msgspec.json.decode(line.removeprefix("data: "))
-
-
-def _line(chunk: dict[str, Any]) -> bytes:
-    """msgspec writes bytes as base64."""
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MediaConnector
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.images import RESPONSES
+from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_request import RequestModel, SoundUrl, describe_form, fetch_sound, read_request
 from vllm_omni.entrypoints.openai.media_stage import get_handler, served_names
 from vllm_omni.entrypoints.openai.request_context import RequestContext
@@ -155,7 +155,7 @@ async def list_audio_models(raw_request: Request) -> AudioModelList:
 
 @router.post(
     "/v1/audio/voices",
-    responses=RESPONSES,
+    responses=FORM_ERRORS,
     openapi_extra=describe_form(VoiceRequest, "audio_sample", several=False),
 )
 @with_cancellation
@@ -165,13 +165,13 @@ async def create_voice(request: Annotated[VoiceRequest, Depends(_voice_request)]
     return await _voices_of(raw_request).create(request, RequestContext.current().owner)
 
 
-@router.get("/v1/audio/voices/{name}", responses=RESPONSES)
+@router.get("/v1/audio/voices/{name}", responses=FORM_ERRORS)
 async def retrieve_voice(name: VoiceName, raw_request: Request) -> CustomVoice:
     """An uploaded voice, without its recording."""
     return _voices_of(raw_request).store.get(name, RequestContext.current().owner)
 
 
-@router.delete("/v1/audio/voices/{name}", responses=RESPONSES)
+@router.delete("/v1/audio/voices/{name}", responses=FORM_ERRORS)
 async def delete_voice(name: VoiceName, raw_request: Request) -> VoiceDeleted:
     """Removes an uploaded voice."""
     voice = _voices_of(raw_request).store.delete(name, RequestContext.current().owner)

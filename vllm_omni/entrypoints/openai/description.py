@@ -14,7 +14,7 @@ from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.images import RESPONSES
+from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_stage import final_stage
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS
@@ -143,7 +143,7 @@ async def get_pipeline(raw_request: Request) -> PipelineDescription:
     return raw_request.app.state.omni_description
 
 
-@router.get("/v1/pipeline/requests/{request_id}", responses=RESPONSES)
+@router.get("/v1/pipeline/requests/{request_id}", responses=FORM_ERRORS)
 async def get_request_times(
     request_id: Annotated[str, Path(max_length=200, description="The `id` of an answer.")], raw_request: Request
 ) -> RequestTimes:

@@ -26,20 +26,18 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionStreamResponse,
     ChatMessage,
 )
-from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, read_modalities
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.media_output import message_fields, to_base64, usage_of
 from vllm_omni.entrypoints.openai.media_request import as_urls
 from vllm_omni.entrypoints.openai.media_stage import MediaStage, completed, final_stage, new_id
 from vllm_omni.entrypoints.openai.request_context import started
+from vllm_omni.entrypoints.openai.sse import DONE, Line, comment_line, sse_line, with_error
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, read_stage_params
-from vllm_omni.errors import OmniError
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
 
@@ -59,7 +57,7 @@ class DiffusionChat:
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
-    ) -> ChatCompletionResponse | AsyncGenerator[str, None]:
+    ) -> ChatCompletionResponse | AsyncGenerator[Line, None]:
         """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
         assert isinstance(request, OmniChatCompletionRequest)
         self._stage.check_model(request.model)
@@ -151,21 +149,24 @@ class _Answer:
             usage=_usage(output),
         )
 
-    async def stream(self, events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[str, None]:
-        """Steps as comments, which clients skip; then each choice in one chunk."""
-        try:
-            async with aclosing(events):
-                async for event in events:
-                    if isinstance(event, ImageProgressEvent):
-                        yield f": output {event.index}, step {event.step + 1} of {event.num_steps}\n\n"
-                    elif isinstance(event, CompletedEvent):
-                        for text in await asyncio.to_thread(self._chunks, event.outputs[0]):
-                            yield text
-        except OmniError as error:
-            yield f"data: {create_error_response(to_http_error(error)).model_dump_json()}\n\n"
-        yield "data: [DONE]\n\n"
+    async def stream(self, events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[Line, None]:
+        """The lines of a chat, also after an error."""
+        async with aclosing(with_error(self._lines(events), event="")) as lines:
+            async for line in lines:
+                yield line
+        yield DONE
 
-    def _chunks(self, output: OmniRequestOutput) -> list[str]:
+    async def _lines(self, events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[Line, None]:
+        """Steps as comments, which clients skip; then each choice in one chunk."""
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, ImageProgressEvent):
+                    yield comment_line(f"output {event.index}, step {event.step + 1} of {event.num_steps}")
+                elif isinstance(event, CompletedEvent):
+                    for line in await asyncio.to_thread(self._chunks, event.outputs[0]):
+                        yield line
+
+    def _chunks(self, output: OmniRequestOutput) -> list[Line]:
         chunks = []
         for i, fields in enumerate(self._messages(output)):
             delta = DeltaMessage(role="assistant", **fields)
@@ -176,11 +177,11 @@ class _Answer:
             chunks.append(self._chunk([], usage=_usage(output)))
         return chunks
 
-    def _chunk(self, choices: list[ChatCompletionResponseStreamChoice], **more: Any) -> str:
+    def _chunk(self, choices: list[ChatCompletionResponseStreamChoice], **more: Any) -> Line:
         chunk = ChatCompletionStreamResponse(
             id=self.id, created=self.created, model=self.model_name, choices=choices, **more
         )
-        return f"data: {chunk.model_dump_json()}\n\n"
+        return sse_line(chunk.model_dump(mode="json"))
 
     def _messages(self, output: OmniRequestOutput) -> list[dict[str, Any]]:
         """Fields of the messages, one for each choice."""

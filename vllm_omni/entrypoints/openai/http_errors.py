@@ -117,6 +117,16 @@ def describe_errors(*others: HTTPStatus) -> dict[int | str, dict[str, Any]]:
     return {status.value: {"model": ErrorResponse} for status in sorted({*_COMMON, *others})}
 
 
+FORM_ERRORS = describe_errors(
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+)
+"""The errors of endpoints that take forms."""
+
+
 def register_error_handlers(app: FastAPI) -> None:
     """Call it after vLLM's own handlers were set: it replaces some of them."""
     handlers: dict[type[Exception], Any] = {

@@ -13,23 +13,21 @@ from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import FileResponse
 from openai.types import Image as ImageFile
 from openai.types import ImageEditStreamEvent, ImageGenStreamEvent, ImagesResponse
 from openai.types.images_response import Usage
 from PIL import Image
 from pydantic import AliasChoices, Field, TypeAdapter, model_validator
 from starlette.datastructures import State
-from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
-from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.file_store import FILES_PATH, FileStore
-from vllm_omni.entrypoints.openai.http_errors import describe_errors, to_http_error
+from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_output import IMAGE_FORMATS, as_image_file, to_base64, usage_of
 from vllm_omni.entrypoints.openai.media_request import (
     MAX_IMAGES,
@@ -49,21 +47,14 @@ from vllm_omni.entrypoints.openai.media_stage import (
 )
 from vllm_omni.entrypoints.openai.request_context import RequestContext, started
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
-from vllm_omni.errors import OmniError
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, comment_line, sse_line, sse_response
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
 from vllm_omni.media import encode_image
 from vllm_omni.outputs import OmniRequestOutput
 
-RESPONSES = describe_errors(
-    HTTPStatus.UNAUTHORIZED,
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-    HTTPStatus.UNPROCESSABLE_ENTITY,
-    HTTPStatus.INTERNAL_SERVER_ERROR,
-)
 _IMAGE_RESPONSES: dict[int | str, dict[str, Any]] = {
-    HTTPStatus.OK.value: {"model": ImagesResponse, "content": {"text/event-stream": {}}},
-    **RESPONSES,
+    HTTPStatus.OK.value: {"model": ImagesResponse, "content": {MEDIA_TYPE: {}}},
+    **FORM_ERRORS,
 }
 _URL_MODELS = ("dall-e-2", "dall-e-3")
 """OpenAI answers requests for these names with URLs, and clients that send them may read nothing else."""
@@ -190,8 +181,7 @@ class ServingImages:
             return Response(body, media_type="application/json")
         kind = "image_edit" if urls else "image_generation"
         stream = _Stream(kind, file_format, self._stage.expected_size(settings), request.partial_images or 0)
-        content = with_sse_keep_alive(stream.run(await started(events)), self._keep_alive_s)
-        return StreamingResponse(content, media_type="text/event-stream")
+        return sse_response(stream.lines(await started(events)), self._keep_alive_s)
 
     async def _keep(self, files: Sequence[bytes], file_format: str, raw_request: Request) -> list[str]:
         """The addresses of the files, under the address that the client has sent its request to."""
@@ -224,33 +214,30 @@ class _Stream:
         self._num_previews = num_previews
         self._num_sent: Counter[int] = Counter()
 
-    async def run(self, events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[str, None]:
-        try:
-            async with aclosing(events):
-                async for event in events:
-                    if isinstance(event, ImageProgressEvent):
-                        yield await self._progress(event)
-                    elif isinstance(event, CompletedEvent):
-                        for text in await asyncio.to_thread(self._finish, event.outputs[0]):
-                            yield text
-        except OmniError as error:
-            yield f"event: error\ndata: {create_error_response(to_http_error(error)).model_dump_json()}\n\n"
+    async def lines(self, events: AsyncGenerator[OmniEvent, None]) -> AsyncGenerator[Line, None]:
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, ImageProgressEvent):
+                    yield await self._progress(event)
+                elif isinstance(event, CompletedEvent):
+                    for line in await asyncio.to_thread(self._finish, event.outputs[0]):
+                        yield line
 
-    async def _progress(self, event: ImageProgressEvent) -> str:
+    async def _progress(self, event: ImageProgressEvent) -> Line:
         num_sent = self._num_sent[event.index]
         if event.image is None or num_sent == self._num_previews:
-            return f": image {event.index}, step {event.step + 1} of {event.num_steps}\n\n"
+            return comment_line(f"image {event.index}, step {event.step + 1} of {event.num_steps}")
         self._num_sent[event.index] += 1
         pixels = event.image.float() / 255
         file = await asyncio.to_thread(encode_image, pixels, self._file_format, 90)
         return self._event("partial_image", file, event.index, self._size, partial_image_index=num_sent)
 
-    def _finish(self, output: OmniRequestOutput) -> list[str]:
+    def _finish(self, output: OmniRequestOutput) -> list[Line]:
         usage = usage_of(output).model_dump(exclude_none=True)
         files = _files_of(output, self._file_format)
         return [self._event("completed", file, i, _size_of(file), usage=usage) for i, file in enumerate(files)]
 
-    def _event(self, name: str, file: bytes, index: int, size: str, **more: Any) -> str:
+    def _event(self, name: str, file: bytes, index: int, size: str, **more: Any) -> Line:
         """One of OpenAI's events, with `index`: which of the n images it belongs to."""
         fields = {
             "type": f"{self._kind}.{name}",
@@ -264,7 +251,7 @@ class _Stream:
             **more,
         }
         event = _EVENT.validate_python(fields)
-        return f"event: {event.type}\ndata: {event.model_dump_json(exclude_none=True)}\n\n"
+        return sse_line(event.model_dump(mode="json", exclude_none=True), event.type)
 
 
 def _files_of(output: OmniRequestOutput, file_format: str) -> list[bytes]:

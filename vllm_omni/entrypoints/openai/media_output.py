@@ -25,6 +25,9 @@ IMAGE_FORMATS = ("png", "jpeg", "webp")
 FILE_FORMATS = (*IMAGE_FORMATS, "mp4")
 """What answers hold: files, not arrays or latents."""
 
+FINISH_REASON_HEADER = "X-Finish-Reason"
+"""Why a whole file or transcript ended: `length` if it was cut at the model's limit, so that its end is missing."""
+
 
 def message_fields(output: OmniRequestOutput) -> dict[str, Any]:
     """Images or videos as `images` or `videos` of a chat message. Images are PNG unless they are files, videos MP4.

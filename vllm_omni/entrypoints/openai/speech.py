@@ -16,16 +16,12 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.datastructures import State
-from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
-from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.tracing import extract_trace_headers
 
@@ -34,9 +30,8 @@ from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS
 from vllm_omni.entrypoints.openai.custom_voices import CustomVoices
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder
-from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, describe_errors, to_http_error
-from vllm_omni.entrypoints.openai.images import RESPONSES as FORM_RESPONSES
-from vllm_omni.entrypoints.openai.media_output import finish_reason_of, to_base64
+from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, OmniHTTPError, describe_errors, to_http_error
+from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER, finish_reason_of, to_base64
 from vllm_omni.entrypoints.openai.media_request import describe_form, load_connector, read_request
 from vllm_omni.entrypoints.openai.media_stage import check_model, get_handler, model_aliases, new_id, served_names
 from vllm_omni.entrypoints.openai.request_context import RequestContext, started
@@ -50,6 +45,7 @@ from vllm_omni.entrypoints.openai.speech_request import (
     SpeechRequest,
     SpeechSettings,
 )
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, ClosingResponse, Line, sse_line, sse_response
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params
 from vllm_omni.entrypoints.request_builder import StageSamplingParams
 from vllm_omni.errors import OmniError
@@ -61,8 +57,6 @@ router = APIRouter()
 
 SAMPLE_RATE_HEADER, CHANNELS_HEADER = "X-Sample-Rate", "X-Channels"
 """Of the file: samples per second of each channel, and channels. pcm has no header with them."""
-FINISH_REASON_HEADER = "X-Finish-Reason"
-"""Of a whole file: `length` if the speech was cut at the model's limit, so that the end of the text is missing."""
 WARNING_HEADER = "Warning"
 """Names the fields of other servers that the request has and that have no effect here."""
 
@@ -76,9 +70,9 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
             FINISH_REASON_HEADER: {"schema": {"type": "string"}, "description": "With stream: false; stop or length."},
             WARNING_HEADER: {"schema": {"type": "string"}, "description": "Fields that have no effect here, if any."},
         },
-        "content": {**dict.fromkeys(AUDIO_FORMATS.values(), _BINARY), "text/event-stream": {}},
+        "content": {**dict.fromkeys(AUDIO_FORMATS.values(), _BINARY), MEDIA_TYPE: {}},
     },
-    **FORM_RESPONSES,
+    **FORM_ERRORS,
 }
 
 
@@ -168,8 +162,7 @@ class ServingSpeech:
             return Response(data, headers=headers, media_type=file.media_type)
         parts = await started(file.parts(events))
         if request.stream_format == "sse":
-            lines = with_sse_keep_alive(self._sse_lines(file, parts), self._keep_alive_s)
-            return ClosingResponse(lines, "text/event-stream", _headers(file, settings))
+            return sse_response(self._lines(file, parts), self._keep_alive_s, _headers(file, settings))
         return ClosingResponse(parts, file.media_type, _headers(file, settings))
 
     async def create_batch(self, request: SpeechBatchRequest, raw_request: Request) -> Response:
@@ -251,17 +244,13 @@ class ServingSpeech:
             priority=settings.request.priority,
         )
 
-    async def _sse_lines(self, file: SpeechFile, parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[str, None]:
-        """OpenAI's server-sent events, with `finish_reason`; an error is the last of them."""
-        try:
-            async with aclosing(parts):
-                async for part in parts:
-                    yield sse_line({"type": "speech.audio.delta", "audio": part})
-            reason, usage = finish_reason_of(file.output), self._usage(file.output)
-            yield sse_line({"type": "speech.audio.done", "finish_reason": reason, "usage": usage.model_dump()})
-        except (OmniError, OmniHTTPError) as error:
-            error = to_http_error(error) if isinstance(error, OmniError) else error
-            yield "event: error\n" + sse_line(create_error_response(error).model_dump())
+    async def _lines(self, file: SpeechFile, parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[Line, None]:
+        """OpenAI's server-sent events, with `finish_reason`."""
+        async with aclosing(parts):
+            async for part in parts:
+                yield sse_line({"type": "speech.audio.delta", "audio": part})
+        reason, usage = finish_reason_of(file.output), self._usage(file.output)
+        yield sse_line({"type": "speech.audio.done", "finish_reason": reason, "usage": usage.model_dump()})
 
     def _usage(self, output: OmniRequestOutput) -> SpeechUsage:
         writer = None if self._client.stage is None else self._client.stage.stage_id
@@ -272,18 +261,6 @@ class ServingSpeech:
             elif stage.stage_id != self._stage.stage_id:
                 written += stage.num_output_tokens
         return SpeechUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
-
-
-class ClosingResponse(StreamingResponse):
-    """Closes its generator when it ends for any reason, which aborts the request at once."""
-
-    def __init__(self, parts: AsyncGenerator[Any, None], media_type: str, headers: Mapping[str, str]) -> None:
-        super().__init__(parts, headers=headers, media_type=media_type)
-        self._parts = parts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._parts):
-            await super().__call__(scope, receive, send)
 
 
 def _headers(file: SpeechFile, settings: _Settings) -> dict[str, str]:
@@ -305,11 +282,6 @@ def _as_item(index: int, result: BatchItem | BaseException) -> BatchItem:
     if not isinstance(error, (OmniHTTPError, VLLMClientError)):
         raise error
     return BatchItem(index=index, error=create_error_response(error).error)
-
-
-def sse_line(data: dict[str, Any]) -> str:
-    """One server-sent event. msgspec writes bytes as base64."""
-    return f"data: {msgspec.json.encode(data).decode()}\n\n"
 
 
 async def _speech_request(raw_request: Request) -> SpeechRequest:

@@ -30,11 +30,12 @@ from vllm.tracing import extract_trace_headers
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.images import RESPONSES as FORM_RESPONSES
+from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_output import to_base64
 from vllm_omni.entrypoints.openai.media_request import describe_form, fetch_sound, load_connector, read_request
 from vllm_omni.entrypoints.openai.media_stage import check_model, model_aliases, new_id, served_names
 from vllm_omni.entrypoints.openai.request_context import started
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE
 from vllm_omni.entrypoints.openai.transcription_request import (
     SoundRequest,
     Task,
@@ -44,8 +45,8 @@ from vllm_omni.entrypoints.openai.transcription_request import (
 from vllm_omni.entrypoints.openai.transcripts import Transcript, as_events, lines_as_events, token_usage
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    HTTPStatus.OK.value: {"model": Transcription, "content": {"text/plain": {}, "text/event-stream": {}}},
-    **FORM_RESPONSES,
+    HTTPStatus.OK.value: {"model": Transcription, "content": {"text/plain": {}, MEDIA_TYPE: {}}},
+    **FORM_ERRORS,
 }
 
 

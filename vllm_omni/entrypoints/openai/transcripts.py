@@ -8,30 +8,21 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from fastapi import Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from openai.types.audio import TranscriptionVerbose
 from openai.types.audio.transcription import Transcription, UsageDuration, UsageTokens
 from openai.types.audio.transcription_verbose import Usage as VerboseUsage
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
-from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
-from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
-from vllm_omni.entrypoints.openai.chat_media import Line
-from vllm_omni.entrypoints.openai.http_errors import to_http_error
+from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.speech import FINISH_REASON_HEADER, ClosingResponse, sse_line
+from vllm_omni.entrypoints.openai.sse import Line, read_lines, sse_line, sse_response
 from vllm_omni.entrypoints.openai.transcription_request import Task, TranscriptionRequest
-from vllm_omni.errors import OmniError
 
 Data = dict[str, Any]
 Deltas = AsyncGenerator[str, None]
-
-
-class ErrorLine(Exception):
-    """vLLM ended a stream with an error; the argument is its line, decoded."""
 
 
 @dataclass(kw_only=True)
@@ -70,14 +61,12 @@ def token_usage(usage: UsageInfo) -> UsageTokens:
 
 
 def as_events(deltas: Deltas, transcript: Transcript, keep_alive_s: float) -> Response:
-    """OpenAI's server-sent events; an error is the last of them.
+    """OpenAI's server-sent events.
 
     Args:
-        deltas: May raise `OmniError` or `ErrorLine`.
         transcript: Gets the text; the rest is known when the deltas have ended.
     """
-    events = with_sse_keep_alive(_events(deltas, transcript), keep_alive_s)
-    return ClosingResponse(events, "text/event-stream", {})
+    return sse_response(_lines(deltas, transcript), keep_alive_s)
 
 
 def lines_as_events(lines: AsyncGenerator[Line, None], keep_alive_s: float) -> Response:
@@ -87,36 +76,14 @@ def lines_as_events(lines: AsyncGenerator[Line, None], keep_alive_s: float) -> R
     return as_events(deltas, transcript, keep_alive_s)
 
 
-async def _events(deltas: Deltas, transcript: Transcript) -> AsyncGenerator[str, None]:
-    try:
-        async with aclosing(deltas):
-            async for delta in deltas:
-                transcript.text += delta
-                yield sse_line({"type": "transcript.text.delta", "delta": delta})
-    except ErrorLine as error:
-        yield "event: error\n" + sse_line(error.args[0])
-    except OmniError as error:
-        yield "event: error\n" + sse_line(create_error_response(to_http_error(error)).model_dump())
-    else:
-        usage = transcript.usage.model_dump(exclude_none=True)
-        done: Data = {"type": "transcript.text.done", "text": transcript.text, "usage": usage}
-        yield sse_line(done if transcript.finish_reason is None else done | {"finish_reason": transcript.finish_reason})
-
-
-async def read_lines(lines: AsyncGenerator[Line, None], context: RequestContext) -> AsyncGenerator[Data, None]:
-    """The chunks of vLLM's lines. Raises `ErrorLine`. vLLM does not close the outputs that it reads; this does."""
-    try:
-        async with aclosing(lines):
-            async for line in lines:
-                encoded = line.encode() if isinstance(line, str) else line
-                if not encoded.startswith(b"data: {"):
-                    continue  # The mark of the end.
-                chunk = msgspec.json.decode(encoded[6:])
-                if "error" in chunk:
-                    raise ErrorLine(chunk)
-                yield chunk
-    finally:
-        await context.abort()
+async def _lines(deltas: Deltas, transcript: Transcript) -> AsyncGenerator[Line, None]:
+    async with aclosing(deltas):
+        async for delta in deltas:
+            transcript.text += delta
+            yield sse_line({"type": "transcript.text.delta", "delta": delta})
+    usage = transcript.usage.model_dump(exclude_none=True)
+    done: Data = {"type": "transcript.text.done", "text": transcript.text, "usage": usage}
+    yield sse_line(done if transcript.finish_reason is None else done | {"finish_reason": transcript.finish_reason})
 
 
 async def read_deltas(chunks: AsyncGenerator[Data, None], transcript: Transcript) -> Deltas:

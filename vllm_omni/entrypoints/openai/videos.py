@@ -27,8 +27,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.pipeline_info import check_num_frames, check_size, nearest_num_frames, temporal_factor
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
-from vllm_omni.entrypoints.openai.images import RESPONSES
+from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, OmniHTTPError, to_http_error
 from vllm_omni.entrypoints.openai.media_output import as_video_files, describe_video, read_first_frame
 from vllm_omni.entrypoints.openai.media_request import (
     ImageUrls,
@@ -295,7 +294,7 @@ router = APIRouter(lifespan=closing_store("video"))
 
 
 @router.post(
-    "/v1/videos", responses=RESPONSES, openapi_extra=describe_form(VideoRequest, "input_reference", several=False)
+    "/v1/videos", responses=FORM_ERRORS, openapi_extra=describe_form(VideoRequest, "input_reference", several=False)
 )
 @with_cancellation
 @load_aware_call
@@ -304,7 +303,7 @@ async def create_video(request: Annotated[VideoRequest, Depends(_video_request)]
     return await _handler(raw_request).create(request, raw_request)
 
 
-@router.post("/v1/videos/{video_id}/remix", dependencies=[Depends(validate_json_request)], responses=RESPONSES)
+@router.post("/v1/videos/{video_id}/remix", dependencies=[Depends(validate_json_request)], responses=FORM_ERRORS)
 @with_cancellation
 @load_aware_call
 async def remix_video(video_id: VideoId, raw_request: Request, request: RemixRequest) -> Video:
@@ -312,7 +311,7 @@ async def remix_video(video_id: VideoId, raw_request: Request, request: RemixReq
     return await _handler(raw_request).remix(video_id, request.prompt, raw_request)
 
 
-@router.get("/v1/videos", responses=RESPONSES)
+@router.get("/v1/videos", responses=FORM_ERRORS)
 async def list_videos(
     raw_request: Request,
     after: Annotated[str | None, Query(description="Those that come after this id.")] = None,
@@ -326,7 +325,7 @@ async def list_videos(
     return VideoList(data=videos, first_id=first, last_id=last, has_more=has_more)
 
 
-@router.get("/v1/videos/{video_id}", responses=RESPONSES)
+@router.get("/v1/videos/{video_id}", responses=FORM_ERRORS)
 async def retrieve_video(video_id: VideoId, raw_request: Request) -> Video:
     """The state of a video."""
     return _handler(raw_request).store.get(video_id, RequestContext.current().owner).video
@@ -336,7 +335,7 @@ async def retrieve_video(video_id: VideoId, raw_request: Request) -> Video:
     "/v1/videos/{video_id}/content",
     response_class=FileResponse,
     responses={
-        **RESPONSES,
+        **FORM_ERRORS,
         HTTPStatus.CONFLICT.value: {"model": ErrorResponse, "description": "It is not complete, or has failed."},
         HTTPStatus.OK.value: {"content": _FILE},
         HTTPStatus.PARTIAL_CONTENT.value: {"content": _FILE, "description": "The bytes of the header Range."},
@@ -354,7 +353,7 @@ async def download_video(
     return FileResponse(path, media_type="video/mp4", stat_result=path.stat())
 
 
-@router.delete("/v1/videos/{video_id}", responses=RESPONSES)
+@router.delete("/v1/videos/{video_id}", responses=FORM_ERRORS)
 async def delete_video(video_id: VideoId, raw_request: Request) -> VideoDeleteResponse:
     """Removes a video; one that is not complete is aborted."""
     store = _handler(raw_request).store

@@ -17,7 +17,7 @@ from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import Message
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.transcripts import ErrorLine, read_lines
+from vllm_omni.entrypoints.openai.sse import ErrorLine, read_lines
 from vllm_omni.errors import OmniError
 
 logger = logging.getLogger("vllm.omni.server")

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-sent events: the lines of our streamed answers, and of vLLM's. Knows no endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, TypeAlias, cast
+
+import msgspec
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
+
+from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
+from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.errors import OmniError
+
+Line: TypeAlias = str | bytes
+"""One event, or a comment, with the blank line behind it. vLLM's are strings."""
+
+Data = dict[str, Any]
+
+MEDIA_TYPE = "text/event-stream"
+DONE = b"data: [DONE]\n\n"
+"""The last line of a chat."""
+
+
+class ErrorLine(Exception):
+    """vLLM ended a stream with an error; the argument is its line, decoded."""
+
+
+class ClosingResponse(StreamingResponse):
+    """Closes its generator when it ends for any reason, which aborts the request at once."""
+
+    def __init__(self, parts: AsyncGenerator[Any, None], media_type: str, headers: Mapping[str, str]) -> None:
+        super().__init__(parts, headers=headers, media_type=media_type)
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._parts):
+            await super().__call__(scope, receive, send)
+
+
+def sse_response(
+    lines: AsyncGenerator[Line, None], keep_alive_s: float, headers: Mapping[str, str] | None = None
+) -> ClosingResponse:
+    """The answer that sends the lines, see `with_error`.
+
+    Args:
+        keep_alive_s: Seconds without a line after which a comment is sent; 0: none is.
+    """
+    vllm_lines = cast(AsyncGenerator[str, None], with_error(lines))
+    return ClosingResponse(with_sse_keep_alive(vllm_lines, keep_alive_s), MEDIA_TYPE, headers or {})
+
+
+async def with_error(lines: AsyncGenerator[Line, None], event: str = "error") -> AsyncGenerator[Line, None]:
+    """The lines. An error of the pipeline, or of a stream of vLLM's, is the last of them.
+
+    Args:
+        event: The error's type of event; empty: it has none.
+    """
+    try:
+        async with aclosing(lines):
+            async for line in lines:
+                yield line
+    except ErrorLine as error:
+        yield sse_line(error.args[0], event)
+    except (OmniError, OmniHTTPError) as error:
+        error = to_http_error(error) if isinstance(error, OmniError) else error
+        yield sse_line(create_error_response(error).model_dump(mode="json"), event)
+
+
+def sse_line(data: Mapping[str, Any], event: str = "") -> bytes:
+    """One event.
+
+    Args:
+        data: Its JSON; bytes in it become base64.
+        event: Its type; empty: it has none.
+    """
+    return (f"event: {event}\n".encode() if event else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def comment_line(text: str) -> bytes:
+    """A line that clients skip."""
+    return f": {text}\n\n".encode()
+
+
+def read_line(line: Line) -> Data:
+    """The data of an event without a type."""
+    return msgspec.json.decode(line[len("data: ") :])
+
+
+async def read_lines(lines: AsyncGenerator[Line, None], context: RequestContext) -> AsyncGenerator[Data, None]:
+    """The data of the lines of a chat or a transcription, without the mark of the end.
+
+    Args:
+        context: Its requests to the engine end with the lines: vLLM does not close the outputs that it reads.
+
+    Raises:
+        ErrorLine: The stream ended with an error.
+    """
+    try:
+        async with aclosing(lines):
+            async for line in lines:
+                if not line.startswith("data: {" if isinstance(line, str) else b"data: {"):
+                    continue
+                chunk = read_line(line)
+                if "error" in chunk:
+                    raise ErrorLine(chunk)
+                yield chunk
+    finally:
+        await context.abort()

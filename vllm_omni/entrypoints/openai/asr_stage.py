@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 from vllm.exceptions import VLLMValidationError
-from vllm.multimodal.media import MediaConnector
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_request import fetch_sound, load_connector
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.media_stage import new_id
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.events import ARSegmentEvent
@@ -32,16 +31,17 @@ class ASRStage:
     """
     Attributes:
         parameters: Names of the stage's parameters.
+        media: Fetches its sounds.
     """
 
-    def __init__(self, client: OmniEngineClient, stage: OmniStageConfig, connector: MediaConnector) -> None:
+    def __init__(self, client: OmniEngineClient, stage: OmniStageConfig, media: MediaFetcher) -> None:
         """
         Args:
             stage: Accepts audio, and is or leads to a final stage with text.
         """
         self._client = client
         self._stage = stage
-        self._connector = connector
+        self.media = media
         self._final_stages = client.config.final_stages(["text"], stage.stage_id)
         own = client.llm.builder.function_parameters.get(stage.stage_id)
         self.parameters: Sequence[str] = () if own is None else own.names
@@ -49,18 +49,13 @@ class ASRStage:
             self.parameters = (*self.parameters, "temperature")
         self._transcripts: OrderedDict[tuple[bytes, bytes], asyncio.Task[str]] = OrderedDict()
 
-    async def fetch(self, url: str, parameter: str) -> tuple[np.ndarray, float]:
-        """See `fetch_sound`. Raises `OmniError` if the pipeline accepts no request now."""
-        self._client.check_admission()
-        return await fetch_sound(self._connector, url, parameter)
-
     async def transcribe(
         self, sound: tuple[np.ndarray, float], settings: Mapping[str, Any], request_id: str, **options: Any
     ) -> AsyncGenerator[str, None]:
         """The transcript, in deltas.
 
         Args:
-            sound: As `fetch_sound` returns it.
+            sound: As `MediaFetcher.sound` returns it.
             settings: Values of the stage's parameters.
             options: Further arguments of `OmniEngineClient.run`.
 
@@ -76,7 +71,7 @@ class ASRStage:
                     yield event.text
 
     async def transcript(self, url: str, parameter: str) -> str:
-        """The transcript of a sound of a conversation. Raises as `fetch` and `transcribe`."""
+        """The transcript of a sound of a conversation. Raises as `MediaFetcher.sound` and `transcribe`."""
         key = (RequestContext.current().owner, hashlib.sha256(url.encode()).digest())
         task = self._transcripts.get(key)
         if task is None:
@@ -92,7 +87,7 @@ class ASRStage:
             raise
 
     async def _fetch_transcript(self, url: str, parameter: str) -> str:
-        sound = await self.fetch(url, parameter)
+        sound = await self.media.sound(url, parameter)
         async with aclosing(self.transcribe(sound, {}, new_id("transcription"))) as deltas:
             return "".join([delta async for delta in deltas]).strip()
 
@@ -129,4 +124,4 @@ def _sound_url(part: Any) -> str | None:
 def load_asr_stage(client: OmniEngineClient, args: Namespace) -> ASRStage | None:
     """The pipeline's ASR stage; None if it has none."""
     stage = client.config.accepting_stage("audio", "text")
-    return None if stage is None else ASRStage(client, stage, load_connector(args))
+    return None if stage is None else ASRStage(client, stage, MediaFetcher(client, args))

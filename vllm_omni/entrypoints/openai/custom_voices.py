@@ -12,11 +12,16 @@ from openai.types.audio import VoiceDeleted
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMValidationError
-from vllm.multimodal.media import MediaConnector
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
-from vllm_omni.entrypoints.openai.media_request import RequestModel, SoundUrl, describe_form, fetch_sound, read_request
+from vllm_omni.entrypoints.openai.media_request import (
+    MediaFetcher,
+    RequestModel,
+    SoundUrl,
+    describe_form,
+    read_request,
+)
 from vllm_omni.entrypoints.openai.media_stage import get_handler, served_names
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, ServerLimits, flag, limits_from
@@ -80,9 +85,9 @@ class CustomVoices:
         store: The voices.
     """
 
-    def __init__(self, client: OmniEngineClient, connector: MediaConnector, args: Namespace) -> None:
+    def __init__(self, client: OmniEngineClient, media: MediaFetcher, args: Namespace) -> None:
         self._client = client
-        self._connector = connector
+        self._media = media
         self._max_seconds = limits_from(args, RequestLimits).max_voice_seconds
         self.store = VoiceStore(limits_from(args, ServerLimits))
 
@@ -103,8 +108,7 @@ class CustomVoices:
         if request.name.lower() in self._client.voices:
             raise VLLMValidationError(f"{request.name!r} is a voice of the model; choose another", parameter="name")
         self.store.check_name(request.name, owner)
-        self._client.check_admission()
-        samples, rate = await fetch_sound(self._connector, request.audio_sample, "audio_sample")
+        samples, rate = await self._media.sound(request.audio_sample, "audio_sample")
         self._check_seconds(len(samples) / rate)
         prompt = OmniPrompt(
             prompt=_TRIAL_TEXT,

@@ -76,7 +76,7 @@ class DiffusionChat:
             audio_format=(None if request.audio is None else request.audio.format) or "wav",
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
         )
-        images = await self._stage.fetch_images(urls, "messages")
+        images = await self._stage.media.images(urls, "messages")
         events = self._stage.events(
             prompt,
             settings,

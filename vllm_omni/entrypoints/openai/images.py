@@ -162,7 +162,7 @@ class ServingImages:
             )
         self._stage.check_model(request.model, self._aliases)
         settings, file_format = self._settings(request)
-        images = await self._stage.fetch_images(urls, "image")
+        images = await self._stage.media.images(urls, "image")
         request_id = new_id("image", raw_request)
         events = self._stage.events(
             request.prompt,

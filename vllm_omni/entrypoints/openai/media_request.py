@@ -8,7 +8,7 @@ import asyncio
 import base64
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
@@ -22,6 +22,7 @@ from starlette.datastructures import UploadFile
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaWithBytes
 
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS, diffusion_settings
 
 MAX_IMAGES = 16
@@ -144,51 +145,51 @@ class MediaRequest(RequestModel):
         return [("width", width, "size"), ("height", height, "size")]
 
 
-def load_connector(args: Namespace) -> MediaConnector:
-    """vLLM's media connector, with the rules of the server's flags."""
-    return MEDIA_CONNECTOR_REGISTRY.load(
-        envs.VLLM_MEDIA_CONNECTOR,
-        media_io_kwargs={"image": {"image_mode": None}},  # Keeps transparency, which some models read.
-        allowed_local_media_path=args.allowed_local_media_path,
-        allowed_media_domains=args.allowed_media_domains,
-    )
+class MediaFetcher:
+    """Fetches the media of requests, if the pipeline accepts a request now.
 
-
-async def fetch_image(connector: MediaConnector, url: str, parameter: str) -> Image.Image:
-    """The image at an address, or in a data URI.
-
-    Args:
-        parameter: The request's field, for messages.
-
-    Raises:
-        VLLMClientError: It may not be fetched, does not exist, or is not an image.
+    Its methods take the request's field as `parameter`, for messages. They raise `OmniError` if the pipeline accepts no
+    request, and `VLLMClientError` if something may not be fetched, does not exist, or is wrong.
     """
-    try:
-        image: Any = await connector.fetch_image_async(url)  # vLLM declares an `Image` only.
-    except VLLMClientError:
-        raise
-    except (ValueError, NotImplementedError, Image.DecompressionBombError) as error:
-        raise VLLMValidationError(f"{parameter}: {error}", parameter=parameter) from error
-    return image.media if isinstance(image, MediaWithBytes) else image
 
+    def __init__(self, client: OmniEngineClient, args: Namespace) -> None:
+        """
+        Args:
+            args: Those of `vllm serve`, whose rules vLLM's media connector applies.
+        """
+        self._client = client
+        self._connector: MediaConnector = MEDIA_CONNECTOR_REGISTRY.load(
+            envs.VLLM_MEDIA_CONNECTOR,
+            media_io_kwargs={"image": {"image_mode": None}},  # Keeps transparency, which some models read.
+            allowed_local_media_path=args.allowed_local_media_path,
+            allowed_media_domains=args.allowed_media_domains,
+        )
 
-async def fetch_sound(connector: MediaConnector, url: str, parameter: str) -> tuple[np.ndarray, float]:
-    """The sound at an address, or in a data URI.
+    async def images(self, urls: Sequence[str], parameter: str) -> list[Image.Image]:
+        """The images at up to `MAX_IMAGES` addresses, or in data URIs."""
+        self._client.check_admission()
+        if len(urls) > MAX_IMAGES:
+            raise VLLMValidationError(f"{len(urls)} images; a request takes at most {MAX_IMAGES}", parameter=parameter)
+        return [await self._image(url, parameter) for url in urls]
 
-    Args:
-        parameter: The request's field, for messages.
+    async def _image(self, url: str, parameter: str) -> Image.Image:
+        try:
+            image: Any = await self._connector.fetch_image_async(url)  # vLLM declares an `Image` only.
+        except VLLMClientError:
+            raise
+        except (ValueError, NotImplementedError, Image.DecompressionBombError) as error:
+            raise VLLMValidationError(f"{parameter}: {error}", parameter=parameter) from error
+        return image.media if isinstance(image, MediaWithBytes) else image
 
-    Returns:
-        float32 `[samples]` in [-1, 1], channels averaged, and its samples per second.
-
-    Raises:
-        VLLMClientError: It may not be fetched, does not exist, is no sound, or too long.
-    """
-    try:
-        return await connector.fetch_audio_async(url)
-    except (VLLMValidationError, VLLMUnprocessableEntityError) as error:
-        error.parameter = parameter
-        raise
+    async def sound(self, url: str, parameter: str) -> tuple[np.ndarray, float]:
+        """The sound at an address, or in a data URI: float32 `[samples]` in [-1, 1], channels averaged, and its samples
+        per second."""
+        self._client.check_admission()
+        try:
+            return await self._connector.fetch_audio_async(url)
+        except (VLLMValidationError, VLLMUnprocessableEntityError) as error:
+            error.parameter = parameter
+            raise
 
 
 async def read_request(request: Request, model: type[_Model], file_field: str) -> _Model:

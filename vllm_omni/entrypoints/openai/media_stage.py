@@ -22,7 +22,7 @@ from vllm_omni.config.utils import nearest
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
 from vllm_omni.diffusion.request_settings import default_fps
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_request import MAX_IMAGES, fetch_image, load_connector
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.media import DEFAULT_FPS
@@ -40,6 +40,7 @@ class MediaStage:
     """
     Attributes:
         client: The pipeline.
+        media: Fetches the images of requests.
         stage: The stage.
         info: The diffusers pipeline that it runs; None for another engine, whose settings are the fields that the
             model's prompt processor reads.
@@ -58,7 +59,7 @@ class MediaStage:
             dit_config = parse_dit_config(stage.dit_engine_args, stage.name)
             self.info = PipelineInfo.load(stage.checkpoint(args.model), dit_config)
         self._models = state.openai_serving_models
-        self._connector = load_connector(args)
+        self.media = MediaFetcher(client, args)
 
     @property
     def config(self) -> PipelineConfig:
@@ -98,18 +99,6 @@ class MediaStage:
         """Checks the model as the function below; a request may also name an adapter as its model."""
         served = [path.name for path in self._models.base_model_paths] + list(self._models.lora_requests)
         check_model(name, served, aliases)
-
-    async def fetch_images(self, urls: Sequence[str], parameter: str) -> list[Image.Image]:
-        """The images of a request, see `fetch_image`, if the pipeline accepts a request now.
-
-        Raises:
-            OmniError: It does not.
-            VLLMClientError: There are too many, or one of them is wrong.
-        """
-        self.client.check_admission()
-        if len(urls) > MAX_IMAGES:
-            raise VLLMValidationError(f"{len(urls)} images; a request takes at most {MAX_IMAGES}", parameter=parameter)
-        return [await fetch_image(self._connector, url, parameter) for url in urls]
 
     def with_adapter(self, settings: Mapping[str, Any], model: str | None) -> dict[str, Any]:
         """The settings with the name of the request's LoRA adapter as `lora`, if it has one.

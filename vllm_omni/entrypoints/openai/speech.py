@@ -32,7 +32,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, OmniHTTPError, describe_errors, to_http_error
 from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER, finish_reason_of, to_base64
-from vllm_omni.entrypoints.openai.media_request import describe_form, load_connector, read_request
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher, describe_form, read_request
 from vllm_omni.entrypoints.openai.media_stage import check_model, get_handler, model_aliases, new_id, served_names
 from vllm_omni.entrypoints.openai.request_context import RequestContext, started
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag, limits_from
@@ -140,9 +140,9 @@ class ServingSpeech:
         self._aliases = model_aliases(args, "speech")
         self._keep_alive_s = float(args.sse_keep_alive_interval)
         self._max_inputs = limits_from(args, RequestLimits).max_speech_inputs
-        connector = load_connector(args)
-        self.custom_voices = CustomVoices(client, connector, args)
-        self._reader = SpeechPromptReader(client, connector, self.custom_voices.store)
+        media = MediaFetcher(client, args)
+        self.custom_voices = CustomVoices(client, media, args)
+        self._reader = SpeechPromptReader(client, media, self.custom_voices.store)
         self._forced_text: ForcedTextBuilder | None = None  # None: the input is the pipeline's prompt.
         self._speaking_stage = client.config.accepting_stage("text", "audio")
         writer = None if self._speaking_stage is not None else client.stage

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from vllm.exceptions import VLLMValidationError
-from vllm.multimodal.media import MediaConnector
 
 from vllm_omni.config.utils import nearest
 from vllm_omni.entrypoints.openai.audio_formats import (
@@ -25,7 +24,7 @@ from vllm_omni.entrypoints.openai.audio_formats import (
     MIN_SPEED,
 )
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_request import Priority, RequestModel, SoundUrl, fetch_sound
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher, Priority, RequestModel, SoundUrl
 from vllm_omni.entrypoints.openai.voice_store import VoiceStore
 from vllm_omni.inputs import VOICE_FIELD
 
@@ -190,9 +189,9 @@ class SpeechBatchRequest(SpeechSettings):
 class SpeechPromptReader:
     """Reads a request's voice, and the fields of the model, as a prompt's `additional_information`."""
 
-    def __init__(self, client: OmniEngineClient, connector: MediaConnector, voices: VoiceStore) -> None:
+    def __init__(self, client: OmniEngineClient, media: MediaFetcher, voices: VoiceStore) -> None:
         self._client = client
-        self._connector = connector
+        self._media = media
         self._voices = voices
 
     @property
@@ -220,9 +219,9 @@ class SpeechPromptReader:
         turns: list[SpeechTurn] = given.get("context", [])
         voices = [self._client.voices.read(turn.voice, f"context[{i}].voice") for i, turn in enumerate(turns)]
         if isinstance(given.get("ref_audio"), str):
-            given["ref_audio"] = await self._fetch(given["ref_audio"], "ref_audio")
+            given["ref_audio"] = await self._media.sound(given["ref_audio"], "ref_audio")
         if turns:
-            sounds = [await self._fetch(turn.audio, f"context[{i}].audio") for i, turn in enumerate(turns)]
+            sounds = [await self._media.sound(turn.audio, f"context[{i}].audio") for i, turn in enumerate(turns)]
             given["context"] = [_as_turn(*each) for each in zip(turns, sounds, voices, strict=True)]
         return given
 
@@ -249,10 +248,6 @@ class SpeechPromptReader:
                 parameter="voice",
             )
         return stored.prompt_fields
-
-    async def _fetch(self, url: str, parameter: str) -> tuple[np.ndarray, float]:
-        self._client.check_admission()
-        return await fetch_sound(self._connector, url, parameter)
 
 
 def _as_turn(turn: SpeechTurn, sound: tuple[np.ndarray, float], voice: str | None) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_output import to_base64
-from vllm_omni.entrypoints.openai.media_request import describe_form, fetch_sound, load_connector, read_request
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher, describe_form, read_request
 from vllm_omni.entrypoints.openai.media_stage import check_model, model_aliases, new_id, served_names
 from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE
@@ -83,7 +83,7 @@ class ServingTranscriptions:
 
     def __init__(self, chat: OmniServingChat, args: Namespace) -> None:
         self._chat = chat
-        self._connector = load_connector(args)
+        self._media = MediaFetcher(chat.client, args)
         self._keep_alive_s = float(args.sse_keep_alive_interval)
 
     async def create(self, request: TranscriptionRequest, task: Task, raw_request: Request) -> Response:
@@ -107,8 +107,7 @@ class ServingTranscriptions:
 
     async def _measure(self, request: TranscriptionRequest) -> float:
         """Seconds of the sound, which the request then has as data: an address is fetched once."""
-        self._chat.client.check_admission()
-        samples, sample_rate = await fetch_sound(self._connector, request.file, "file")
+        samples, sample_rate = await self._media.sound(request.file, "file")
         request.file = await asyncio.to_thread(_as_data_uri, samples, sample_rate)
         return len(samples) / sample_rate
 
@@ -129,7 +128,7 @@ class StageTranscriptions:
         check_model(request.model, self._model_names)
         if task == "translate" and "task" not in self._stage.parameters:
             raise VLLMValidationError("this model transcribes and does not translate", parameter="model")
-        sound = await self._stage.fetch(request.file, "file")
+        sound = await self._stage.media.sound(request.file, "file")
         seconds = len(sound[0]) / sound[1]
         headers = extract_trace_headers(raw_request.headers)
         request_id = new_id("transcription", raw_request)

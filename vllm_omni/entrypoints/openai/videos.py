@@ -123,7 +123,7 @@ class ServingVideos:
         self._stage.check_model(request.model)
         settings = self._settings(request)
         self._check_size(settings, bool(request.input_reference))
-        images = await self._stage.fetch_images(request.input_reference or [], "input_reference")
+        images = await self._stage.media.images(request.input_reference or [], "input_reference")
         video = self._describe(request.prompt, request.model or self._stage.model_name, settings)
         return await self._start(video, settings, images, raw_request, request.priority)
 

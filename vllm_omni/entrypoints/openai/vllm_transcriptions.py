@@ -25,7 +25,7 @@ from vllm.entrypoints.speech_to_text.translation.serving import OpenAIServingTra
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_request import fetch_sound, load_connector
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.transcription_request import SoundRequest, Task, TimedTranscriptionRequest
 from vllm_omni.entrypoints.openai.transcriptions import as_wav
@@ -46,9 +46,8 @@ class VllmTranscriptions:
             "transcribe": transcription.create_transcription,
             "translate": translation.create_translation,
         }
-        self._client = client
         self._knows_times = transcription.model_cls.supports_segment_timestamp
-        self._connector = load_connector(args)
+        self._media = MediaFetcher(client, args)
         self._keep_alive_s = float(args.sse_keep_alive_interval)
 
     async def create(self, request: TimedTranscriptionRequest, task: Task, raw_request: Request) -> Response:
@@ -59,8 +58,7 @@ class VllmTranscriptions:
                 "when; it may be json or text",
                 parameter="response_format",
             )
-        self._client.check_admission()
-        samples, sample_rate = await fetch_sound(self._connector, request.file, "file")
+        samples, sample_rate = await self._media.sound(request.file, "file")
         sound = await asyncio.to_thread(as_wav, samples, sample_rate)
         vllm_request = _as_vllm(request, task)
         answer = await self._run[task](sound, vllm_request, raw_request)

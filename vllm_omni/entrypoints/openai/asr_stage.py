@@ -17,8 +17,8 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.media_endpoint import new_id
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
-from vllm_omni.entrypoints.openai.media_stage import new_id
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.events import ARSegmentEvent
 from vllm_omni.inputs import OmniPrompt

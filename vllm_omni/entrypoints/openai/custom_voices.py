@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
+from vllm_omni.entrypoints.openai.media_endpoint import get_handler, served_names
 from vllm_omni.entrypoints.openai.media_request import (
     MediaFetcher,
     RequestModel,
@@ -22,7 +23,6 @@ from vllm_omni.entrypoints.openai.media_request import (
     describe_form,
     read_request,
 )
-from vllm_omni.entrypoints.openai.media_stage import get_handler, served_names
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.entrypoints.openai.speech_request import Text, check_read

@@ -32,9 +32,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, read_modalities
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, completed, final_stage
 from vllm_omni.entrypoints.openai.media_output import message_fields, to_base64, usage_of
 from vllm_omni.entrypoints.openai.media_request import as_urls
-from vllm_omni.entrypoints.openai.media_stage import MediaStage, completed, final_stage, new_id
 from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.entrypoints.openai.sse import DONE, Line, comment_line, sse_line, with_error
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, read_stage_params
@@ -46,22 +46,24 @@ _FOR_TEXT = ("tools", "response_format", "structured_outputs", "logprobs", "prom
 """Fields that are refused, because a client relies on their effect."""
 
 
-class DiffusionChat:
+class DiffusionChat(DiffusionEndpoint):
     """The chat handler of a diffusion model, in place of vLLM's `OpenAIServingChat`."""
 
+    kind = "chatcmpl"
+
     def __init__(self, client: OmniEngineClient, state: State, args: Namespace) -> None:
-        """The arguments are those of `MediaStage`, whose stage is the pipeline's first final one."""
+        """The stage is the pipeline's first final one."""
         stage = final_stage(client.config, client.config.output_types[0])
         assert stage is not None
-        self._stage = MediaStage(state, client, stage, args)
+        super().__init__(state, client, stage, args)
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
     ) -> ChatCompletionResponse | AsyncGenerator[Line, None]:
         """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
         assert isinstance(request, OmniChatCompletionRequest)
-        self._stage.check_model(request.model)
-        if self._stage.stage.runs_vllm:
+        self.check_model(request.model)
+        if self.stage.runs_vllm:
             raise VLLMValidationError("this model reads no conversation; POST /v1/audio/speech speaks a text")
         for name in _FOR_TEXT:
             if getattr(request, name) and not _is_plain_text(getattr(request, name)):
@@ -70,32 +72,26 @@ class DiffusionChat:
         prompt, urls = read_last_message(request.messages)
         settings = self._settings(request)
         answer = _Answer(
-            id=new_id("chatcmpl", raw_request),
-            model_name=request.model or self._stage.model_name,
+            id=self.new_id(raw_request),
+            model_name=request.model or self.model_name,
             num_choices=_count_choices(request, settings),
             audio_format=(None if request.audio is None else request.audio.format) or "wav",
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
         )
-        images = await self._stage.media.images(urls, "messages")
-        events = self._stage.events(
-            prompt,
-            settings,
-            images,
-            raw_request,
-            request_id=answer.id,
-            stream=bool(request.stream),
-            priority=request.priority,
+        images = await self.media.images(urls, "messages")
+        events = self.generate(
+            prompt, settings, images, raw_request, answer.id, stream=bool(request.stream), priority=request.priority
         )
         if request.stream:
             return answer.stream(await started(events))
         return await asyncio.to_thread(answer.whole, await completed(events))
 
     def _check_outputs(self, request: OmniChatCompletionRequest) -> None:
-        makes = self._stage.makes
+        makes = self.makes
         # Chat clients ask for text beside what they want.
         asked = request.modalities
         wanted = [name for name in asked if name != "text"] if asked and makes in asked else asked
-        modalities = read_modalities(wanted, self._stage.config, [makes])
+        modalities = read_modalities(wanted, self.config, [makes])
         if modalities != [makes]:
             raise VLLMValidationError(
                 f"chat with this model returns {makes} only, not {modalities}", parameter="modalities"
@@ -103,16 +99,15 @@ class DiffusionChat:
         if request.audio is not None and makes != "audio":
             raise VLLMValidationError(f"this model makes no sound; it makes {makes}s", parameter="audio")
         if request.audio is not None:
-            self._stage.client.voices.read(request.audio.voice_name, "audio.voice")
+            self.client.voices.read(request.audio.voice_name, "audio.voice")
 
     def _settings(self, request: OmniChatCompletionRequest) -> dict[str, Any]:
-        stage = self._stage
-        entries = read_stage_params(request.sampling_params_list, stage.config)
-        own = dict(entries[stage.config.stage_args.index(stage.stage)] or {})
+        entries = read_stage_params(request.sampling_params_list, self.config)
+        own = dict(entries[self.config.stage_args.index(self.stage)] or {})
         own |= diffusion_settings({name: getattr(request, name) for name in request.model_fields_set}, adapters=True)
-        if stage.info is not None and stage.makes in _FILES and "output_format" not in own:
-            own["output_format"] = _FILES[stage.makes]
-        return stage.with_adapter(own, request.model)
+        if self.info is not None and self.makes in _FILES and "output_format" not in own:
+            own["output_format"] = _FILES[self.makes]
+        return self.with_adapter(own, request.model)
 
 
 def _count_choices(request: OmniChatCompletionRequest, settings: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from vllm_omni import __version__
 from vllm_omni.entrypoints.openai.description import PipelineDescription
-from vllm_omni.entrypoints.openai.media_stage import served_names
+from vllm_omni.entrypoints.openai.media_endpoint import served_names
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, api_keys
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 

@@ -28,6 +28,7 @@ from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.file_store import FILES_PATH, FileStore
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
+from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, closing_store, completed, get_handler
 from vllm_omni.entrypoints.openai.media_output import IMAGE_FORMATS, as_image_file, to_base64, usage_of
 from vllm_omni.entrypoints.openai.media_request import (
     MAX_IMAGES,
@@ -37,17 +38,9 @@ from vllm_omni.entrypoints.openai.media_request import (
     describe_form,
     read_request,
 )
-from vllm_omni.entrypoints.openai.media_stage import (
-    MediaStage,
-    closing_store,
-    completed,
-    get_handler,
-    model_aliases,
-    new_id,
-)
 from vllm_omni.entrypoints.openai.request_context import RequestContext, started
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
-from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, comment_line, sse_line, sse_response
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, comment_line, sse_line
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
 from vllm_omni.media import encode_image
 from vllm_omni.outputs import OmniRequestOutput
@@ -134,44 +127,28 @@ class ImageEditRequest(ImageRequest):
         return fields
 
 
-class ServingImages:
+class ServingImages(DiffusionEndpoint):
     """The handler of all endpoints.
 
     Attributes:
         store: Images that were answered as URLs.
     """
 
+    kind = "image"
+
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
-        self._stage = MediaStage(state, client, stage, args)
+        super().__init__(state, client, stage, args)
         self.store = FileStore(limits_from(args, ServerLimits))
-        self._keep_alive_s = float(args.sse_keep_alive_interval)
-        self._aliases = model_aliases(args, "image")
 
     async def answer(self, request: ImageRequest, raw_request: Request) -> Response:
         """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
         urls = request.image if isinstance(request, ImageEditRequest) else []
-        # If other stages read the prompt, they make the input of the diffusers pipeline.
-        info = None if self._stage.stage.engine_input_source else self._stage.info
-        if info is not None and info.needs_images and not urls:
-            raise VLLMValidationError(
-                "this model makes images of images; send one to /v1/images/edits", parameter="model"
-            )
-        if info is not None and urls and not info.takes_images:
-            raise VLLMValidationError(
-                "this model takes no images; /v1/images/generations makes them of a prompt alone", parameter="image"
-            )
-        self._stage.check_model(request.model, self._aliases)
+        self._check_input(bool(urls))
+        self.check_model(request.model)
         settings, file_format = self._settings(request)
-        images = await self._stage.media.images(urls, "image")
-        request_id = new_id("image", raw_request)
-        events = self._stage.events(
-            request.prompt,
-            settings,
-            images,
-            raw_request,
-            request_id=request_id,
-            stream=bool(request.stream),
-            priority=request.priority,
+        images = await self.media.images(urls, "image")
+        events = self.generate(
+            request.prompt, settings, images, raw_request, stream=bool(request.stream), priority=request.priority
         )
         if not request.stream:
             output = await completed(events)
@@ -180,8 +157,21 @@ class ServingImages:
             body = await asyncio.to_thread(_render, files, kept, usage_of(output), file_format)
             return Response(body, media_type="application/json")
         kind = "image_edit" if urls else "image_generation"
-        stream = _Stream(kind, file_format, self._stage.expected_size(settings), request.partial_images or 0)
-        return sse_response(stream.lines(await started(events)), self._keep_alive_s)
+        stream = _Stream(kind, file_format, self.expected_size(settings), request.partial_images or 0)
+        return self.sse(stream.lines(await started(events)))
+
+    def _check_input(self, has_images: bool) -> None:
+        # If other stages read the prompt, they make the input of the diffusers pipeline.
+        if self.info is None or self.stage.engine_input_source:
+            return
+        if self.info.needs_images and not has_images:
+            raise VLLMValidationError(
+                "this model makes images of images; send one to /v1/images/edits", parameter="model"
+            )
+        if has_images and not self.info.takes_images:
+            raise VLLMValidationError(
+                "this model takes no images; /v1/images/generations makes them of a prompt alone", parameter="image"
+            )
 
     async def _keep(self, files: Sequence[bytes], file_format: str, raw_request: Request) -> list[str]:
         """The addresses of the files, under the address that the client has sent its request to."""
@@ -190,16 +180,16 @@ class ServingImages:
 
     def _settings(self, request: ImageRequest) -> tuple[dict[str, Any], str]:
         """The settings for the stage, and the format of the files."""
-        settings = self._stage.with_adapter(request.settings(), request.model)
-        file_format = self._stage.expected("output_format", settings)
+        settings = self.with_adapter(request.settings(), request.model)
+        file_format = self.expected("output_format", settings)
         if "output_format" not in settings and file_format not in IMAGE_FORMATS:
             file_format = "png"
-        if self._stage.info is not None:
+        if self.info is not None:
             settings["output_format"] = file_format  # The stage encodes files in a thread beside its other work.
         else:
             settings.pop("output_format", None)  # Any other stage makes pixels, which are encoded here.
         if request.partial_images:
-            num_steps = self._stage.expected("num_inference_steps", settings) or 1
+            num_steps = self.expected("num_inference_steps", settings) or 1
             settings["preview_every"] = math.ceil(num_steps / (request.partial_images + 1))
         return settings, file_format
 

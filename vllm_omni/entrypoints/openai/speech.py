@@ -23,7 +23,6 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.exceptions import VLLMClientError, VLLMValidationError
-from vllm.tracing import extract_trace_headers
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS
@@ -31,9 +30,9 @@ from vllm_omni.entrypoints.openai.custom_voices import CustomVoices
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, OmniHTTPError, describe_errors, to_http_error
+from vllm_omni.entrypoints.openai.media_endpoint import MediaEndpoint, get_handler
 from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER, finish_reason_of, to_base64
-from vllm_omni.entrypoints.openai.media_request import MediaFetcher, describe_form, read_request
-from vllm_omni.entrypoints.openai.media_stage import check_model, get_handler, model_aliases, new_id, served_names
+from vllm_omni.entrypoints.openai.media_request import describe_form, read_request
 from vllm_omni.entrypoints.openai.request_context import RequestContext, started
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag, limits_from
 from vllm_omni.entrypoints.openai.speech_file import SpeechFile
@@ -45,7 +44,7 @@ from vllm_omni.entrypoints.openai.speech_request import (
     SpeechRequest,
     SpeechSettings,
 )
-from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, ClosingResponse, Line, sse_line, sse_response
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, ClosingResponse, Line, sse_line
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params
 from vllm_omni.entrypoints.request_builder import StageSamplingParams
 from vllm_omni.errors import OmniError
@@ -122,27 +121,20 @@ class _Settings:
     ignored: Sequence[str]
 
 
-class ServingSpeech:
+class ServingSpeech(MediaEndpoint):
     """The handler of both endpoints.
 
     Attributes:
         custom_voices: The voices that clients have uploaded.
     """
 
+    kind = "speech"
+
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
-        """
-        Args:
-            stage: The final stage that makes the audio.
-        """
-        self._client = client
-        self._stage = stage
-        self._model_names = served_names(state)
-        self._aliases = model_aliases(args, "speech")
-        self._keep_alive_s = float(args.sse_keep_alive_interval)
+        super().__init__(state, client, stage, args)
         self._max_inputs = limits_from(args, RequestLimits).max_speech_inputs
-        media = MediaFetcher(client, args)
-        self.custom_voices = CustomVoices(client, media, args)
-        self._reader = SpeechPromptReader(client, media, self.custom_voices.store)
+        self.custom_voices = CustomVoices(client, self.media, args)
+        self._reader = SpeechPromptReader(client, self.media, self.custom_voices.store)
         self._forced_text: ForcedTextBuilder | None = None  # None: the input is the pipeline's prompt.
         self._speaking_stage = client.config.accepting_stage("text", "audio")
         writer = None if self._speaking_stage is not None else client.stage
@@ -162,7 +154,7 @@ class ServingSpeech:
             return Response(data, headers=headers, media_type=file.media_type)
         parts = await started(file.parts(events))
         if request.stream_format == "sse":
-            return sse_response(self._lines(file, parts), self._keep_alive_s, _headers(file, settings))
+            return self.sse(self._lines(file, parts), _headers(file, settings))
         return ClosingResponse(parts, file.media_type, _headers(file, settings))
 
     async def create_batch(self, request: SpeechBatchRequest, raw_request: Request) -> Response:
@@ -173,11 +165,11 @@ class ServingSpeech:
                 parameter="inputs",
             )
         settings = await self._read(request)
-        self._client.check_admission()
+        self.client.check_admission()
         speaking = [self._speak(index, text, settings, raw_request) for index, text in enumerate(request.inputs)]
         results = await asyncio.gather(*speaking, return_exceptions=True)
         answer = SpeechBatch(
-            model=request.model or self._model_names[0],
+            model=request.model or self.model_name,
             response_format=request.response_format,
             data=[_as_item(index, result) for index, result in enumerate(results)],
         )
@@ -198,15 +190,15 @@ class ServingSpeech:
 
     def _file(self, request: SpeechSettings, *, stream: bool) -> SpeechFile:
         speed = 1.0 if self._reader.sets_speed else request.speed
-        return SpeechFile(self._stage, request, speed, stream=stream)
+        return SpeechFile(self.stage, request, speed, stream=stream)
 
     async def _read(self, request: SpeechSettings) -> _Settings:
-        check_model(request.model, self._model_names, self._aliases)
-        params: list[StageSamplingParams] = [*read_stage_params(request.sampling_params_list, self._client.config)]
+        self.check_model(request.model)
+        params: list[StageSamplingParams] = [*read_stage_params(request.sampling_params_list, self.client.config)]
         if self._forced_text is not None and params[self._writer] is not None:
-            assert self._client.stage is not None
+            assert self.client.stage is not None
             raise VLLMValidationError(
-                f"stage {self._client.stage.name!r} writes the input and does not sample; give it null",
+                f"stage {self.client.stage.name!r} writes the input and does not sample; give it null",
                 parameter=f"sampling_params_list[{self._writer}]",
             )
         information = await self._reader.read(request, RequestContext.current().owner)
@@ -216,8 +208,8 @@ class ServingSpeech:
     @property
     def _writer(self) -> int:
         """The index of the stage that writes the text."""
-        assert self._client.stage is not None
-        return self._client.config.stage_args.index(self._client.stage)
+        assert self.client.stage is not None
+        return self.client.config.stage_args.index(self.client.stage)
 
     async def _events(
         self, text: str, settings: _Settings, raw_request: Request, *, stream: bool
@@ -234,13 +226,12 @@ class ServingSpeech:
             prompt["engine_input"], params[self._writer] = await self._forced_text.prepare(
                 text, settings.request.instructions
             )
-        return self._client.run(
+        return self.start(
             prompt,
             params,
-            new_id("speech", raw_request),
+            raw_request,
             stream=stream,
             keep_outputs=False,  # Streamed outputs are not read again.
-            trace_headers=extract_trace_headers(raw_request.headers),
             priority=settings.request.priority,
         )
 
@@ -253,12 +244,12 @@ class ServingSpeech:
         yield sse_line({"type": "speech.audio.done", "finish_reason": reason, "usage": usage.model_dump()})
 
     def _usage(self, output: OmniRequestOutput) -> SpeechUsage:
-        writer = None if self._client.stage is None else self._client.stage.stage_id
+        writer = None if self.client.stage is None else self.client.stage.stage_id
         read = written = 0
         for stage in output.stage_metrics:
             if stage.stage_id == writer:
                 read = stage.num_input_tokens + stage.num_output_tokens
-            elif stage.stage_id != self._stage.stage_id:
+            elif stage.stage_id != self.stage.stage_id:
                 written += stage.num_output_tokens
         return SpeechUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
 

@@ -89,7 +89,7 @@ def diffusion_settings(request_fields: Mapping[str, Any], *, adapters: bool = Fa
 
     Args:
         request_fields: Settings are in the field `extra_body`, which has nothing else, or at the top level.
-        adapters: Also reads `ADAPTER_SETTINGS`, see `MediaStage.with_adapter`.
+        adapters: Also reads `ADAPTER_SETTINGS`, see `DiffusionEndpoint.with_adapter`.
 
     Raises:
         VLLMValidationError: A setting is unknown, set to two values, or its value is out of range.

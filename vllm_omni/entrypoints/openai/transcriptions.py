@@ -31,9 +31,9 @@ from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
+from vllm_omni.entrypoints.openai.media_endpoint import check_model, model_aliases, new_id, served_names
 from vllm_omni.entrypoints.openai.media_output import to_base64
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher, describe_form, read_request
-from vllm_omni.entrypoints.openai.media_stage import check_model, model_aliases, new_id, served_names
 from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE
 from vllm_omni.entrypoints.openai.transcription_request import (

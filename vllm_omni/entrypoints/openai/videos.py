@@ -28,6 +28,7 @@ from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.pipeline_info import check_num_frames, check_size, nearest_num_frames, temporal_factor
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, OmniHTTPError, to_http_error
+from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, closing_store, get_handler
 from vllm_omni.entrypoints.openai.media_output import as_video_files, describe_video, read_first_frame
 from vllm_omni.entrypoints.openai.media_request import (
     ImageUrls,
@@ -36,7 +37,6 @@ from vllm_omni.entrypoints.openai.media_request import (
     describe_form,
     read_request,
 )
-from vllm_omni.entrypoints.openai.media_stage import MediaStage, closing_store, get_handler, new_id
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.video_store import Video, VideoJob, VideoStore
@@ -101,16 +101,18 @@ class VideoList(BaseModel):
     has_more: bool
 
 
-class ServingVideos:
+class ServingVideos(DiffusionEndpoint):
     """The handler of all endpoints.
 
     Attributes:
         store: The jobs.
     """
 
+    kind = "video"
+
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
-        self._stage = MediaStage(state, client, stage, args)
-        info, revision = self._stage.info, stage.engine_args.get("revision")
+        super().__init__(state, client, stage, args)
+        info, revision = self.info, stage.engine_args.get("revision")
         self._factor = 1 if info is None else temporal_factor(stage.checkpoint(args.model), info.index, revision)
         self.store = VideoStore(limits_from(args, ServerLimits))
 
@@ -120,11 +122,11 @@ class ServingVideos:
         Raises:
             VLLMClientError, OmniError: The request is wrong, or is refused.
         """
-        self._stage.check_model(request.model)
+        self.check_model(request.model)
         settings = self._settings(request)
         self._check_size(settings, bool(request.input_reference))
-        images = await self._stage.media.images(request.input_reference or [], "input_reference")
-        video = self._describe(request.prompt, request.model or self._stage.model_name, settings)
+        images = await self.media.images(request.input_reference or [], "input_reference")
+        video = self._describe(request.prompt, request.model or self.model_name, settings)
         return await self._start(video, settings, images, raw_request, request.priority)
 
     async def remix(self, video_id: str, prompt: str, raw_request: Request) -> Video:
@@ -137,7 +139,7 @@ class ServingVideos:
             OmniError: The request is refused.
         """
         source = self._completed(video_id)
-        self._stage.client.check_admission()
+        self.client.check_admission()
         images = [await asyncio.to_thread(read_first_frame, source.path)] if source.has_image else []
         video = self._describe(prompt, source.video.model, source.settings)
         video.remixed_from_video_id = video_id
@@ -153,12 +155,12 @@ class ServingVideos:
     ) -> Video:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Made here, because the job must not hold the HTTP request, whose body may be large.
-        events = self._stage.events(
+        events = self.generate(
             video.prompt,
             settings,
             images,
             raw_request,
-            request_id=video.id,
+            video.id,
             stream=True,
             priority=priority,
             on_accepted=partial(_resolve, accepted),
@@ -206,13 +208,13 @@ class ServingVideos:
             self.store.fail(job, failure.http_status.name.lower(), failure.message)
 
     def _settings(self, request: VideoRequest) -> dict[str, Any]:
-        settings = self._stage.with_adapter(request.settings(), request.model)
-        if self._stage.info is None:
+        settings = self.with_adapter(request.settings(), request.model)
+        if self.info is None:
             return {name: value for name, value in settings.items() if name != "output_format"}
-        if self._stage.expected("seed", settings) is None:
+        if self.expected("seed", settings) is None:
             settings["seed"] = secrets.randbelow(_NUM_SEEDS)  # Chosen here, so that a remix can use the same.
         if request.seconds is not None:
-            settings["fps"] = self._stage.expected_fps(settings)
+            settings["fps"] = self.expected_fps(settings)
             settings["num_frames"] = nearest_num_frames(request.seconds, settings["fps"], self._factor)
         return settings
 
@@ -222,10 +224,10 @@ class ServingVideos:
         Raises:
             VLLMValidationError: The model does not make this size, or this number of frames.
         """
-        info = self._stage.info
+        info = self.info
         if info is None:
             return
-        height, width, num_frames = (self._stage.expected(name, settings) for name in ("height", "width", "num_frames"))
+        height, width, num_frames = (self.expected(name, settings) for name in ("height", "width", "num_frames"))
         parameter = "num_frames"
         try:
             if num_frames:
@@ -237,15 +239,15 @@ class ServingVideos:
             raise VLLMValidationError(str(error), parameter=parameter) from error
 
     def _describe(self, prompt: str, model: str, settings: Mapping[str, Any]) -> Video:
-        num_frames = self._stage.expected("num_frames", settings)
-        seconds = num_frames and num_frames / self._stage.expected_fps(settings)
+        num_frames = self.expected("num_frames", settings)
+        seconds = num_frames and num_frames / self.expected_fps(settings)
         return Video(
-            id=new_id("video"),
+            id=self.new_id(),
             model=model,
             created_at=int(time.time()),
             prompt=prompt,
             seconds=f"{seconds:g}" if seconds else "auto",
-            size=self._stage.expected_size(settings) or "auto",
+            size=self.expected_size(settings) or "auto",
         )
 
     def path(self, video_id: str) -> Path:

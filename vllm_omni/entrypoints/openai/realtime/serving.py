@@ -22,7 +22,7 @@ from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import describe_errors, error_response, to_http_error
-from vllm_omni.entrypoints.openai.media_stage import check_model, final_stage, served_names
+from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage, served_names
 from vllm_omni.entrypoints.openai.realtime.client_secrets import (
     DEFAULT_S,
     MAX_S,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The final stage of a pipeline that makes images, videos or audio: its requests, settings and defaults."""
+"""Endpoints for one type of output: the steps that all have, and the settings of those for diffusion models."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import inspect
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from PIL import Image
 from starlette.datastructures import State
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
@@ -23,6 +23,8 @@ from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
 from vllm_omni.diffusion.request_settings import default_fps
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
+from vllm_omni.entrypoints.openai.sse import Line, sse_response
+from vllm_omni.entrypoints.request_builder import StageSamplingParams
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.media import DEFAULT_FPS
@@ -36,15 +38,20 @@ MODEL_ALIASES: dict[str, Collection[str]] = {
 """Names of models that many clients do not let a person change, by kind of request."""
 
 
-class MediaStage:
-    """
+class MediaEndpoint:
+    """The handler of requests for one type of output.
+
+    A request goes through the same steps at each of them: `check_model`; its settings, which each endpoint reads in its
+    own way; `media`, which also admits it; `start`; and its events are rendered, by `sse` if they are a stream.
+
     Attributes:
+        kind: Of the ids of requests, and of `MODEL_ALIASES`.
         client: The pipeline.
-        media: Fetches the images of requests.
-        stage: The stage.
-        info: The diffusers pipeline that it runs; None for another engine, whose settings are the fields that the
-            model's prompt processor reads.
+        stage: The final stage that makes the output.
+        media: Fetches the media of requests.
     """
+
+    kind: ClassVar[str]
 
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
         """
@@ -54,12 +61,10 @@ class MediaStage:
         """
         self.client = client
         self.stage = stage
-        self.info: PipelineInfo | None = None
-        if stage.kind == "DiT":
-            dit_config = parse_dit_config(stage.dit_engine_args, stage.name)
-            self.info = PipelineInfo.load(stage.checkpoint(args.model), dit_config)
-        self._models = state.openai_serving_models
         self.media = MediaFetcher(client, args)
+        self._models = state.openai_serving_models
+        self._aliases = model_aliases(args, self.kind)
+        self._keep_alive_s = float(args.sse_keep_alive_interval)
 
     @property
     def config(self) -> PipelineConfig:
@@ -68,7 +73,58 @@ class MediaStage:
     @property
     def model_name(self) -> str:
         """The first name that the model is served under."""
-        return self._models.base_model_paths[0].name
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> list[str]:
+        """What requests may name as their model, the model's own names first."""
+        return [path.name for path in self._models.base_model_paths]
+
+    def check_model(self, name: str | None) -> None:
+        """Refuses a request that names another model, as the function below."""
+        check_model(name, self.model_names, self._aliases)
+
+    def new_id(self, raw_request: Request | None = None) -> str:
+        """An id for a request, see the function below."""
+        return new_id(self.kind, raw_request)
+
+    def start(
+        self,
+        prompt: OmniPrompt,
+        params: Sequence[StageSamplingParams],
+        raw_request: Request | None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[OmniEvent, None]:
+        """The events of one request to the pipeline, see `OmniEngineClient.run`. Its id is a new one by default."""
+        headers = None if raw_request is None else extract_trace_headers(raw_request.headers)
+        request_id = request_id or self.new_id(raw_request)
+        return self.client.run(prompt, params, request_id, trace_headers=headers, **options)
+
+    def sse(self, lines: AsyncGenerator[Line, None], headers: Mapping[str, str] | None = None) -> Response:
+        """The answer that streams lines, see `sse_response`."""
+        return sse_response(lines, self._keep_alive_s, headers)
+
+
+class DiffusionEndpoint(MediaEndpoint):
+    """An endpoint whose requests have the settings of a diffusion model.
+
+    Attributes:
+        info: The diffusers pipeline that the stage runs; None for another engine, whose settings are the fields that
+            the model's prompt processor reads.
+    """
+
+    def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
+        super().__init__(state, client, stage, args)
+        self.info: PipelineInfo | None = None
+        if stage.kind == "DiT":
+            dit_config = parse_dit_config(stage.dit_engine_args, stage.name)
+            self.info = PipelineInfo.load(stage.checkpoint(args.model), dit_config)
+
+    @property
+    def model_names(self) -> list[str]:
+        """Those of the model and of its adapters."""
+        return [*super().model_names, *self._models.lora_requests]
 
     @property
     def makes(self) -> str:
@@ -94,11 +150,6 @@ class MediaStage:
     def expected_fps(self, settings: Mapping[str, Any]) -> float:
         own = None if self.info is None else default_fps(self.info.pipeline_class)
         return self.expected("fps", settings) or own or DEFAULT_FPS
-
-    def check_model(self, name: str | None, aliases: Collection[str] = ()) -> None:
-        """Checks the model as the function below; a request may also name an adapter as its model."""
-        served = [path.name for path in self._models.base_model_paths] + list(self._models.lora_requests)
-        check_model(name, served, aliases)
 
     def with_adapter(self, settings: Mapping[str, Any], model: str | None) -> dict[str, Any]:
         """The settings with the name of the request's LoRA adapter as `lora`, if it has one.
@@ -127,17 +178,16 @@ class MediaStage:
             )
         return named
 
-    def events(
+    def generate(
         self,
         prompt: str,
         settings: Mapping[str, Any],
         images: Sequence[Image.Image],
         raw_request: Request | None,
-        *,
-        request_id: str,
+        request_id: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[OmniEvent, None]:
-        """The events of one request, see `OmniEngineClient.run`.
+        """Starts a request with these settings, see `start`.
 
         Args:
             settings: Fields of `DiffusionSamplingParams`, and `lora`, the name of an adapter.
@@ -155,12 +205,12 @@ class MediaStage:
         if images:
             omni_prompt["multi_modal_data"] = {"image": list(images)}
         adapter = settings.get("lora")
-        return self.client.run(
+        return self.start(
             omni_prompt,
             [own if stage is self.stage and own else None for stage in self.config.stage_args],
+            raw_request,
             request_id,
             lora_request=None if adapter is None else self._models.lora_requests[adapter],
-            trace_headers=None if raw_request is None else extract_trace_headers(raw_request.headers),
             **options,
         )
 
@@ -217,7 +267,7 @@ def served_names(state: State) -> list[str]:
 
 def model_aliases(args: Namespace, kind: str) -> Collection[str]:
     """OpenAI's names that mean the served model in requests of one kind, see `MODEL_ALIASES`."""
-    return MODEL_ALIASES[kind] if args.model_aliases else ()
+    return MODEL_ALIASES.get(kind, ()) if args.model_aliases else ()
 
 
 def check_model(name: str | None, served: Sequence[str], aliases: Collection[str] = ()) -> None:

@@ -26,6 +26,8 @@ from vllm_omni.entrypoints.openai.request_context import RequestContext, Request
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
 from vllm_omni.outputs import OmniRequestOutput, StageOutput
 
+OWNER = b"one"
+
 
 def naming(audio_id: object, **fields: object) -> list[dict]:
     return [{"role": "user", "content": "a"}, {"role": "assistant", "audio": {"id": audio_id}, **fields}]
@@ -33,7 +35,7 @@ def naming(audio_id: object, **fields: object) -> list[dict]:
 
 def test_an_audio_id_is_replaced_by_its_text() -> None:
     kept = Transcripts()
-    expires_at = kept.keep("audio-1", "It is not.")
+    expires_at = kept.keep("audio-1", "It is not.", OWNER)
     assert time.time() + LIFETIME_S - 60 < expires_at < time.time() + LIFETIME_S + 60
     assert kept.fill_in(naming("audio-1"))[1] == {"role": "assistant", "content": "It is not."}
     # A message with its text needs no audio.
@@ -43,7 +45,7 @@ def test_an_audio_id_is_replaced_by_its_text() -> None:
 @pytest.mark.parametrize("audio_id", ["audio-2", 7, None, ["audio-1"]])
 def test_an_unknown_name_is_refused(audio_id: object) -> None:
     kept = Transcripts()
-    kept.keep("audio-1", "It is not.")
+    kept.keep("audio-1", "It is not.", OWNER)
     assert kept.fill_in([{"role": "assistant", "audio": None}])[0]["audio"] is None
     with pytest.raises(VLLMValidationError, match="send its transcript"):
         kept.fill_in(naming(audio_id))
@@ -52,7 +54,7 @@ def test_an_unknown_name_is_refused(audio_id: object) -> None:
 def test_an_unknown_audio_has_the_transcript_that_the_message_carries() -> None:
     """After a restart, or at another replica; a client cannot change what this server has said."""
     kept = Transcripts()
-    kept.keep("audio-1", "It is not.")
+    kept.keep("audio-1", "It is not.", OWNER)
     own = {"data": "AAAA", "expires_at": 1, "transcript": "Yes."}
     for audio, text in (({"id": "audio-2", **own}, "Yes."), (own, "Yes."), ({"id": "audio-1", **own}, "It is not.")):
         message = {"role": "assistant", "content": None, "audio": audio}
@@ -61,32 +63,27 @@ def test_an_unknown_audio_has_the_transcript_that_the_message_carries() -> None:
 
 def test_transcripts_expire_and_their_bytes_are_limited() -> None:
     kept, now = Transcripts(), time.time()
-    kept.keep("audio-1", "a")
+    kept.keep("audio-1", "a", OWNER)
     with mock.patch("time.time", lambda: now + LIFETIME_S + 1), pytest.raises(VLLMValidationError, match="expired"):
         kept.fill_in(naming("audio-1"))
     with mock.patch.object(chat_media, "MAX_TRANSCRIPT_BYTES", 10_000):
-        kept.keep("audio-2", "b" * 4000)
-        kept.keep("audio-3", "c" * 8000)
+        kept.keep("audio-2", "b" * 4000, OWNER)
+        kept.keep("audio-3", "c" * 8000, OWNER)
         kept.fill_in(naming("audio-3"))
         for audio_id in ("audio-1", "audio-2"):
             with pytest.raises(VLLMValidationError):
                 kept.fill_in(naming(audio_id))
-        kept.keep("audio-4", "d" * 20_000)  # More than is kept.
-        kept.keep("audio-5", "e")
+        kept.keep("audio-4", "d" * 20_000, OWNER)  # More than is kept.
+        kept.keep("audio-5", "e", OWNER)
         kept.fill_in(naming("audio-5"))
 
 
 def test_the_transcripts_of_one_key_do_not_remove_those_of_another() -> None:
     kept = Transcripts()
-
-    async def keep(owner: bytes, audio_id: str, num_bytes: int) -> None:
-        RequestContext.start().owner = owner
-        kept.keep(audio_id, "x" * num_bytes)
-
     with mock.patch.object(chat_media, "MAX_TRANSCRIPT_BYTES", 10_000):
-        asyncio.run(keep(b"one", "audio-1", 10))
+        kept.keep("audio-1", "x" * 10, b"one")
         for number in range(5):
-            asyncio.run(keep(b"other", f"audio-other-{number}", 8000))
+            kept.keep(f"audio-other-{number}", "x" * 8000, b"other")
     for audio_id in ("audio-1", "audio-other-4"):
         kept.fill_in(naming(audio_id))
     with pytest.raises(VLLMValidationError):
@@ -105,7 +102,7 @@ class Speech:
         self.num_made, self.is_closed = 0, False
         config: Any = SimpleNamespace(stages={1: SimpleNamespace(sample_rate=24_000)})
         options = RequestOptions(modalities=("text", "audio"), audio_format="pcm16")
-        media = MediaStream(self._pieces(), "r", "model", options, config, None, Transcripts())
+        media = MediaStream(self._pieces(), "r", "model", RequestContext(options=options), config, Transcripts())
         self.lines = media.lines(self._silent(media.text()))
 
     async def _pieces(self) -> AsyncGenerator[ARSegmentEvent, None]:
@@ -164,7 +161,7 @@ def stream_audio(*pieces: torch.Tensor, format: str = "wav") -> list[dict[str, A
     async def main() -> list[dict[str, Any]]:
         options = RequestOptions(modalities=("audio",), shows_text=False, audio_format=format)
         config = parse_pipeline_config({"stage_args": [AUDIO_STAGE]}, "test")
-        media = MediaStream(events(), "r", "m", options, config, None, Transcripts())
+        media = MediaStream(events(), "r", "m", RequestContext(options=options), config, Transcripts())
 
         async def no_lines() -> AsyncGenerator[str, None]:
             async for _ in media.text():

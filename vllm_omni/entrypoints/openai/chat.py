@@ -201,13 +201,13 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> ErrorResponse | ChatCompletionResponse:
-        options = RequestContext.current().options
+        context = RequestContext.current()
+        context.mm_token_counts = kwargs.get("mm_token_counts") or {}
         completed: list[CompletedEvent] = []
         text = split_outputs(result_generator, completed)
         answer = await super().chat_completion_full_generator(request, text, request_id, *args, **kwargs)
         if isinstance(answer, ChatCompletionResponse) and completed:
-            media = ChatMedia(options, self.client.config, kwargs.get("mm_token_counts"), self.transcripts)
-            await media.add(answer, completed[0])
+            await ChatMedia(context, self.client.config, self.transcripts).add(answer, completed[0])
         return answer
 
     def chat_completion_stream_generator(  # type: ignore[override]
@@ -221,11 +221,10 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
     ) -> AsyncGenerator[Line, None]:
         context = RequestContext.current()
         context.mm_token_counts = kwargs.get("mm_token_counts") or {}
-        options = context.options
-        own = (options, self.client.config, kwargs.get("mm_token_counts"), self.transcripts)
+        own = (context, self.client.config, self.transcripts)
         media = MediaStream(result_generator, request_id, model_name, *own)
         text = super().chat_completion_stream_generator(request, media.text(), request_id, model_name, *args, **kwargs)
-        return media.lines(text) if options.has_media else text
+        return media.lines(text) if context.options.has_media else text
 
 
 class _Renderer:

@@ -21,7 +21,7 @@ from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, AudioEncoder, count_channels, first_clip
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
 from vllm_omni.entrypoints.openai.media_output import encode_speech, finish_reason_of, message_fields
-from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.sse import Line, read_line, sse_line
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
@@ -42,13 +42,13 @@ class Transcripts:
     """
 
     def __init__(self) -> None:
-        # By owner, see `RequestContext`. id: (expiry, text), in order of expiry
+        # By owner. id: (expiry, text), in order of expiry
         self._kept: defaultdict[bytes, OrderedDict[str, tuple[float, str]]] = defaultdict(OrderedDict)
         self._num_bytes: Counter[bytes] = Counter()
 
-    def keep(self, audio_id: str, transcript: str) -> int:
-        """Keeps a transcript; returns when it expires, in seconds since 1970."""
-        now, owner = time.time(), RequestContext.current().owner
+    def keep(self, audio_id: str, transcript: str, owner: bytes) -> int:
+        """Keeps a transcript; returns when it expires, in seconds since 1970. For the owner see `RequestContext`."""
+        now = time.time()
         kept = self._kept[owner]
         kept[audio_id] = (now + LIFETIME_S, transcript)
         self._num_bytes[owner] += sys.getsizeof(transcript)
@@ -109,21 +109,13 @@ def _has_unspoken(message: dict[str, Any]) -> bool:
 class ChatMedia:
     """Adds the outputs that are not text to one answer, in the first choice."""
 
-    def __init__(
-        self,
-        options: RequestOptions,
-        config: PipelineConfig,
-        mm_token_counts: dict[str, int] | None,
-        transcripts: Transcripts,
-    ) -> None:
+    def __init__(self, context: RequestContext, config: PipelineConfig, transcripts: Transcripts) -> None:
         """
         Args:
-            mm_token_counts: Tokens of the prompt by type of media, as vLLM's handlers have them.
             transcripts: Keeps the text of the speech, for later turns.
         """
-        self._options = options
+        self._context, self._options = context, context.options
         self._config = config
-        self._mm_token_counts = mm_token_counts
         self._transcripts = transcripts
         self._audio_id = f"audio-{random_uuid()}"
 
@@ -147,7 +139,7 @@ class ChatMedia:
                     "id": self._audio_id,
                     "data": await asyncio.to_thread(encode_speech, output, self._options.audio_format),
                     "transcript": transcript,
-                    "expires_at": self._transcripts.keep(self._audio_id, transcript),
+                    "expires_at": self._keep(transcript),
                 }
             else:
                 fields |= await asyncio.to_thread(message_fields, output)
@@ -157,9 +149,12 @@ class ChatMedia:
         self._add_usage(usage, event)
         answer.usage = type(answer.usage)(**usage)
 
+    def _keep(self, transcript: str) -> int:
+        return self._transcripts.keep(self._audio_id, transcript, self._context.owner)
+
     async def _read_transcript(self, event: CompletedEvent, content: str) -> str:
         """The content; of a reply that is cut in a tool call, which vLLM then calls content, what comes before it."""
-        spoken = RequestContext.current().spoken_text
+        spoken = self._context.spoken_text
         text = next((output for output in event.outputs if output.final_output_type == "text"), None)
         if spoken is None or text is None or isinstance(text.outputs[0].stop_reason, str):
             return content
@@ -183,7 +178,7 @@ class ChatMedia:
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
         details = {"reasoning_tokens": 0} | (usage.get("completion_tokens_details") or {})
         usage["completion_tokens_details"] = {**details, "audio_tokens": audio_tokens, "text_tokens": text_tokens}
-        if prompt_audio_tokens := (self._mm_token_counts or {}).get("audio"):
+        if prompt_audio_tokens := self._context.mm_token_counts.get("audio"):
             prompt_details = usage.get("prompt_tokens_details") or {}
             usage["prompt_tokens_details"] = {**prompt_details, "audio_tokens": prompt_audio_tokens}
 
@@ -211,7 +206,6 @@ class MediaStream(ChatMedia):
         self._blank = ""  # White space, which is part of the transcript if text follows.
         self._has_unspoken = False
         self._speaks = "audio" in self._options.modalities
-        self._shows_text_end = RequestContext.current().shows_text_end
         self._lines = _LineQueue()
         self._encoders: dict[int, AudioEncoder] = {}
         # Clients join deltas, so role and id are sent once. vLLM's first line has the role.
@@ -269,7 +263,7 @@ class MediaStream(ChatMedia):
                 await self._take_delta(choice["delta"])
             if choice["index"] == 0 and choice["finish_reason"] is not None:
                 self._end = {name: choice.pop(name) for name in ("finish_reason", "stop_reason") if name in choice}
-                shown = self._end if self._shows_text_end else {"finish_reason": None}
+                shown = self._end if self._context.shows_text_end else {"finish_reason": None}
                 return sse_line({**chunk, "choices": [{**choice, **shown}]}) if self._options.shows_text else None
         return line if self._options.shows_text else None
 
@@ -316,7 +310,7 @@ class MediaStream(ChatMedia):
             await self._put_data(await encoder.finish_async())
         else:
             await self._put_audio(data=await asyncio.to_thread(encode_speech, output, self._options.audio_format))
-        await self._put_audio(expires_at=self._transcripts.keep(self._audio_id, "".join(self._transcript)))
+        await self._put_audio(expires_at=self._keep("".join(self._transcript)))
 
     async def _put_data(self, data: bytes) -> None:
         if data:

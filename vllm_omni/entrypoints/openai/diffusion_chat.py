@@ -32,7 +32,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, read_modalities
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, completed, final_stage
+from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, completed, final_stage, new_id
 from vllm_omni.entrypoints.openai.media_output import message_fields, to_base64, usage_of
 from vllm_omni.entrypoints.openai.media_request import as_urls
 from vllm_omni.entrypoints.openai.request_context import started
@@ -72,7 +72,7 @@ class DiffusionChat(DiffusionEndpoint):
         prompt, urls = read_last_message(request.messages)
         settings = self._settings(request)
         answer = _Answer(
-            id=self.new_id(raw_request),
+            id=new_id(self.kind, raw_request),
             model_name=request.model or self.model_name,
             num_choices=_count_choices(request, settings),
             audio_format=(None if request.audio is None else request.audio.format) or "wav",

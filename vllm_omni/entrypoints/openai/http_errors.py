@@ -80,8 +80,10 @@ class OmniHTTPError(GracefulHTTPError):
         return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
 
 
-def to_http_error(error: OmniError) -> OmniHTTPError:
+def to_http_error(error: OmniError | OmniHTTPError) -> OmniHTTPError:
     """An error of the pipeline as an answer. The causes of internal errors go to the log, not to the client."""
+    if isinstance(error, OmniHTTPError):
+        return error
     status = next((_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         return OmniHTTPError(_log_failure(error), status, is_final=isinstance(error, StageCrashError))
@@ -143,7 +145,7 @@ def register_error_handlers(app: FastAPI) -> None:
 
 
 async def _on_error(request: Request, error: OmniError | OmniHTTPError) -> JSONResponse:
-    error = to_http_error(error) if isinstance(error, OmniError) else error
+    error = to_http_error(error)
     return error_response(sanitize_message(error.message), error.http_status, error.headers)
 
 

@@ -84,10 +84,6 @@ class MediaEndpoint:
         """Refuses a request that names another model, as the function below."""
         check_model(name, self.model_names, self._aliases)
 
-    def new_id(self, raw_request: Request | None = None) -> str:
-        """An id for a request, see the function below."""
-        return new_id(self.kind, raw_request)
-
     def start(
         self,
         prompt: OmniPrompt,
@@ -98,7 +94,7 @@ class MediaEndpoint:
     ) -> AsyncGenerator[OmniEvent, None]:
         """The events of one request to the pipeline, see `OmniEngineClient.run`. Its id is a new one by default."""
         headers = None if raw_request is None else extract_trace_headers(raw_request.headers)
-        request_id = request_id or self.new_id(raw_request)
+        request_id = request_id or new_id(self.kind, raw_request)
         return self.client.run(prompt, params, request_id, trace_headers=headers, **options)
 
     def sse(self, lines: AsyncGenerator[Line, None], headers: Mapping[str, str] | None = None) -> Response:

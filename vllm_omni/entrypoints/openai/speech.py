@@ -269,9 +269,9 @@ def _warning(ignored: Sequence[str]) -> dict[str, str]:
 def _as_item(index: int, result: BatchItem | BaseException) -> BatchItem:
     if isinstance(result, BatchItem):
         return result
-    error = to_http_error(result) if isinstance(result, OmniError) else result
-    if not isinstance(error, (OmniHTTPError, VLLMClientError)):
-        raise error
+    if not isinstance(result, (OmniError, OmniHTTPError, VLLMClientError)):
+        raise result
+    error = result if isinstance(result, VLLMClientError) else to_http_error(result)
     return BatchItem(index=index, error=create_error_response(error).error)
 
 

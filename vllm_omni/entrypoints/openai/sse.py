@@ -68,8 +68,7 @@ async def with_error(lines: AsyncGenerator[Line, None], event: str = "error") ->
     except ErrorLine as error:
         yield sse_line(error.args[0], event)
     except (OmniError, OmniHTTPError) as error:
-        error = to_http_error(error) if isinstance(error, OmniError) else error
-        yield sse_line(create_error_response(error).model_dump(mode="json"), event)
+        yield sse_line(create_error_response(to_http_error(error)).model_dump(mode="json"), event)
 
 
 def sse_line(data: Mapping[str, Any], event: str = "") -> bytes:

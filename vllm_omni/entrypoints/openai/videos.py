@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -28,7 +27,7 @@ from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.pipeline_info import check_num_frames, check_size, nearest_num_frames, temporal_factor
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, OmniHTTPError, to_http_error
-from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, closing_store, get_handler
+from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, closing_store, get_handler, new_id
 from vllm_omni.entrypoints.openai.media_output import as_video_files, describe_video, read_first_frame
 from vllm_omni.entrypoints.openai.media_request import (
     ImageUrls,
@@ -138,7 +137,7 @@ class ServingVideos(DiffusionEndpoint):
             OmniHTTPError: It is not complete, or failed.
             OmniError: The request is refused.
         """
-        source = self._completed(video_id)
+        source = self.completed_job(video_id)
         self.client.check_admission()
         images = [await asyncio.to_thread(read_first_frame, source.path)] if source.has_image else []
         video = self._describe(prompt, source.video.model, source.settings)
@@ -242,7 +241,7 @@ class ServingVideos(DiffusionEndpoint):
         num_frames = self.expected("num_frames", settings)
         seconds = num_frames and num_frames / self.expected_fps(settings)
         return Video(
-            id=self.new_id(),
+            id=new_id(self.kind),
             model=model,
             created_at=int(time.time()),
             prompt=prompt,
@@ -250,16 +249,12 @@ class ServingVideos(DiffusionEndpoint):
             size=self.expected_size(settings) or "auto",
         )
 
-    def path(self, video_id: str) -> Path:
-        """The file of a complete video.
-
+    def completed_job(self, video_id: str) -> VideoJob:
+        """
         Raises:
             VLLMNotFoundError: There is no such video.
             OmniHTTPError: It is not complete, or failed.
         """
-        return self._completed(video_id).path
-
-    def _completed(self, video_id: str) -> VideoJob:
         job = self.store.get(video_id, RequestContext.current().owner)
         video = job.video
         if video.error is not None:
@@ -351,7 +346,7 @@ async def download_video(
     """The MP4 file of a video that is completed, or, with a header Range, a part of it."""
     if variant != "video":
         raise VLLMValidationError("there is only the variant 'video'", parameter="variant")
-    path = _handler(raw_request).path(video_id)
+    path = _handler(raw_request).completed_job(video_id).path
     return FileResponse(path, media_type="video/mp4", stat_result=path.stat())
 
 

@@ -221,8 +221,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
     ) -> AsyncGenerator[Line, None]:
         context = RequestContext.current()
         context.mm_token_counts = kwargs.get("mm_token_counts") or {}
-        own = (context, self.client.config, self.transcripts)
-        media = MediaStream(result_generator, request_id, model_name, *own)
+        media = MediaStream(result_generator, request_id, model_name, context, self.client.config, self.transcripts)
         text = super().chat_completion_stream_generator(request, media.text(), request_id, model_name, *args, **kwargs)
         return media.lines(text) if context.options.has_media else text
 

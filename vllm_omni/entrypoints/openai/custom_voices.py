@@ -16,13 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_endpoint import get_handler, served_names
-from vllm_omni.entrypoints.openai.media_request import (
-    MediaFetcher,
-    RequestModel,
-    SoundUrl,
-    describe_form,
-    read_request,
-)
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher, RequestModel, SoundUrl
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.entrypoints.openai.speech_request import Text, check_read
@@ -45,6 +39,7 @@ class VoiceRequest(RequestModel):
     """A recording of a voice."""
 
     model_config = ConfigDict(extra="forbid")
+    file_field = "audio_sample"
 
     name: Annotated[str, AfterValidator(_check_name)] = Field(
         min_length=1, max_length=_MAX_NAME, description="How requests name it.", examples=["narrator"]
@@ -131,10 +126,6 @@ def _voices_of(raw_request: Request) -> CustomVoices:
     return get_handler(raw_request, "audio").custom_voices
 
 
-async def _voice_request(raw_request: Request) -> VoiceRequest:
-    return await read_request(raw_request, VoiceRequest, "audio_sample")
-
-
 router = APIRouter()
 
 
@@ -157,14 +148,12 @@ async def list_audio_models(raw_request: Request) -> AudioModelList:
     return AudioModelList(models=[AudioModel(id=name) for name in names])
 
 
-@router.post(
-    "/v1/audio/voices",
-    responses=FORM_ERRORS,
-    openapi_extra=describe_form(VoiceRequest, "audio_sample", several=False),
-)
+@router.post("/v1/audio/voices", responses=FORM_ERRORS, openapi_extra=VoiceRequest.describe_body())
 @with_cancellation
 @load_aware_call
-async def create_voice(request: Annotated[VoiceRequest, Depends(_voice_request)], raw_request: Request) -> CustomVoice:
+async def create_voice(
+    request: Annotated[VoiceRequest, Depends(VoiceRequest.read)], raw_request: Request
+) -> CustomVoice:
     """Keeps the recording of a voice for some time; requests of the same API key can name it."""
     return await _voices_of(raw_request).create(request, RequestContext.current().owner)
 

@@ -10,12 +10,11 @@ from fastapi import APIRouter, FastAPI, Path, Request
 from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError
 
-from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
-from vllm_omni.entrypoints.openai.media_endpoint import final_stage
+from vllm_omni.entrypoints.openai.media_endpoint import final_stage, load_info
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS
 
@@ -70,7 +69,7 @@ def describe(app: FastAPI, client: OmniEngineClient) -> PipelineDescription:
     """The description of a pipeline, whose application has all its endpoints and their handlers."""
     stages = client.config.stage_args
     model = app.state.args.model
-    infos = {stage.stage_id: _load_info(stage, model) for stage in stages if stage.kind == "DiT"}
+    infos = {stage.stage_id: load_info(stage, model) for stage in stages if stage.kind == "DiT"}
     return PipelineDescription(
         model=app.state.openai_serving_models.base_model_paths[0].name,
         inputs=["text", *_media_inputs(client, infos)],
@@ -88,10 +87,6 @@ def describe(app: FastAPI, client: OmniEngineClient) -> PipelineDescription:
             for stage in stages
         ],
     )
-
-
-def _load_info(stage: OmniStageConfig, model: str) -> PipelineInfo:
-    return PipelineInfo.load(stage.checkpoint(model), parse_dit_config(stage.dit_engine_args, stage.name))
 
 
 def _media_inputs(client: OmniEngineClient, infos: dict[int, PipelineInfo]) -> list[str]:

@@ -30,14 +30,7 @@ from vllm_omni.entrypoints.openai.file_store import FILES_PATH, FileStore
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, closing_store, completed, get_handler
 from vllm_omni.entrypoints.openai.media_output import IMAGE_FORMATS, as_image_file, to_base64, usage_of
-from vllm_omni.entrypoints.openai.media_request import (
-    MAX_IMAGES,
-    NO_EFFECT,
-    ImageUrls,
-    MediaRequest,
-    describe_form,
-    read_request,
-)
+from vllm_omni.entrypoints.openai.media_request import MAX_IMAGES, NO_EFFECT, ImageUrls, MediaRequest
 from vllm_omni.entrypoints.openai.request_context import RequestContext, started
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, comment_line, sse_line
@@ -106,6 +99,8 @@ class ImageRequest(MediaRequest):
 
 class ImageEditRequest(ImageRequest):
     """A request for images that are made of others."""
+
+    file_field, max_files = "image", MAX_IMAGES
 
     image: ImageUrls = Field(
         min_length=1,
@@ -269,10 +264,6 @@ def _size_of(file: bytes) -> str:
         return f"{image.width}x{image.height}"
 
 
-async def _edit_request(raw_request: Request) -> ImageEditRequest:
-    return await read_request(raw_request, ImageEditRequest, "image")
-
-
 router = APIRouter(lifespan=closing_store("image"))
 
 
@@ -284,14 +275,12 @@ async def create_image(request: ImageRequest, raw_request: Request) -> Response:
     return await get_handler(raw_request, "image").answer(request, raw_request)
 
 
-@router.post(
-    "/v1/images/edits",
-    responses=_IMAGE_RESPONSES,
-    openapi_extra=describe_form(ImageEditRequest, "image", several=True),
-)
+@router.post("/v1/images/edits", responses=_IMAGE_RESPONSES, openapi_extra=ImageEditRequest.describe_body())
 @with_cancellation
 @load_aware_call
-async def edit_image(request: Annotated[ImageEditRequest, Depends(_edit_request)], raw_request: Request) -> Response:
+async def edit_image(
+    request: Annotated[ImageEditRequest, Depends(ImageEditRequest.read)], raw_request: Request
+) -> Response:
     """Images that are made of others, as a prompt says."""
     return await get_handler(raw_request, "image").answer(request, raw_request)
 

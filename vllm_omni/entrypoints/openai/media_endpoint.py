@@ -112,10 +112,7 @@ class DiffusionEndpoint(MediaEndpoint):
 
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
         super().__init__(state, client, stage, args)
-        self.info: PipelineInfo | None = None
-        if stage.kind == "DiT":
-            dit_config = parse_dit_config(stage.dit_engine_args, stage.name)
-            self.info = PipelineInfo.load(stage.checkpoint(args.model), dit_config)
+        self.info = load_info(stage, args.model) if stage.kind == "DiT" else None
 
     @property
     def model_names(self) -> list[str]:
@@ -223,6 +220,11 @@ class DiffusionEndpoint(MediaEndpoint):
                 have = f"have no {name}; they have {', '.join(sorted(known))}" if known else "have no settings"
                 raise VLLMValidationError(f"this model's {self.makes}s {have}", parameter=name)
         return given
+
+
+def load_info(stage: OmniStageConfig, model: str) -> PipelineInfo:
+    """The diffusers pipeline of a stage; `model` is that of `vllm serve`."""
+    return PipelineInfo.load(stage.checkpoint(model), parse_dit_config(stage.dit_engine_args, stage.name))
 
 
 def final_stage(config: PipelineConfig, output_type: str) -> OmniStageConfig | None:

@@ -10,7 +10,7 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import vllm.envs as envs
@@ -35,8 +35,6 @@ _MAX_FIELDS = 100
 _SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
-
-_Model = TypeVar("_Model", bound=BaseModel)
 
 
 def as_urls(value: Any) -> Any:
@@ -83,12 +81,55 @@ def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RequestModel(BaseModel):
-    """A request whose fields may all be null."""
+    """A request whose fields may all be null, and whose body may be JSON or a form.
+
+    Attributes:
+        file_field: The field that may be an uploaded file, or several; in the request they are data URIs.
+        max_files: Its files.
+    """
+
+    file_field: ClassVar[str] = ""
+    max_files: ClassVar[int] = 1
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, fields: Any) -> Any:
         return without_nulls(fields) if isinstance(fields, Mapping) else fields
+
+    @classmethod
+    async def read(cls, raw_request: Request) -> Self:
+        """Reads a body; a dependency of endpoints.
+
+        Raises:
+            RequestValidationError: A field is wrong.
+            HTTPException: The body is of another type, or no valid form.
+        """
+        kind = raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind in _FORMS:
+            fields = await _read_form(raw_request, cls.file_field)
+        elif kind == "application/json":
+            fields = await raw_request.json() if await raw_request.body() else {}
+        else:
+            raise HTTPException(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send application/json or {_FORMS[0]}, not {kind or 'nothing'}"
+            )
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            errors = error.errors(include_url=False, include_input=False)
+            raise RequestValidationError([{**found, "loc": ("body", *found["loc"])} for found in errors]) from error
+
+    @classmethod
+    def describe_body(cls) -> dict[str, Any]:
+        """The body that `read` reads, in the API's description."""
+        # Models of single fields are in the description already, by the endpoints that take JSON only.
+        schema = cls.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema.pop("$defs", None)
+        file = {"type": "string", "format": "binary"}
+        uploaded = {"type": "array", "items": file, "maxItems": cls.max_files} if cls.max_files > 1 else file
+        form = {**schema, "properties": {**schema["properties"], cls.file_field: uploaded}}
+        content = {"application/json": {"schema": schema}, _FORMS[0]: {"schema": form}}
+        return {"requestBody": {"required": True, "content": content}}
 
 
 class MediaRequest(RequestModel):
@@ -190,44 +231,6 @@ class MediaFetcher:
         except (VLLMValidationError, VLLMUnprocessableEntityError) as error:
             error.parameter = parameter
             raise
-
-
-async def read_request(request: Request, model: type[_Model], file_field: str) -> _Model:
-    """The body of a request that may be JSON or a form.
-
-    Args:
-        file_field: The field whose values may be uploaded files; in the result they are data URIs.
-
-    Raises:
-        RequestValidationError: The model refuses it.
-        HTTPException: It is of another type, or no valid form.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in _FORMS:
-        fields = await _read_form(request, file_field)
-    elif kind == "application/json":
-        fields = await request.json() if await request.body() else {}
-    else:
-        raise HTTPException(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send application/json or {_FORMS[0]}, not {kind or 'nothing'}"
-        )
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        errors = error.errors(include_url=False, include_input=False)
-        raise RequestValidationError([{**found, "loc": ("body", *found["loc"])} for found in errors]) from error
-
-
-def describe_form(model: type[BaseModel], file_field: str, *, several: bool) -> dict[str, Any]:
-    """The body that `read_request` reads, in the API's description."""
-    # Models of single fields are in the description already, by the endpoints that take JSON only.
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    file = {"type": "string", "format": "binary"}
-    uploaded = {"type": "array", "items": file, "maxItems": MAX_IMAGES} if several else file
-    form = {**schema, "properties": {**schema["properties"], file_field: uploaded}}
-    content = {"application/json": {"schema": schema}, _FORMS[0]: {"schema": form}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 async def _read_form(request: Request, file_field: str) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, OmniHTTPError, describe_errors, to_http_error
 from vllm_omni.entrypoints.openai.media_endpoint import MediaEndpoint, get_handler
 from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER, finish_reason_of, to_base64
-from vllm_omni.entrypoints.openai.media_request import describe_form, read_request
 from vllm_omni.entrypoints.openai.request_context import RequestContext, started
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag, limits_from
 from vllm_omni.entrypoints.openai.speech_file import SpeechFile
@@ -275,18 +274,12 @@ def _as_item(index: int, result: BatchItem | BaseException) -> BatchItem:
     return BatchItem(index=index, error=create_error_response(error).error)
 
 
-async def _speech_request(raw_request: Request) -> SpeechRequest:
-    return await read_request(raw_request, SpeechRequest, "ref_audio")
-
-
-@router.post(
-    "/v1/audio/speech",
-    responses=RESPONSES,
-    openapi_extra=describe_form(SpeechRequest, "ref_audio", several=False),
-)
+@router.post("/v1/audio/speech", responses=RESPONSES, openapi_extra=SpeechRequest.describe_body())
 @with_cancellation
 @load_aware_call
-async def create_speech(request: Annotated[SpeechRequest, Depends(_speech_request)], raw_request: Request) -> Response:
+async def create_speech(
+    request: Annotated[SpeechRequest, Depends(SpeechRequest.read)], raw_request: Request
+) -> Response:
     """The speech of a text: streamed while it is made, or as a whole file."""
     return await get_handler(raw_request, "audio").create(request, raw_request)
 

@@ -161,6 +161,8 @@ class SpeechSettings(RequestModel):
 class SpeechRequest(SpeechSettings):
     """A text to be spoken."""
 
+    file_field = "ref_audio"
+
     input: Text = Field(
         description="The text to speak; for a model of sounds or music, its prompt.", examples=["Hello. How are you?"]
     )

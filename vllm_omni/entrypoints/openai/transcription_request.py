@@ -43,6 +43,7 @@ class SoundRequest(RequestModel):
     """The fields that both have."""
 
     model_config = ConfigDict(extra="forbid")
+    file_field = "file"
 
     formats: ClassVar[str]
     """Those that it may ask for, for messages."""

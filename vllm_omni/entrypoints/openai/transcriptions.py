@@ -33,7 +33,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, model_aliases, new_id, served_names
 from vllm_omni.entrypoints.openai.media_output import to_base64
-from vllm_omni.entrypoints.openai.media_request import MediaFetcher, describe_form, read_request
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.request_context import started
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE
 from vllm_omni.entrypoints.openai.transcription_request import (
@@ -173,7 +173,7 @@ def _handler(raw_request: Request) -> TranscriptionHandler:
 
 
 async def _sound_request(raw_request: Request) -> SoundRequest:
-    request = await read_request(raw_request, _handler(raw_request).request_class, "file")
+    request = await _handler(raw_request).request_class.read(raw_request)
     state = raw_request.app.state
     is_alias = request.model in model_aliases(state.args, "transcription")
     if is_alias and request.model not in state.openai_serving_models.lora_requests:
@@ -182,7 +182,7 @@ async def _sound_request(raw_request: Request) -> SoundRequest:
 
 
 router = APIRouter()
-_BODY = describe_form(TimedTranscriptionRequest, "file", several=False)
+_BODY = TimedTranscriptionRequest.describe_body()
 
 
 @router.post("/v1/audio/transcriptions", responses=RESPONSES, openapi_extra=_BODY)

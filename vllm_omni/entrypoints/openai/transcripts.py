@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -18,10 +17,9 @@ from vllm.entrypoints.serve.engine.protocol import UsageInfo
 
 from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.sse import Line, read_lines, sse_line, sse_response
+from vllm_omni.entrypoints.openai.sse import Data, Line, read_lines, sse_line, sse_response
 from vllm_omni.entrypoints.openai.transcription_request import Task, TranscriptionRequest
 
-Data = dict[str, Any]
 Deltas = AsyncGenerator[str, None]
 
 

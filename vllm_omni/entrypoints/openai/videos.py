@@ -29,13 +29,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, OmniHTTPError, to_http_error
 from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, closing_store, get_handler, new_id
 from vllm_omni.entrypoints.openai.media_output import as_video_files, describe_video, read_first_frame
-from vllm_omni.entrypoints.openai.media_request import (
-    ImageUrls,
-    MediaRequest,
-    Prompt,
-    describe_form,
-    read_request,
-)
+from vllm_omni.entrypoints.openai.media_request import ImageUrls, MediaRequest, Prompt
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.video_store import Video, VideoJob, VideoStore
@@ -55,6 +49,8 @@ VideoId = Annotated[str, PathParameter(max_length=200, description="Of a video t
 
 class VideoRequest(MediaRequest):
     """A request for a video."""
+
+    file_field = "input_reference"
 
     seconds: float | None = Field(
         None,
@@ -283,19 +279,13 @@ def _handler(raw_request: Request) -> ServingVideos:
     return get_handler(raw_request, "video")
 
 
-async def _video_request(raw_request: Request) -> VideoRequest:
-    return await read_request(raw_request, VideoRequest, "input_reference")
-
-
 router = APIRouter(lifespan=closing_store("video"))
 
 
-@router.post(
-    "/v1/videos", responses=FORM_ERRORS, openapi_extra=describe_form(VideoRequest, "input_reference", several=False)
-)
+@router.post("/v1/videos", responses=FORM_ERRORS, openapi_extra=VideoRequest.describe_body())
 @with_cancellation
 @load_aware_call
-async def create_video(request: Annotated[VideoRequest, Depends(_video_request)], raw_request: Request) -> Video:
+async def create_video(request: Annotated[VideoRequest, Depends(VideoRequest.read)], raw_request: Request) -> Video:
     """Starts a video of a prompt, and of an image if there is one. Poll it until its status is completed."""
     return await _handler(raw_request).create(request, raw_request)
 

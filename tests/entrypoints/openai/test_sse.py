@@ -10,7 +10,7 @@ import pytest
 
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
 from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext
-from vllm_omni.entrypoints.openai.sse import DONE, ErrorLine, Line, comment_line, read_lines, sse_line, with_error
+from vllm_omni.entrypoints.openai.sse import DONE, ErrorLine, Line, comment_line, read_deltas, sse_line, with_error
 from vllm_omni.errors import RequestTimeoutError
 
 FAILED = {"error": {"message": "it failed", "code": 500}}
@@ -55,25 +55,40 @@ def test_a_defect_is_not_an_answer() -> None:
         asyncio.run(collected(with_error(stream(error=KeyError("a")))))
 
 
-def test_lines_are_read_until_an_error_and_the_request_ends() -> None:
-    async def main() -> tuple[list[dict], list[str]]:
-        closed: list[str] = []
+def test_a_chat_is_read_until_an_error_and_its_request_ends() -> None:
+    async def main() -> None:
+        is_closed = asyncio.Event()
 
         async def outputs() -> AsyncGenerator[int, None]:
             try:
                 while True:
                     yield 0
             finally:
-                closed.append("closed")
+                is_closed.set()
 
-        context = RequestContext(outputs=[Peekable(outputs())])
+        def line(delta: dict, **more: object) -> bytes:
+            return sse_line({"choices": [{"delta": delta, "finish_reason": None}], **more})
+
+        context = RequestContext(outputs=[Peekable(outputs())], mm_token_counts={"audio": 7})
         await context.started()
-        lines = stream('data: {"a": "é"}\n\n', b'data: {"a": 2}\n\n', DONE, sse_line(FAILED))
-        chunks = []
+        usage = {"total_tokens": 3}
+        call = {"index": 0, "id": "call"}
+        ends = [
+            sse_line({"choices": [{"delta": {}, "finish_reason": "stop"}]}),
+            sse_line({"choices": [], "usage": usage}),
+        ]
+        lines = stream(
+            line({"content": "é"}).decode(), comment_line("step"), line({"audio": {"id": "a", "data": b"abc"}}),
+            line({"audio": {"expires_at": 1}, "tool_calls": [call]}), *ends, DONE, sse_line(FAILED),
+        )  # fmt: skip
+        deltas = []
         with pytest.raises(ErrorLine) as failure:
-            async for chunk in read_lines(lines, context):
-                chunks.append(chunk)
-        assert failure.value.args == (FAILED,)
-        return chunks, closed
+            async for delta in read_deltas(lines, context):
+                deltas.append(delta)
+        assert failure.value.args == (FAILED,) and is_closed.is_set()
+        assert [delta.text for delta in deltas] == ["é", "", "", "", ""]
+        assert [delta.audio for delta in deltas] == [b"", b"abc", b"", b"", b""]
+        assert deltas[2].tool_calls == [call] and deltas[3].finish_reason == "stop" and deltas[4].usage == usage
+        assert all(delta.mm_token_counts == {"audio": 7} for delta in deltas)
 
-    assert asyncio.run(main()) == ([{"a": "é"}, {"a": 2}], ["closed"])
+    asyncio.run(main())

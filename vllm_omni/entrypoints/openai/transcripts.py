@@ -17,7 +17,7 @@ from vllm.entrypoints.serve.engine.protocol import UsageInfo
 
 from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.sse import Data, Line, read_lines, sse_line, sse_response
+from vllm_omni.entrypoints.openai.sse import ChatDelta, Data, Line, read_deltas, sse_line, sse_response
 from vllm_omni.entrypoints.openai.transcription_request import Task, TranscriptionRequest
 
 Deltas = AsyncGenerator[str, None]
@@ -70,7 +70,7 @@ def as_events(deltas: Deltas, transcript: Transcript, keep_alive_s: float) -> Re
 def lines_as_events(lines: AsyncGenerator[Line, None], keep_alive_s: float) -> Response:
     """The answer of `as_events` for vLLM's lines of a chat or a transcription."""
     transcript = Transcript(usage=token_usage(UsageInfo()))
-    deltas = read_deltas(read_lines(lines, RequestContext.current()), transcript)
+    deltas = read_texts(read_deltas(lines, RequestContext.current()), transcript)
     return as_events(deltas, transcript, keep_alive_s)
 
 
@@ -84,13 +84,12 @@ async def _lines(deltas: Deltas, transcript: Transcript) -> AsyncGenerator[Line,
     yield sse_line(done if transcript.finish_reason is None else done | {"finish_reason": transcript.finish_reason})
 
 
-async def read_deltas(chunks: AsyncGenerator[Data, None], transcript: Transcript) -> Deltas:
-    """The text of chunks; the transcript gets their usage and finish reason."""
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            if chunk.get("usage"):
-                transcript.usage = token_usage(UsageInfo(**chunk["usage"]))
-            for choice in chunk["choices"]:
-                transcript.finish_reason = choice.get("finish_reason") or transcript.finish_reason
-                if delta := choice["delta"].get("content"):
-                    yield delta
+async def read_texts(answer: AsyncGenerator[ChatDelta, None], transcript: Transcript) -> Deltas:
+    """The texts of an answer; the transcript gets its usage and finish reason."""
+    async with aclosing(answer):
+        async for delta in answer:
+            if delta.usage:
+                transcript.usage = token_usage(UsageInfo(**delta.usage))
+            transcript.finish_reason = delta.finish_reason or transcript.finish_reason
+            if delta.text:
+                yield delta.text

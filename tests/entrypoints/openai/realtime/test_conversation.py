@@ -16,6 +16,7 @@ from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.realtime.response import Response
+from vllm_omni.entrypoints.openai.sse import ChatDelta
 
 PCM, ULAW = FORMATS["audio/pcm"], FORMATS["audio/pcmu"]
 
@@ -130,22 +131,21 @@ def test_the_input_buffer() -> None:
 
 def test_speech_that_is_being_made_is_as_long_as_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else an answer that is interrupted where speech is made slowly would be remembered whole."""
-    text, half_second = "one two three four five six seven eight", base64.b64encode(bytes(24_000)).decode()
+    text, half_second = "one two three four five six seven eight", bytes(24_000)
 
     async def main() -> None:
         goes_on, waits = asyncio.Event(), asyncio.Event()
 
-        async def chunks(*_: Any) -> AsyncGenerator[dict[str, Any], None]:
-            for delta in ({"content": text}, {"audio": {"data": half_second}}, {"audio": {"data": half_second}}):
-                choice = {"index": 0, "delta": delta, "finish_reason": None}
-                yield {"choices": [choice], "usage": None, "mm_token_counts": None}
-                if "audio" in delta:
-                    waits.set()
-                    await goes_on.wait()
+        async def deltas_of(*_: Any) -> AsyncGenerator[ChatDelta, None]:
+            yield ChatDelta(text=text, mm_token_counts={})
+            for _ in range(2):
+                yield ChatDelta(audio=half_second, mm_token_counts={})
+                waits.set()
+                await goes_on.wait()
 
         async def send(*_: Any, **__: Any) -> None: ...
 
-        monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.response.chunks", chunks)
+        monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.response.deltas_of", deltas_of)
         handler: Any = None
         session = SessionContext(send=send, chat=handler, owner=b"", sample_rate=24_000, lead_s=10.0)
         settings = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request for the chat handler, and its answer as chunks while they are made: the text, calls, speech and usage."""
+"""A request for the chat handler, and its answer as deltas while they are made: the text, calls, speech and usage."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import Message
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.sse import ErrorLine, read_lines
+from vllm_omni.entrypoints.openai.sse import ChatDelta, ErrorLine, read_deltas
 from vllm_omni.errors import OmniError
 
 logger = logging.getLogger("vllm.omni.server")
-
-Chunk = dict[str, Any]
 
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 """With every chunk, because an answer may be cut at any."""
@@ -84,10 +82,10 @@ def _tool_choice(choice: Any) -> Any:
     return choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice["name"]}}
 
 
-async def chunks(
+async def deltas_of(
     chat: OmniServingChat, request: OmniChatCompletionRequest, owner: bytes
-) -> AsyncGenerator[Chunk, None]:
-    """The chunks of a streamed answer. Closing the generator aborts the request.
+) -> AsyncGenerator[ChatDelta, None]:
+    """The deltas of a streamed answer. Closing the generator aborts the request.
 
     Run it in a task of its own: the request's context is the task's.
 
@@ -105,9 +103,9 @@ async def chunks(
         if isinstance(answer, ErrorResponse):
             raise ChatError(answer.error.message, str(answer.error.code), answer.error.param)
         assert isinstance(answer, AsyncGenerator)
-        async with aclosing(read_lines(answer, context)) as decoded:
-            async for chunk in decoded:
-                yield {**chunk, "mm_token_counts": context.mm_token_counts}
+        async with aclosing(read_deltas(answer, context)) as deltas:
+            async for delta in deltas:
+                yield delta
     except Exception as error:
         raise as_chat_error(error) from error
     finally:

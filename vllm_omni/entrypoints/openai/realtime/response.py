@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One response of a session: a request to the pipeline, its output items, and their events in OpenAI's order.
 
-A reader takes the chunks as the pipeline makes them; the response sends them, speech not much faster than it is played.
+A reader takes the deltas as the pipeline makes them; the response sends them, speech not much faster than it is played.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
-from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, Chunk, as_chat_error, chunks, end, make_request
+from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Message
 from vllm_omni.entrypoints.openai.realtime.output_items import (
@@ -24,6 +23,7 @@ from vllm_omni.entrypoints.openai.realtime.output_items import (
     WrittenMessage,
 )
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
+from vllm_omni.entrypoints.openai.sse import ChatDelta
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
@@ -63,14 +63,14 @@ class Response:
         self._status = "in_progress"
         self._details: dict[str, Any] | None = None
         self._cancel_reason: CancelReason | None = None
-        self._chunks: asyncio.Queue[Chunk | ChatError | None] = asyncio.Queue()
+        self._deltas: asyncio.Queue[ChatDelta | ChatError | None] = asyncio.Queue()
         self._outputs: list[Output] = []
         self._message: SpokenMessage | WrittenMessage | None = None
         self._calls: dict[int, Call] = {}
         self._early_speech: list[bytes] = []
         self._made_ms, self._num_chars, self._is_made = 0.0, 0, False
         self._usage: dict[str, Any] = {}
-        self._mm_token_counts: dict[str, int] = {}
+        self._mm_token_counts: Mapping[str, int] = {}
         self._finish_reason: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._has_started = asyncio.Event()
@@ -99,7 +99,7 @@ class Response:
         try:
             self._has_started.set()
             await self._session.send("response.created", response=self._as_dict())
-            await self._send_chunks()
+            await self._send_deltas()
             self._status, self._details = self._ended()
         except ChatError as error:
             self._status, self._details = "failed", {"type": "failed", "error": error.as_dict()}
@@ -115,31 +115,28 @@ class Response:
         await self._session.send("response.done", response=self._as_dict())
 
     async def _read(self) -> None:
-        """Reads the chunks as they are made. An answer that is only function calls ends with them, unspoken."""
+        """Reads the deltas as they are made. An answer that is only function calls ends with them, unspoken."""
         last: ChatError | None = None
         has_text, has_calls = False, False
         try:
-            async with aclosing(chunks(self._session.chat, self._request, self._session.owner)) as answer:
-                async for chunk in answer:
-                    for choice in chunk["choices"]:
-                        delta = choice["delta"]
-                        self._note(delta)
-                        has_text |= bool((delta.get("content") or "").strip())
-                        has_calls |= bool(delta.get("tool_calls"))
-                    self._chunks.put_nowait(chunk)
-                    if has_calls and not has_text and _has_ended(chunk):
+            async with aclosing(deltas_of(self._session.chat, self._request, self._session.owner)) as answer:
+                async for delta in answer:
+                    self._note(delta)
+                    has_text |= bool(delta.text.strip())
+                    has_calls |= bool(delta.tool_calls)
+                    self._deltas.put_nowait(delta)
+                    if has_calls and not has_text and delta.finish_reason:
                         break
             self._is_made = True
             self._note_in_item()
         except Exception as error:
             last = as_chat_error(error)
-        self._chunks.put_nowait(last)
+        self._deltas.put_nowait(last)
 
-    def _note(self, delta: dict[str, Any]) -> None:
+    def _note(self, delta: ChatDelta) -> None:
         """How much was made, which may be more than is sent."""
-        self._num_chars += len(delta.get("content") or "")
-        if data := (delta.get("audio") or {}).get("data"):
-            self._made_ms += 1000 * len(data) * 3 / 4 / 2 / self._session.sample_rate / self._speed
+        self._num_chars += len(delta.text)
+        self._made_ms += 1000 * len(delta.audio) / 2 / self._session.sample_rate / self._speed
         self._note_in_item()
 
     @property
@@ -152,29 +149,26 @@ class Response:
             expected_ms = 0.0 if self._is_made else self._num_chars * _MS_PER_CHAR / self._speed
             self._message.item.made_ms, self._message.item.num_chars = max(self._made_ms, expected_ms), self._num_chars
 
-    async def _send_chunks(self) -> None:
-        while (chunk := await self._chunks.get()) is not None:
-            if isinstance(chunk, ChatError):
-                raise chunk
-            self._usage = chunk.get("usage") or self._usage
-            self._mm_token_counts = chunk["mm_token_counts"] or {}
-            for choice in chunk["choices"]:
-                self._finish_reason = choice["finish_reason"] or self._finish_reason
-                await self._take(choice["delta"])
+    async def _send_deltas(self) -> None:
+        while (delta := await self._deltas.get()) is not None:
+            if isinstance(delta, ChatError):
+                raise delta
+            self._usage = delta.usage or self._usage
+            self._mm_token_counts = delta.mm_token_counts
+            self._finish_reason = delta.finish_reason or self._finish_reason
+            await self._take(delta)
         if isinstance(self._message, SpokenMessage):
             await self._message.end_speech()
 
-    async def _take(self, delta: dict[str, Any]) -> None:
-        if text := delta.get("content"):
-            await self._add_text(text)
-        for call in delta.get("tool_calls") or ():
+    async def _take(self, delta: ChatDelta) -> None:
+        if delta.text:
+            await self._add_text(delta.text)
+        for call in delta.tool_calls:
             await self._add_to_call(call)
-        if data := (delta.get("audio") or {}).get("data"):
-            pcm = base64.b64decode(data)
-            if isinstance(self._message, SpokenMessage):
-                await self._message.speak(pcm)
-            else:
-                self._early_speech.append(pcm)
+        if delta.audio and isinstance(self._message, SpokenMessage):
+            await self._message.speak(delta.audio)
+        elif delta.audio:
+            self._early_speech.append(delta.audio)
 
     async def _add_text(self, text: str) -> None:
         if self._message is None:
@@ -246,7 +240,3 @@ class Response:
             },
             "output_token_details": {"text_tokens": written - spoken, "audio_tokens": spoken},
         }
-
-
-def _has_ended(chunk: Chunk) -> bool:
-    return any(choice["finish_reason"] for choice in chunk["choices"])

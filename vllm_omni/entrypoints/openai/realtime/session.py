@@ -22,7 +22,7 @@ from vllm.exceptions import VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
-from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, chunks, end
+from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values, transcription_request
 from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
@@ -40,7 +40,7 @@ from vllm_omni.entrypoints.openai.realtime.turn_detection import Turn, TurnDetec
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
 from vllm_omni.entrypoints.openai.transcriptions import stage_prompt
-from vllm_omni.entrypoints.openai.transcripts import Transcript, read_deltas, token_usage
+from vllm_omni.entrypoints.openai.transcripts import Transcript, read_texts, token_usage
 
 MIN_TURN_S = 0.1  # As OpenAI's.
 
@@ -313,7 +313,7 @@ class Session:
         transcript.usage = token_usage(UsageInfo())
         request = transcription_request(settings, sound.uri()).as_chat(stage_prompt(self._chat.client, "transcribe"))
         request.model = self._values["model"]
-        deltas = read_deltas(chunks(self._chat, request, self._owner), transcript)
+        deltas = read_texts(deltas_of(self._chat, request, self._owner), transcript)
         async with self._transcribing, aclosing(deltas):
             async for delta in deltas:
                 yield delta

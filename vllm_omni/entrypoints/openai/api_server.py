@@ -194,7 +194,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     asr_stage = load_asr_stage(client, args)
     app.state.omni_transcriptions = None
     if asr_stage is not None:
-        app.state.omni_transcriptions = transcriptions.StageTranscriptions(app.state, asr_stage, args)
+        app.state.omni_transcriptions = transcriptions.StageTranscriptions(app.state, client, asr_stage, args)
         if client.has_renderer:
             app.state.openai_serving_chat.asr_stage = asr_stage
     elif client.transcribes:

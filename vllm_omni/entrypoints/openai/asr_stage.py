@@ -31,7 +31,6 @@ class ASRStage:
     """
     Attributes:
         parameters: Names of the stage's parameters.
-        media: Fetches its sounds.
     """
 
     def __init__(self, client: OmniEngineClient, stage: OmniStageConfig, media: MediaFetcher) -> None:
@@ -41,7 +40,7 @@ class ASRStage:
         """
         self._client = client
         self._stage = stage
-        self.media = media
+        self._media = media
         self._final_stages = client.config.final_stages(["text"], stage.stage_id)
         own = client.llm.builder.function_parameters.get(stage.stage_id)
         self.parameters: Sequence[str] = () if own is None else own.names
@@ -87,7 +86,7 @@ class ASRStage:
             raise
 
     async def _fetch_transcript(self, url: str, parameter: str) -> str:
-        sound = await self.media.sound(url, parameter)
+        sound = await self._media.sound(url, parameter)
         async with aclosing(self.transcribe(sound, {}, new_id("transcription"))) as deltas:
             return "".join([delta async for delta in deltas]).strip()
 

@@ -13,7 +13,7 @@ import io
 from argparse import Namespace
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import numpy as np
 import soundfile
@@ -50,17 +50,22 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-class TranscriptionHandler(Protocol):
+class TranscriptionHandler:
     """What answers both endpoints.
 
     Attributes:
         request_class: The requests that it takes.
     """
 
-    request_class: type[SoundRequest]
+    request_class: type[SoundRequest] = TranscriptionRequest
+
+    def __init__(self, client: OmniEngineClient, args: Namespace) -> None:
+        self._media = MediaFetcher(client, args)
+        self._keep_alive_s = float(args.sse_keep_alive_interval)
 
     async def create(self, request: Any, task: Task, raw_request: Request) -> Response:
         """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
+        raise NotImplementedError
 
 
 def can_transcribe(client: OmniEngineClient) -> bool:
@@ -76,18 +81,14 @@ def accepts_audio(client: OmniEngineClient) -> bool:
     return can_transcribe(client) or client.config.accepting_stage("audio", "text") is not None
 
 
-class ServingTranscriptions:
+class ServingTranscriptions(TranscriptionHandler):
     """The handler for a model that is asked in a chat."""
 
-    request_class: type[SoundRequest] = TranscriptionRequest
-
     def __init__(self, chat: OmniServingChat, args: Namespace) -> None:
+        super().__init__(chat.client, args)
         self._chat = chat
-        self._media = MediaFetcher(chat.client, args)
-        self._keep_alive_s = float(args.sse_keep_alive_interval)
 
     async def create(self, request: TranscriptionRequest, task: Task, raw_request: Request) -> Response:
-        """See `TranscriptionHandler`."""
         duration = await self._measure(request) if request.response_format == "verbose_json" else 0.0
         chat = request.as_chat(stage_prompt(self._chat.client, task))
         try:
@@ -112,23 +113,20 @@ class ServingTranscriptions:
         return len(samples) / sample_rate
 
 
-class StageTranscriptions:
+class StageTranscriptions(TranscriptionHandler):
     """The handler for a pipeline with an ASR stage, which gets `language`, `prompt`, `temperature` and `task` if it has
     parameters of these names."""
 
-    request_class: type[SoundRequest] = TranscriptionRequest
-
-    def __init__(self, state: State, stage: ASRStage, args: Namespace) -> None:
+    def __init__(self, state: State, client: OmniEngineClient, stage: ASRStage, args: Namespace) -> None:
+        super().__init__(client, args)
         self._stage = stage
         self._model_names = served_names(state)
-        self._keep_alive_s = float(args.sse_keep_alive_interval)
 
     async def create(self, request: TranscriptionRequest, task: Task, raw_request: Request) -> Response:
-        """See `TranscriptionHandler`."""
         check_model(request.model, self._model_names)
         if task == "translate" and "task" not in self._stage.parameters:
             raise VLLMValidationError("this model transcribes and does not translate", parameter="model")
-        sound = await self._stage.media.sound(request.file, "file")
+        sound = await self._media.sound(request.file, "file")
         seconds = len(sound[0]) / sound[1]
         headers = extract_trace_headers(raw_request.headers)
         request_id = new_id("transcription", raw_request)

@@ -25,19 +25,19 @@ from vllm.entrypoints.speech_to_text.translation.serving import OpenAIServingTra
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.transcription_request import SoundRequest, Task, TimedTranscriptionRequest
-from vllm_omni.entrypoints.openai.transcriptions import as_wav
+from vllm_omni.entrypoints.openai.transcription_request import Task, TimedTranscriptionRequest
+from vllm_omni.entrypoints.openai.transcriptions import TranscriptionHandler, as_wav
 from vllm_omni.entrypoints.openai.transcripts import lines_as_events
 
 
-class VllmTranscriptions:
+class VllmTranscriptions(TranscriptionHandler):
     """The handler of both endpoints, on those that vLLM has made of the application's state."""
 
-    request_class: type[SoundRequest] = TimedTranscriptionRequest
+    request_class = TimedTranscriptionRequest
 
     def __init__(self, state: State, client: OmniEngineClient, args: Namespace) -> None:
+        super().__init__(client, args)
         transcription: OpenAIServingTranscription = state.openai_serving_transcription
         translation: OpenAIServingTranslation = state.openai_serving_translation
         for handler in (transcription, translation):
@@ -47,11 +47,8 @@ class VllmTranscriptions:
             "translate": translation.create_translation,
         }
         self._knows_times = transcription.model_cls.supports_segment_timestamp
-        self._media = MediaFetcher(client, args)
-        self._keep_alive_s = float(args.sse_keep_alive_interval)
 
     async def create(self, request: TimedTranscriptionRequest, task: Task, raw_request: Request) -> Response:
-        """See `TranscriptionHandler`."""
         if request.has_times and not self._knows_times:
             raise VLLMValidationError(
                 f"response_format {request.response_format} is not supported: this model says what is spoken, not "

@@ -73,7 +73,7 @@ class DiffusionChat(DiffusionEndpoint):
         settings = self._settings(request)
         answer = _Answer(
             id=new_id(self.kind, raw_request),
-            model_name=request.model or self.model_name,
+            model_name=request.model or self.model_names[0],
             num_choices=_count_choices(request, settings),
             audio_format=(None if request.audio is None else request.audio.format) or "wav",
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
@@ -91,7 +91,7 @@ class DiffusionChat(DiffusionEndpoint):
         # Chat clients ask for text beside what they want.
         asked = request.modalities
         wanted = [name for name in asked if name != "text"] if asked and makes in asked else asked
-        modalities = read_modalities(wanted, self.config, [makes])
+        modalities = read_modalities(wanted, self.client.config, [makes])
         if modalities != [makes]:
             raise VLLMValidationError(
                 f"chat with this model returns {makes} only, not {modalities}", parameter="modalities"
@@ -102,8 +102,8 @@ class DiffusionChat(DiffusionEndpoint):
             self.client.voices.read(request.audio.voice_name, "audio.voice")
 
     def _settings(self, request: OmniChatCompletionRequest) -> dict[str, Any]:
-        entries = read_stage_params(request.sampling_params_list, self.config)
-        own = dict(entries[self.config.stage_args.index(self.stage)] or {})
+        entries = read_stage_params(request.sampling_params_list, self.client.config)
+        own = dict(entries[self.client.config.stage_args.index(self.stage)] or {})
         own |= diffusion_settings({name: getattr(request, name) for name in request.model_fields_set}, adapters=True)
         if self.info is not None and self.makes in _FILES and "output_format" not in own:
             own["output_format"] = _FILES[self.makes]

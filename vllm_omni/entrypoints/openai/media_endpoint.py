@@ -67,15 +67,6 @@ class MediaEndpoint:
         self._keep_alive_s = float(args.sse_keep_alive_interval)
 
     @property
-    def config(self) -> PipelineConfig:
-        return self.client.config
-
-    @property
-    def model_name(self) -> str:
-        """The first name that the model is served under."""
-        return self.model_names[0]
-
-    @property
     def model_names(self) -> list[str]:
         """What requests may name as their model, the model's own names first."""
         return [path.name for path in self._models.base_model_paths]
@@ -164,7 +155,7 @@ class DiffusionEndpoint(MediaEndpoint):
             )
         if model in known and adapter != model:
             raise VLLMValidationError(f"lora and model name two adapters, {adapter} and {model}", parameter="lora")
-        if "lora_scale" in named and (adapter is None or not self.config.adapter_stages):
+        if "lora_scale" in named and (adapter is None or not self.client.config.adapter_stages):
             raise VLLMValidationError(
                 "lora_scale is for an adapter of the diffusion model, and the request names none",
                 parameter="lora_scale",
@@ -200,7 +191,7 @@ class DiffusionEndpoint(MediaEndpoint):
         adapter = settings.get("lora")
         return self.start(
             omni_prompt,
-            [own if stage is self.stage and own else None for stage in self.config.stage_args],
+            [own if stage is self.stage and own else None for stage in self.client.config.stage_args],
             raw_request,
             request_id,
             lora_request=None if adapter is None else self._models.lora_requests[adapter],

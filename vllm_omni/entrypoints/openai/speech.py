@@ -168,7 +168,7 @@ class ServingSpeech(MediaEndpoint):
         speaking = [self._speak(index, text, settings, raw_request) for index, text in enumerate(request.inputs)]
         results = await asyncio.gather(*speaking, return_exceptions=True)
         answer = SpeechBatch(
-            model=request.model or self.model_name,
+            model=request.model or self.model_names[0],
             response_format=request.response_format,
             data=[_as_item(index, result) for index, result in enumerate(results)],
         )

@@ -35,7 +35,7 @@ from vllm_omni.entrypoints.openai.media_endpoint import check_model, model_alias
 from vllm_omni.entrypoints.openai.media_output import to_base64
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.request_context import started
-from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, sse_response
 from vllm_omni.entrypoints.openai.transcription_request import (
     SoundRequest,
     Task,
@@ -134,7 +134,7 @@ class StageTranscriptions(TranscriptionHandler):
         deltas = await started(self._stage.transcribe(sound, settings, request_id, trace_headers=headers))
         transcript = Transcript(usage=UsageDuration(type="duration", seconds=seconds))
         if request.stream:
-            return as_events(deltas, transcript, self._keep_alive_s)
+            return sse_response(as_events(deltas, transcript), self._keep_alive_s)
         async with aclosing(deltas):
             transcript.text = "".join([delta async for delta in deltas]).strip()
         return transcript.as_answer(request, task, seconds)

@@ -58,23 +58,15 @@ def token_usage(usage: UsageInfo) -> UsageTokens:
     )
 
 
-def as_events(deltas: Deltas, transcript: Transcript, keep_alive_s: float) -> Response:
-    """OpenAI's server-sent events.
-
-    Args:
-        transcript: Gets the text; the rest is known when the deltas have ended.
-    """
-    return sse_response(_lines(deltas, transcript), keep_alive_s)
-
-
 def lines_as_events(lines: AsyncGenerator[Line, None], keep_alive_s: float) -> Response:
-    """The answer of `as_events` for vLLM's lines of a chat or a transcription."""
+    """The answer with the events of vLLM's lines of a chat or a transcription."""
     transcript = Transcript(usage=token_usage(UsageInfo()))
     deltas = read_texts(read_deltas(lines, RequestContext.current()), transcript)
-    return as_events(deltas, transcript, keep_alive_s)
+    return sse_response(as_events(deltas, transcript), keep_alive_s)
 
 
-async def _lines(deltas: Deltas, transcript: Transcript) -> AsyncGenerator[Line, None]:
+async def as_events(deltas: Deltas, transcript: Transcript) -> AsyncGenerator[Line, None]:
+    """OpenAI's events. The transcript gets the text; the rest of it is known when the deltas have ended."""
     async with aclosing(deltas):
         async for delta in deltas:
             transcript.text += delta

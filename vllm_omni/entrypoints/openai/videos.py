@@ -121,7 +121,7 @@ class ServingVideos(DiffusionEndpoint):
         settings = self._settings(request)
         self._check_size(settings, bool(request.input_reference))
         images = await self.media.images(request.input_reference or [], "input_reference")
-        video = self._describe(request.prompt, request.model or self.model_name, settings)
+        video = self._describe(request.prompt, request.model or self.model_names[0], settings)
         return await self._start(video, settings, images, raw_request, request.priority)
 
     async def remix(self, video_id: str, prompt: str, raw_request: Request) -> Video:

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
+from fastapi import Request
 
 from tests.entrypoints.openai.small_apps import make_app, send
 from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext, started
@@ -25,8 +26,8 @@ def test_every_request_has_its_own_context_in_all_of_its_tasks() -> None:
     app = make_app()
 
     @app.get("/v1/context")
-    async def endpoint() -> bool:
-        contexts.append(RequestContext.current())
+    async def endpoint(request: Request) -> bool:
+        contexts.append(RequestContext.of(request))
         in_task = await asyncio.create_task(asyncio.to_thread(RequestContext.current))
         return in_task is contexts[-1]
 

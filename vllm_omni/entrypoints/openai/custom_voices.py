@@ -135,7 +135,7 @@ async def list_voices(raw_request: Request) -> VoiceList:
     state = raw_request.app.state
     voices = state.engine_client.voices
     handler = state.omni_handlers.get("audio")
-    uploaded = [] if handler is None else handler.custom_voices.store.voices(RequestContext.current().owner)
+    uploaded = [] if handler is None else handler.custom_voices.store.voices(RequestContext.of(raw_request).owner)
     own = [Voice(id=name, name=name) for name in voices.names]
     return VoiceList(voices=own, voice_map=voices.map, uploaded_voices=uploaded)
 
@@ -155,17 +155,17 @@ async def create_voice(
     request: Annotated[VoiceRequest, Depends(VoiceRequest.read)], raw_request: Request
 ) -> CustomVoice:
     """Keeps the recording of a voice for some time; requests of the same API key can name it."""
-    return await _voices_of(raw_request).create(request, RequestContext.current().owner)
+    return await _voices_of(raw_request).create(request, RequestContext.of(raw_request).owner)
 
 
 @router.get("/v1/audio/voices/{name}", responses=FORM_ERRORS)
 async def retrieve_voice(name: VoiceName, raw_request: Request) -> CustomVoice:
     """An uploaded voice, without its recording."""
-    return _voices_of(raw_request).store.get(name, RequestContext.current().owner)
+    return _voices_of(raw_request).store.get(name, RequestContext.of(raw_request).owner)
 
 
 @router.delete("/v1/audio/voices/{name}", responses=FORM_ERRORS)
 async def delete_voice(name: VoiceName, raw_request: Request) -> VoiceDeleted:
     """Removes an uploaded voice."""
-    voice = _voices_of(raw_request).store.delete(name, RequestContext.current().owner)
+    voice = _voices_of(raw_request).store.delete(name, RequestContext.of(raw_request).owner)
     return VoiceDeleted(id=voice.id, deleted=True, object="audio.voice.deleted")

@@ -144,7 +144,7 @@ async def get_request_times(
 ) -> RequestTimes:
     """The times of one of the last requests of this API key that are complete, in each stage."""
     client: OmniEngineClient = raw_request.app.state.engine_client
-    recent = client.recent.find(request_id, RequestContext.current().owner)
+    recent = client.recent.find(request_id, RequestContext.of(raw_request).owner)
     if recent is None:
         raise VLLMNotFoundError(f"there is no request {request_id!r} among the last that were completed")
     names = ("arrival", "started", "first_output", "finished")

@@ -49,7 +49,8 @@ router = APIRouter()
 @router.get("/", responses={HTTPStatus.OK.value: {"model": FrontPage, "content": {"text/html": {}}}})
 async def front_page(raw_request: Request) -> Response:
     """What is served: a page, or JSON if the `Accept` header asks for it."""
-    page = _describe(raw_request.app.state, [getattr(route, "path", "") for route in raw_request.app.routes])
+    has_key = RequestContext.of(raw_request).owner != b""
+    page = _describe(raw_request.app.state, has_key, [getattr(route, "path", "") for route in raw_request.app.routes])
     accept = raw_request.headers.get("accept", "")
     headers = {"Vary": "Accept, Authorization"}
     if "application/json" in accept and "text/html" not in accept:
@@ -57,9 +58,9 @@ async def front_page(raw_request: Request) -> Response:
     return HTMLResponse(_as_html(page), headers=headers)
 
 
-def _describe(state: Any, paths: list[str]) -> FrontPage:
+def _describe(state: Any, has_key: bool, paths: list[str]) -> FrontPage:
     description: PipelineDescription = state.omni_description
-    may_list = not api_keys(state.args) or state.args.public_lists or RequestContext.current().owner != b""
+    may_list = not api_keys(state.args) or state.args.public_lists or has_key
     links = [path for path in ("docs", "health") if f"/{path}" in paths]
     return FrontPage(
         version=__version__,

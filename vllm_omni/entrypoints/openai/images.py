@@ -170,7 +170,7 @@ class ServingImages(DiffusionEndpoint):
 
     async def _keep(self, files: Sequence[bytes], file_format: str, raw_request: Request) -> list[str]:
         """The addresses of the files, under the address that the client has sent its request to."""
-        names = await self.store.add(files, file_format, RequestContext.current().owner)
+        names = await self.store.add(files, file_format, RequestContext.of(raw_request).owner)
         return [str(raw_request.url_for("download_image", name=name)) for name in names]
 
     def _settings(self, request: ImageRequest) -> tuple[dict[str, Any], str]:

@@ -28,7 +28,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from vllm_omni.entrypoints.openai.file_store import is_file_path
 from vllm_omni.entrypoints.openai.http_errors import error_response, on_unknown_error
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, sent_key
-from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.request_context import SCOPE_KEY, RequestContext
 from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.entrypoints.openai.slow_clients import PatientReceive, in_pieces
 
@@ -95,7 +95,7 @@ class ContextMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = RequestContext.start()
+        context = scope[SCOPE_KEY] = RequestContext.start()
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -145,10 +145,10 @@ class ApiKeyMiddleware(AuthenticationMiddleware):
         if is_open and scope.get("method") in ("GET", "HEAD"):
             return self.app(scope, receive, send)
         if self.verify_token(Headers({"Authorization": f"Bearer {key}"})):
-            RequestContext.current().owner = hashlib.sha256(key.encode()).digest()
+            scope[SCOPE_KEY].owner = hashlib.sha256(key.encode()).digest()
             return self.app(scope, receive, send)
         if scope["type"] == "websocket" and (secret := self._secrets.find(key)):
-            RequestContext.current().owner = secret.owner
+            scope[SCOPE_KEY].owner = secret.owner
             return self.app(scope, receive, send)
         response = error_response(
             "the API key is missing or wrong; send 'Authorization: Bearer KEY'",
@@ -197,7 +197,7 @@ class BodyMiddleware:
             return
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
-        client = RequestContext.current().owner or (scope.get("client") or ("",))[0]
+        client = scope[SCOPE_KEY].owner or (scope.get("client") or ("",))[0]
         with self._counted(PatientReceive(receive, self._min_rate), client) as counted:
             if refusal := self._refusal(client, int(length[:20]) if length.isdecimal() else 0):
                 await _refuse(refusal, scope, receive, send)

@@ -10,7 +10,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from starlette.requests import HTTPConnection
+
 from vllm_omni.inputs import SpokenText
+
+SCOPE_KEY = "omni_context"
+"""Of the context in the ASGI scope."""
 
 Item = TypeVar("Item")
 
@@ -46,8 +51,9 @@ class RequestOptions:
 class RequestContext:
     """One HTTP request.
 
-    The outermost middleware makes it, the endpoint sets its options. vLLM loads media and calls the engine without
-    the HTTP request, in tasks of its own, so these read it from a context variable (`current`).
+    The outermost middleware makes it, the endpoint sets its options. Who has the HTTP request has its context (`of`).
+    vLLM loads media and calls the engine without the request, in tasks of its own, so these read it from a context
+    variable (`current`).
 
     Attributes:
         owner: The SHA-256 of the API key that the request was sent with; empty where the server has no keys.
@@ -74,6 +80,11 @@ class RequestContext:
         context = cls()
         _current.set(context)
         return context
+
+    @classmethod
+    def of(cls, connection: HTTPConnection) -> RequestContext:
+        """The context of an HTTP request, or of a WebSocket."""
+        return connection.scope[SCOPE_KEY]
 
     @classmethod
     def current(cls) -> RequestContext:

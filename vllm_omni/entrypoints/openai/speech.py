@@ -144,7 +144,7 @@ class ServingSpeech(MediaEndpoint):
 
     async def create(self, request: SpeechRequest, raw_request: Request) -> Response:
         """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
-        settings = await self._read(request)
+        settings = await self._read(request, raw_request)
         file = self._file(request, stream=request.stream)
         events = await self._events(request.input, settings, raw_request, stream=file.is_streamed)
         if not request.stream:
@@ -163,7 +163,7 @@ class ServingSpeech(MediaEndpoint):
                 f"{len(request.inputs)} texts; a batch takes at most {self._max_inputs} ({flag('max_speech_inputs')})",
                 parameter="inputs",
             )
-        settings = await self._read(request)
+        settings = await self._read(request, raw_request)
         self.client.check_admission()
         speaking = [self._speak(index, text, settings, raw_request) for index, text in enumerate(request.inputs)]
         results = await asyncio.gather(*speaking, return_exceptions=True)
@@ -191,7 +191,7 @@ class ServingSpeech(MediaEndpoint):
         speed = 1.0 if self._reader.sets_speed else request.speed
         return SpeechFile(self.stage, request, speed, stream=stream)
 
-    async def _read(self, request: SpeechSettings) -> _Settings:
+    async def _read(self, request: SpeechSettings, raw_request: Request) -> _Settings:
         self.check_model(request.model)
         params: list[StageSamplingParams] = [*read_stage_params(request.sampling_params_list, self.client.config)]
         if self._forced_text is not None and params[self._writer] is not None:
@@ -200,7 +200,7 @@ class ServingSpeech(MediaEndpoint):
                 f"stage {self.client.stage.name!r} writes the input and does not sample; give it null",
                 parameter=f"sampling_params_list[{self._writer}]",
             )
-        information = await self._reader.read(request, RequestContext.current().owner)
+        information = await self._reader.read(request, RequestContext.of(raw_request).owner)
         ignored = self._reader.ignored(request)
         return _Settings(request=request, information=information, params=params, ignored=ignored)
 

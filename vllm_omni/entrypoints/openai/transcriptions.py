@@ -34,7 +34,7 @@ from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, model_aliases, new_id, served_names
 from vllm_omni.entrypoints.openai.media_output import to_base64
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
-from vllm_omni.entrypoints.openai.request_context import started
+from vllm_omni.entrypoints.openai.request_context import RequestContext, started
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, sse_response
 from vllm_omni.entrypoints.openai.transcription_request import (
     SoundRequest,
@@ -104,7 +104,7 @@ class ServingTranscriptions(TranscriptionHandler):
             text, reason = choice.message.content or "", choice.finish_reason or "stop"
             transcript = Transcript(text=text, usage=token_usage(answer.usage), finish_reason=reason)
             return transcript.as_answer(request, task, duration)
-        return lines_as_events(answer, self._keep_alive_s)
+        return lines_as_events(answer, RequestContext.of(raw_request), self._keep_alive_s)
 
     async def _measure(self, request: TranscriptionRequest) -> float:
         """Seconds of the sound, which the request then has as data: an address is fetched once."""

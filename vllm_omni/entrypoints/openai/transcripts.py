@@ -58,10 +58,10 @@ def token_usage(usage: UsageInfo) -> UsageTokens:
     )
 
 
-def lines_as_events(lines: AsyncGenerator[Line, None], keep_alive_s: float) -> Response:
+def lines_as_events(lines: AsyncGenerator[Line, None], context: RequestContext, keep_alive_s: float) -> Response:
     """The answer with the events of vLLM's lines of a chat or a transcription."""
     transcript = Transcript(usage=token_usage(UsageInfo()))
-    deltas = read_texts(read_deltas(lines, RequestContext.current()), transcript)
+    deltas = read_texts(read_deltas(lines, context), transcript)
     return sse_response(as_events(deltas, transcript), keep_alive_s)
 
 

@@ -133,7 +133,7 @@ class ServingVideos(DiffusionEndpoint):
             OmniHTTPError: It is not complete, or failed.
             OmniError: The request is refused.
         """
-        source = self.completed_job(video_id)
+        source = self.completed_job(video_id, raw_request)
         self.client.check_admission()
         images = [await asyncio.to_thread(read_first_frame, source.path)] if source.has_image else []
         video = self._describe(prompt, source.video.model, source.settings)
@@ -170,7 +170,7 @@ class ServingVideos(DiffusionEndpoint):
                 else:
                     _resolve(accepted, error)
 
-        owner = RequestContext.current().owner
+        owner = RequestContext.of(raw_request).owner
         job = self.store.start(video, make, owner=owner, settings=settings, has_image=bool(images))
         assert job.task is not None
         job.task.add_done_callback(lambda _: _resolve(accepted, _deleted(job)))
@@ -245,13 +245,13 @@ class ServingVideos(DiffusionEndpoint):
             size=self.expected_size(settings) or "auto",
         )
 
-    def completed_job(self, video_id: str) -> VideoJob:
+    def completed_job(self, video_id: str, raw_request: Request) -> VideoJob:
         """
         Raises:
             VLLMNotFoundError: There is no such video.
             OmniHTTPError: It is not complete, or failed.
         """
-        job = self.store.get(video_id, RequestContext.current().owner)
+        job = self.store.get(video_id, RequestContext.of(raw_request).owner)
         video = job.video
         if video.error is not None:
             raise OmniHTTPError(f"video {video_id} failed: {video.error.message}", HTTPStatus.CONFLICT)
@@ -307,7 +307,7 @@ async def list_videos(
 ) -> VideoList:
     """All videos of this API key that the server has kept."""
     store = _handler(raw_request).store
-    videos, has_more = store.page(RequestContext.current().owner, after, limit, newest_first=order == "desc")
+    videos, has_more = store.page(RequestContext.of(raw_request).owner, after, limit, newest_first=order == "desc")
     first, last = (videos[0].id, videos[-1].id) if videos else (None, None)
     return VideoList(data=videos, first_id=first, last_id=last, has_more=has_more)
 
@@ -315,7 +315,7 @@ async def list_videos(
 @router.get("/v1/videos/{video_id}", responses=FORM_ERRORS)
 async def retrieve_video(video_id: VideoId, raw_request: Request) -> Video:
     """The state of a video."""
-    return _handler(raw_request).store.get(video_id, RequestContext.current().owner).video
+    return _handler(raw_request).store.get(video_id, RequestContext.of(raw_request).owner).video
 
 
 @router.get(
@@ -336,7 +336,7 @@ async def download_video(
     """The MP4 file of a video that is completed, or, with a header Range, a part of it."""
     if variant != "video":
         raise VLLMValidationError("there is only the variant 'video'", parameter="variant")
-    path = _handler(raw_request).completed_job(video_id).path
+    path = _handler(raw_request).completed_job(video_id, raw_request).path
     return FileResponse(path, media_type="video/mp4", stat_result=path.stat())
 
 
@@ -344,5 +344,5 @@ async def download_video(
 async def delete_video(video_id: VideoId, raw_request: Request) -> VideoDeleteResponse:
     """Removes a video; one that is not complete is aborted."""
     store = _handler(raw_request).store
-    await store.delete(store.get(video_id, RequestContext.current().owner))
+    await store.delete(store.get(video_id, RequestContext.of(raw_request).owner))
     return VideoDeleteResponse(id=video_id, deleted=True, object="video.deleted")

@@ -62,8 +62,9 @@ class VllmTranscriptions(TranscriptionHandler):
         if isinstance(answer, ErrorResponse):
             return JSONResponse(answer.model_dump(), answer.error.code)
         if isinstance(answer, AsyncGenerator):
-            await RequestContext.current().started()
-            return lines_as_events(answer, self._keep_alive_s)
+            context = RequestContext.of(raw_request)
+            await context.started()
+            return lines_as_events(answer, context, self._keep_alive_s)
         fields = answer.model_dump(exclude_none=True)
         if not request.has_times:
             return PlainTextResponse(answer.text) if request.response_format == "text" else JSONResponse(fields)

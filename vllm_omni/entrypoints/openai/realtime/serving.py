@@ -148,7 +148,7 @@ class ServingRealtime:
             self._rules,
             values,
             self._limits,
-            owner=RequestContext.current().owner,
+            owner=RequestContext.of(websocket).owner,
             sample_rate=self._sample_rate,
         )
 
@@ -180,7 +180,7 @@ async def create_client_secret(request: ClientSecretRequest, raw_request: Reques
     handler: ServingRealtime | None = raw_request.app.state.omni_realtime
     if handler is None:
         raise VLLMValidationError(_NO_CONVERSATION, parameter="model")
-    secret = handler.create_secret(request, RequestContext.current().owner)
+    secret = handler.create_secret(request, RequestContext.of(raw_request).owner)
     session = {"id": new_id("sess"), "expires_at": secret.expires_at, **secret.values}
     answer = ClientSecretResponse(value=secret.value, expires_at=secret.expires_at, session=session)
     return JSONResponse(answer.model_dump())

@@ -55,12 +55,14 @@ class Item:
     Attributes:
         data: In the form of OpenAI's events, without sound.
         sounds: Those of a user's message, by index of its content.
+        asr_settings: What the session set of the ASR stage's parameters when it was added; None: it was not added.
         made_ms, num_chars: Of an assistant's speech: its length, estimated while it is made, and that of its text.
         sent_ms: What of it the client has got.
     """
 
     data: dict[str, Any]
     sounds: dict[int, Sound] = field(default_factory=dict)
+    asr_settings: dict[str, Any] | None = None
     made_ms: float = 0.0
     num_chars: int = 0
     sent_ms: float = 0.0
@@ -261,6 +263,11 @@ def to_messages(instructions: str, items: Iterable[Item]) -> list[Message]:
             parts = [_part(item, i, part) for i, part in enumerate(item.content)]
             messages.append({"role": data["role"], "content": parts})
     return messages
+
+
+def to_asr_settings(items: Iterable[Item], current: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each sound of `to_messages` is transcribed with, in their order; `current`: if its item has no settings."""
+    return [current if item.asr_settings is None else item.asr_settings for item in items for _ in item.sounds]
 
 
 def _tool_call(data: dict[str, Any]) -> dict[str, Any]:

@@ -300,7 +300,13 @@ def test_errors_leave_the_session(realtime_app: FastAPI) -> None:
             error = await session.error()
             assert error.param == f"session.{param}", error
         await connection.conversation.item.retrieve(item_id="unknown")
-        assert (await session.error()).code == "item_not_found"
+        assert (await session.error()).code == "item_retrieve_invalid_item_id"
+        item = await session.say("Hello")
+        again: Any = {"id": item.id, "type": "message", "role": "user", "content": []}
+        await connection.conversation.item.create(item=again)
+        assert (await session.error()).code == "item_create_duplicate_item_id"
+        await connection.conversation.item.delete(item_id=item.id)
+        await session.until("conversation.item.deleted")
         await connection.response.create(response={"audio": {"output": {"voice": "nobody"}}})
         assert (await session.error()).param == "response.audio.output.voice"
         await session.say(QUESTION)

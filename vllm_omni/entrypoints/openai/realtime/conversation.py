@@ -197,7 +197,7 @@ class Conversation:
             EventError: There is no item before it, or it has the id of another.
         """
         if any(item.id == other.id for other in self._items):
-            raise EventError(f"there is an item {item.id!r} already", "item.id", "item_id_already_exists")
+            raise EventError(f"there is an item {item.id!r} already", "item.id", "item_create_duplicate_item_id")
         index = len(self._items)
         if previous_id == ROOT:
             index = 0
@@ -211,12 +211,12 @@ class Conversation:
         index = next((i for i, other in enumerate(self._items) if other is item), 0)
         return self._items[index - 1].id if index else None
 
-    def get(self, item_id: str, param: str = "item_id") -> Item:
+    def get(self, item_id: str, param: str = "item_id", code: str = "item_not_found") -> Item:
         """
         Raises:
-            EventError: There is none.
+            EventError: There is none; with this code.
         """
-        return self._items[self._index(item_id, param)]
+        return self._items[self._index(item_id, param, code)]
 
     def delete(self, item_id: str) -> None:
         """Raises as `get`."""
@@ -236,11 +236,11 @@ class Conversation:
             for item, name in zip(items, names, strict=True)
         ]
 
-    def _index(self, item_id: str, param: str) -> int:
+    def _index(self, item_id: str, param: str, code: str = "item_not_found") -> int:
         for i, item in enumerate(self._items):
             if item.id == item_id:
                 return i
-        raise EventError(f"there is no item {item_id!r}", param, "item_not_found")
+        raise EventError(f"there is no item {item_id!r}", param, code)
 
 
 def to_messages(instructions: str, items: Iterable[Item]) -> list[Message]:

@@ -337,7 +337,7 @@ class Session:
         await self._send("conversation.item.done", previous_item_id=previous, item=item.data)
 
     async def _retrieve_item(self, event: Any) -> None:
-        item = self._conversation.get(event.item_id)
+        item = self._conversation.get(event.item_id, code="item_retrieve_invalid_item_id")  # Pipecat waits for it.
         await self._send("conversation.item.retrieved", item=item.with_sound())
 
     async def _truncate_item(self, event: Any) -> None:
@@ -390,7 +390,7 @@ class Session:
         response = self._active() if event.response_id is None else self._responses.get(event.response_id)
         if response is None:
             raise EventError(
-                "there is no active response to cancel",
+                "Cancellation failed: there is no active response",  # OpenAI's words: LiveKit ignores it by them.
                 None if event.response_id is None else "response_id",
                 "response_cancel_not_active",
             )

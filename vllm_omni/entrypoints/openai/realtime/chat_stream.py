@@ -85,7 +85,7 @@ def _tool_choice(choice: Any) -> Any:
 
 
 async def chunks(
-    chat: OmniServingChat, request: OmniChatCompletionRequest, owner: bytes
+    chat: OmniServingChat, request: OmniChatCompletionRequest, owner: bytes, asr_settings: Sequence[Values] = ()
 ) -> AsyncGenerator[Chunk, None]:
     """The chunks of a streamed answer. Closing the generator aborts the request.
 
@@ -93,6 +93,7 @@ async def chunks(
 
     Args:
         owner: See `RequestContext`.
+        asr_settings: See `ASRStage.as_text`.
 
     Raises:
         ChatError: The request was refused, or failed.
@@ -101,6 +102,8 @@ async def chunks(
     context.owner = owner
     context.shows_text_end = True
     try:
+        if chat.asr_stage is not None:
+            request.messages = await chat.asr_stage.as_text(request.messages, asr_settings)
         answer = await chat.create_chat_completion(request)
         if isinstance(answer, ErrorResponse):
             raise ChatError(answer.error.message, str(answer.error.code), answer.error.param)

@@ -54,6 +54,8 @@ class ARSegmentEvent(OmniEvent):
             stage `OmniRequestOutput.multimodal_output`, in one event at its end.
         finish_reason: Why the sequence ended, if it did.
         stop_reason: The stop string or token that ended it, if one did.
+        num_cached_tokens: Tokens of the prompt that were in the engine's prefix cache, in the stage's first event; None
+            if unknown.
         is_last: The last event of this stage.
     """
 
@@ -66,6 +68,7 @@ class ARSegmentEvent(OmniEvent):
     multimodal_output: dict[str, torch.Tensor] = field(default_factory=dict)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
     is_last: bool = False
 
     def merge(self, later: OmniEvent) -> OmniEvent | None:
@@ -78,7 +81,11 @@ class ARSegmentEvent(OmniEvent):
             return None
         logprobs = [*(self.logprobs or ()), *(later.logprobs or ())]
         return replace(
-            later, text=self.text + later.text, tokens=[*self.tokens, *later.tokens], logprobs=logprobs or None
+            later,
+            text=self.text + later.text,
+            tokens=[*self.tokens, *later.tokens],
+            logprobs=logprobs or None,
+            num_cached_tokens=later.num_cached_tokens if self.num_cached_tokens is None else self.num_cached_tokens,
         )
 
 

@@ -131,6 +131,29 @@ def find_dialogues(rng: random.Random, count: int) -> dict[str, list[tuple[Scene
     return found
 
 
+def test_a_later_turn_finds_those_before_it(omni: OmniLLM) -> None:
+    def answer(messages: list[dict[str, Any]], salt: str) -> tuple[str, list[int]]:
+        prompt: Any = {"messages": messages, "modalities": ["text", "audio"], "cache_salt": salt}
+        written, spoken = omni.generate(prompt, use_tqdm=False)
+        return written.outputs[0].text, [stage.num_cached_tokens for stage in spoken.stage_metrics[:2]]
+
+    def user(*parts: dict[str, Any], text: str) -> dict[str, Any]:
+        return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+    rng = random.Random(2)
+    picture = {"type": "image_pil", "image_pil": draw(rng, random_scene(rng, held_out=True))}
+    messages = [user(picture, text="What is in the picture?")]
+    num_cached = []
+    for question in ("How many shapes are there?", "What is at the top left?", "And at the bottom right?"):
+        text, cached = answer(messages, "one")
+        num_cached.append(cached)
+        messages += [{"role": "assistant", "content": text}, user(text=question)]
+    text, cached = answer(messages, "one")
+    assert answer(messages, "another") == (text, [0, 0]), "the same answer, computed as a whole"
+    assert num_cached[0] == [0, 0] and min(num_cached[-1]) > 0
+    assert all(now >= before for now, before in zip(cached, num_cached[-1], strict=True))
+
+
 def test_other_requests_are_refused(omni: OmniLLM) -> None:
     requests = ["Write a letter to my mother.", "What is the weather today?", "Who is the queen?"]
     messages = [[{"role": "user", "content": text}] for text in requests]

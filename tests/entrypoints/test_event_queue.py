@@ -41,9 +41,17 @@ def test_a_slow_reader_gets_segments_of_one_text_as_one() -> None:
     logprobs = [[{i: Logprob(-float(i))}] for i in (1, 2)]
     end = {"finish_reason": "stop", "stop_reason": 7, "is_last": True}
 
-    text, last = read_all(segment(0, logprobs=logprobs[0]), segment(1, logprobs=logprobs[1], **end), completed(2))
+    text, last = read_all(
+        segment(0, logprobs=logprobs[0], num_cached_tokens=32), segment(1, logprobs=logprobs[1], **end), completed(2)
+    )
 
-    merged = {"text": "0 1 ", "tokens": [0, 1], "logprobs": [*logprobs[0], *logprobs[1]], "ts": 1.0}
+    merged = {
+        "text": "0 1 ",
+        "tokens": [0, 1],
+        "logprobs": [*logprobs[0], *logprobs[1]],
+        "num_cached_tokens": 32,
+        "ts": 1.0,
+    }
     assert text == segment(0, **merged, **end)
     assert last.sequence == 1
 

@@ -12,10 +12,12 @@ from fastapi import FastAPI
 from tests.entrypoints.conftest import CSM_FRAMES, as_async
 from tests.entrypoints.openai.media_apps import app_of, send
 from tests.model_executor.models.csm.prompts import PROMPTS
+from tests.orchestrator.pipelines import fresh_stats
 from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.events import CompletedEvent
+from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.testing.oracles.csm import CsmReference, Speech
 
 
@@ -65,6 +67,18 @@ def matching(audio: torch.Tensor, expected: dict[str, Speech]) -> list[str]:
         for name, speech in expected.items()
         if speech.audio.shape == audio.shape and torch.allclose(speech.audio, audio, rtol=0, atol=1e-4)
     ]
+
+
+def test_hits_of_reference_sounds_are_counted(llm: OmniLLM) -> None:
+    def counts() -> CacheCounts:
+        return fresh_stats(llm._pipeline.orchestrator)[0].caches["reference"]
+
+    prompt = next(prompt for prompt in PROMPTS.values() if "ref_audio" in prompt.get("additional_information", {}))
+    llm.generate(prompt, use_tqdm=False)
+    before = counts()
+    llm.generate(prompt, use_tqdm=False)
+    after = counts()
+    assert after.hits - before.hits == after.queries - before.queries == 1
 
 
 def test_a_wrong_field_is_refused_by_name(llm: OmniLLM) -> None:

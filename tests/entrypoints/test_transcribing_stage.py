@@ -171,18 +171,20 @@ def test_a_chat_reads_the_transcript(app: FastAPI, reference: WhisperReference) 
     assert spoken == chat({"type": "text", "text": heard})
 
 
-def test_a_session_gets_the_transcript(app: FastAPI, llm: OmniLLM) -> None:
-    transcription = "conversation.item.input_audio_transcription"
+@pytest.mark.parametrize("settings", [{}, {"language": "de"}, {"language": "de", "prompt": "a red cat"}])
+def test_a_session_gets_the_transcript(app: FastAPI, llm: OmniLLM, settings: dict[str, str]) -> None:
     samples = np.round(make_sound(3, 1.0) * 32767).astype(np.int16)
 
     async def main(session: Session) -> list[Any]:
-        await session.configure(audio={"input": {"transcription": {"model": "any"}, "turn_detection": None}})
+        transcription: Any = {"model": "any", **settings}
+        await session.configure(audio={"input": {"transcription": transcription, "turn_detection": None}})
         await session.speak(samples)
-        return await session.until(f"{transcription}.completed")
+        return await session.until("conversation.item.input_audio_transcription.completed")
 
     events = converse(app, main, model="fake")
     sound = (samples / 32768).astype(np.float32)
-    (expected,) = llm.generate({"stage": "asr", "multi_modal_data": {"audio": (sound, 24_000)}}, use_tqdm=False)
+    heard: Any = {"stage": "asr", "multi_modal_data": {"audio": (sound, 24_000)}}
+    (expected,) = llm.generate(heard, [None, None, settings], use_tqdm=False)
     assert events[-1].transcript == expected.outputs[0].text.strip() != ""
 
 

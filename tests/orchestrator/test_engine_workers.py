@@ -36,6 +36,7 @@ ENTRY_POINTS = "[vllm.platform_plugins]\nwith_devices = platform_with_devices:fi
 METADATA = "Metadata-Version: 2.1\nName: platform-with-devices\nVersion: 0\n"
 WORKERS = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
 PARAMS = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+MEMORY = Path("/dev/shm")
 PROMPTS = ["The red river", "Look at the dog", "Two cats"]
 
 
@@ -66,16 +67,11 @@ def cluster(platform: None) -> Iterator[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_of_killed_workers() -> Iterator[None]:
-    """A worker that is killed leaves its shared memory: Python's, and vLLM's where the processor has AVX-512."""
-    before = _segments()
+    """Removes the shared memory of Python's that the workers of a killed node leave."""
+    before = set(MEMORY.glob("psm_*"))
     yield
-    for segment in _segments() - before:
+    for segment in set(MEMORY.glob("psm_*")) - before:
         segment.unlink()
-
-
-def _segments() -> set[Path]:
-    memory = Path("/dev/shm")
-    return {*memory.glob("psm_*"), *memory.glob("*-cpushm_*")}
 
 
 def open_llm(model: Path, **options: Any) -> OmniLLM:
@@ -106,6 +102,7 @@ def test_a_stage_that_loses_a_worker_is_restarted(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a NUMA node for each
     with quick_servers(), open_llm(tiny_qwen3, tensor_parallel_size=2) as llm:
         assert tokens_of(llm) == expected
+        assert not list(MEMORY.glob("*-cpushm_*"))  # vLLM's, where the processor has AVX-512
         children = psutil.Process().children(recursive=True)
         next(child for child in children if "Worker_TP1" in " ".join(child.cmdline())).kill()
         wait_until(lambda: "a worker of its engine ended" in llm.health()[0].last_death)

@@ -260,6 +260,15 @@ def test_a_request_that_cannot_be_sent_fails_and_stops_being_submitted(pipeline:
     assert pipeline.submitted(A) == [] and pipeline.stages[C].aborted == ["r"]
 
 
+def test_a_request_whose_data_cannot_be_sent_later_fails(pipeline: Pipeline) -> None:
+    pipeline.start("r")
+    for request_id in ("r", "r", "an ended request"):
+        pipeline.router.on_send_error(pipeline.stages[A], request_id, OSError("no space left on device"))
+    error = pipeline.failure("r")
+    assert isinstance(error, StageExecutionError) and error.stage_id == A
+    assert pipeline.stages[A].aborted == pipeline.stages[C].aborted == ["r"]
+
+
 def test_more_input_follows_the_request_once_its_stage_has_it(pipeline: Pipeline) -> None:
     pipeline.kill(A)
     request = pipeline.put("r")

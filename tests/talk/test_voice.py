@@ -14,8 +14,9 @@ from vllm_omni.speech_recognition import resample
 pytest.importorskip("hibari", reason="the extra talk is not installed")
 pytest.importorskip("pocketsphinx", reason="the extra talk is not installed")
 
+from vllm_omni.talk import SAMPLE_RATE
 from vllm_omni.talk.recognizer import Recognizer
-from vllm_omni.talk.voice import SAMPLE_RATE, Voice, VoiceParameters
+from vllm_omni.talk.voice import Voice, VoiceParameters
 
 REQUEST = StageRequest(request_id="r")
 STAGE = OmniStageConfig(stage_id=1, engine_type="function")

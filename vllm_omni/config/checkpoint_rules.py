@@ -37,7 +37,8 @@ _ENGINE_ARGS = {
     *("model_stage", "model_arch", "hf_config_name", "engine_output_type", "dtype", "skip_tokenizer_init"),
     *("generation_config", "scheduling_policy"),
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "limit_mm_per_prompt"),
-    *("gpu_memory_utilization", "kv_cache_memory_bytes", "row_cache_bytes", "mm_processor_cache_gb"),
+    *("gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "row_cache_bytes"),
+    "mm_processor_cache_gb",
     *("enable_prompt_embeds", "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"),
     # of diffusion stages
     *("part", "variant", "vae_slicing", "vae_tiling", "max_batch_size", "batch_wait_ms", "prompt_cache_bytes"),

@@ -30,7 +30,15 @@ class PayloadSender:
 
     def put(self, value: Any) -> tuple[PayloadRef, Frames]:
         """Raises `OSError` where the connector has no room, `TypeError` for a value that cannot be encoded."""
-        return self._connector.put(cast(Frames, self._encoder.encode(value)))
+        return self.put_buffers(self.encode(value))
+
+    def encode(self, value: Any) -> Frames:
+        """The buffers of a payload, in which large tensors are not copied. Raises `TypeError`."""
+        return cast(Frames, self._encoder.encode(value))
+
+    def put_buffers(self, buffers: Frames) -> tuple[PayloadRef, Frames]:
+        """Sends what `encode` returned; another thread may, while this one puts nothing. Raises `OSError`."""
+        return self._connector.put(buffers)
 
 
 class PayloadReceiver:

@@ -66,7 +66,11 @@ class Peer:
 
 
 class PayloadPeer(Peer):
-    """A peer that is also sent payloads: through shared memory on this machine, through the network to another one."""
+    """A peer that is also sent payloads: through shared memory on this machine, through the network to another one.
+
+    Attributes:
+        is_local: Whether the connected process is on this machine.
+    """
 
     def __init__(
         self, context: zmq.Context, run_dir: Path, own_id: int, own_epoch: int, instance_id: int,
@@ -79,9 +83,11 @@ class PayloadPeer(Peer):
         if network is not None:
             self._remote = PayloadSender(network.connector(instance_id, connector))
         self._payloads = self._local
+        self.is_local = True
 
     def connect(self, message: PeerUpMessage) -> None:
         super().connect(message)
+        self.is_local = message.is_local
         if message.is_local:
             self._payloads = self._local
         else:
@@ -98,3 +104,11 @@ class PayloadPeer(Peer):
     def put_payload(self, value: Any) -> tuple[PayloadRef, Frames]:
         """Makes a payload available to the connected process. Raises as `PayloadSender.put`."""
         return self._payloads.put(value)
+
+    def encode(self, value: Any) -> Frames:
+        """The buffers of a payload for `put_buffers`. See `PayloadSender.encode`."""
+        return self._payloads.encode(value)
+
+    def put_buffers(self, buffers: Frames) -> tuple[PayloadRef, Frames]:
+        """Makes an encoded payload available to the connected process. See `PayloadSender.put_buffers`."""
+        return self._payloads.put_buffers(buffers)

@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.executor import Executor
+from vllm.v1.executor import Executor, UniProcExecutor
 
 from vllm_omni.core.sched.encoder_cache import CountingEncoderCacheManager
 from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
@@ -66,6 +66,9 @@ class OmniLLMEngine(LLMEngine):
         self._scheduler = self._core.omni_scheduler
         if isinstance(self._scheduler, OmniGenerationScheduler):
             self._limit_batch(self._scheduler)
+        self._sound_cache: Callable[[], CacheCounts] | None = None
+        if isinstance(self._scheduler, OmniARScheduler) and isinstance(self.model_executor, UniProcExecutor):
+            (self._sound_cache,) = self.collective_rpc("watch_sound_cache")
         self._emits_rows = settings.emits_rows
         if settings.emits_rows and self.vllm_config.cache_config.enable_prefix_caching:
             assert isinstance(self._scheduler, OmniARScheduler)
@@ -212,6 +215,11 @@ class OmniLLMEngine(LLMEngine):
         if not manager.cache_size or not isinstance(manager, CountingEncoderCacheManager):
             return None
         return CacheCounts(queries=manager.num_queries, hits=manager.num_hits)
+
+    def sound_cache_counts(self) -> CacheCounts | None:
+        """Hits and queries of encoded reference sounds; None for a model that encodes none, or in other processes. May
+        be called from another thread."""
+        return None if self._sound_cache is None else self._sound_cache()
 
     def last_batch(self) -> dict[str, int]:
         """The requests of the last step, also of one that raised: the callers' ids, and how many tokens each has

@@ -114,27 +114,25 @@ class TranscriptionSettings(FunctionParameters):
     prompt's `additional_information` sets none."""
 
     def __init__(self, stage: OmniStageConfig) -> None:
-        super().__init__(stage, TranscriptionParameters, _split(stage.default_sampling_params)[0])
+        super().__init__(stage, TranscriptionParameters, _own(stage.default_sampling_params))
 
     @property
     def prompt_fields(self) -> frozenset[str]:
         return frozenset()
 
     def read(self, given: Any, information: Mapping[str, Any]) -> dict[str, Any]:
-        return super().read(_split(given)[0] if isinstance(given, Mapping) else {}, {})
+        return super().read(_own(given) if isinstance(given, Mapping) else {}, {})
 
 
-def _split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    own = TranscriptionParameters.__struct_fields__
-    return (
-        {name: value for name, value in values.items() if name in own},
-        {name: value for name, value in values.items() if name not in own},
-    )
+def _own(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in TranscriptionParameters.__struct_fields__}
 
 
 def sampling_values(stage: OmniStageConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Those of a vLLM stage's parameters that are vLLM's."""
-    return _split(values)[1] if stage.transcribes else values
+    if not stage.transcribes:
+        return values
+    return {name: value for name, value in values.items() if name not in TranscriptionParameters.__struct_fields__}
 
 
 def load_function_parameters(config: PipelineConfig) -> dict[int, FunctionParameters]:

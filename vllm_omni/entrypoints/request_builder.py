@@ -233,6 +233,14 @@ class RequestBuilder:
             return self.input_processors[stage.stage_id].model_config.get_diff_sampling_param()
         return stage.default_sampling_params
 
+    def read_parameters(self, stage_id: int, given: Any, information: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters of a stage that is a `FunctionStage`, or transcribes. See `FunctionParameters.read`; what is
+        wrong with a language that is transcribed is an error, too."""
+        parameters = self.function_parameters[stage_id].read(given, information)
+        if (model := self._transcription_models.get(stage_id)) is not None:
+            model.validate_language(parameters.get("language"))
+        return parameters
+
     def _build(
         self,
         request_id: str,
@@ -275,9 +283,7 @@ class RequestBuilder:
                 setattr(engine_request, name, value)
         first = next(iter(engine_requests.values()), None)
         information = prompt.get("additional_information") or {}
-        parameters = {i: each.read(given.get(i), information) for i, each in self.function_parameters.items()}
-        for stage_id, transcription_model in self._transcription_models.items():
-            transcription_model.validate_language(parameters[stage_id].get("language"))
+        parameters = {i: self.read_parameters(i, given.get(i), information) for i in self.function_parameters}
         if inputs:
             information = {key: value for each in inputs.values() for key, value in each.additional_information.items()}
         original = StageRequest(

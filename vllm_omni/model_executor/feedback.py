@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from vllm.sampling_params import SamplingParams
 
+from vllm_omni.model_executor.sound_cache import SoundCache
+
 
 @dataclass(frozen=True, slots=True)
 class FedBackRows:
@@ -75,7 +77,12 @@ class FeedbackStrategy(ABC):
     """One model's part of the feedback loop.
 
     A step calls the methods in this order, except `end`, which comes first: ended requests free their slots.
+
+    Attributes:
+        sound_cache: Of a model that encodes sounds of its prompts.
     """
+
+    sound_cache: SoundCache | None = None
 
     @abstractmethod
     def begin(self, slot: int, request: RequestInput) -> None:

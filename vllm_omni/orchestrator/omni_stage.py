@@ -2,7 +2,10 @@
 """The orchestrator's handle of a replica of a stage, across restarts of its process."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Executor
 from enum import Enum
+from functools import partial
 
 import zmq
 
@@ -20,6 +23,7 @@ from vllm_omni.distributed.network import Network
 from vllm_omni.distributed.peers import PayloadPeer
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.orchestrator.outgoing import Outgoing, num_bytes
 from vllm_omni.payloads import AdditionalInformationPayload
 
 
@@ -124,12 +128,22 @@ class OmniStage(StageHandle):
         context: zmq.Context,
         connector: ConnectorConfig,
         credit: Credit,
+        copier: Executor,
+        command: Callable[[Callable[[], None]], None],
+        on_send_error: Callable[[StageHandle, str, Exception], None],
         network: Network | None = None,
     ) -> None:
-        """`network`: None: all stages are on this machine."""
+        """
+        Args:
+            copier, command: See `Outgoing`.
+            on_send_error: Called with a request's id when its data could not be sent, after the call that sends it.
+            network: None: all stages are on this machine.
+        """
         super().__init__(instance, credit)
         self._addresses = ("", "")
         self._peer = PayloadPeer(context, run_dir.path, ORCHESTRATOR, 0, self.instance_id, connector, network)
+        self._outgoing = Outgoing(self._peer, copier, command)
+        self._on_send_error = on_send_error
 
     def submit(
         self,
@@ -141,37 +155,43 @@ class OmniStage(StageHandle):
         is_final: bool,
         streams: bool,
     ) -> None:
-        payload, frames = self._peer.put_payload(request)
-        message = SubmitMessage(
+        buffers = self._peer.encode(request)
+        make = partial(
+            SubmitMessage,
             request_id=request.request_id,
             number=number,
             sources=sources,
             targets=targets,
             is_final=is_final,
             streams=streams,
-            payload=payload,
         )
-        if not sources:
-            self.credit.spend(1, payload.num_bytes)
-        self._peer.send(message, frames)
+        cost = (0, 0) if sources else (1, num_bytes(buffers))
+
+        def on_error(error: Exception) -> None:
+            self.credit.refund(*cost)
+            self._on_send_error(self, request.request_id, error)
+
+        self._outgoing.send_payload(make, buffers, on_error)
+        self.credit.spend(*cost)
 
     def extend(self, request_id: str, stage_input: StageInput, is_last: bool) -> None:
         information = AdditionalInformationPayload.from_dict(stage_input.additional_information)
-        payload, frames = self._peer.put_payload(information)
-        message = InputMessage(
-            request_id=request_id,
-            num_ready_tokens=stage_input.num_ready_tokens,
-            is_last=is_last,
-            payload=payload,
+        make = partial(
+            InputMessage, request_id=request_id, num_ready_tokens=stage_input.num_ready_tokens, is_last=is_last
         )
-        self._peer.send(message, frames)
+        on_error = partial(self._on_send_error, self, request_id)
+        self._outgoing.send_payload(make, self._peer.encode(information), on_error)
 
     def abort(self, request_ids: list[str]) -> None:
         self.send(AbortMessage(request_ids=request_ids))
 
     def send(self, message: Message) -> None:
         if self.is_ready:
-            self._peer.send(message)
+            self._outgoing.send(message)
+
+    def flush(self) -> None:
+        """Sends what waits for a copy; returns when it is sent."""
+        self._outgoing.flush(waits=True)
 
     def peer_up(self, node: str) -> PeerUpMessage:
         is_local = node == self.node
@@ -190,4 +210,5 @@ class OmniStage(StageHandle):
 
     def on_death(self, how: str) -> None:
         super().on_death(how)
+        self._outgoing.clear()
         self._peer.disconnect()

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import msgspec
@@ -290,9 +290,19 @@ class Orchestrator:
             sockets.append(self._network.inbound)
         fetcher = None if self._network is None else self._network.fetcher
         self._inbound = Inbound(sockets, recv_at_orchestrator, self._is_current, fetcher)
+        copier = ThreadPoolExecutor(1, "omni-copier")  # Its thread starts with the first copy.
+        cleanup.callback(copier.shutdown)
         self._stages = {
             instance_id: OmniStage(
-                instance, self._run_dir, context, self._connector, self._make_credit(instance.stage), self._network
+                instance,
+                self._run_dir,
+                context,
+                self._connector,
+                self._make_credit(instance.stage),
+                copier,
+                self._command,
+                lambda stage, request_id, error: self._router.on_send_error(stage, request_id, error),
+                self._network,
             )
             for instance_id, instance in self._config.instances.items()
         }
@@ -398,6 +408,8 @@ class Orchestrator:
             self._run_commands()
         finally:
             self._router.end_all(self._why_ended)
+            for stage in self._stages.values():
+                stage.flush()
 
     # Messages.
 

@@ -261,6 +261,7 @@ class RequestRecord:
                 multimodal_output=piece.tensors if completion is completions[0] else {},
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
+                num_cached_tokens=piece.num_cached_tokens if completion is completions[0] else None,
                 is_last=piece.is_last and completion is completions[-1],
             )
             for completion in completions

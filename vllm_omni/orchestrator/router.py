@@ -214,6 +214,11 @@ class RequestRouter:
                 self._fail_to_send(record, stage, error)
                 return
 
+    def on_send_error(self, stage: StageHandle, request_id: str, error: Exception) -> None:
+        """Data of a request could not be sent, after the stage's handle had taken it."""
+        if (record := self._records.get(request_id)) is not None:  # Else it has ended.
+            self._fail_to_send(record, stage, error)
+
     def _fail_to_send(self, record: RequestRecord, stage: StageHandle, error: Exception) -> None:
         text = f"the request's data could not be sent: {type(error).__name__}: {error}"
         self._fail(record, StageExecutionError(text, record.request.external_id, stage.stage_id))

@@ -3,3 +3,6 @@
 
 The stage configuration is in `vllm_omni/checkpoints/talk`. It names these parts; no server code imports them.
 """
+
+SAMPLE_RATE = 24_000
+"""Samples/s of the voice."""

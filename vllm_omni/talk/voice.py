@@ -20,7 +20,6 @@ from vllm_omni.talk.speakable import split_code
 if TYPE_CHECKING:
     import hibari
 
-SAMPLE_RATE = 24_000
 require_packages("hibari", "onnxruntime")  # Where the pipeline is opened, before any stage starts.
 
 

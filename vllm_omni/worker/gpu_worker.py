@@ -2,7 +2,7 @@
 """The workers on a GPU: they build our model runners, can discard a failed step, and report a broken device."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 import torch
@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.engine.engine_args import SHARES_PROCESS
+from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.model_executor.feedback import SupportsFeedback
 from vllm_omni.model_executor.interfaces import SupportsBatchSize
 from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
@@ -77,6 +78,13 @@ class GPUARWorker(OmniGPUWorker):
     def _choose_model_runner(self) -> type[OmniGPUModelRunner]:
         has_feedback = issubclass(get_model_cls(self.model_config), SupportsFeedback)
         return self.feedback_runner_cls if has_feedback else self.omni_runner_cls
+
+    def watch_sound_cache(self) -> Callable[[], CacheCounts] | None:
+        """Reads hits and queries of encoded reference sounds; None of a model that encodes none. For callers in this
+        process."""
+        runner = self.model_runner
+        cache = runner.strategy.sound_cache if isinstance(runner, FeedbackARModelRunner) else None
+        return None if cache is None else lambda: cache.counts
 
 
 class GPUGenerationWorker(OmniGPUWorker):

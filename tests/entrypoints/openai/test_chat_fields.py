@@ -8,7 +8,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from tests.entrypoints.openai.media_apps import MODEL, app_of, use
+from tests.entrypoints.openai.media_apps import MODEL, app_of, use, with_flags
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
@@ -29,6 +29,7 @@ SPEECH: dict[str, Any] = {
     "extra_body": {"sampling_params_list": [{"max_tokens": 6}, {"temperature": 0.0, "max_tokens": 6}, None]},
     "temperature": 0.0,
 }
+BLOCK_SIZE = 32
 IMAGE: dict[str, Any] = {"extra_body": {"height": 32, "width": 32, "num_inference_steps": 2, "seed": 1}}
 
 
@@ -71,6 +72,25 @@ def test_fields_without_meaning_change_nothing(
     app = request.getfixturevalue(app_name)
     plain, given = (answer(app, stream, {**settings, **more}) for more in ({}, FIELDS))
     assert joined(plain) == joined(given) != {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_has_the_tokens_that_were_cached(text_app: FastAPI, stream: bool) -> None:
+    messages: list[Any] = [{"role": "user", "content": f"{'streamed' if stream else 'whole'}, " * 20}]
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+
+    async def main(client: openai.AsyncOpenAI) -> int:
+        got: Any = await client.chat.completions.create(
+            model=MODEL, messages=messages, stream=stream, max_tokens=1, **options
+        )
+        for chunk in [chunk async for chunk in got] if stream else [got]:
+            usage = chunk.usage
+        return usage.prompt_tokens_details.cached_tokens
+
+    app = with_flags(text_app, "--enable-prompt-tokens-details")
+    assert use(app, main) == 0
+    num_cached = use(app, main)
+    assert num_cached > 0 and num_cached % BLOCK_SIZE == 0
 
 
 def joined(messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from vllm_omni.entrypoints.cli.demo_page import DemoResult
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import MissingPackageError
 from vllm_omni.speech_recognition import count_understood, make_arpa, make_decoder, make_dictionary, recognize, to_input
+from vllm_omni.talk import SAMPLE_RATE
 from vllm_omni.talk.packages import require_packages
 from vllm_omni.talk.speakable import speakable
 
@@ -29,8 +30,6 @@ QUESTION, ANSWER = "What is the capital of France?", "paris"
 """The default sentence, and a word of its answer."""
 LEAST_HEARD = 0.6
 """The share of an answer's words that must be recognized, and of the recognized words that must be the answer's."""
-SAMPLE_RATE = 24_000
-"""Of the voice of `talk`."""
 MAX_TOKENS = 128
 """Of an answer: about half a minute of speech."""
 _SILENCE = 0.01

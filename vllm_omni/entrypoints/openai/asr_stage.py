@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -25,6 +25,9 @@ from vllm_omni.inputs import OmniPrompt
 
 MAX_TRANSCRIPTS = 1024
 """That are kept: a conversation has its earlier sounds in every request."""
+
+_Key = tuple[bytes, bytes, tuple[tuple[str, Any], ...]]
+"""Of a transcript: the request's owner, the sound's hash, and the settings."""
 
 
 class ASRStage:
@@ -46,7 +49,19 @@ class ASRStage:
         self.parameters: Sequence[str] = () if own is None else own.names
         if stage.transcribes:
             self.parameters = (*self.parameters, "temperature")
-        self._transcripts: OrderedDict[tuple[bytes, bytes], asyncio.Task[str]] = OrderedDict()
+        self._transcripts: OrderedDict[_Key, asyncio.Task[str]] = OrderedDict()
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a client's settings that the stage has parameters for.
+
+        Args:
+            given: By name; None: not set.
+        """
+        return {name: value for name, value in given.items() if value is not None and name in self.parameters}
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Raises `ValueError` or `TypeError` where the stage refuses a value of a parameter."""
+        self._client.llm.builder.read_parameters(self._stage.stage_id, settings, {})
 
     async def transcribe(
         self, sound: tuple[np.ndarray, float], settings: Mapping[str, Any], request_id: str, **options: Any
@@ -69,12 +84,16 @@ class ASRStage:
                 if isinstance(event, ARSegmentEvent) and event.stage_id in self._final_stages and event.text:
                     yield event.text
 
-    async def transcript(self, url: str, parameter: str) -> str:
-        """The transcript of a sound of a conversation. Raises as `MediaFetcher.sound` and `transcribe`."""
-        key = (RequestContext.current().owner, hashlib.sha256(url.encode()).digest())
+    async def transcript(self, url: str, parameter: str, settings: Mapping[str, Any]) -> str:
+        """The transcript of a sound of a conversation; with the settings and errors of `transcribe`."""
+        key = (
+            RequestContext.current().owner,
+            hashlib.sha256(url.encode()).digest(),
+            tuple(sorted(settings.items())),
+        )
         task = self._transcripts.get(key)
         if task is None:
-            task = self._transcripts[key] = asyncio.create_task(self._fetch_transcript(url, parameter))
+            task = self._transcripts[key] = asyncio.create_task(self._fetch_transcript(url, parameter, settings))
         self._transcripts.move_to_end(key)
         if len(self._transcripts) > MAX_TRANSCRIPTS:
             self._transcripts.popitem(last=False)
@@ -85,31 +104,48 @@ class ASRStage:
                 self._transcripts.pop(key, None)  # It is tried again.
             raise
 
-    async def _fetch_transcript(self, url: str, parameter: str) -> str:
+    async def _fetch_transcript(self, url: str, parameter: str, settings: Mapping[str, Any]) -> str:
         sound = await self._media.sound(url, parameter)
-        async with aclosing(self.transcribe(sound, {}, new_id("transcription"))) as deltas:
+        async with aclosing(self.transcribe(sound, settings, new_id("transcription"))) as deltas:
             return "".join([delta async for delta in deltas]).strip()
 
-    async def as_text(self, messages: Sequence[Any]) -> list[Any]:
-        """Messages with the transcript in the place of each sound. Raises as `transcript`."""
-        return list(await asyncio.gather(*(self._read_message(each, i) for i, each in enumerate(messages))))
+    async def as_text(self, messages: Sequence[Any], settings: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
+        """Messages with the transcript in the place of each sound.
 
-    async def _read_message(self, message: Any, index: int) -> Any:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, list):
-            return message
-        where = f"messages[{index}].content"
-        parts = await asyncio.gather(*(self._read_part(part, f"{where}[{i}]") for i, part in enumerate(content)))
-        return {**message, "content": list(parts)}
+        Args:
+            messages: As `read_messages` returns them.
+            settings: Values of the stage's parameters for each sound, in their order; empty: none for any.
 
-    async def _read_part(self, part: Any, where: str) -> Any:
-        url = _sound_url(part)
-        if url is None:
-            return part
-        text = await self.transcript(url, where)
+        Raises as `transcript`.
+        """
+        sounds = list(_find_sounds(messages))
+        texts = await asyncio.gather(
+            *(
+                self._read_sound(url, f"messages[{i}].content[{j}]", given)
+                for (i, j, url), given in zip(sounds, settings or [{}] * len(sounds), strict=True)
+            )
+        )
+        made = list(messages)
+        for i in {i for i, _, _ in sounds}:
+            made[i] = {**messages[i], "content": list(messages[i]["content"])}
+        for (i, j, _), text in zip(sounds, texts, strict=True):
+            made[i]["content"][j] = {"type": "text", "text": text}
+        return made
+
+    async def _read_sound(self, url: str, where: str, settings: Mapping[str, Any]) -> str:
+        text = await self.transcript(url, where, settings)
         if not text:
             raise VLLMValidationError("this sound has no speech", parameter=where)
-        return {"type": "text", "text": text}
+        return text
+
+
+def _find_sounds(messages: Sequence[Any]) -> Iterator[tuple[int, int, str]]:
+    """Each sound of messages: the index of its message, that of its part, and its URL."""
+    for i, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            if (url := _sound_url(part)) is not None:
+                yield i, j, url
 
 
 def _sound_url(part: Any) -> str | None:

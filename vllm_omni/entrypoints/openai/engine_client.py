@@ -422,4 +422,12 @@ def _delta_output(event: ARSegmentEvent, request_id: str, prompt_token_ids: list
         finish_reason=event.finish_reason,
         stop_reason=event.stop_reason,
     )
-    return RequestOutput(request_id, None, prompt_token_ids, None, [completion], finished=event.is_last)
+    return RequestOutput(
+        request_id,
+        None,
+        prompt_token_ids,
+        None,
+        [completion],
+        finished=event.is_last,
+        num_cached_tokens=event.num_cached_tokens,
+    )

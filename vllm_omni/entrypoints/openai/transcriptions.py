@@ -143,7 +143,7 @@ class StageTranscriptions(TranscriptionHandler):
         given: dict[str, Any] = {"language": request.language, "prompt": request.prompt, "task": task}
         if "temperature" in request.model_fields_set:
             given["temperature"] = request.temperature
-        return {name: value for name, value in given.items() if value is not None and name in self._stage.parameters}
+        return self._stage.settings(given)
 
 
 def stage_prompt(client: OmniEngineClient, task: Task) -> str:

@@ -104,8 +104,8 @@ class LLMStageEngine(StageEngine):
         return self._engine.kv_blocks()
 
     def cache_counts(self) -> dict[str, CacheCounts]:
-        counts = self._engine.encoder_cache_counts()
-        return {"encoder": counts} if counts is not None else {}
+        counts = {"encoder": self._engine.encoder_cache_counts(), "reference": self._engine.sound_cache_counts()}
+        return {name: count for name, count in counts.items() if count is not None}
 
     def metrics(self) -> list[MetricFamily]:
         return [] if self._engine.metrics is None else self._engine.metrics.families()

@@ -3,8 +3,9 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,15 +22,24 @@ from vllm_omni.outputs import StageOutput
 pytestmark = pytest.mark.slow
 
 
+TRANSCRIPTION = "conversation.item.input_audio_transcription"
+
+
+class LevelParameters(msgspec.Struct):
+    language: Literal["en", "de"] = "en"
+
+
 class LevelStage(FunctionStage):
     """Writes the level of a constant sound; nothing for silence."""
 
-    def begin(self, request: StageRequest, parameters: Any) -> None:
-        return None
+    parameters = LevelParameters
 
-    def window(self, state: None, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+    def begin(self, request: StageRequest, parameters: LevelParameters) -> str:
+        return {"en": "It is", "de": "Es ist"}[parameters.language]
+
+    def window(self, state: str, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
         level = float(sources[CALLER].tensors["audio"].median())
-        return {"text": f"It is {level:.1f}." if level else ""}
+        return {"text": f"{state} {level:.1f}." if level else ""}
 
 
 ASR = function_stage(2, "asr", LevelStage, (), "text") | {"accepts": "audio"}
@@ -88,23 +98,61 @@ def test_a_turn_of_sound_is_its_text(server: FakeServer, llm: AsyncOmniLLM) -> N
 
 
 def test_the_client_gets_the_transcript(server: FakeServer, llm: AsyncOmniLLM) -> None:
-    transcription = "conversation.item.input_audio_transcription"
-
     async def main(session: Session) -> tuple[list[Any], list[Any], Any]:
         await session.configure(audio={"input": {"transcription": {"model": "any"}, "turn_detection": None}})
         item = await session.speak(level(0.7))
-        events = await session.until(f"{transcription}.completed")
+        events = await session.until(f"{TRANSCRIPTION}.completed")
         answer = await session.respond()
         await session.connection.conversation.item.retrieve(item_id=item.id)
         return events, answer, (await session.until("conversation.item.retrieved"))[-1].item
 
     before = num_transcribed(llm)
     events, answer, item = converse(server.app, main, model="fake")
-    assert types_of(events) == [f"{transcription}.delta", f"{transcription}.completed"]
+    assert types_of(events) == [f"{TRANSCRIPTION}.delta", f"{TRANSCRIPTION}.completed"]
     assert events[-1].transcript == item.content[0].transcript == "It is 0.7."
     assert events[-1].usage.type == "duration" and events[-1].usage.seconds == 0.5
     assert speech_of(answer)
     assert num_transcribed(llm) == before + 1, "client and model read the same text"
+
+
+def test_a_turn_is_transcribed_with_the_settings_at_its_time(server: FakeServer, llm: AsyncOmniLLM) -> None:
+    async def configure(session: Session, **settings: Any) -> None:
+        await session.configure(audio={"input": {"transcription": settings, "turn_detection": None}})
+
+    async def speak(session: Session) -> tuple[list[str], list[Any]]:
+        heard = []
+        for value, language in ((0.2, "de"), (0.4, "en")):
+            await configure(session, language=language, prompt="a parameter that this stage does not have")
+            await session.speak(level(value))
+            heard.append((await session.until(f"{TRANSCRIPTION}.completed"))[-1].transcript)
+        return heard, await session.respond()
+
+    async def write(session: Session) -> list[Any]:
+        await session.say("Es ist 0.2.")
+        await session.say("It is 0.4.")
+        return await session.respond()
+
+    before = num_transcribed(llm)
+    heard, spoken = converse(server.app, speak, model="fake")
+    assert heard == ["Es ist 0.2.", "It is 0.4."]
+    assert num_transcribed(llm) == before + 2, "the model reads what the client gets"
+    written = converse(server.app, write, model="fake")
+    assert text_of(spoken) == text_of(written)
+    assert spoken[-1].response.usage.input_tokens == written[-1].response.usage.input_tokens
+
+
+def test_a_setting_that_the_stage_refuses_is_named(server: FakeServer) -> None:
+    async def main(session: Session) -> tuple[Any, Any]:
+        transcription: Any = {"language": "fr"}
+        session_update: Any = {"type": "realtime", "audio": {"input": {"transcription": transcription}}}
+        await session.connection.session.update(session=session_update)
+        error = await session.error()
+        return error, await session.configure()
+
+    error, unchanged = converse(server.app, main, model="fake")
+    assert error.param == "session.audio.input.transcription.language"
+    assert "Invalid enum value 'fr' (stage 'asr')" in error.message
+    assert unchanged.audio.input.transcription is None
 
 
 def test_a_turn_without_words_is_a_failed_response(server: FakeServer) -> None:

@@ -152,7 +152,7 @@ def test_speech_that_is_being_made_is_as_long_as_its_text(monkeypatch: pytest.Mo
             "model": "m", "output_modalities": ["audio"], "tools": [], "max_output_tokens": "inf",
             "audio": {"output": {"format": {"type": "audio/pcm"}, "voice": "marin", "speed": 1.0}},
         }  # fmt: skip
-        response = Response(session, settings, [{"role": "user", "content": "count"}], None, None)
+        response = Response(session, settings, [{"role": "user", "content": "count"}], [], None, None)
         task = response.start()
         await waits.wait()
         while not response._outputs:

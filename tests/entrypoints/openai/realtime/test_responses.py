@@ -300,7 +300,13 @@ def test_errors_leave_the_session(realtime_app: FastAPI) -> None:
             error = await session.error()
             assert error.param == f"session.{param}", error
         await connection.conversation.item.retrieve(item_id="unknown")
-        assert (await session.error()).code == "item_not_found"
+        assert (await session.error()).code == "item_retrieve_invalid_item_id"
+        item = await session.say("Hello")
+        again: Any = {"id": item.id, "type": "message", "role": "user", "content": []}
+        await connection.conversation.item.create(item=again)
+        assert (await session.error()).code == "item_create_duplicate_item_id"
+        await connection.conversation.item.delete(item_id=item.id)
+        await session.until("conversation.item.deleted")
         await connection.response.create(response={"audio": {"output": {"voice": "nobody"}}})
         assert (await session.error()).param == "response.audio.output.voice"
         await session.say(QUESTION)
@@ -321,7 +327,8 @@ WRONG: list[tuple[Any, str]] = [
     ({"audio": {"output": {"voice": "nobody"}}}, "audio.output.voice"),
     ({"audio": {"output": {"speed": 3.0}}}, "audio.output.speed"),
     ({"audio": {"input": {"noise_reduction": {"type": "near_field"}}}}, "audio.input.noise_reduction"),
-    ({"audio": {"input": {"transcription": {"language": "klingon"}}}}, "audio.input.transcription"),
+    ({"audio": {"input": {"transcription": {"language": "klingon"}}}}, "audio.input.transcription.language"),
+    ({"audio": {"input": {"transcription": {"prompt": "a" * 5000}}}}, "audio.input.transcription.prompt"),
     ({"audio": {"input": {"turn_detection": {"type": "server_vad", "threshold": 2}}}},
      "audio.input.turn_detection.threshold"),
     ({"max_output_tokens": 0}, "max_output_tokens"),

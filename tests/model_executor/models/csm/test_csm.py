@@ -10,6 +10,7 @@ import torch
 from tests.model_executor.models.speech import CodecTests, SpeechCase, SpeechCodec, SpeechModel, SpeechTests
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.model_executor.models.csm.backbone import OmniCsm
 from vllm_omni.model_executor.prompt_processor import PromptProcessor, load_prompt_processor
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
@@ -50,6 +51,18 @@ class TestCsm(SpeechTests, CodecTests):
         for name, output in outputs.items():
             assert output.outputs[0].finish_reason == ("stop" if name in ended else "length")
             assert len(output.outputs[0].token_ids) == len(model.cases[name].codes) + (name not in ended)
+
+    def test_a_sound_is_encoded_once(self, model: SpeechModel) -> None:
+        def counts() -> CacheCounts:
+            found = model.engine.sound_cache_counts()
+            assert found is not None
+            return found
+
+        model.run(model.prompts)
+        before = counts()
+        model.check(model.run(model.prompts))
+        after = counts()
+        assert after.hits - before.hits == after.queries - before.queries > 0
 
     def test_ids_that_end_text_do_not_end_speech(self, model: SpeechModel) -> None:
         given = model.prompt_processor({"prompt": "a"}).as_prompt()

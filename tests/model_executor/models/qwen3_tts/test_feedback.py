@@ -12,6 +12,7 @@ from torch import nn
 from vllm.sampling_params import SamplingParams
 
 from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu
+from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.model_executor.feedback import FedBackRows, InputPiece, RequestInput
 from vllm_omni.model_executor.layers.depth_decoder import DepthDecoder
 from vllm_omni.model_executor.layers.frame_loop import FrameLoop
@@ -89,6 +90,24 @@ def speak(talker: Talker, folder: Path, device: torch.device) -> list[torch.Tens
         made += [fed_back.embeds, fed_back.outputs["codes"], again.embeds]
     strategy.end(0)
     return made
+
+
+@torch.no_grad()
+def test_a_reference_is_encoded_once(folder: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = Talker(folder)
+    strategy = Qwen3TTSFeedback(model, FrameLoop(model.code_predictor, 3, max_frames=80), max_batch_size=3)
+    prompts, voice = load_prompts(folder), sound(0.5, 1)
+    continued = {"ref_audio": voice, "ref_text": "the sea"}
+    for slot, information in enumerate((continued, continued, {"ref_audio": voice})):
+        given: Any = prompts({"prompt": "hello there", "additional_information": information})
+        strategy.begin(slot, RequestInput([], dict(given.additional_information), GREEDY, True))
+    assert strategy.sound_cache is not None
+    assert strategy.sound_cache.counts == CacheCounts(queries=5, hits=3)
+    num_rows = len(prompts({"prompt": "hello there", "additional_information": continued}).prompt_token_ids)
+    assert torch.equal(strategy.prompt_rows(0, 0, num_rows), strategy.prompt_rows(1, 0, num_rows))
+    frames, again = (strategy.first_outputs(slot)["ref_codes"] for slot in (0, 1))
+    assert torch.equal(frames, again) and len(frames) > 5 and strategy.first_outputs(2) == {}
 
 
 def test_inputs_and_outputs_of_the_talker(folder: Path, device: SimulatedDevice) -> None:

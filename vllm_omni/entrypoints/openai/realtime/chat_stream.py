@@ -83,7 +83,7 @@ def _tool_choice(choice: Any) -> Any:
 
 
 async def deltas_of(
-    chat: OmniServingChat, request: OmniChatCompletionRequest, owner: bytes
+    chat: OmniServingChat, request: OmniChatCompletionRequest, owner: bytes, asr_settings: Sequence[Values] = ()
 ) -> AsyncGenerator[ChatDelta, None]:
     """The deltas of a streamed answer. Closing the generator aborts the request.
 
@@ -91,6 +91,7 @@ async def deltas_of(
 
     Args:
         owner: See `RequestContext`.
+        asr_settings: See `ASRStage.as_text`.
 
     Raises:
         ChatError: The request was refused, or failed.
@@ -99,6 +100,8 @@ async def deltas_of(
     context.owner = owner
     context.shows_text_end = True
     try:
+        if chat.asr_stage is not None:
+            request.messages = await chat.asr_stage.as_text(request.messages, asr_settings)
         answer = await chat.create_chat_completion(request)
         if isinstance(answer, ErrorResponse):
             raise ChatError(answer.error.message, str(answer.error.code), answer.error.param)

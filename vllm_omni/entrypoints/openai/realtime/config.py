@@ -11,6 +11,7 @@ from openai.types.realtime import RealtimeSessionCreateRequest
 from openai.types.realtime.realtime_response_create_params import RealtimeResponseCreateParams
 from vllm.exceptions import VLLMValidationError
 
+from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.realtime import turn_detection
 from vllm_omni.entrypoints.openai.realtime.audio import MAX_SPEED, MIN_SPEED
@@ -27,7 +28,8 @@ _UNSUPPORTED = {
     "tracing": "the server traces with --otlp-traces-endpoint",
     "include": "transcriptions have no log probabilities",
 }
-_TRANSCRIPTION_FIELDS = ("model", "language", "prompt")
+_TRANSCRIPTION_SETTINGS = {"language": "an ISO 639-1 code", "prompt": "at most 4096 characters"}
+"""What each must be, for messages."""
 _RESPONSE_FIELDS = (
     "instructions", "output_modalities", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens",
 )  # fmt: skip
@@ -36,7 +38,9 @@ _RESPONSE_FIELDS = (
 class SessionRules:
     """What the served model can do in a session, and the configuration that a session starts with."""
 
-    def __init__(self, client: OmniEngineClient) -> None:
+    def __init__(self, client: OmniEngineClient, asr_stage: ASRStage | None) -> None:
+        """`asr_stage`: transcribes the sounds of sessions; None: the model reads them."""
+        self._asr_stage = asr_stage
         self._voices = client.voices
         self.speaks = "audio" in client.config.output_types
         self.accepts_audio = accepts_audio(client)
@@ -147,11 +151,37 @@ class SessionRules:
             raise EventError("noise reduction is not supported; set it to null", f"{at}.noise_reduction")
         if values["transcription"] is not None:
             self._check_accepts_audio(f"{at}.transcription")
-            _check_transcription(values["transcription"], f"{at}.transcription")
+            self._check_transcription(values["transcription"], f"{at}.transcription")
         if values["turn_detection"] is not None:
             self._check_accepts_audio(f"{at}.turn_detection")
             values["turn_detection"] = turn_detection.with_defaults(values["turn_detection"])
             turn_detection.check(values["turn_detection"], f"{at}.turn_detection")
+
+    def asr_settings(self, values: Values) -> dict[str, Any]:
+        """What a session sets of the ASR stage's parameters."""
+        return self._read_asr_settings(values["audio"]["input"]["transcription"] or {})
+
+    def _read_asr_settings(self, given: Values) -> dict[str, Any]:
+        if self._asr_stage is None:
+            return {}
+        request = transcription_request(given, "data:,")
+        return self._asr_stage.settings({name: getattr(request, name) for name in _TRANSCRIPTION_SETTINGS})
+
+    def _check_transcription(self, given: Values, at: str) -> None:
+        for name, value in given.items():
+            if value is not None and name not in ("model", *_TRANSCRIPTION_SETTINGS):
+                raise EventError(f"transcription has no {name} here; it has language and prompt", f"{at}.{name}")
+        for name, limit in _TRANSCRIPTION_SETTINGS.items():
+            own = {name: given.get(name)}
+            try:
+                transcription_request(own, "data:,")
+            except ValueError as error:
+                raise EventError(f"{name} must be {limit}", f"{at}.{name}") from error
+            if self._asr_stage is not None:
+                try:
+                    self._asr_stage.check(self._read_asr_settings(own))
+                except (ValueError, TypeError) as error:
+                    raise EventError(str(error), f"{at}.{name}") from error
 
     def _check_accepts_audio(self, param: str) -> None:
         if not self.accepts_audio:
@@ -184,16 +214,6 @@ def _complete_format(given: Values) -> Values:
     if (kind := given.get("type") or "audio/pcm") == "audio/pcm":
         return {"type": kind, "rate": 24000}
     return {"type": kind}
-
-
-def _check_transcription(given: Values, at: str) -> None:
-    for name, value in given.items():
-        if value is not None and name not in _TRANSCRIPTION_FIELDS:
-            raise EventError(f"transcription has no {name} here; it has language and prompt", f"{at}.{name}")
-    try:
-        transcription_request(given, "data:,")
-    except ValueError as error:
-        raise EventError("language must be an ISO 639-1 code, and prompt at most 4096 characters", at) from error
 
 
 def transcription_request(given: Values, file: str) -> TranscriptionRequest:

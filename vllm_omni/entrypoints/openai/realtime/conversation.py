@@ -55,12 +55,14 @@ class Item:
     Attributes:
         data: In the form of OpenAI's events, without sound.
         sounds: Those of a user's message, by index of its content.
+        asr_settings: What the session set of the ASR stage's parameters when it was added; None: it was not added.
         made_ms, num_chars: Of an assistant's speech: its length, estimated while it is made, and that of its text.
         sent_ms: What of it the client has got.
     """
 
     data: dict[str, Any]
     sounds: dict[int, Sound] = field(default_factory=dict)
+    asr_settings: dict[str, Any] | None = None
     made_ms: float = 0.0
     num_chars: int = 0
     sent_ms: float = 0.0
@@ -195,7 +197,7 @@ class Conversation:
             EventError: There is no item before it, or it has the id of another.
         """
         if any(item.id == other.id for other in self._items):
-            raise EventError(f"there is an item {item.id!r} already", "item.id", "item_id_already_exists")
+            raise EventError(f"there is an item {item.id!r} already", "item.id", "item_create_duplicate_item_id")
         index = len(self._items)
         if previous_id == ROOT:
             index = 0
@@ -209,12 +211,12 @@ class Conversation:
         index = next((i for i, other in enumerate(self._items) if other is item), 0)
         return self._items[index - 1].id if index else None
 
-    def get(self, item_id: str, param: str = "item_id") -> Item:
+    def get(self, item_id: str, param: str = "item_id", code: str = "item_not_found") -> Item:
         """
         Raises:
-            EventError: There is none.
+            EventError: There is none; with this code.
         """
-        return self._items[self._index(item_id, param)]
+        return self._items[self._index(item_id, param, code)]
 
     def delete(self, item_id: str) -> None:
         """Raises as `get`."""
@@ -234,11 +236,11 @@ class Conversation:
             for item, name in zip(items, names, strict=True)
         ]
 
-    def _index(self, item_id: str, param: str) -> int:
+    def _index(self, item_id: str, param: str, code: str = "item_not_found") -> int:
         for i, item in enumerate(self._items):
             if item.id == item_id:
                 return i
-        raise EventError(f"there is no item {item_id!r}", param, "item_not_found")
+        raise EventError(f"there is no item {item_id!r}", param, code)
 
 
 def to_messages(instructions: str, items: Iterable[Item]) -> list[Message]:
@@ -261,6 +263,11 @@ def to_messages(instructions: str, items: Iterable[Item]) -> list[Message]:
             parts = [_part(item, i, part) for i, part in enumerate(item.content)]
             messages.append({"role": data["role"], "content": parts})
     return messages
+
+
+def to_asr_settings(items: Iterable[Item], current: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each sound of `to_messages` is transcribed with, in their order; `current`: if its item has no settings."""
+    return [current if item.asr_settings is None else item.asr_settings for item in items for _ in item.sounds]
 
 
 def _tool_call(data: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Response:
         session: SessionContext,
         settings: Values,
         messages: Sequence[Message],
+        asr_settings: Sequence[Values],
         conversation: Conversation | None,
         conversation_id: str | None,
         metadata: dict[str, str] | None = None,
@@ -51,6 +52,7 @@ class Response:
         """
         Args:
             settings: The configuration of the response.
+            asr_settings: For each sound of the messages, in their order; see `ASRStage.as_text`.
             conversation: Gets the output items; None: a response that is out of band.
         """
         self.id = new_id("resp")
@@ -59,7 +61,7 @@ class Response:
         self._conversation_id = conversation_id
         self._outlet = Outlet(session, self.id, conversation, settings["audio"]["output"])
         self._metadata = metadata
-        self._request = make_request(settings, messages)
+        self._request, self._asr_settings = make_request(settings, messages), asr_settings
         self._status = "in_progress"
         self._details: dict[str, Any] | None = None
         self._cancel_reason: CancelReason | None = None
@@ -119,7 +121,8 @@ class Response:
         last: ChatError | None = None
         has_text, has_calls = False, False
         try:
-            async with aclosing(deltas_of(self._session.chat, self._request, self._session.owner)) as answer:
+            session = self._session
+            async with aclosing(deltas_of(session.chat, self._request, session.owner, self._asr_settings)) as answer:
                 async for delta in answer:
                     self._note(delta)
                     has_text |= bool(delta.text.strip())

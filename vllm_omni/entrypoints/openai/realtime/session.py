@@ -30,6 +30,7 @@ from vllm_omni.entrypoints.openai.realtime.conversation import (
     Sound,
     decode_sound,
     read_item,
+    to_asr_settings,
     to_messages,
 )
 from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
@@ -289,7 +290,7 @@ class Session:
         where = {"item_id": item.id, "content_index": 0}
         transcript = Transcript(usage=UsageDuration(type="duration", seconds=item.seconds))
         try:
-            async with aclosing(self._deltas(sound, settings, transcript)) as deltas:
+            async with aclosing(self._deltas(item, sound, settings, transcript)) as deltas:
                 async for delta in deltas:
                     transcript.text += delta
                     await self._send(f"{_TRANSCRIPTION}.delta", **where, delta=delta)
@@ -300,12 +301,14 @@ class Session:
         usage = {"type": transcript.usage.type, **transcript.usage.model_dump(exclude_none=True)}
         await self._send(f"{_TRANSCRIPTION}.completed", **where, transcript=text, usage=usage)
 
-    async def _deltas(self, sound: Sound, settings: Values, transcript: Transcript) -> AsyncGenerator[str, None]:
+    async def _deltas(
+        self, item: Item, sound: Sound, settings: Values, transcript: Transcript
+    ) -> AsyncGenerator[str, None]:
         """The text of a sound, by the ASR stage if there is one, or by the model. Raises `ChatError`."""
         if (stage := self._chat.asr_stage) is not None:
             RequestContext.start().owner = self._owner
             try:
-                text = await stage.transcript(sound.uri(), "item.content")
+                text = await stage.transcript(sound.uri(), "item.content", item.asr_settings or {})
             except Exception as error:
                 raise as_chat_error(error) from error
             yield text
@@ -328,12 +331,13 @@ class Session:
         await self._add(item, event.previous_item_id)
 
     async def _add(self, item: Item, previous_id: str | None) -> None:
+        item.asr_settings = self._rules.asr_settings(self._values)
         previous = self._conversation.add(item, previous_id)
         await self._send("conversation.item.added", previous_item_id=previous, item=item.data)
         await self._send("conversation.item.done", previous_item_id=previous, item=item.data)
 
     async def _retrieve_item(self, event: Any) -> None:
-        item = self._conversation.get(event.item_id)
+        item = self._conversation.get(event.item_id, code="item_retrieve_invalid_item_id")  # Pipecat waits for it.
         await self._send("conversation.item.retrieved", item=item.with_sound())
 
     async def _truncate_item(self, event: Any) -> None:
@@ -372,6 +376,7 @@ class Session:
                 self._context,
                 settings,
                 to_messages(settings["instructions"], items),
+                to_asr_settings(items, self._rules.asr_settings(self._values)),
                 self._conversation if in_conversation else None,
                 self._conversation_id if in_conversation else None,
                 None if params is None else params.metadata,
@@ -385,7 +390,7 @@ class Session:
         response = self._active() if event.response_id is None else self._responses.get(event.response_id)
         if response is None:
             raise EventError(
-                "there is no active response to cancel",
+                "Cancellation failed: there is no active response",  # OpenAI's words: LiveKit ignores it by them.
                 None if event.response_id is None else "response_id",
                 "response_cancel_not_active",
             )

@@ -26,6 +26,7 @@ from vllm_omni.model_executor.layers.frame_loop import FrameLoop
 from vllm_omni.model_executor.layers.mimi import MimiEncoder
 from vllm_omni.model_executor.layers.residual_codes import ResidualFilter
 from vllm_omni.model_executor.layers.talker import Talker
+from vllm_omni.model_executor.sound_cache import SoundCache
 
 _FRAMES = "model.embed_tokens.weight"
 _DEPTH_FRAMES = "depth_decoder.embed_tokens.weight"
@@ -133,6 +134,7 @@ class CsmFeedback(FeedbackStrategy):
         self._model = model
         self._config = model.config
         self._frames = frames
+        self._sounds = self.sound_cache = SoundCache()
         self._prompts: dict[int, torch.Tensor] = {}
 
     def begin(self, slot: int, request: RequestInput) -> None:
@@ -147,7 +149,7 @@ class CsmFeedback(FeedbackStrategy):
         embeds = self._model.embed_text_tokens(text_ids)
         pieces = [sound for sound in sounds.split(sound_sizes.tolist()) if len(sound)]
         if pieces:
-            codes = torch.cat([self._model.codec(sound.to(device)) for sound in pieces])
+            codes = torch.cat([self._sounds.encode(sound, device, self._model.codec)[0] for sound in pieces])
             embeds[text_ids == config.audio_token_id] = self._model.embed_frames(codes)
             end = torch.full((1, config.num_codebooks), config.codebook_eos_token_id, device=device)
             embeds[text_ids == config.audio_eos_token_id] = self._model.embed_frames(end)

@@ -30,6 +30,7 @@ from vllm_omni.model_executor.layers.talker import FrameFeedback, Talker, find_s
 from vllm_omni.model_executor.models.qwen3_tts.configuration import Qwen3TTSTokenizerConfig
 from vllm_omni.model_executor.models.qwen3_tts.prompt import REFERENCE, SPEAKER
 from vllm_omni.model_executor.models.qwen3_tts.speaker_encoder import SpeakerEncoder
+from vllm_omni.model_executor.sound_cache import SoundCache
 
 _CODEC_FOLDER = "speech_tokenizer"
 
@@ -107,9 +108,12 @@ class OmniQwen3TTSTalker(Talker):
         """`[n]` on any device -> `[n, hidden]`."""
         return self.text_projection(self.text_embedding(text_ids.to(self.suppressed.device)))
 
-    def embed_prompt(self, rows: torch.Tensor, ref_audio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def embed_prompt(
+        self, sounds: SoundCache, rows: torch.Tensor, ref_audio: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
+            sounds: Has the encoded references.
             rows, ref_audio: The information of a `Qwen3TTSPromptProcessor`.
 
         Returns:
@@ -123,10 +127,11 @@ class OmniQwen3TTSTalker(Talker):
         embeds[has_code] += self.embed_input_ids(codes[has_code])
         frames = codes.new_empty(0, self.code_predictor.num_codes)
         if len(ref_audio):
-            sound = ref_audio.to(device)
-            embeds[codes == SPEAKER] += self.speaker_encoder(sound).to(embeds)
+            encoders = (self.speaker_encoder, self.codec_encoder) if has_frames else (self.speaker_encoder,)
+            speaker, *encoded = sounds.encode(ref_audio, device, *encoders)
+            embeds[codes == SPEAKER] += speaker.to(embeds)
             if has_frames:
-                frames = self.codec_encoder(sound)
+                (frames,) = encoded
                 residual = self.code_predictor.embed_codes(frames[:, 1:])
                 embeds[codes == REFERENCE] += self.embed_input_ids(frames[:, 0]) + residual
         return embeds, frames
@@ -161,12 +166,13 @@ class Qwen3TTSFeedback(FrameFeedback):
         pad = model.embed_text(torch.tensor([model.config.tts_pad_token_id]))
         super().__init__(model.model.embed_tokens, frames, pad[:0], pad[0], max_batch_size)
         self._model = model
+        self._sounds = self.sound_cache = SoundCache()
         self._references: dict[int, torch.Tensor] = {}
 
     def begin(self, slot: int, request: RequestInput) -> None:
         """Its information is that of a `Qwen3TTSPromptProcessor`."""
         text_ids = request.information.pop(self.text_key)
-        prompt, self._references[slot] = self._model.embed_prompt(**request.information)
+        prompt, self._references[slot] = self._model.embed_prompt(self._sounds, **request.information)
         self.set_input(slot, prompt, self.embed_text(text_ids), request.is_complete)
         self._frames.begin(slot, request.params, ResidualFilter.from_params(request.params))
 

@@ -32,6 +32,10 @@ class PayloadSender:
         """Raises `OSError` where the connector has no room, `TypeError` for a value that cannot be encoded."""
         return self._connector.put(cast(Frames, self._encoder.encode(value)))
 
+    def remove_unread(self) -> None:
+        """Removes the payloads that were not received: the receiver's process has died."""
+        self._connector.remove_unread()
+
 
 class PayloadReceiver:
     """Receives typed payloads, whatever connector sent them."""

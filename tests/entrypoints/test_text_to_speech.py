@@ -18,6 +18,8 @@ from vllm_omni.errors import InvalidRequestError
 from vllm_omni.events import CompletedEvent
 from vllm_omni.testing.oracles.csm import CsmReference, Speech
 
+GROUP = "llm"
+
 
 @pytest.fixture(scope="module")
 def llm(csm_llm: OmniLLM) -> OmniLLM:

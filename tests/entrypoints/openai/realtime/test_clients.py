@@ -12,6 +12,7 @@ from tests.clients.running import ENVIRONMENT, client_environment, skip_without_
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import MODEL
 
+GROUP = "app"
 SCRIPTS = Path(__file__).parent / "clients"
 
 

@@ -29,7 +29,9 @@ gc.disable()  # While modules are imported it finds nothing and takes a fifth of
 
 # What several files share, so that one process runs them: the engines of a folder, and by name of their fixtures the
 # servers, the applications and the pipelines.
-_FOLDERS_WITH_ENGINES = re.compile("tests/(?:engine|stage|clients|model_executor/models/(?:qwen|csm|glm|janus)[^/]*)/")
+_FOLDERS_WITH_ENGINES = re.compile(
+    "tests/(?:engine|stage|clients|model_executor/models/(?:qwen|csm|glm|higgs|janus)[^/]*)/"
+)
 _MACHINES = re.compile(r"tests/(?:distributed/test_hosts|orchestrator/test_(?:ray|engine_workers))\.py")
 """Ray's clusters and hosts need memory, and answers in time: one after the other, before other tests keep servers."""
 _LONG_FILES = (
@@ -173,6 +175,12 @@ def tiny_qwen3_omni_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_csm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete CSM checkpoint with random weights."""
     return _write("csm", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_higgs_audio_v2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete Higgs Audio v2 checkpoint with random weights, its codec included."""
+    return _write("higgs_audio_v2", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,9 @@ gc.disable()  # While modules are imported it finds nothing and takes a fifth of
 
 
 # One process runs the files that share something: the folders with engines, and files that declare the same group.
-_FOLDERS_WITH_ENGINES = re.compile("tests/(?:engine|stage|clients|model_executor/models/(?:qwen|csm|glm|janus)[^/]*)/")
+_FOLDERS_WITH_ENGINES = re.compile(
+    "tests/(?:engine|stage|clients|model_executor/models/(?:qwen|csm|glm|higgs|janus)[^/]*)/"
+)
 _GROUP = re.compile(r'^GROUP = "(\w+)"$', re.MULTILINE)
 """A test file's declaration. The process that assigns tests to others does not import them, so it reads the line."""
 _MACHINES = "machines"
@@ -169,6 +171,12 @@ def tiny_qwen3_omni_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_csm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete CSM checkpoint with random weights."""
     return _write("csm", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_higgs_audio_v2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete Higgs Audio v2 checkpoint with random weights, its codec included."""
+    return _write("higgs_audio_v2", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

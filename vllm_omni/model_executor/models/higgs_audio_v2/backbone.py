@@ -30,6 +30,7 @@ from vllm_omni.model_executor.layers.residual_codes import ResidualFilter
 from vllm_omni.model_executor.layers.talker import Talker
 from vllm_omni.model_executor.models.higgs_audio_v2.codec import HiggsAudioEncoder
 from vllm_omni.model_executor.models.higgs_audio_v2.tokenizer import find_codec, read_codec_config
+from vllm_omni.model_executor.sound_cache import SoundCache
 
 _HEADS = "audio_lm_head.weight"
 
@@ -154,11 +155,20 @@ class OmniHiggsAudio(Talker):
         """`[rows]` bool."""
         return (text_ids == self.config.audio_token_id) | (text_ids == self.config.audio_delay_token_id)
 
-    def embed_prompt(self, text_ids: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
-        """`[rows, hidden]`, of the information of a `HiggsAudioPromptProcessor` on the model's device."""
+    def embed_prompt(self, sounds: SoundCache, text_ids: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            sounds: Has the encoded references.
+            text_ids: `[rows]`, on the model's device.
+            sound: That of a `HiggsAudioPromptProcessor`, on the CPU.
+
+        Returns:
+            `[rows, hidden]`.
+        """
         embeds = self.model.embed_input_ids(text_ids)
         if len(sound):
-            embeds[self.is_sound(text_ids)] = self.embed_frames(self.pattern.delay(self.codec(sound)))
+            (codes,) = sounds.encode(sound, text_ids.device, self.codec)
+            embeds[self.is_sound(text_ids)] = self.embed_frames(self.pattern.delay(codes))
         return embeds
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -187,13 +197,15 @@ class HiggsAudioFeedback(FeedbackStrategy):
     def __init__(self, model: OmniHiggsAudio, frames: DelayedFrames) -> None:
         self._model = model
         self._frames = frames
+        self._sounds = self.sound_cache = SoundCache()
         self._prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.row_marks: torch.Tensor = model.model.is_sound
 
     def begin(self, slot: int, request: RequestInput) -> None:
         """Its information is that of a `HiggsAudioPromptProcessor`."""
-        text_ids, sound = (request.information[name].to(self.row_marks.device) for name in ("text_ids", "sound"))
-        self._prompts[slot] = self._model.embed_prompt(text_ids, sound), self._model.is_sound(text_ids)
+        text_ids = request.information["text_ids"].to(self.row_marks.device)
+        embeds = self._model.embed_prompt(self._sounds, text_ids, request.information["sound"])
+        self._prompts[slot] = embeds, self._model.is_sound(text_ids)
         self._frames.begin(slot, request.params, ResidualFilter.from_params(request.params))
 
     def extend(self, pieces: list[InputPiece]) -> None:

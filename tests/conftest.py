@@ -27,19 +27,19 @@ os.environ["DO_NOT_TRACK"] = "1"
 gc.disable()  # While modules are imported it finds nothing and takes a fifth of the time.
 
 
-# What several files share, so that one process runs them: the engines of a folder, and by name of their fixtures the
-# servers, the applications and the pipelines.
-_FOLDERS_WITH_ENGINES = re.compile("tests/(?:engine|stage|clients|model_executor/models/(?:qwen|csm|glm|janus)[^/]*)/")
-_MACHINES = re.compile(r"tests/(?:distributed/test_hosts|orchestrator/test_(?:ray|engine_workers))\.py")
+# One process runs the files that share something: the folders with engines, and files that declare the same group.
+_FOLDERS_WITH_ENGINES = re.compile(
+    "tests/(?:engine|stage|clients|model_executor/models/(?:qwen|csm|glm|higgs|janus)[^/]*)/"
+)
+_GROUP = re.compile(r'^GROUP = "(\w+)"$', re.MULTILINE)
+"""A test file's declaration. The process that assigns tests to others does not import them, so it reads the line."""
+_MACHINES = "machines"
 """Ray's clusters and hosts need memory, and answers in time: one after the other, before other tests keep servers."""
 _LONG_FILES = (
     "tests/worker/test_parallel_denoiser.py", "tests/coloured_shapes/test_quality.py",
     "tests/orchestrator/test_nodes.py", "tests/stage/test_watchdog.py",
 )  # fmt: skip
 _A_PROCESS_DIED = pytest.StashKey[bool]()
-_SHARED_FIXTURES = re.compile(
-    r"\b(?:(?:omni|voice|image|video)_(?:server|app)|(?:talking|qwen2_5|csm|text)_(?:async_)?llm|realtime_app)\b"
-)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -51,7 +51,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _group_of(config.rootpath, nodeid.split("::")[0])
+            return group_of(config.rootpath, nodeid.split("::")[0])
 
     return Scheduling(config, log)
 
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def rank(item: pytest.Item) -> tuple[bool, bool, int]:
         file, group = item.nodeid.split("::")[0], _group_of_item(item)
-        return not _MACHINES.match(file), not (file in _LONG_FILES or group != file), first[group]
+        return group != _MACHINES, not (file in _LONG_FILES or group != file), first[group]
 
     items.sort(key=rank)
 
@@ -132,17 +132,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _group_of_item(item: pytest.Item) -> str:
-    return _group_of(item.config.rootpath, item.nodeid.split("::")[0])
+    return group_of(item.config.rootpath, item.nodeid.split("::")[0])
 
 
 @functools.cache
-def _group_of(root: Path, file: str) -> str:
-    if _MACHINES.match(file):
-        return "machines"
+def group_of(root: Path, file: str) -> str:
     if folder := _FOLDERS_WITH_ENGINES.match(file):
         return folder[0]
-    fixture = _SHARED_FIXTURES.search((root / file).read_text())
-    return fixture[0].rpartition("_")[2] if fixture else file
+    declared = _GROUP.search((root / file).read_text())
+    return declared[1] if declared else file
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -173,6 +171,12 @@ def tiny_qwen3_omni_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_csm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete CSM checkpoint with random weights."""
     return _write("csm", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_higgs_audio_v2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete Higgs Audio v2 checkpoint with random weights, its codec included."""
+    return _write("higgs_audio_v2", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

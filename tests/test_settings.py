@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import group_of
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -18,6 +20,18 @@ def test_pytest_reads_pyproject(pytestconfig):
     assert pytestconfig.pluginmanager.has_plugin("timeout"), "pytest-timeout is missing: nothing bounds a test"
     assert pytestconfig.option.importmode == "importlib"
     assert pytestconfig.getini("xfail_strict") is True
+
+
+def test_files_that_share_a_server_or_a_pipeline_declare_their_group(request):
+    """By the fixtures of all tests of this run. Without `GROUP = "..."` each process would start its own."""
+    undeclared = set()
+    for item in request.session.items:
+        for name, definitions in item._fixtureinfo.name2fixturedefs.items():
+            is_shared = definitions[-1].scope == "session" and name.endswith(("_server", "_app", "_llm"))
+            file = item.nodeid.split("::")[0]
+            if is_shared and group_of(ROOT, file) == file:
+                undeclared.add((file, name))
+    assert undeclared == set()
 
 
 def test_no_other_file_has_settings():

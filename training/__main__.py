@@ -3,7 +3,7 @@
 
     python -m training [PART ...] [--folder FOLDER]
 
-Parts: vocoder thinker hearing talker vae painter export. Each resumes where it stopped; what is done costs nothing.
+Parts: vocoder thinker talker vae painter export. Each resumes where it stopped; what is done costs nothing.
 """
 
 from __future__ import annotations
@@ -23,73 +23,80 @@ from coloured_shapes.speech import SPEAKERS
 from training import codec, data, painter, talker, thinker
 from training.config import make_config, save_processor
 from training.export import export_omni
+from training.painter import Pictures
+from training.talker import TalkerTrainer
+from training.thinker import ThinkerTrainer
 from training.tokenizer import encode, encode_answer, make_embeddings, make_tokenizer
 
 STEPS = {
-    "vocoder": 11_000, "seeing": 500, "reading": 8_000, "words": 4_000, "hearing": 6_200, "saying": 4_500,
-    "talker": 12_500, "vae": 6_000, "painter": 2_000,
+    "vocoder": 11_000, "vision_alignment": 500, "text_sft": 8_000, "audio_ctc": 4_000, "audio_sft": 6_200,
+    "copy_sft": 4_500, "talker": 12_500, "vae": 6_000, "painter": 2_000,
 }  # fmt: skip
-_FILES = {"thinker": "saying", "talker": "talker", "code2wav": "vocoder"}
+_FILES = {"thinker": "copy_sft", "talker": "talker", "code2wav": "vocoder"}
 """Modules of the omni model, and the trainings whose results they are."""
 CHECKPOINTS = Path(coloured_shapes.__file__).with_name("checkpoints")
-PARTS = ("vocoder", "thinker", "hearing", "talker", "vae", "painter", "export")
+PARTS = ("vocoder", "thinker", "talker", "vae", "painter", "export")
 NUM_PICTURES = 16_000
 
 
 class Trainer:
-    """The parts, each with what it needs of the others."""
+    """The parts, each with what it needs of the others.
+
+    Initial weights have a seed of their own, so that they are the same whichever parts a run trains.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tokenizer: PreTrainedTokenizerFast = make_tokenizer()
-        self._config = make_config(self._tokenizer)
+        self.tokenizer: PreTrainedTokenizerFast = make_tokenizer()
+        self._config = make_config(self.tokenizer)
 
     def vocoder(self) -> None:
-        def utter(rng: random.Random) -> tuple[torch.Tensor, np.ndarray]:
-            tokens = self._tokenizer.convert_ids_to_tokens(encode(self._tokenizer, data.random_text(rng)))
+        def sample(rng: random.Random) -> tuple[torch.Tensor, np.ndarray]:
+            tokens = self.tokenizer.convert_ids_to_tokens(encode(self.tokenizer, data.random_text(rng)))
             (voice,) = rng.choices(tuple(SPEAKERS.values()), weights=(2, 1))  # The first is the harder one.
-            said = speakers.say(tokens, voice)
-            return said.codes, said.wave
+            utterance = speakers.synthesize(tokens, voice)
+            return utterance.codes, utterance.audio
 
         speakers = self._speakers()
-        codec.train_vocoder(self._folder, Qwen3OmniMoeCode2Wav(self._config.code2wav_config), utter, STEPS["vocoder"])
+        torch.manual_seed(0)
+        vocoder = Qwen3OmniMoeCode2Wav(codec.vocoder_config())
+        codec.train_vocoder(self._folder, vocoder, sample, STEPS["vocoder"])
 
     def thinker(self) -> None:
-        trainer = self._thinker_trainer()
-        thinker.train_seeing(self._folder, trainer, STEPS["seeing"])
-        thinker.train_reading(self._folder, trainer, STEPS["reading"])
+        trainer = self.make_thinker_trainer()
+        thinker.train_vision_alignment(self._folder, trainer, STEPS["vision_alignment"])
+        thinker.train_text_sft(self._folder, trainer, STEPS["text_sft"])
+        speech = thinker.SpeechDataset(data.record_requests(self._folder), self._speakers(), self.tokenizer)
+        thinker.train_audio_ctc(self._folder, trainer, speech, STEPS["audio_ctc"])
+        thinker.train_audio_sft(self._folder, trainer, speech, STEPS["audio_sft"])
+        thinker.train_copy_sft(self._folder, trainer, speech, STEPS["copy_sft"])
 
-    def hearing(self) -> None:
-        trainer = self._thinker_trainer()
-        trainer.load_state_dict(torch.load(self._folder / "reading.pt")["models"][0])
-        bank = thinker.SpeechBank(data.heard(self._folder), self._speakers(), self._tokenizer)
-        thinker.train_words(self._folder, trainer, bank, STEPS["words"])
-        thinker.train_hearing(self._folder, trainer, bank, STEPS["hearing"])
-        thinker.train_saying(self._folder, trainer, bank, STEPS["saying"])
-
-    def _thinker_trainer(self) -> thinker.ThinkerTrainer:
-        save_processor(self._tokenizer, self._config, self._folder / "processor")
+    def make_thinker_trainer(self) -> ThinkerTrainer:
+        save_processor(self.tokenizer, self._config, self._folder / "processor")
         processor = AutoProcessor.from_pretrained(self._folder / "processor")
+        torch.manual_seed(0)
         model = Qwen3OmniMoeThinkerForConditionalGeneration(self._config.thinker_config)
         embeddings = self._embeddings()
         model.get_input_embeddings().weight.data.copy_(embeddings)
         model.get_input_embeddings().requires_grad_(False)
         model.lm_head.weight.data.copy_(0.2 * embeddings)  # It learns sooner to repeat what it reads.
-        return thinker.ThinkerTrainer(model, processor, self._tokenizer)
+        return ThinkerTrainer(model, processor, self.tokenizer)
 
     def talker(self) -> None:
-        def read(rng: random.Random) -> talker.Reading:
+        def sample(rng: random.Random) -> talker.SpeechExample:
             text, speaker = data.random_text(rng), rng.choice(tuple(SPEAKERS))
             tokenize = encode_answer if rng.random() < 0.5 else encode  # as the model writes, or is forced to
-            tokens = tokenize(self._tokenizer, text)
-            said = speakers.say(self._tokenizer.convert_ids_to_tokens(tokens), SPEAKERS[speaker])
-            return talker.Reading(speaker, tokens, said)
+            tokens = tokenize(self.tokenizer, text)
+            utterance = speakers.synthesize(self.tokenizer.convert_ids_to_tokens(tokens), SPEAKERS[speaker])
+            return talker.SpeechExample(speaker, tokens, utterance)
 
         speakers = self._speakers()
-        trainer = talker.TalkerTrainer(
-            talker.make_talker(self._config), self._config, self._embeddings(), self._tokenizer
-        )
-        talker.train(self._folder, trainer, read, STEPS["talker"])
+        talker.train(self._folder, self.make_talker_trainer(), sample, STEPS["talker"])
+
+    def make_talker_trainer(self) -> TalkerTrainer:
+        torch.manual_seed(0)
+        model = talker.make_talker(self._config)
+        return TalkerTrainer(model, self._config, self._embeddings(), self.tokenizer)
 
     def export(self) -> None:
         """Writes the checkpoints of `coloured_shapes`, of what is trained."""
@@ -103,7 +110,7 @@ class Trainer:
                 for name, weight in parts["thinker"].items()
                 if name.startswith("thinker.")
             }
-        export_omni(CHECKPOINTS / "shapes", self._config, self._tokenizer, parts)
+        export_omni(CHECKPOINTS / "shapes", self._config, self.tokenizer, parts)
         if (trained := self._folder / "painter.pt").exists():
             pipeline = self._pipeline()
             for model, state in zip(painter.trained_models(pipeline), torch.load(trained)["models"], strict=False):
@@ -111,6 +118,7 @@ class Trainer:
             pipeline.to(torch.float16).save_pretrained(CHECKPOINTS / "shapes-painter")
 
     def vae(self) -> None:
+        torch.manual_seed(0)
         painter.train_vae(self._folder, painter.make_vae(), STEPS["vae"])
 
     def painter(self) -> None:
@@ -120,14 +128,15 @@ class Trainer:
         """With the trained autoencoder, which scales latents to mean 0 and standard deviation 1."""
         latents, vae = self._pictures().latents, self._vae()
         vae.register_to_config(scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean()))
-        text_encoder = painter.make_text_encoder(self._tokenizer)
-        return painter.make_pipeline(vae, text_encoder, self._tokenizer, painter.make_transformer())
+        torch.manual_seed(0)
+        text_encoder = painter.make_text_encoder(self.tokenizer)
+        return painter.make_pipeline(vae, text_encoder, self.tokenizer, painter.make_transformer())
 
-    def _pictures(self) -> painter.Pictures:
+    def _pictures(self) -> Pictures:
         file = self._folder / "pictures.pt"
         if not file.exists():
-            torch.save(vars(painter.Pictures.make(self._vae(), random.Random("pictures"), NUM_PICTURES)), file)
-        return painter.Pictures(**torch.load(file))
+            torch.save(vars(Pictures.make(self._vae(), random.Random("pictures"), NUM_PICTURES)), file)
+        return Pictures(**torch.load(file))
 
     def _vae(self) -> AutoencoderKL:
         vae = painter.make_vae()
@@ -135,14 +144,14 @@ class Trainer:
         return vae
 
     def _embeddings(self) -> torch.Tensor:
-        text = self._config.thinker_config.text_config
-        return make_embeddings(self._tokenizer, text.vocab_size, text.hidden_size)
+        text = self._config.get_text_config()
+        return make_embeddings(self.tokenizer, text.vocab_size, text.hidden_size)
 
     def _speakers(self) -> data.Speakers:
         file = self._folder / "quantizer.pt"
         if not file.exists():
-            waves = data.Speakers(self._folder).waves
-            quantizer = codec.Quantizer.fit(list(waves.values()), torch.Generator().manual_seed(0))
+            audio = data.Speakers(self._folder).audio
+            quantizer = codec.Quantizer.fit(list(audio.values()), torch.Generator().manual_seed(0))
             torch.save(vars(quantizer), file)
         return data.Speakers(self._folder, codec.Quantizer(**torch.load(file)))
 
@@ -155,7 +164,6 @@ def main() -> None:
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     args.folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
     trainer = Trainer(args.folder)
     for part in args.parts:
         getattr(trainer, part)()

@@ -29,8 +29,11 @@ BATCH, PIECE = 8, 8
 class LogMel(nn.Module):
     """Waves `[batch, samples]` to log-mel `[batch, num_mels, samples // hop]`; frame i begins at sample i * hop.
 
-    Magnitudes below `floor` count as it.
+    Magnitudes below `floor` are raised to it.
     """
+
+    window: torch.Tensor
+    filters: torch.Tensor
 
     def __init__(self, n_fft: int, hop: int, num_mels: int, floor: float = 1e-4) -> None:
         super().__init__()
@@ -133,20 +136,20 @@ class SpectralLoss(nn.Module):
 
 def train_vocoder(
     folder: Path, vocoder: Qwen3OmniMoeCode2Wav,
-    utter: Callable[[random.Random], tuple[torch.Tensor, np.ndarray]], steps: int,
+    sample: Callable[[random.Random], tuple[torch.Tensor, np.ndarray]], steps: int,
 ) -> None:  # fmt: skip
     """
     Args:
-        utter: Returns int64 `[frames, groups]`, and the samples of the same speech.
+        sample: Returns codes, int64 `[frames, groups]`, and the audio of the same speech.
     """
     loss_of = SpectralLoss()
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         pieces = []
         for _ in range(BATCH):
-            codes, wave = utter(rng)
+            codes, audio = sample(rng)
             begin = rng.randrange(max(1, len(codes) - PIECE + 1))
-            pieces.append((_slice(codes, begin), _samples(wave, begin)))
+            pieces.append((_slice(codes, begin), _samples(audio, begin)))
         code, target = (torch.stack(parts) for parts in zip(*pieces, strict=True))
         made = vocoder(code.transpose(1, 2)).squeeze(1)  # [batch, groups, frames] -> [batch, samples]
         loss = loss_of(made, target[:, : made.shape[1]])
@@ -160,6 +163,6 @@ def _slice(codes: torch.Tensor, begin: int) -> torch.Tensor:
     return torch.cat([piece, piece[-1:].expand(PIECE - len(piece), -1)])
 
 
-def _samples(wave: np.ndarray, begin: int) -> torch.Tensor:
-    piece = wave[begin * FRAME : (begin + PIECE) * FRAME]
+def _samples(audio: np.ndarray, begin: int) -> torch.Tensor:
+    piece = audio[begin * FRAME : (begin + PIECE) * FRAME]
     return torch.from_numpy(np.pad(piece, (0, PIECE * FRAME - len(piece))))

@@ -25,7 +25,7 @@ NUM_MELS = 64
 def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3OmniMoeConfig:
     media = multimodal_ids(tokenizer)
     config = Qwen3OmniMoeConfig(
-        thinker_config=_thinker(padded_vocab_size(tokenizer), media),  # type: ignore[arg-type]
+        thinker_config=_thinker(padded_vocab_size(tokenizer), media),
         talker_config=_talker(media),
         code2wav_config=vocoder_config().to_dict(),
         dtype="float32",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spoken sentences, made once: what the model learns to say, and what it learns to hear."""
+"""Speech that is synthesized once: recordings for the thinker, and the words of the talker's utterances."""
 
 import functools
 import random
@@ -30,13 +30,14 @@ from training.codec import Quantizer
 from training.tokenizer import SPACE
 from vllm_omni.speech_recognition import resample
 
-NUM_HEARD, NUM_OF_QUESTION = 12_000, 6
+NUM_COPY_REQUESTS, NUM_OF_QUESTION = 12_000, 6
 """Requests to repeat a sentence, and recordings of each question."""
 
 
 @dataclass
 class Recordings:
-    """
+    """Recordings in one file.
+
     Attributes:
         labels: The voice, and the text, of each.
     """
@@ -47,14 +48,15 @@ class Recordings:
 
     @classmethod
     def make(cls, jobs: Sequence[tuple], file: Path) -> "Recordings":
-        """Reads `file`, or speaks the jobs (arguments of `speak`) and writes it."""
+        """Reads `file`, or synthesizes the jobs (arguments of `speak`) and writes it."""
         if not file.exists():
-            waves = []
+            audio: list[np.ndarray] = []
             for start in range(0, len(jobs), 500):
-                waves += [(wave * 32767).astype(np.int16) for wave in speak_all(jobs[start : start + 500])]
-                print(f"{file.stem}: {len(waves)} of {len(jobs)} sentences are spoken", flush=True)
-            labels = np.array([(voice, text) for text, voice, *_ in jobs])
-            np.savez(file, labels=labels, samples=np.concatenate(waves), ends=np.cumsum([len(wave) for wave in waves]))
+                audio += [(clip * 32767).astype(np.int16) for clip in speak_all(jobs[start : start + 500])]
+                print(f"{file.stem}: {len(audio)} of {len(jobs)} sentences are synthesized", flush=True)
+            labelled = np.array([(voice, text) for text, voice, *_ in jobs])
+            ends = np.cumsum([len(clip) for clip in audio])
+            np.savez(file, labels=labelled, samples=np.concatenate(audio), ends=ends)
         loaded = np.load(file)
         labels = [(str(voice), str(text)) for voice, text in loaded["labels"]]
         return cls(labels, loaded["samples"], loaded["ends"])
@@ -66,10 +68,13 @@ class Recordings:
 
 
 class Speakers:
-    """The model's speakers, who have said every word of the language, and put sentences together of them.
+    """The model's speakers: utterances are put together of recordings of every word of the language.
 
     A word lasts whole frames, so that it has the same codes in every sentence. Text that is not of the language is
     spelled.
+
+    Attributes:
+        audio: By sound and voice of flite, float32 `[frames * 1920]`.
     """
 
     def __init__(self, folder: Path, quantizer: Quantizer | None = None) -> None:
@@ -78,47 +83,52 @@ class Speakers:
         keys = [(sound, voice) for sound in sounds for voice in SPEAKERS.values()]
         if not file.exists():
             with ThreadPoolExecutor(2) as pool:
-                waves = list(pool.map(lambda key: speak_word(*key), keys))
-            np.savez(file, samples=np.concatenate(waves), ends=np.cumsum([len(wave) for wave in waves]))
+                words = list(pool.map(lambda key: speak_word(*key), keys))
+            np.savez(file, samples=np.concatenate(words), ends=np.cumsum([len(word) for word in words]))
         loaded = np.load(file)
-        self.waves = dict(zip(keys, np.split(loaded["samples"], loaded["ends"][:-1]), strict=True))
+        self.audio = dict(zip(keys, np.split(loaded["samples"], loaded["ends"][:-1]), strict=True))
         self._silence = np.zeros(FRAME, np.float32)
         if quantizer is not None:
-            self._codes = {key: quantizer.encode(wave) for key, wave in self.waves.items()}
+            self._codes = {key: quantizer.encode(word) for key, word in self.audio.items()}
             self._silent = quantizer.encode(self._silence)
 
-    def say(self, tokens: Sequence[str], voice: str) -> "Utterance":
-        """`tokens` as the vocabulary writes them: words with or without a space before, punctuation, bytes."""
-        waves, codes, spoken = [self._silence], [self._silent], [-1]
+    def synthesize(self, tokens: Sequence[str], voice: str) -> "Utterance":
+        """
+        Args:
+            tokens: As the vocabulary writes them: words with or without a space before, punctuation, bytes.
+            voice: Of flite.
+        """
+        audio, codes, alignment = [self._silence], [self._silent], [-1]
         for index, token in enumerate(tokens):
             sound = sound_of(token)
             if sound == PAUSE:
-                waves += [self._silence] * 2
+                audio += [self._silence] * 2
                 codes += [self._silent] * 2
-                spoken += [index] * 2
+                alignment += [index] * 2
             elif sound is not None:
-                waves.append(self.waves[sound, voice])
+                audio.append(self.audio[sound, voice])
                 codes.append(self._codes[sound, voice])
-                spoken += [index] * len(codes[-1])
-        if spoken[-1] < 0 or sound_of(tokens[spoken[-1]]) != PAUSE:
-            waves += [self._silence] * 2
+                alignment += [index] * len(codes[-1])
+        if alignment[-1] < 0 or sound_of(tokens[alignment[-1]]) != PAUSE:
+            audio += [self._silence] * 2
             codes += [self._silent] * 2
-            spoken += [len(tokens)] * 2
-        return Utterance(np.concatenate(waves), torch.cat(codes), spoken)
+            alignment += [len(tokens)] * 2
+        return Utterance(np.concatenate(audio), torch.cat(codes), alignment)
 
 
 @dataclass
 class Utterance:
-    """
+    """Text as audio and as codes.
+
     Attributes:
-        wave: float32 `[frames * 1920]`.
+        audio: float32 `[frames * 1920]`, at 24 kHz.
         codes: int64 `[frames, groups]`.
-        spoken: For each frame the index of the token that is spoken; -1 before the first, their number after the last.
+        alignment: For each frame the index of its token; -1 before the first, their number after the last.
     """
 
-    wave: np.ndarray
+    audio: np.ndarray
     codes: torch.Tensor
-    spoken: list[int]
+    alignment: list[int]
 
 
 PAUSE = ""
@@ -130,7 +140,7 @@ _SOUNDS = {"a": "uh"}
 
 
 def sound_of(token: str) -> str | None:
-    """What is said for a token: a word, a letter's name, a pause, or nothing."""
+    """The sound of a token: a word, a letter's name or a pause; None for no sound."""
     word = token.replace(SPACE, "").lower()
     if word in (".", ",", "?", "!", ":", ";"):
         return PAUSE
@@ -145,7 +155,7 @@ def _spoken_words() -> frozenset[str]:
 
 
 def random_text(rng: random.Random) -> str:
-    """What the model says: answers, descriptions, sentences, and a few words that it does not know."""
+    """Text for the talker: answers, descriptions, sentences, and a few words that it does not know."""
     scene = random_scene(rng)
     kind = rng.random()
     if kind < 0.2:
@@ -165,7 +175,7 @@ def random_text(rng: random.Random) -> str:
 
 
 def random_words(rng: random.Random) -> str:
-    """In random order, so that no word is guessed from those before it."""
+    """Words in random order, so that none is predicted from those before it."""
     while True:
         text = " ".join(rng.choices(WORDS, k=rng.randint(3, 8)))
         if not is_held_out(text):
@@ -173,7 +183,7 @@ def random_words(rng: random.Random) -> str:
 
 
 def vary(rng: random.Random, samples: np.ndarray) -> np.ndarray:
-    """A recording at `INPUT_RATE` with another speed, pitch and timbre, so that its voice is not learned by heart."""
+    """Changes the speed, pitch and timbre of a recording at `INPUT_RATE`: the model does not overfit to its voice."""
     samples = resample(samples, INPUT_RATE, round(INPUT_RATE * rng.uniform(0.92, 1.08)))
     spectrum = np.fft.rfft(samples)
     hertz = np.linspace(0, INPUT_RATE / 2, len(spectrum))
@@ -183,14 +193,14 @@ def vary(rng: random.Random, samples: np.ndarray) -> np.ndarray:
     return np.fft.irfft(spectrum * 10 ** (decibels / 20), len(samples)).astype(np.float32)
 
 
-def heard(folder: Path) -> Recordings:
-    """Questions and requests, by many voices."""
+def record_requests(folder: Path) -> Recordings:
+    """Recordings of questions and of requests to repeat a text, by many voices."""
     rng = random.Random("heard")
     questions = {turn.question for _ in range(60_000) for turn in random_dialogue(rng, random_scene(rng))}
     texts = [text for text in sorted(questions) for _ in range(NUM_OF_QUESTION)]
-    for _ in range(NUM_HEARD):
+    for _ in range(NUM_COPY_REQUESTS):
         text = random_sentence(rng) if rng.random() < 0.8 else painting_prompt(rng, random_scene(rng))
         texts.append(say_request(rng, text).question)
     rng.shuffle(texts)
     jobs = [(t, rng.choice(HEARD_VOICES), INPUT_RATE, rng.uniform(0.85, 1.25), rng.uniform(0.85, 1.2)) for t in texts]
-    return Recordings.make(jobs, folder / "heard.npz")
+    return Recordings.make(jobs, folder / "requests.npz")

@@ -162,7 +162,7 @@ class Contents(nn.Module):
         self._states = output
 
     def loss(self, contents: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Of `[batch, 9, 3]` and the last forward pass; and the share of shapes whose kind is right."""
+        """Of `[batch, 9, 3]` and the last forward pass; and the accuracy of the kinds of shapes."""
         by_token = contents.unflatten(1, (3, 3)).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1, 2)
         states = self._states[:, : by_token.shape[1]]
         logits = [head(states) for head in self.heads]
@@ -171,12 +171,12 @@ class Contents(nn.Module):
             for index, values in enumerate(logits)
         ]
         is_shape = by_token[..., 0] < len(KINDS)
-        right = (logits[0].argmax(-1) == by_token[..., 0])[is_shape].float().mean().item()
-        return torch.stack(losses).mean(), right
+        accuracy = (logits[0].argmax(-1) == by_token[..., 0])[is_shape].float().mean().item()
+        return torch.stack(losses).mean(), accuracy
 
 
 def trained_models(pipeline: ZImagePipeline) -> list[nn.Module]:
-    """Those that learn together."""
+    """The models that are trained together."""
     return [pipeline.transformer, pipeline.text_encoder]
 
 
@@ -198,8 +198,8 @@ def train_transformer(
         # Not `encode_prompt`: it pads every prompt to 512 tokens.
         made = transformer(list(noisy.unsqueeze(2)), 1 - sigma, _encode_prompts(pipeline, texts), return_dict=False)[0]
         loss = nn.functional.mse_loss(torch.stack(list(made)).squeeze(2), clean - noise)
-        contents, right = contents_head.loss(pictures.contents[chosen])
-        return loss + 0.3 * contents, {"loss": loss.item(), "contents": contents.item(), "right": right}
+        contents, accuracy = contents_head.loss(pictures.contents[chosen])
+        return loss + 0.3 * contents, {"loss": loss.item(), "contents": contents.item(), "accuracy": accuracy}
 
     Training(folder, "painter", [*trained_models(pipeline), contents_head], steps, 1.5e-3).run(compute)
 

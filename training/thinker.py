@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the thinker: it sees, reads and hears questions, and writes the answer.
+"""Trains the thinker, which takes text, pictures and speech and generates text, in five stages.
 
-First the picture encoder learns to describe each place in the embeddings of words. Then the language model learns to
-answer (teacher forcing on the answer alone), from text and from rows that resemble those of speech: embeddings of the
-words, repeated, between empty rows. The audio encoder learns to make such rows (CTC). Last, all learn to answer what
-is heard.
+1. Vision alignment: the rows of a picture become sums of word embeddings.
+2. Text SFT (supervised fine-tuning, with a loss on the answers alone) of all but the audio encoder. In place of speech
+   it gets synthetic rows: embeddings of the words, repeated, between blank rows.
+3. Audio CTC: the audio encoder learns to make such rows of speech.
+4. Audio SFT: everything learns to answer spoken and written questions.
+5. Copy SFT: as 4, with more requests to repeat words in any order.
 """
 
 import itertools
@@ -50,23 +52,23 @@ from vllm_omni.speech_recognition import resample
 
 @dataclass
 class Example:
-    """A conversation, of which every answer is learned.
+    """A conversation; the loss is that of its answers.
 
     Attributes:
-        heard: The recordings of the questions that are heard, by turn; None for rows that only resemble speech.
+        audio: By turn, the recordings of the spoken questions: float32 `[samples]` at 16 kHz; None: synthetic rows.
     """
 
     turns: list[Turn]
     pictures: list[Image.Image] = field(default_factory=list)
-    heard: dict[int, np.ndarray | None] = field(default_factory=dict)
+    audio: dict[int, np.ndarray | None] = field(default_factory=dict)
     picture_first: bool = True
 
     def messages(self, turn: int) -> list[dict[str, Any]]:
         """Up to the question of a turn."""
         messages: list[dict[str, Any]] = []
         for index in range(turn + 1):
-            is_heard = index in self.heard
-            content = [{"type": "audio"} if is_heard else {"type": "text", "text": self.turns[index].question}]
+            is_spoken = index in self.audio
+            content = [{"type": "audio"} if is_spoken else {"type": "text", "text": self.turns[index].question}]
             if index == 0 and self.pictures:
                 content.insert(0 if self.picture_first else 1, {"type": "image"})
             messages.append({"role": "user", "content": content})
@@ -74,8 +76,8 @@ class Example:
         return messages[:-1]
 
 
-class SpeechBank:
-    """Recordings by their text: of flite's voices, and some of the model's own speakers."""
+class SpeechDataset:
+    """Speech by its text: recordings of flite's voices, and utterances of the model's own speakers."""
 
     def __init__(self, recordings: Recordings, speakers: Speakers, tokenizer: PreTrainedTokenizerFast) -> None:
         self._recordings, self._speakers, self._tokenizer = recordings, speakers, tokenizer
@@ -85,27 +87,28 @@ class SpeechBank:
         self.texts = list(self._by_text)
         self.requests = [text for text in self.texts if _is_request_about_shapes(text)]
 
-    def wave(self, rng: random.Random, text: str) -> np.ndarray | None:
-        """One of a text, with noise: float32 `[samples]` at 16 kHz; None if there is none."""
+    def sample(self, rng: random.Random, text: str) -> np.ndarray | None:
+        """Audio of a text, with noise: float32 `[samples]` at 16 kHz; None for a text without recordings."""
         found = self._by_text.get(text)
         if not found:
             return None
         if rng.random() < 0.8:
             return add_noise(rng, vary(rng, self._recordings[rng.choice(found)]))
-        return self.aligned(rng, text)[0]
+        return self.sample_aligned(rng, text)[0]
 
-    def aligned(self, rng: random.Random, text: str) -> tuple[np.ndarray, list[tuple[str, float]]]:
-        """By one of the model's speakers at some speed: as `wave`, and when each token ends, in seconds."""
+    def sample_aligned(self, rng: random.Random, text: str) -> tuple[np.ndarray, list[tuple[str, float]]]:
+        """Audio of one of the model's speakers at a random speed, and its tokens with their ends in seconds."""
         tokens = self._tokenizer.convert_ids_to_tokens(encode(self._tokenizer, text))
-        said = self._speakers.say(tokens, rng.choice(tuple(SPEAKERS.values())))
+        utterance = self._speakers.synthesize(tokens, rng.choice(tuple(SPEAKERS.values())))
         rate = int(INPUT_RATE * rng.uniform(0.85, 1.2))
-        ends = {index: (frame + 1) * FRAME / SAMPLE_RATE * rate / INPUT_RATE for frame, index in enumerate(said.spoken)}
+        seconds = FRAME / SAMPLE_RATE * rate / INPUT_RATE  # of a frame
+        ends = {index: (frame + 1) * seconds for frame, index in enumerate(utterance.alignment)}
         words = [(token, ends[index]) for index, token in enumerate(tokens) if index in ends]
-        return add_noise(rng, resample(said.wave, SAMPLE_RATE, rate)), words
+        return add_noise(rng, resample(utterance.audio, SAMPLE_RATE, rate)), words
 
 
 def _is_request_about_shapes(text: str) -> bool:
-    """Only these are learned from speech: of all words, too many sound too much alike."""
+    """Copies of spoken text are learned of these only: of all words, too many sound too much alike."""
     words = split_words(text)
     return ":" in text and any(word in KINDS for word in words) and any(word in COLOURS for word in words)
 
@@ -117,8 +120,9 @@ _OTHER = (
 )  # fmt: skip
 
 
-def random_example(rng: random.Random, bank: SpeechBank | None) -> Example:
-    kind = rng.choices(("scene", "say", "no picture", "other"), (10, 6, 0.7, 0.7))[0]
+def random_example(rng: random.Random, speech: SpeechDataset | None) -> Example:
+    """An example of any task. `speech`: None: spoken questions are synthetic rows."""
+    kind = rng.choices(("scene", "copy", "no picture", "other"), (10, 6, 0.7, 0.7))[0]
     example = Example([])
     if kind == "scene":
         scene = random_scene(rng)
@@ -126,12 +130,12 @@ def random_example(rng: random.Random, bank: SpeechBank | None) -> Example:
         example.pictures = [random_picture(rng, scene)]
     elif kind == "no picture":
         example.turns = random_dialogue(rng, None)
-    elif kind == "say":
-        if bank and rng.random() < 0.5:
-            request = rng.choice(bank.requests)
+    elif kind == "copy":
+        if speech and rng.random() < 0.5:
+            request = rng.choice(speech.requests)
             text = request.split(": ", 1)[1]
         else:
-            text = random_saying(rng)
+            text = random_copy_text(rng)
             request = say_request(rng, text).question
         example.turns = [Turn(request, text if text[0].isupper() else sentence(text))]
     else:
@@ -141,14 +145,14 @@ def random_example(rng: random.Random, bank: SpeechBank | None) -> Example:
     example.picture_first = rng.random() < 0.7
     for index, turn in enumerate(example.turns):
         if rng.random() < (0.4 if len(example.turns) < 3 else 0.15):
-            wave = bank.wave(rng, turn.question) if bank else None
-            if bank is None or wave is not None:
-                example.heard[index] = wave
+            audio = speech.sample(rng, turn.question) if speech else None
+            if speech is None or audio is not None:
+                example.audio[index] = audio
     return example
 
 
-def random_saying(rng: random.Random) -> str:
-    """A sentence that someone may ask to be said; often one of which no word can be guessed."""
+def random_copy_text(rng: random.Random) -> str:
+    """Text to repeat; often one of which no word can be predicted from those before it."""
     if rng.random() < 0.5:
         return random_words(rng)
     scene = random_scene(rng)
@@ -164,16 +168,16 @@ class Batch:
         inputs: Of the thinker's forward pass, without the rows of speech.
         labels: Ids of the answers at the positions that predict them, -100 elsewhere.
         answers: At the same positions the numbers of the answers in the batch, -1 elsewhere.
-        heard: The texts that are heard, in order.
+        transcripts: The texts of spoken questions, in order.
         sizes: Their numbers of rows.
-        features: Of their recordings; None: the rows only resemble speech.
+        features: Of their recordings; None: synthetic rows.
     """
 
     turns: list[Turn]
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
     answers: torch.Tensor
-    heard: list[str]
+    transcripts: list[str]
     sizes: list[int]
     features: torch.Tensor | None
 
@@ -186,14 +190,16 @@ def collate(
     pictures = [picture for example in examples for picture in example.pictures]
     if pictures:
         inputs |= processor.image_processor(pictures, return_tensors="pt")
-    heard = [(example.turns[index].question, wave) for example in examples for index, wave in example.heard.items()]
+    spoken = [(example.turns[index].question, audio) for example in examples for index, audio in example.audio.items()]
+    transcripts = [text for text, _ in spoken]
+    recordings = [audio for _, audio in spoken if audio is not None]
     features, sizes = None, []
-    if heard:
-        if heard[0][1] is None:
-            lengths = torch.tensor([sum(rng.randint(25, 55) for _ in split_words(text)) for text, _ in heard])
+    if spoken:
+        if not recordings:
+            lengths = torch.tensor([sum(rng.randint(25, 55) for _ in split_words(text)) for text in transcripts])
             mask = torch.arange(int(lengths.max())) < lengths[:, None]
         else:
-            features, mask = extract(processor, [wave for _, wave in heard])
+            features, mask = extract_features(processor, recordings)
         inputs["feature_attention_mask"] = mask.long()
         sizes = _get_feat_extract_output_lengths(mask.sum(1)).tolist()
     expansions = iter(sizes)
@@ -210,7 +216,7 @@ def collate(
     labels = torch.where(answers >= 0, ids[:, 1:], -100)
     inputs |= {"input_ids": ids, "attention_mask": (ids != tokenizer.pad_token_id).long()}
     all_turns = [turn for example in examples for turn in example.turns]
-    return Batch(all_turns, inputs, labels, answers, [text for text, _ in heard], sizes, features)
+    return Batch(all_turns, inputs, labels, answers, transcripts, sizes, features)
 
 
 def _tokenize(
@@ -225,6 +231,7 @@ def _tokenize(
     done = ""
     for number, turn in enumerate(example.turns):
         text = tokenizer.apply_chat_template(example.messages(number), tokenize=False, add_generation_prompt=True)
+        assert isinstance(text, str)
         new = text[len(done) :].replace("<|image_pad|>", "<|image_pad|>" * len(PLACES))
         new = re.sub(r"<\|audio_pad\|>", lambda match: match[0] * next(audio_sizes), new)
         prompt = encode(tokenizer, new)
@@ -237,16 +244,20 @@ def _tokenize(
     return ids, turns
 
 
-def extract(processor: Qwen3OmniMoeProcessor, waves: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features float32 `[waves, mels, length]`, and the mask `[waves, length]` of those that are no padding."""
+def extract_features(
+    processor: Qwen3OmniMoeProcessor, audio: Sequence[np.ndarray]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features float32 `[clips, mels, length]`, and the mask `[clips, length]` of those that are no padding."""
     extracted = processor.feature_extractor(
-        list(waves), sampling_rate=INPUT_RATE, padding=True, return_attention_mask=True, return_tensors="pt"
+        list(audio), sampling_rate=INPUT_RATE, padding=True, return_attention_mask=True, return_tensors="pt"
     )
     return extracted.input_features, extracted.attention_mask
 
 
-class Words(nn.Module):
-    """The embeddings of all words, and of an empty row, as classes of rows of speech. Not part of the model."""
+class CTCHead(nn.Module):
+    """Classifies rows of speech by the nearest embedding of a word, or of the blank. Not part of the model."""
+
+    rows: torch.Tensor
 
     def __init__(self, embeddings: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> None:
         """`embeddings`: the thinker's, `[vocabulary, hidden]`."""
@@ -258,35 +269,35 @@ class Words(nn.Module):
         self.register_buffer("rows", rows, persistent=False)
 
     def loss(self, rows: torch.Tensor, sizes: list[int], texts: Sequence[str]) -> torch.Tensor:
-        """CTC of `rows` `[sum of sizes, hidden]`: the texts' one after the other."""
+        """The CTC loss of `rows` `[sum of sizes, hidden]`: the texts' one after the other."""
         padded = nn.utils.rnn.pad_sequence(self._logits(rows).split(sizes)).log_softmax(-1)
         targets = [self._classes(text) for text in texts]
         lengths = torch.tensor([len(target) for target in targets])
         return nn.functional.ctc_loss(padded, torch.cat(targets), torch.tensor(sizes), lengths, zero_infinity=True)
 
     def aligned_loss(
-        self, rows: torch.Tensor, sizes: list[int], said: Sequence[Sequence[tuple[str, float]]]
+        self, rows: torch.Tensor, sizes: list[int], alignments: Sequence[Sequence[tuple[str, float]]]
     ) -> tuple[torch.Tensor, float]:
-        """Cross entropy of `rows`: the last two of a word are the word's. And the share of words that are right.
+        """Cross entropy of `rows`, of which the last two of a word are the word's; and the accuracy of these.
 
         Args:
-            said: For each recording its tokens, and when they end, in seconds.
+            alignments: For each recording its tokens with their ends in seconds.
         """
         labels = torch.zeros(len(rows), dtype=torch.long)
-        for start, tokens in zip(itertools.accumulate([0, *sizes[:-1]]), said, strict=True):
+        for start, tokens in zip(itertools.accumulate([0, *sizes[:-1]]), alignments, strict=True):
             for token, end in tokens:
                 second, rest = divmod(end, 1.0)  # a second has 13 rows, 80 ms from each to the next
                 last = start + 13 * int(second) + int(rest / 0.08) - 1
                 labels[last - 1 : last + 1] = self._class_of.get(token.replace(SPACE, "").lower(), 0)
         logits = self._logits(rows)
-        right = (logits.argmax(-1) == labels)[labels > 0].float().mean().item()
-        return nn.functional.cross_entropy(logits, labels), right
+        accuracy = (logits.argmax(-1) == labels)[labels > 0].float().mean().item()
+        return nn.functional.cross_entropy(logits, labels), accuracy
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         return -10.0 * torch.cdist(rows, self.rows) ** 2 / rows.shape[1] ** 0.5
 
-    def imitate(self, rng: random.Random, sizes: list[int], texts: Sequence[str]) -> torch.Tensor:
-        """Rows that resemble those of speech, `[sum of sizes, hidden]`."""
+    def synthesize(self, rng: random.Random, sizes: list[int], texts: Sequence[str]) -> torch.Tensor:
+        """Rows `[sum of sizes, hidden]` as a trained audio encoder makes them of these texts."""
         classes = []
         for size, text in zip(sizes, texts, strict=True):
             words = self._classes(text).tolist()
@@ -307,8 +318,8 @@ class Words(nn.Module):
         return torch.tensor([self._class_of[word] for word in split_words(text) if word in self._class_of])
 
 
-class Topics(nn.Module):
-    """What the shape that an answer is about looks like and where it is, from the states before the last layer.
+class ShapeHeads(nn.Module):
+    """Classify the shape that an answer is about, from the states before the last layer: an auxiliary loss.
 
     It makes the model find that shape early. Not part of the model.
     """
@@ -317,20 +328,18 @@ class Topics(nn.Module):
         super().__init__()
         self.heads = nn.ModuleList(nn.Linear(hidden, len(names)) for names in (KINDS, COLOURS, SIZES, PLACES))
 
-    def loss(self, states: torch.Tensor, topics: Sequence[Shape | None]) -> torch.Tensor:
-        """`states` `[positions, hidden]`; positions without a topic do not count."""
-        found = [index for index, topic in enumerate(topics) if topic is not None]
+    def loss(self, states: torch.Tensor, shapes: Sequence[Shape | None]) -> torch.Tensor:
+        """Mean cross entropy of `states` `[positions, hidden]`; positions without a shape do not count."""
+        found = [(index, shape) for index, shape in enumerate(shapes) if shape is not None]
         if not found:
             return torch.zeros(())
-        shapes = [topic for topic in topics if topic is not None]
         classes = [
             [KINDS.index(shape.kind), COLOURS.index(shape.colour), SIZES.index(shape.size), shape.place]
-            for shape in shapes
+            for _, shape in found
         ]
+        chosen = states[[index for index, _ in found]]
         labels = torch.tensor(classes)
-        losses = [
-            nn.functional.cross_entropy(head(states[found]), labels[:, index]) for index, head in enumerate(self.heads)
-        ]
+        losses = [nn.functional.cross_entropy(head(chosen), labels[:, index]) for index, head in enumerate(self.heads)]
         return torch.stack(losses).mean()
 
 
@@ -339,15 +348,15 @@ class Losses:
     """
     Attributes:
         answers: Of their tokens.
-        topics: Of the shapes that they are about.
-        heard: Of the words that were heard.
-        right: The share of answers whose every token is right.
+        shapes: Of the shapes that they are about.
+        ctc: Of the audio rows.
+        accuracy: The share of answers whose every token is right.
     """
 
     answers: torch.Tensor
-    topics: torch.Tensor
-    heard: torch.Tensor
-    right: float
+    shapes: torch.Tensor
+    ctc: torch.Tensor
+    accuracy: float
 
 
 class ThinkerTrainer(nn.Module):
@@ -359,8 +368,8 @@ class ThinkerTrainer(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.thinker, self.processor, self.tokenizer = thinker, processor, tokenizer
-        self.words = Words(thinker.get_input_embeddings().weight.detach(), tokenizer)
-        self.topics = Topics(thinker.config.text_config.hidden_size)
+        self.ctc = CTCHead(thinker.get_input_embeddings().weight.detach(), tokenizer)
+        self.shapes = ShapeHeads(thinker.config.get_text_config().hidden_size)
         self._states: torch.Tensor | None = None
         thinker.model.layers[-2].register_forward_hook(self._keep_states)
 
@@ -373,13 +382,13 @@ class ThinkerTrainer(nn.Module):
     def losses(self, rng: random.Random, batch: Batch) -> "Losses":
         ids = batch.inputs["input_ids"]
         embeds = self.thinker.get_input_embeddings()(ids)
-        heard = torch.zeros(())
-        if batch.heard:
+        ctc = torch.zeros(())
+        if batch.transcripts:
             if batch.features is None:
-                rows = self.words.imitate(rng, batch.sizes, batch.heard)
+                rows = self.ctc.synthesize(rng, batch.sizes, batch.transcripts)
             else:
                 rows = self.audio_rows(batch.features, batch.inputs["feature_attention_mask"])
-                heard = self.words.loss(rows, batch.sizes, batch.heard)
+                ctc = self.ctc.loss(rows, batch.sizes, batch.transcripts)
             is_audio = ids == self.thinker.config.audio_token_id
             embeds = embeds.masked_scatter(is_audio[..., None], rows)
         chosen = batch.answers >= 0
@@ -387,9 +396,9 @@ class ThinkerTrainer(nn.Module):
         logits = self._logits(batch, embeds, chosen)
         loss = nn.functional.cross_entropy(logits, labels)
         assert self._states is not None
-        topic = self.topics.loss(self._states[:, :-1][chosen], [batch.turns[answer].topic for answer in answers])
-        right = 1 - len(answers[logits.argmax(-1) != labels].unique()) / len(answers.unique())
-        return Losses(loss, topic, heard, right)
+        shapes = self.shapes.loss(self._states[:, :-1][chosen], [batch.turns[answer].topic for answer in answers])
+        accuracy = 1 - len(answers[logits.argmax(-1) != labels].unique()) / len(answers.unique())
+        return Losses(loss, shapes, ctc, accuracy)
 
     def _logits(self, batch: Batch, embeds: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Of the chosen positions: those of all would take a quarter of the time."""
@@ -405,8 +414,10 @@ class ThinkerTrainer(nn.Module):
         return self.thinker.get_audio_features(features, mask).last_hidden_state
 
 
-class Cells(nn.Module):
-    """What the rows of a picture shall be: the sum of the embeddings of the words for a place and what is in it."""
+class VisionTargets(nn.Module):
+    """The targets of a picture's rows: the sum of the embeddings of the words for a place and what is in it."""
+
+    rows: torch.Tensor
 
     def __init__(self, embeddings: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> None:
         """`embeddings`: the thinker's, `[vocabulary, hidden]`."""
@@ -419,7 +430,7 @@ class Cells(nn.Module):
             ].sum(0)
 
         places = torch.stack([embed(place) for place in PLACES])
-        self._index = {None: 0}
+        self._index: dict[tuple[str, str, str], int] = {}  # 0: nothing
         contents = [embed("nothing")]
         for kind, colour, size in itertools.product(KINDS, COLOURS, SIZES):
             self._index[kind, colour, size] = len(contents)
@@ -427,7 +438,7 @@ class Cells(nn.Module):
         self.register_buffer("rows", 0.7 * (places[:, None] + torch.stack(contents)), persistent=False)
 
     def loss(self, rows: torch.Tensor, scenes: Sequence[Scene]) -> tuple[torch.Tensor, float]:
-        """`rows` `[9 * scenes, hidden]`; the loss, and the share of pictures in which every nearest row is right."""
+        """The loss of `rows` `[9 * scenes, hidden]`, and the share of pictures of which every row is right."""
         labels = torch.zeros(len(scenes), len(PLACES), dtype=torch.long)
         for index, scene in enumerate(scenes):
             for shape in scene.shapes:
@@ -435,95 +446,96 @@ class Cells(nn.Module):
         by_place = rows.view(len(scenes), len(PLACES), -1).transpose(0, 1)
         targets = torch.stack([self.rows[place, labels[:, place]] for place in range(len(PLACES))])
         nearest = torch.cdist(by_place.detach(), self.rows).argmin(-1)
-        right = (labels == nearest.T).all(1).float().mean().item()
-        return ((by_place - targets) ** 2).mean() / self.rows.var(), right
+        accuracy = (labels == nearest.T).all(1).float().mean().item()
+        return ((by_place - targets) ** 2).mean() / self.rows.var(), accuracy
 
 
-def train_seeing(folder: Path, trainer: ThinkerTrainer, steps: int, batch: int = 64) -> None:
-    """The picture encoder alone."""
-    cells = Cells(trainer.thinker.get_input_embeddings().weight.detach(), trainer.tokenizer)
+def train_vision_alignment(folder: Path, trainer: ThinkerTrainer, steps: int, batch: int = 64) -> None:
+    """Trains the picture encoder alone."""
+    vision_targets = VisionTargets(trainer.thinker.get_input_embeddings().weight.detach(), trainer.tokenizer)
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         scenes = [random_scene(rng) for _ in range(batch)]
         pictures = [random_picture(rng, scene) for scene in scenes]
         inputs = trainer.processor.image_processor(pictures, return_tensors="pt")
         rows = trainer.thinker.get_image_features(inputs.pixel_values, inputs.image_grid_thw)
-        loss, right = cells.loss(torch.cat(tuple(rows.pooler_output)), scenes)
-        return loss, {"loss": loss.item(), "right": right}
+        loss, accuracy = vision_targets.loss(torch.cat(tuple(rows.pooler_output)), scenes)
+        return loss, {"loss": loss.item(), "accuracy": accuracy}
 
-    Training(folder, "seeing", [trainer.thinker.visual], steps, 2e-3).run(compute)
+    Training(folder, "vision_alignment", [trainer.thinker.visual], steps, 2e-3).run(compute)
 
 
 def random_picture(rng: random.Random, scene: Scene) -> Image.Image:
     return draw(rng, scene, noise=rng.choice((0, 0, rng.uniform(0, 30))))
 
 
-def train_reading(folder: Path, trainer: ThinkerTrainer, steps: int, batch: int = 24) -> None:
-    """All but the audio encoder."""
+def train_text_sft(folder: Path, trainer: ThinkerTrainer, steps: int, batch: int = 24) -> None:
+    """Trains all but the audio encoder, on text and pictures."""
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         return _losses(rng, trainer, [random_example(rng, None) for _ in range(batch)])
 
-    Training(folder, "reading", [trainer], steps, 1e-3).run(compute)
+    Training(folder, "text_sft", [trainer], steps, 1e-3).run(compute)
 
 
 def _losses(
     rng: random.Random, trainer: ThinkerTrainer, examples: Sequence[Example]
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The sum of all losses; examples with speech are apart, because they have many more rows."""
-    total, figures = torch.zeros(()), {"loss": 0.0, "topics": 0.0, "heard": 0.0}
+    total, figures = torch.zeros(()), {"loss": 0.0, "shapes": 0.0, "ctc": 0.0}
     for has_speech in (True, False):
-        part = [example for example in examples if bool(example.heard) == has_speech]
+        part = [example for example in examples if bool(example.audio) == has_speech]
         if part:
             share = len(part) / len(examples)
             losses = trainer.losses(rng, trainer.collate(rng, part))
-            total = total + share * (losses.answers + 0.3 * losses.topics + 0.3 * losses.heard)
+            total = total + share * (losses.answers + 0.3 * losses.shapes + 0.3 * losses.ctc)
             figures["loss"] += share * losses.answers.item()
-            figures["topics"] += share * losses.topics.item()
-            figures["heard"] += share * losses.heard.item()
-            figures["right_heard" if has_speech else "right_read"] = losses.right
+            figures["shapes"] += share * losses.shapes.item()
+            figures["ctc"] += share * losses.ctc.item()
+            figures["audio_accuracy" if has_speech else "text_accuracy"] = losses.accuracy
     return total, figures
 
 
-def train_words(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: int, batch: int = 24) -> None:
-    """The audio encoder alone, from speech to words; of half of it, it is known when they are said."""
+def train_audio_ctc(folder: Path, trainer: ThinkerTrainer, speech: SpeechDataset, steps: int, batch: int = 24) -> None:
+    """Trains the audio encoder alone; half of the speech has an alignment."""
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
-        texts = rng.choices(bank.texts, k=batch)
-        aligned, said = zip(*(bank.aligned(rng, text) for text in texts[: batch // 2]), strict=True)
-        waves = [*aligned, *(wave for text in texts[batch // 2 :] if (wave := bank.wave(rng, text)) is not None)]
-        features, mask = extract(trainer.processor, waves)
+        texts = rng.choices(speech.texts, k=batch)
+        aligned, alignments = zip(*(speech.sample_aligned(rng, text) for text in texts[: batch // 2]), strict=True)
+        others = (speech.sample(rng, text) for text in texts[batch // 2 :])
+        audio = [*aligned, *(clip for clip in others if clip is not None)]
+        features, mask = extract_features(trainer.processor, audio)
         sizes = _get_feat_extract_output_lengths(mask.sum(1)).tolist()
         rows = trainer.audio_rows(features, mask)
-        loss = trainer.words.loss(rows, sizes, texts)
+        loss = trainer.ctc.loss(rows, sizes, texts)
         aligned_sizes = sizes[: batch // 2]
-        aligned_loss, right = trainer.words.aligned_loss(rows[: sum(aligned_sizes)], aligned_sizes, said)
-        return loss + aligned_loss, {"loss": loss.item(), "aligned": aligned_loss.item(), "right": right}
+        aligned_loss, accuracy = trainer.ctc.aligned_loss(rows[: sum(aligned_sizes)], aligned_sizes, alignments)
+        return loss + aligned_loss, {"loss": loss.item(), "aligned": aligned_loss.item(), "accuracy": accuracy}
 
-    Training(folder, "words", [trainer.thinker.audio_tower], steps, 1e-3).run(compute)
+    Training(folder, "audio_ctc", [trainer.thinker.audio_tower], steps, 1e-3).run(compute)
 
 
-def train_hearing(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: int, batch: int = 36) -> None:
-    """All, from speech to answers; half is read."""
+def train_audio_sft(folder: Path, trainer: ThinkerTrainer, speech: SpeechDataset, steps: int, batch: int = 36) -> None:
+    """Trains everything, on as many spoken examples as written ones."""
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         examples: list[Example] = []
         while len(examples) < batch:
-            example = random_example(rng, bank)
-            if bool(example.heard) == (len(examples) < batch // 2):
+            example = random_example(rng, speech)
+            if bool(example.audio) == (len(examples) < batch // 2):
                 examples.append(example)
         return _losses(rng, trainer, examples)
 
-    Training(folder, "hearing", [trainer], steps, 5e-4).run(compute)
+    Training(folder, "audio_sft", [trainer], steps, 5e-4).run(compute)
 
 
-def train_saying(folder: Path, trainer: ThinkerTrainer, bank: SpeechBank, steps: int, batch: int = 40) -> None:
-    """To repeat words in any order, which needs more examples than there are in a mixture of everything."""
+def train_copy_sft(folder: Path, trainer: ThinkerTrainer, speech: SpeechDataset, steps: int, batch: int = 40) -> None:
+    """Trains everything to repeat words in any order, which needs more examples than a mixture of all tasks has."""
 
     def compute(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         texts = [random_words(rng) for _ in range(batch * 2 // 5)]
         examples = [Example([Turn(say_request(rng, text).question, text)]) for text in texts]
-        examples += [random_example(rng, bank) for _ in range(batch - len(texts))]
+        examples += [random_example(rng, speech) for _ in range(batch - len(texts))]
         return _losses(rng, trainer, examples)
 
-    Training(folder, "saying", [trainer], steps, 3e-4).run(compute)
+    Training(folder, "copy_sft", [trainer], steps, 3e-4).run(compute)

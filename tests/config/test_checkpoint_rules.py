@@ -103,7 +103,7 @@ def test_a_checkpoint_may_have_a_copy_of_a_shipped_configuration(file: Path, che
     for stage in raw["stage_args"]:
         for key in ("model", "tokenizer"):
             if folder := stage["engine_args"].get(key):
-                (checkpoint / folder).mkdir(exist_ok=True)
+                (checkpoint / folder).mkdir(parents=True, exist_ok=True)
         for key in ("tensor_parallel_size", "quantization"):  # of the variants for other machines
             stage["engine_args"].pop(key, None)
     parse(raw, checkpoint)

@@ -21,8 +21,11 @@ def engine(tiny_qwen3):
 
 
 @pytest.fixture(autouse=True)
-def idle(engine):
-    yield
+def steps(engine):
+    """Records of the steps that are done."""
+    done = []
+    engine.watch_steps(lambda step: None, done.append)
+    yield done
     engine.abort_request(list(engine.output_processor.external_req_ids))
     while engine.has_work():
         engine.step()
@@ -35,26 +38,30 @@ def add(engine, request_id, length=8, num_ready_tokens=None, **parameters):
         engine.await_input(request_id, num_ready_tokens)
 
 
-def batches(engine, num_steps):
-    """The requests of each of the next steps."""
-    names = []
-    for _ in range(num_steps):
-        engine.step()
-        names.append("".join(sorted(engine.last_batch())))
-    return names
+@pytest.fixture
+def batches(engine, steps):
+    """Takes so many steps, and returns the requests of each."""
+
+    def take(num_steps):
+        start = len(steps)
+        for _ in range(num_steps):
+            engine.step()
+        return ["".join(sorted(step.num_computed_tokens)) for step in steps[start:]]
+
+    return take
 
 
-def test_only_the_request_without_input_is_held(engine):
+def test_only_the_request_without_input_is_held(engine, batches):
     add(engine, "a")
     add(engine, "b", num_ready_tokens=9)
-    assert batches(engine, 4) == ["ab", "ab", "a", "a"]
+    assert batches(4) == ["ab", "ab", "a", "a"]
     engine.add_input("b", {}, 10, is_last=False)
-    assert batches(engine, 3) == ["ab", "a", "a"]
+    assert batches(3) == ["ab", "a", "a"]
     engine.add_input("b", {}, None, is_last=True)
-    assert batches(engine, 2) == ["ab", "ab"]
+    assert batches(2) == ["ab", "ab"]
 
 
-def test_has_work_only_if_a_step_can_do_something(engine):
+def test_has_work_only_if_a_step_can_do_something(engine, steps):
     assert not engine.has_work()
     add(engine, "a", num_ready_tokens=8)
     assert engine.has_work()
@@ -69,18 +76,18 @@ def test_has_work_only_if_a_step_can_do_something(engine):
     engine.abort_request(["a"])
     assert engine.has_work(), "the workers do not know yet"
     engine.step()
-    assert not engine.has_work() and engine.last_batch_size == 0
+    assert not engine.has_work() and steps[-1].num_sequences == 0
 
 
-def test_held_while_preempted(engine):
+def test_held_while_preempted(engine, batches, steps):
     add(engine, "a", num_ready_tokens=9)
     add(engine, "b")
-    assert batches(engine, 3) == ["ab", "ab", "b"]
+    assert batches(3) == ["ab", "ab", "b"]
     assert engine.reset_prefix_cache(reset_running_requests=True)
-    assert batches(engine, 2) == ["b", "b"]
+    assert batches(2) == ["b", "b"]
     engine.add_input("a", {}, None, is_last=True)
-    assert batches(engine, 1) == ["ab"]
-    assert engine.last_batch()["a"] == 10  # All that it has, again.
+    assert batches(1) == ["ab"]
+    assert steps[-1].num_computed_tokens["a"] == 10  # All that it has, again.
 
 
 def test_blocks(engine):
@@ -91,12 +98,12 @@ def test_blocks(engine):
     assert engine.kv_blocks() == (2, total)
 
 
-def test_several_sequences_are_one_request(engine):
+def test_several_sequences_are_one_request(engine, batches, steps):
     add(engine, "a", n=2, temperature=1.0, num_ready_tokens=8)
-    assert batches(engine, 1) == ["a"] and engine.last_batch_size == 2
+    assert batches(1) == ["a"] and steps[-1].num_sequences == 2
     assert not engine.has_work()
     engine.add_input("a", {}, None, is_last=True)
-    assert batches(engine, 1) == ["a"] and engine.last_batch_size == 2
+    assert batches(1) == ["a"] and steps[-1].num_sequences == 2
 
 
 def test_input_for_an_unknown_request_and_input_that_cannot_be_serialized(engine):
@@ -109,24 +116,24 @@ def test_input_for_an_unknown_request_and_input_that_cannot_be_serialized(engine
 
 
 class TestQuarantine:
-    def test_every_other_step_until_the_quarantine_ends(self, engine):
+    def test_every_other_step_until_the_quarantine_ends(self, engine, batches):
         for request_id in "abcd":
             add(engine, request_id)
         engine.quarantine("b", 9)
         engine.quarantine("d", 8)
-        assert batches(engine, 8) == ["b", "ac", "b", "abc", "d", "abcd", "abcd", "abcd"]
+        assert batches(8) == ["b", "ac", "b", "abc", "d", "abcd", "abcd", "abcd"]
 
-    def test_only_quarantined_requests(self, engine):
+    def test_only_quarantined_requests(self, engine, batches):
         add(engine, "a")
         add(engine, "b", num_ready_tokens=8)
         engine.quarantine("a", 9)
         engine.quarantine("b", 9)
-        assert batches(engine, 6) == ["a", "a", "a", "b", "a", "a"]
+        assert batches(6) == ["a", "a", "a", "b", "a", "a"]
 
-    def test_of_one_that_is_aborted(self, engine):
+    def test_of_one_that_is_aborted(self, engine, batches):
         add(engine, "a")
         add(engine, "b")
         engine.quarantine("a", 30)
-        assert batches(engine, 1) == ["a"]
+        assert batches(1) == ["a"]
         engine.abort_request(["a"])
-        assert batches(engine, 2) == ["b", "b"]
+        assert batches(2) == ["b", "b"]

@@ -52,12 +52,11 @@ def add(engine, name, length, *, num_before=0, age=0.0, streams=True, is_last=Fa
 
 def batches(engine):
     """The requests of each step, until all are done."""
-    names = []
+    steps = []
+    engine.watch_steps(lambda step: None, steps.append)
     while engine.has_work():
         engine.step()
-        if batch := engine.last_batch():
-            names.append("".join(batch))
-    return names
+    return ["".join(step.num_computed_tokens) for step in steps if step.num_sequences]
 
 
 def test_a_step_is_one_batch_of_the_model(limited):

@@ -9,7 +9,14 @@ import torch
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_omni.core.sched.output import InputChunk, OmniModelRunnerOutput, OmniNewRequestData, OmniSchedulerOutput
+from vllm_omni.core.sched.output import (
+    InputChunk,
+    OmniModelRunnerOutput,
+    OmniNewRequestData,
+    OmniRequest,
+    OmniSchedulerOutput,
+    StepRecord,
+)
 from vllm_omni.payloads import AdditionalInformationPayload
 
 
@@ -42,6 +49,30 @@ def test_chunks_reach_workers_in_other_processes():
     )
     (chunk,) = pickle.loads(pickle.dumps(output)).input_chunks["a"]
     assert chunk.is_last and chunk.information.to_dict()["rows"].tolist() == [0, 1, 2]
+
+
+def test_the_record_of_a_step_reaches_workers_in_other_processes():
+    step = StepRecord(num_tokens=3, num_sequences=1, num_computed_tokens={"a": 3}, num_sent_chunks={"a-0": 1})
+    output = OmniSchedulerOutput.from_base(SchedulerOutput.make_empty(), step=step)
+    assert pickle.loads(pickle.dumps(output)).step == step
+
+
+def test_a_chunk_is_kept_until_a_step_that_had_it_is_computed():
+    """Also if the next step is scheduled, with the next chunk, before that."""
+    request = OmniRequest.__new__(OmniRequest)
+    request.additional_information, request.input_chunks = None, []
+    request.add_chunk(None, is_last=False)
+    assert not request.may_resend_input
+    (first,) = request.send_chunks()
+    request.add_chunk(None, is_last=True)
+    (second,) = request.send_chunks()
+    assert request.send_chunks() == [] and request.input_chunks == [first, second]
+    request.drop_sent_input(1)
+    assert request.may_resend_input and request.input_chunks == [second]
+    request.num_sent_chunks = 0  # The second step has raised.
+    assert not request.may_resend_input and request.send_chunks() == [second]
+    request.drop_sent_input(2)
+    assert not request.may_resend_input and request.input_chunks == []
 
 
 def test_model_runner_output():

@@ -20,6 +20,8 @@ from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.testing.hosts import Host, Hosts, RayNodes
 
 pytest.importorskip("ray")
+
+GROUP = "machines"
 WHY_NOT = Hosts.why_not()
 pytestmark = [
     pytest.mark.slow,

@@ -15,8 +15,10 @@ import pytest
 
 from tests.containers.namespaces import UNSHARE, why_not
 from vllm_omni.distributed import run_dir as run_dirs
+from vllm_omni.distributed.connectors import SharedMemoryConnector, remove_payloads, remove_segments
+from vllm_omni.distributed.connectors.shared_memory import payload_prefix
 from vllm_omni.distributed.locked_folder import hold, remove_leftovers
-from vllm_omni.distributed.run_dir import PREFIX, RunDir, payload_prefix, remove_unread
+from vllm_omni.distributed.run_dir import PREFIX, RunDir
 
 NAMES = {
     "to it": f"{payload_prefix(7, 0, 1)}-0",
@@ -52,17 +54,17 @@ def left(run_dir: RunDir) -> set[str]:
 
 
 def test_payloads_of_a_stage_that_restarts(run_dir: RunDir) -> None:
-    run_dir.remove_payloads(1)
+    remove_payloads(run_dir.path, 1)
     assert left(run_dir) == {"its segment", "a segment for it", "of others", "to the orchestrator"}
 
 
 def test_payloads_that_a_dead_stage_sent_can_be_received(run_dir: RunDir) -> None:
-    run_dir.remove_segments(1)
+    remove_segments(run_dir.path, 1)
     assert left(run_dir) == NAMES.keys() - {"its segment"}
 
 
 def test_payloads_to_a_dead_stage_are_removed(run_dir: RunDir) -> None:
-    remove_unread(run_dir.path, 7, 0, 1)
+    SharedMemoryConnector(run_dir.path, payload_prefix(7, 0, 1), 1).remove_unread()
     assert left(run_dir) == NAMES.keys() - {"to it"}
 
 

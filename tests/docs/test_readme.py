@@ -12,6 +12,7 @@ from tests.examples.running import read_wav
 from tests.forked_programs import ForkedProgram
 from tests.servers import RunningServer
 
+GROUP = "server"
 pytestmark = pytest.mark.slow
 
 PROGRAMS = snippets("python", pages=[ROOT / "README.md"])

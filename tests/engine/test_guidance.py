@@ -179,9 +179,11 @@ def test_prefix_cache(start_engine, tiny_qwen3, pairs, expected):
 
 
 def test_nobody_sees_the_twin(text_engine, pairs, monkeypatch):
+    steps = []
+    text_engine.watch_steps(lambda step: None, steps.append)
     text_engine.add_request("a", guided_prompt(*pairs[0]), greedy(4))
     text_engine.step()
-    assert text_engine.last_batch_size == 1 and list(text_engine.last_batch()) == ["a"]
+    assert steps[-1].num_sequences == 1 and list(steps[-1].num_computed_tokens) == ["a"]
     scheduler = text_engine._scheduler
     assert len(scheduler.running) == 2
     with monkeypatch.context() as patch:

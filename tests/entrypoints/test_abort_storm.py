@@ -13,6 +13,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.events import CompletedEvent
 from vllm_omni.testing.media import make_prompt
 
+GROUP = "llm"
 NUM_REQUESTS, CONCURRENCY, NUM_ABORTED = 120, 16, 40
 PARAMS = [{"max_tokens": 4}, {"max_tokens": 8, "detokenize": False}, None]
 

@@ -37,6 +37,8 @@ from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEve
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.testing.media import example_prompts
 
+GROUP = "llm"
+
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:

@@ -16,6 +16,7 @@ from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image
 
+GROUP = "llm"
 TEXT_TOKENS, CODES = 6, 9
 EXACTLY = {
     f"{stage}_{bound}_tokens": value

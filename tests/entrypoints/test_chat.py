@@ -18,6 +18,7 @@ from vllm_omni.errors import InvalidRequestError
 from vllm_omni.events import CompletedEvent
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image
 
+GROUP = "llm"
 GREEDY = [{"temperature": 0.0, "max_tokens": 12}, {"temperature": 0.0, "max_tokens": 16}, None]
 QUESTION = [{"role": "user", "content": "Why is the sea blue?"}]
 RENDERED = "<|im_start|>user\nWhy is the sea blue?<|im_end|>\n<|im_start|>assistant\n"

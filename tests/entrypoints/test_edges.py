@@ -16,6 +16,7 @@ from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import make_prompt
 
+GROUP = "llm"
 MAX_MODEL_LEN = 1024
 SAMPLES_PER_FRAME = 1920
 

@@ -30,6 +30,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
 
+GROUP = "llm"
 MAX_CONCURRENCY = 8
 MODALITIES = (None, ("text",), ("audio",), ("text", "audio"))
 SPREAD_S = 0.6

@@ -22,6 +22,7 @@ from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import PROMPT_KINDS, example_prompts, make_prompt, mixed_prompts
 
+GROUP = "llm"
 THINKER_TOKENS, TALKER_TOKENS = 24, 48
 GREEDY = [
     SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS),

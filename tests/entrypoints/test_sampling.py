@@ -20,6 +20,7 @@ from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.testing.hf_oracle import HFTextOracle
 from vllm_omni.testing.media import make_prompt
 
+GROUP = "llm"
 pytestmark = pytest.mark.slow
 
 PROMPT = [310, 425, 310, 11, 440, 401, 278]

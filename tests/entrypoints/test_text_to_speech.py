@@ -20,6 +20,8 @@ from vllm_omni.events import CompletedEvent
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.testing.oracles.csm import CsmReference, Speech
 
+GROUP = "llm"
+
 
 @pytest.fixture(scope="module")
 def llm(csm_llm: OmniLLM) -> OmniLLM:

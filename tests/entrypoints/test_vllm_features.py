@@ -19,6 +19,7 @@ from vllm_omni.events import CompletedEvent
 from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle
 from vllm_omni.testing.media import make_prompt
 
+GROUP = "llm"
 PROMPT = "user hello"
 NUM_TOKENS = 12
 JSON_SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"]}

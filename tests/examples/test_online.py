@@ -20,6 +20,7 @@ from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.media import encode_mp4
 from vllm_omni.testing.media import make_audio, make_image, make_video
 
+GROUP = "server"
 pytestmark = pytest.mark.slow
 
 GREEDY = json.dumps([{"temperature": 0, "max_tokens": 24}, {"temperature": 0, "max_tokens": 32}, None])

@@ -22,6 +22,7 @@ from vllm_omni.errors import PipelineStartError, StageConfigError
 
 ray = pytest.importorskip("ray")
 
+GROUP = "machines"
 pytestmark = pytest.mark.slow
 PLATFORM = """
 from vllm.platforms.cpu import CpuPlatform

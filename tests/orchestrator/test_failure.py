@@ -35,6 +35,7 @@ from vllm_omni.distributed.run_dir import stage_address
 from vllm_omni.errors import RequestAbortedError, StageCrashError, StageDeadError, StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
 from vllm_omni.inputs import StageRequest
+from vllm_omni.orchestrator import orchestrator as orchestrators
 from vllm_omni.outputs import StageOutput
 
 QUICKLY = {"backoff_s": 0.05, "max_restarts": 20}
@@ -208,8 +209,9 @@ def test_files_of_a_dead_process_are_removed() -> None:
 def test_payloads_for_a_dead_process_are_removed_before_the_next_one_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[str] = []
     with running(*TRIANGLE) as caller:
-        run_dir = caller.orchestrator._run_dir
-        monkeypatch.setattr(run_dir, "remove_payloads", lambda _: states.append(state_of(caller.orchestrator)["b"]))
+        monkeypatch.setattr(
+            orchestrators, "remove_payloads", lambda *_: states.append(state_of(caller.orchestrator)["b"])
+        )
         kill(caller, "b")
         wait_until(lambda: restarts_of(caller, "b") == 1 and is_ready(caller))
         assert states == ["restarting"]

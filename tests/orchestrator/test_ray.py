@@ -17,6 +17,7 @@ from vllm_omni.errors import PipelineStartError, StageConfigError
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
+GROUP = "machines"
 pytestmark = pytest.mark.slow
 MARK = "VLLM_OMNI_TEST_CLUSTER"  # in the environment of every process that a node of this cluster starts
 STAGE_TITLES = [f"vllm_omni::{name}" for name in ("a", "b", "c")]

@@ -15,11 +15,12 @@ from vllm_omni.model_executor.feedback import FedBack, FedBackRows
 from vllm_omni.model_executor.feedback_buffers import SlotBuffer, SlotRows
 from vllm_omni.model_executor.interfaces import RequestSpan
 from vllm_omni.worker import feedback_ar_model_runner
-from vllm_omni.worker.feedback_ar_model_runner import BatchSlots, EmittedRows, FeedbackARModelRunner
+from vllm_omni.worker.feedback_ar_model_runner import BatchSlots, FeedbackARModelRunner
 from vllm_omni.worker.feedback_rows import RequestSlots, sort_rows
 from vllm_omni.worker.gpu_ar_model_runner import RowTracker, SelectedRows
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner, ModelStates, _to_host
-from vllm_omni.worker.gpu_model_runner import HostCopy, extend_information
+from vllm_omni.worker.gpu_model_runner import extend_information
+from vllm_omni.worker.step import HostCopy, RunnerStep
 
 
 def is_host(tensor: torch.Tensor) -> bool:
@@ -128,7 +129,7 @@ class Talker:
             self.slots.take(req_id)
         self._batch = BatchSlots()
         self._batch.update(self.input_batch.req_ids, self.slots, DEVICE)
-        self._emitted: EmittedRows | None = None
+        self._step = RunnerStep()
 
     def step(self, computed: list[int], counts: list[int]) -> torch.Tensor:
         """The rows' input, of requests with prompts of two rows."""
@@ -147,12 +148,12 @@ def test_the_inputs_of_a_talkers_step_are_written_on_the_device(
     monkeypatch.setattr(feedback_ar_model_runner, "async_tensor_h2d", copy)
     talker = Talker([10, 20, 30, 40, 50])
     assert talker.step([0, 0, 2], [2, 2, 1]).tolist() == [0, 0, 1, 1, 52]
-    assert talker._emitted is not None
-    emitted, ended = talker._emitted.wait(3)
+    assert talker._step.emitted is not None
+    emitted, ended = talker._step.emitted.wait(3)
     assert [row and row["codes"].tolist() for row in emitted] == [None, [[1], [1]], [[50]]]
     assert ended == []
     assert talker.step([2, 2, 3], [1, 1, 1]).tolist() == [10, 21, 32]
-    emitted, ended = talker._emitted.wait(3)
+    emitted, ended = talker._step.emitted.wait(3)
     assert ended == [2]
     assert all(row is not None and is_host(row["codes"]) for row in emitted)
     assert talker.step([2, 3, 3], [1, 1, 1]).tolist() == [10, 21, 32], "of which two are replays"

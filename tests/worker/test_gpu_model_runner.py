@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from tests.engine.hooked_models import CollectingQwen3, DoublingVocoder, HookedQwen3
-from vllm_omni.worker.gpu_model_runner import HostCopy, ModelHooks, extend_information
+from vllm_omni.worker.gpu_model_runner import ModelHooks, extend_information
+from vllm_omni.worker.step import HostCopy
 
 
 def without_weights(cls):

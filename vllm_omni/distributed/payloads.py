@@ -40,6 +40,10 @@ class PayloadSender:
         """Sends what `encode` returned; another thread may, while this one puts nothing. Raises `OSError`."""
         return self._connector.put(buffers)
 
+    def remove_unread(self) -> None:
+        """Removes the payloads that were not received: the receiver's process has died."""
+        self._connector.remove_unread()
+
 
 class PayloadReceiver:
     """Receives typed payloads, whatever connector sent them."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections to the processes of stages, across their restarts."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.messages import Frames, Message, PayloadRef, PeerUpMessage, send
 from vllm_omni.distributed.network import Network
 from vllm_omni.distributed.payloads import PayloadSender
-from vllm_omni.distributed.run_dir import remove_unread
 
 _LINGER_MS = 1000
 
@@ -77,7 +75,6 @@ class PayloadPeer(Peer):
         connector: ConnectorConfig, network: Network | None,
     ) -> None:  # fmt: skip
         super().__init__(context, own_id, own_epoch, instance_id, network)
-        self._run_dir = run_dir
         self._local = PayloadSender(make_connector(connector, run_dir, own_id, instance_id))
         self._remote = None
         if network is not None:
@@ -97,9 +94,9 @@ class PayloadPeer(Peer):
     def disconnect(self) -> None:
         if self.epoch is not None:
             super().disconnect()
-            remove_unread(self._run_dir, os.getpid(), self._own_id, self.instance_id)
-            if self._network is not None:
-                self._network.server.remove_unread(self.instance_id)
+            for sender in (self._local, self._remote):
+                if sender is not None:
+                    sender.remove_unread()
 
     def put_payload(self, value: Any) -> tuple[PayloadRef, Frames]:
         """Makes a payload available to the connected process. Raises as `PayloadSender.put`."""

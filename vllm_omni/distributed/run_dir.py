@@ -31,25 +31,6 @@ class RunDir:
         self._folder = LockedFolder(parent, PREFIX)
         self.path = self._folder.path
 
-    def remove_payloads(self, instance_id: int) -> None:
-        """Removes payloads that are never read: those sent to a stage's dead processes, and by them.
-
-        Called before anything is sent to or by the stage's next process.
-        """
-        for pattern in (f"payload-*-to{instance_id}-*", f"{payload_prefix('*', instance_id, '')}*"):
-            self._remove(pattern)
-
-    def remove_segments(self, instance_id: int) -> None:
-        """Removes the segments that a stage's dead processes kept for reuse.
-
-        Payloads in flight are not affected: they have names of their own.
-        """
-        self._remove(f"pool-{payload_prefix('*', instance_id, '')}*")
-
-    def _remove(self, pattern: str) -> None:
-        for path in self.path.glob(pattern):
-            path.unlink(missing_ok=True)
-
     def remove(self) -> None:
         self._folder.remove()
 
@@ -61,17 +42,6 @@ def orchestrator_address(path: Path) -> str:
 def stage_address(path: Path, instance_id: int, epoch: int) -> str:
     """Each process of a replica has an address of its own, so that messages for a dead one do not reach the next."""
     return f"ipc://{path}/stage-{instance_id}.{epoch}.sock"
-
-
-def payload_prefix(pid: int | str, sender: int, receiver: int | str) -> str:
-    """The prefix of the names of payloads that a process sends from one stage to another."""
-    return f"payload-{pid}-from{sender}-to{receiver}"
-
-
-def remove_unread(path: Path, pid: int, sender: int, receiver: int) -> None:
-    """Removes the payloads that a process sent from one stage to another, and that were not received."""
-    for payload in path.glob(f"{payload_prefix(pid, sender, receiver)}-*"):
-        payload.unlink(missing_ok=True)
 
 
 def _memory_or_temporary() -> Path:

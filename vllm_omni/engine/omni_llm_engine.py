@@ -23,7 +23,7 @@ from vllm.v1.executor import Executor, UniProcExecutor
 from vllm_omni.core.sched.encoder_cache import CountingEncoderCacheManager
 from vllm_omni.core.sched.omni_ar_scheduler import OmniARScheduler
 from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationScheduler
-from vllm_omni.core.sched.output import OmniRequest, RequestWindow
+from vllm_omni.core.sched.output import RequestWindow, StepRecord
 from vllm_omni.engine.engine_args import USAGE_CONTEXT, OmniEngineSettings
 from vllm_omni.engine.engine_metrics import EngineMetrics
 from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
@@ -49,6 +49,9 @@ class OmniLLMEngine(LLMEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._is_closed = False
         self._has_failed = False
+        self._in_flight: list[StepRecord] = []  # steps whose outputs were not processed
+        self._on_scheduled: Callable[[StepRecord], None] = _ignore
+        self._on_done: Callable[[StepRecord], None] = _ignore
         super().__init__(*args, **kwargs | {"stat_loggers": [EngineMetrics]})
         self.metrics = self._keep_metrics_only()
         settings = OmniEngineSettings.from_vllm_config(self.vllm_config)
@@ -64,6 +67,7 @@ class OmniLLMEngine(LLMEngine):
         assert isinstance(self.engine_core, InprocClient)
         self._core = OmniEngineCore.adopt(self.engine_core)
         self._scheduler = self._core.omni_scheduler
+        self._scheduler.on_scheduled = self._start_step
         if isinstance(self._scheduler, OmniGenerationScheduler):
             self._limit_batch(self._scheduler)
         self._sound_cache: Callable[[], CacheCounts] | None = None
@@ -221,26 +225,18 @@ class OmniLLMEngine(LLMEngine):
         be called from another thread."""
         return None if self._sound_cache is None else self._sound_cache()
 
-    def last_batch(self) -> dict[str, int]:
-        """The requests of the last step, also of one that raised: the callers' ids, and how many tokens each has
-        computed after it (the most of several sequences of a request). Empty where scheduling itself raised."""
-        batch: dict[str, int] = {}
-        for request in self._scheduler.last_batch:
-            assert isinstance(request, OmniRequest)
-            known = batch.get(request.external_req_id, 0)
-            batch[request.external_req_id] = max(known, request.num_computed_tokens)
-        return batch
+    def watch_steps(self, on_scheduled: Callable[[StepRecord], None], on_done: Callable[[StepRecord], None]) -> None:
+        """`on_scheduled` is called with each step before it is computed, `on_done` when its outputs were processed."""
+        self._on_scheduled, self._on_done = on_scheduled, on_done
 
-    @property
-    def last_batch_size(self) -> int:
-        """Sequences in the last step; the two of a request with guidance count as one."""
-        batch = self._scheduler.last_batch
-        num_twins = sum(isinstance(request, OmniRequest) and request.is_unconditional for request in batch)
-        return max(len(batch) - num_twins, min(len(batch), 1))
+    def _start_step(self, step: StepRecord) -> None:
+        self._in_flight.append(step)
+        self._on_scheduled(step)
 
-    def watch_steps(self, on_scheduled: Callable[[int], None]) -> None:
-        """`on_scheduled` is called with the number of tokens of each step, before it is computed."""
-        self._scheduler.on_scheduled = on_scheduled
+    def _end_steps(self) -> None:
+        done, self._in_flight = self._in_flight, []
+        for step in done:
+            self._on_done(step)
 
     def quarantine(self, request_id: str, num_tokens: int) -> None:
         """Runs a request in steps of its own until it has computed this many tokens again; for use after `recover`."""
@@ -257,10 +253,17 @@ class OmniLLMEngine(LLMEngine):
         """
         self._check_usable()
         try:
-            return super().step()
+            outputs = super().step()
         except Exception:
             self._has_failed = True
             raise
+        self._end_steps()
+        return outputs
+
+    def failed_batch(self) -> dict[str, int]:
+        """The requests of a step that raised, until `recover`: the callers' ids, and how many tokens each has computed
+        after it (the most of several sequences of a request). Empty where scheduling itself raised."""
+        return {req_id: num for step in self._in_flight for req_id, num in step.num_computed_tokens.items()}
 
     def recover(self) -> list[str]:
         """Makes the engine usable again after an exception out of `step`; the requests continue.
@@ -270,14 +273,15 @@ class OmniLLMEngine(LLMEngine):
         broken, the next step raises as well: then close the engine.
 
         Returns:
-            The callers' ids of requests that cannot continue, and were aborted: those of the last step, if it was
-            computed and its outputs were lost.
+            The callers' ids of requests that cannot continue, and were aborted: those of a step that was computed, and
+            whose outputs were lost.
         """
         if not self._has_failed:
             return []
-        lost = list(self.last_batch()) if self._scheduler.has_output else []
+        lost = [req_id for step in self._in_flight if step.has_output for req_id in step.num_computed_tokens]
         self.abort_request(lost)
         self._core.restart_requests()
+        self._in_flight = []
         self._has_failed = False
         return lost
 
@@ -306,6 +310,10 @@ class OmniLLMEngine(LLMEngine):
             raise RuntimeError("the engine is closed")
         if self._has_failed:
             raise RuntimeError("the last step raised; call recover() before anything else")
+
+
+def _ignore(step: StepRecord) -> None:
+    pass
 
 
 def _as_preprocessed_prompt(

@@ -10,6 +10,7 @@ from vllm_omni.model_packages import ModelPackage
 
 _CSM = "vllm_omni.model_executor.models.csm"
 _GLM_IMAGE = "vllm_omni.model_executor.models.glm_image"
+_HIGGS_AUDIO_V2 = "vllm_omni.model_executor.models.higgs_audio_v2"
 _JANUS = "vllm_omni.model_executor.models.janus"
 _QWEN2_5_OMNI = "vllm_omni.model_executor.models.qwen2_5_omni"
 _QWEN3_OMNI_MOE = "vllm_omni.model_executor.models.qwen3_omni_moe"
@@ -19,6 +20,8 @@ OMNI_MODELS: dict[str, str] = {
     "CsmForConditionalGeneration": f"{_CSM}.backbone:OmniCsm",
     "CsmCodec": f"{_CSM}.codec:OmniCsmCodec",
     "GlmImageForConditionalGeneration": f"{_GLM_IMAGE}.prior:OmniGlmImage",
+    "HiggsAudioV2Codec": f"{_HIGGS_AUDIO_V2}.codec:OmniHiggsAudioCodec",
+    "HiggsAudioV2ForConditionalGeneration": f"{_HIGGS_AUDIO_V2}.backbone:OmniHiggsAudio",
     "JanusForConditionalGeneration": f"{_JANUS}.language_model:OmniJanus",
     "JanusVQDecoder": f"{_JANUS}.vq_decoder:OmniJanusVQDecoder",
     "OmniMimi": "vllm_omni.model_executor.layers.mimi:OmniMimi",

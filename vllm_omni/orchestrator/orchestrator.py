@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from vllm_omni.config.stage_config import NIXL, ConnectorConfig, OmniStageConfig, PipelineConfig
+from vllm_omni.distributed.connectors import remove_payloads, remove_segments
 from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.curve import CurveKeys
 from vllm_omni.distributed.inbound import Inbound
@@ -474,14 +475,14 @@ class Orchestrator:
     def _on_ready(self, stage: StageHandle, message: ReadyMessage) -> None:
         if stage.epoch > 0:
             logger.warning("%s: ready again", stage.label)
-            self._run_dir.remove_payloads(stage.instance_id)
+            remove_payloads(self._run_dir.path, stage.instance_id)
         self._supervisor.on_ready(stage, message.address, message.remote_address)
         self._router.on_stage_up(stage)
 
     def _on_stage_down(self, stage: StageHandle) -> None:
         self._inbound.drop_sender(stage.instance_id)
         self._router.on_stage_down(stage)
-        self._run_dir.remove_segments(stage.instance_id)
+        remove_segments(self._run_dir.path, stage.instance_id)
         self._stats = {instance: stats for instance, stats in self._stats.items() if instance != stage.instance_id}
 
     def _on_stats(self, stage: StageHandle, stats: StageStats) -> None:

@@ -30,6 +30,7 @@ TINY_CHECKPOINTS = {
     "flux": "vllm_omni.testing.tiny.flux",
     "flux2_klein": "vllm_omni.testing.tiny.flux2_klein",
     "glm_image": "vllm_omni.testing.tiny.glm_image",
+    "higgs_audio_v2": "vllm_omni.testing.tiny.higgs_audio_v2",
     "hunyuan_video_15": "vllm_omni.testing.tiny.hunyuan_video_15",
     "janus": "vllm_omni.testing.tiny.janus",
     "kandinsky5": "vllm_omni.testing.tiny.kandinsky5",

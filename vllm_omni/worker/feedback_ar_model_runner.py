@@ -24,7 +24,8 @@ from vllm_omni.model_executor.feedback import (
     SupportsFeedback,
 )
 from vllm_omni.worker.feedback_rows import PromptRows, RequestSlots, StepRows, TokenRows, sort_rows
-from vllm_omni.worker.gpu_model_runner import HostCopy, OmniGPUModelRunner, Outputs
+from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
+from vllm_omni.worker.step import EmittedRows, Outputs
 
 
 class FeedbackARModelRunner(OmniGPUModelRunner):
@@ -42,7 +43,6 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
             raise ValueError("a model whose input is fed back needs the engine argument enable_prompt_embeds=True")
         self.slots = RequestSlots()
         self._batch = BatchSlots()
-        self._emitted: EmittedRows | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -118,6 +118,8 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         for prompt in step.prompts:
             stop = prompt.row + prompt.stop - prompt.start
             embeds[prompt.row : stop] = self.strategy.prompt_rows(prompt.slot, prompt.start, prompt.stop)
+        if self.strategy.row_marks is not None:
+            self._mark_rows(step.prompts, self.strategy.row_marks[: len(embeds)])
         emitted: list[tuple[np.ndarray, FedBack]] = []
         if step.new.num_rows:
             where, rows = self._take_rows(step.new, len(embeds))
@@ -131,7 +133,13 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
             embeds[where] = fed_back.embeds
             emitted += self._unemitted(step.known, fed_back)
         first = self._first_outputs(step.prompts)
-        self._emitted = EmittedRows.join(emitted, first) if emitted or first else None
+        self._step.emitted = EmittedRows.join(emitted, first) if emitted or first else None
+
+    def _mark_rows(self, prompts: list[PromptRows], marks: torch.Tensor) -> None:
+        marks.fill_(True)
+        for prompt in prompts:
+            stop = prompt.row + prompt.stop - prompt.start
+            marks[prompt.row : stop] = self.strategy.prompt_marks(prompt.slot, prompt.start, prompt.stop)
 
     def _first_outputs(self, prompts: list[PromptRows]) -> dict[int, Outputs]:
         """First outputs of the requests that sample their first token in this step, by their index in the batch."""
@@ -180,9 +188,9 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
             self._save_hidden_states(state)
         sample_tokens: Any = super().sample_tokens  # its decorator hides the type
         output = sample_tokens(grammar_output)
-        if state is None or self._emitted is None:
+        emitted, self._step.emitted = self._step.emitted, None
+        if state is None or emitted is None:
             return output
-        emitted, self._emitted = self._emitted, None
         rows, ended = emitted.wait(len(output.req_ids))
         ended_req_ids = frozenset(output.req_ids[index] for index in ended)
         return OmniModelRunnerOutput.from_base(output, pooler_output=rows, ended_req_ids=ended_req_ids)
@@ -221,46 +229,3 @@ class BatchSlots:
         self._req_ids = list(req_ids)
         self.slots = slots.of(req_ids)
         self.device_slots = torch.from_numpy(self.slots).to(device)
-
-
-class EmittedRows:
-    """The outputs of rows, while they are copied to the CPU."""
-
-    @classmethod
-    def join(cls, parts: list[tuple[np.ndarray, FedBack]], first: dict[int, Outputs]) -> "EmittedRows":
-        """Joins several parts, of different requests and with outputs of the same names."""
-        if not parts:
-            return cls(np.zeros(0, dtype=np.int64), {}, None, first)
-        requests = np.concatenate([requests for requests, _ in parts])
-        fed_back = [part for _, part in parts]
-        outputs = {name: torch.cat([part.outputs[name] for part in fed_back]) for name in fed_back[0].outputs}
-        is_last = [part.is_last for part in fed_back if part.is_last is not None]
-        return cls(requests, outputs, torch.cat(is_last) if is_last else None, first)
-
-    def __init__(
-        self, requests: np.ndarray, outputs: Outputs, is_last: torch.Tensor | None, first: dict[int, Outputs]
-    ) -> None:
-        """
-        Args:
-            requests: `[N]`, the rows' requests, by their index in the batch; at most one row each.
-            outputs: By name, `[N, ...]`.
-            is_last: `[N]` bool, the rows that end their request; None for no row.
-            first: The first outputs of other requests, by index in the batch.
-        """
-        self._requests = requests
-        self._names = list(outputs)
-        self._copy = HostCopy([*outputs.values(), *(() if is_last is None else (is_last,))])
-        self._has_last = is_last is not None
-        self._first = [(index, list(tensors), HostCopy(list(tensors.values()))) for index, tensors in first.items()]
-
-    def wait(self, num_reqs: int) -> tuple[list[dict[str, torch.Tensor] | None], list[int]]:
-        """The rows `[n, ...]` of each output for each request of the batch, or None; and the requests that end."""
-        emitted: list[dict[str, torch.Tensor] | None] = [None] * num_reqs
-        copies = self._copy.wait()
-        ended = self._requests[copies.pop().numpy()].tolist() if self._has_last else []
-        rows = [tensor.clone().split(1) for tensor in copies]
-        for request, *parts in zip(self._requests.tolist(), *rows, strict=True):
-            emitted[request] = dict(zip(self._names, parts, strict=True))
-        for index, names, copy in self._first:
-            emitted[index] = dict(zip(names, (tensor.clone() for tensor in copy.wait()), strict=True))
-        return emitted, ended

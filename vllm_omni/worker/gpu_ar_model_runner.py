@@ -17,7 +17,8 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from vllm_omni.core.sched.output import OmniModelRunnerOutput
 from vllm_omni.model_executor.interfaces import RequestSpan
-from vllm_omni.worker.gpu_model_runner import HostCopy, OmniGPUModelRunner, Outputs
+from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
+from vllm_omni.worker.step import HostCopy, Outputs
 
 
 class GPUARModelRunner(OmniGPUModelRunner):
@@ -71,10 +72,10 @@ class GPUARModelRunner(OmniGPUModelRunner):
         """Outputs by name, each `[num_tokens, ...]`, on the model's device."""
         hidden_states = _unpadded(state.hidden_states, spans)
         if self.hooks.output is None:
-            return {"hidden": hidden_states, **self.preprocessed}
+            return {"hidden": hidden_states, **self._step.preprocessed}
         aux = state.aux_hidden_states
         aux = None if aux is None else [_unpadded(layer, spans) for layer in aux]
-        return self.hooks.output.make_omni_output(hidden_states, aux, self.preprocessed, spans)
+        return self.hooks.output.make_omni_output(hidden_states, aux, self._step.preprocessed, spans)
 
     def _run_postprocess(self, state: ExecuteModelState, spans: list[RequestSpan]) -> None:
         assert self.hooks.postprocess is not None

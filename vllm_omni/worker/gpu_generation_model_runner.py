@@ -14,7 +14,8 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.core.sched.output import OmniModelRunnerOutput, OmniNewRequestData, RequestWindow
 from vllm_omni.model_executor.interfaces import RequestSpan
-from vllm_omni.worker.gpu_model_runner import HostCopy, OmniGPUModelRunner, Outputs
+from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
+from vllm_omni.worker.step import HostCopy, Outputs
 
 State = dict[str, Any]
 

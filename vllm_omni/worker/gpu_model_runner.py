@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of our model runners: requests' additional information, the model's hooks before a forward, host copies.
+"""The base of our model runners: requests' additional information, the model's hooks before a forward, guidance.
 
 vLLM itself overlays prompt embeddings. Each subclass decides which rows leave the engine.
 """
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +26,8 @@ from vllm_omni.model_executor.interfaces import (
     SupportsPostprocess,
     SupportsPreprocess,
 )
-from vllm_omni.worker.guided_pairs import NO_PAIRS, GuidedPairs
-
-Outputs = dict[str, torch.Tensor]
-"""Outputs of a model by name."""
+from vllm_omni.worker.guided_pairs import GuidedPairs
+from vllm_omni.worker.step import RunnerStep
 
 
 @dataclass(frozen=True)
@@ -86,11 +83,8 @@ class OmniGPUModelRunner(GPUModelRunner):
         self.num_chunks: dict[str, int] = {}
         self.without_rows: set[str] = set()
         self.guided_pairs = GuidedPairs()
-        self._step_pairs = NO_PAIRS
         self.hooks = ModelHooks()
-        self.preprocessed: Outputs = {}
-        self._num_scheduled: dict[str, int] = {}
-        self._spans: list[RequestSpan] | None = None
+        self._step = RunnerStep()
         self._draws: dict[str, tuple[int, torch.Tensor]] = {}  # tokens at the last draw; the generator before it
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -100,19 +94,19 @@ class OmniGPUModelRunner(GPUModelRunner):
     def discard_step(self) -> list[str]:
         """Discards the step that raised. Returns the ids of all requests that are held here."""
         self.execute_model_state = None
-        self._spans = None
+        self._step = RunnerStep()
         return [*self.requests, *self.omni_info, *self.open_inputs, *self.num_chunks, *self.without_rows]
 
     @property
     def spans(self) -> list[RequestSpan]:
         """The requests of the current step, in batch order; made on first use."""
-        if self._spans is None:
-            self._spans = self._make_spans()
-        return self._spans
+        if self._step.spans is None:
+            self._step.spans = self._make_spans()
+        return self._step.spans
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         # Before vLLM's, which reads M-RoPE positions. Ended requests first: an id may end and start in one step.
-        self._spans, self._num_scheduled = None, scheduler_output.num_scheduled_tokens
+        self._step = RunnerStep(scheduler_output.num_scheduled_tokens)
         for req_id in scheduler_output.finished_req_ids:
             self._remove_input(req_id)
         for data in scheduler_output.scheduled_new_reqs:
@@ -120,12 +114,12 @@ class OmniGPUModelRunner(GPUModelRunner):
         if isinstance(scheduler_output, OmniSchedulerOutput):
             self._extend_inputs(scheduler_output.input_chunks)
         corrections = super()._update_states(scheduler_output)
-        self._step_pairs = self.guided_pairs.select(self._sampling_index)
+        self._step.pairs = self.guided_pairs.select(self._sampling_index)
         return corrections
 
     def _sampling_index(self, req_id: str) -> int | None:
         """The index in the batch of a request whose last token this step computes; None for any other."""
-        num_scheduled = self._num_scheduled.get(req_id)
+        num_scheduled = self._step.num_scheduled_tokens.get(req_id)
         if num_scheduled is None:
             return None
         index = self.input_batch.req_id_to_index[req_id]
@@ -179,7 +173,7 @@ class OmniGPUModelRunner(GPUModelRunner):
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
         if self.execute_model_state is not None:
-            for req_id in self._step_pairs.waiting:
+            for req_id in self._step.pairs.waiting:
                 # As in a chunk of a prompt that continues: its sample is dropped.
                 self.discard_request_mask.np[self.input_batch.req_id_to_index[req_id]] = True
             self._prepare_draws()
@@ -188,9 +182,9 @@ class OmniGPUModelRunner(GPUModelRunner):
 
     def _sample(self, logits: torch.Tensor | None, *args: Any, **kwargs: Any) -> SamplerOutput:
         if logits is not None:
-            self._step_pairs.combine(logits)
+            self._step.pairs.combine(logits)
         output = super()._sample(logits, *args, **kwargs)
-        self._step_pairs.share_tokens(output.sampled_token_ids)
+        self._step.pairs.share_tokens(output.sampled_token_ids)
         return output
 
     def _prepare_draws(self) -> None:
@@ -235,7 +229,7 @@ class OmniGPUModelRunner(GPUModelRunner):
             return prepared
         input_ids, inputs_embeds, *rest = prepared
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        replaced, self.preprocessed = self.hooks.preprocess.preprocess(
+        replaced, self._step.preprocessed = self.hooks.preprocess.preprocess(
             self.input_ids.gpu[:num_tokens], None if inputs_embeds is None else inputs_embeds[:num_tokens], self.spans
         )
         if replaced is not None:
@@ -260,7 +254,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         for index, req_id in enumerate(batch.req_ids):
             request = self.requests[req_id]
             assert request.sampling_params is not None, "stages take no pooling requests"
-            stop = start + self._num_scheduled[req_id]
+            stop = start + self._step.num_scheduled_tokens[req_id]
             spans.append(
                 RequestSpan(
                     req_id=req_id,
@@ -273,35 +267,11 @@ class OmniGPUModelRunner(GPUModelRunner):
                     additional_information=self.omni_info.setdefault(req_id, {}),
                     is_input_complete=req_id not in self.open_inputs,
                     emits_rows=req_id not in self.without_rows,
-                    waits_for_twin=req_id in self._step_pairs.waiting,
+                    waits_for_twin=req_id in self._step.pairs.waiting,
                 )
             )
             start = stop
         return spans
-
-
-class HostCopy:
-    """Asynchronous copies to pinned memory of the CPU. Other work may be queued on the device before `wait`."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._copies = [_start_copy(tensor) for tensor in tensors]
-        self._done: torch.cuda.Event | None = None
-        if any(tensor.is_cuda for tensor in tensors):
-            self._done = torch.cuda.Event()
-            self._done.record()
-
-    def wait(self) -> list[torch.Tensor]:
-        """The tensors on the CPU. One that was on the CPU is returned itself, so it may still be the model's."""
-        if self._done is not None:
-            self._done.synchronize()
-        return self._copies
-
-
-def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
 
 
 def extend_information(information: dict[str, Any], chunk: dict[str, Any]) -> None:

@@ -21,6 +21,8 @@ from vllm_omni.entrypoints.cli import bench, bench_requests
 from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, OmniRequestFuncOutput, PcmCounter
 from vllm_omni.entrypoints.openai.audio_formats import wav_header
 
+GROUP = "server"
+
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:

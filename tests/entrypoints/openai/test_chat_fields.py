@@ -12,6 +12,7 @@ from tests.entrypoints.openai.media_apps import MODEL, app_of, use, with_flags
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
+GROUP = "app"
 FIELDS: dict[str, Any] = {
     "metadata": {"conversation": "1"},
     "service_tier": "flex",

@@ -14,6 +14,7 @@ import pytest
 from tests.entrypoints.openai.test_openai_client import audio_file, name_of
 from tests.servers import RunningServer
 
+GROUP = "server"
 SPOKEN_ANSWER = """
 import base64
 from openai import OpenAI

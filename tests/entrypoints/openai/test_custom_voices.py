@@ -29,6 +29,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_input import install
 from vllm_omni.model_executor.models.csm.prompt import CsmPromptProcessor
 
+GROUP = "llm"
 SPEECH, VOICES = "/v1/audio/speech", "/v1/audio/voices"
 TEXT, REF_TEXT = "water and wind", "good day"
 CONSENT = "I am the speaker and I agree."

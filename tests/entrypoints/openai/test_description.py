@@ -13,6 +13,8 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import engine_client
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient, RecentRequest, RecentRequests
 
+GROUP = "app"
+
 
 @pytest.fixture(scope="module")
 def omni_app(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:

@@ -23,6 +23,7 @@ from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder, token_gr
 from vllm_omni.events import CompletedEvent
 from vllm_omni.outputs import OmniRequestOutput
 
+GROUP = "llm"
 SHORT = {"temperature": 0.9, "max_tokens": 12}  # Speech of about a second: talkers of random weights do not stop.
 
 TEXTS = {

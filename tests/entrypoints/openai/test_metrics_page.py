@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.orchestrator.test_failure import wait_until
 
+GROUP = "server"
 DASHBOARD = Path(__file__).parents[3] / "examples" / "grafana.json"
 STAGES = {"thinker", "talker", "code2wav"}
 SELECTOR = re.compile(r"(vllm(?:_omni)?:\w+)(?:\{([^}]*)\})?")

@@ -26,6 +26,7 @@ from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.media import encode_mp4
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image, make_video
 
+GROUP = "server"
 NUM_TOKENS, NUM_FRAMES = 12, 24
 GREEDY = [
     {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True},

@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from tests.entrypoints.openai.media_apps import png
 from tests.servers import RunningServer
 
+GROUP = "server"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.servers import RunningServer
 
+GROUP = "server"
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "modalities": ["text"]}
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.servers import RunningServer
 
+GROUP = "server"
+
 
 def wav(rate: int, channels: int) -> str:
     tone = np.sin(2 * np.pi * 300 * np.arange(rate) / rate)

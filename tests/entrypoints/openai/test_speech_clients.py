@@ -11,6 +11,7 @@ import pytest
 from tests.entrypoints.openai.test_audio_formats import decode
 from tests.servers import RunningServer
 
+GROUP = "server"
 pytestmark = pytest.mark.slow
 
 FORMATS = ["mp3", "opus", "aac", "flac", "wav", "pcm"]

@@ -20,6 +20,7 @@ import pytest
 from tests.entrypoints.openai.test_audio_formats import decode
 from tests.servers import RunningServer
 
+GROUP = "server"
 pytestmark = pytest.mark.slow
 
 TO_A_FILE = """

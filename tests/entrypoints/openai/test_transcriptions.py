@@ -22,6 +22,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_input import install
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio
 
+GROUP = "llm"
 PATH, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 NUM_TOKENS = 24
 SOUND = encode_audio(make_audio(0, 0.7).astype(np.float32), "flac", SAMPLE_RATE)

@@ -20,6 +20,7 @@ from tests.servers import RunningServer
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Playwright
 
+GROUP = "server"
 pytestmark = pytest.mark.slow
 SENTENCE = "A red circle is left of a blue square."
 

@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
-from vllm_omni.core.sched.output import OmniRequest
+from vllm_omni.core.sched.output import OmniRequest, OmniSchedulerOutput
 from vllm_omni.errors import InvalidRequestError
 
 
@@ -58,7 +58,7 @@ class GuidedScheduler(OmniSchedulerMixin):
             self._twins[twin.request_id] = twin
             super().add_request(twin)
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+    def schedule(self, throttle_prefills: bool = False) -> OmniSchedulerOutput:
         if self._split:
             self._preempt_split()
         return super().schedule(throttle_prefills)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler of autoregressive stages."""
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -27,7 +28,6 @@ class OmniARScheduler(GuidedScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._with_chunks: set[str] = set()
-        self._ended: frozenset[str] = frozenset()
         self._row_cache: RowCache | None = None
 
     def cache_rows(self, max_bytes: int) -> None:
@@ -52,20 +52,18 @@ class OmniARScheduler(GuidedScheduler):
         request.add_chunk(information, is_last)
         self._with_chunks.add(req_id)
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+    def schedule(self, throttle_prefills: bool = False) -> OmniSchedulerOutput:
         output = super().schedule(throttle_prefills)
         if self._row_cache is not None:
             for data in output.scheduled_new_reqs:
                 self._read_rows(self._row_cache, self.requests[data.req_id], data.num_computed_tokens)
-        return self._with_input_chunks(output) if self._with_chunks else output
+        return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         if isinstance(model_runner_output, OmniModelRunnerOutput):
-            self._ended = model_runner_output.ended_req_ids
-        else:
-            self._ended = frozenset()
+            self._mark_ended(model_runner_output.ended_req_ids)
         if self._row_cache is None or model_runner_output.pooler_output is None:
             return super().update_from_output(scheduler_output, model_runner_output)
         with_rows = self._add_found_rows(model_runner_output)
@@ -116,20 +114,23 @@ class OmniARScheduler(GuidedScheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        if request.request_id not in self._ended or not _can_end(request):
+        if not (isinstance(request, OmniRequest) and request.ends_here):
             return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         request.status = RequestStatus.FINISHED_STOPPED
         return [], True
 
-    def _with_input_chunks(self, output: SchedulerOutput) -> SchedulerOutput:
+    def _mark_ended(self, req_ids: Iterable[str]) -> None:
+        for req_id in req_ids:
+            request = self.requests.get(req_id)  # None: aborted meanwhile
+            if isinstance(request, OmniRequest):
+                request.ends_here = _can_end(request)
+
+    def _send_input(self, output: OmniSchedulerOutput) -> None:
         self._with_chunks &= self.requests.keys()
         due = self._with_chunks & output.num_scheduled_tokens.keys()
         self._with_chunks -= due
-        chunks = {}
-        for req_id in due:
-            request = self._sent[req_id] = self.omni_request(req_id)
-            chunks[req_id] = request.send_chunks()
-        return OmniSchedulerOutput.from_base(output, input_chunks=chunks) if chunks else output
+        output.input_chunks = {req_id: self.omni_request(req_id).send_chunks() for req_id in due}
+        super()._send_input(output)
 
     def restart_requests(self, known_to_workers: set[str]) -> None:
         super().restart_requests(known_to_workers)

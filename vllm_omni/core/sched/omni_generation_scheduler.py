@@ -11,7 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
-from vllm_omni.core.sched.output import OmniRequest
+from vllm_omni.core.sched.output import OmniRequest, OmniSchedulerOutput
 
 
 class OmniGenerationScheduler(OmniSchedulerMixin):
@@ -43,7 +43,7 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
         if request.num_prompt_tokens > self._max_prompt_tokens:
             self._unschedulable.append(request.request_id)
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+    def schedule(self, throttle_prefills: bool = False) -> OmniSchedulerOutput:
         if self._unschedulable:
             self._refused += self.finish_requests(self._unschedulable, RequestStatus.FINISHED_ERROR)
             self._unschedulable = []

@@ -16,11 +16,11 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_omni.core.sched.output import OmniNewRequestData, OmniRequest
+from vllm_omni.core.sched.output import OmniNewRequestData, OmniRequest, OmniSchedulerOutput, StepRecord
 
 
 class OmniSchedulerMixin(Scheduler):
-    """Holds requests, adds their information to newly scheduled ones, and tracks the requests of the last step.
+    """Holds requests, and adds their input and the record of the step to what it schedules.
 
     vLLM decides everything else about which requests are scheduled. `OmniInputProcessor` makes every request an
     `OmniRequest`; any other is passed on unchanged.
@@ -28,13 +28,8 @@ class OmniSchedulerMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.on_scheduled: Callable[[int], None] = lambda num_tokens: None
-        """Called with the number of tokens of a step, before it is computed."""
-        self.last_batch: list[Request] = []
-        """The requests of the last step; empty where scheduling itself raised."""
-        self.has_output = False
-        """Whether the last step was computed: its requests have, or are about to get, its tokens."""
-        self._sent: dict[str, OmniRequest] = {}  # requests whose input may have to be sent again
+        self.on_scheduled: Callable[[StepRecord], None] = lambda step: None
+        """Called with each step that was scheduled, before it is computed."""
         self._quarantined: dict[str, OmniRequest] = {}
         self._alone: OmniRequest | None = None
 
@@ -43,34 +38,52 @@ class OmniSchedulerMixin(Scheduler):
         assert isinstance(request, OmniRequest)
         return request
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self.last_batch, self.has_output = [], False
+    def schedule(self, throttle_prefills: bool = False) -> OmniSchedulerOutput:
+        started = time.perf_counter()
         self._alone = self._next_alone()
         self._order_requests()
-        output = super().schedule(throttle_prefills)
-        self.last_batch = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
-        self.on_scheduled(output.total_num_scheduled_tokens)
+        scheduled = super().schedule(throttle_prefills)
+        output = OmniSchedulerOutput.from_base(scheduled, step=self._record(scheduled, started))
+        self.on_scheduled(output.step)
         if not output.num_scheduled_tokens:
             self._preempt_held()
-        if output.scheduled_new_reqs:
-            output.scheduled_new_reqs = [self._with_additional_information(data) for data in output.scheduled_new_reqs]
+        self._send_input(output)
         return output
+
+    def _record(self, output: SchedulerOutput, started: float) -> StepRecord:
+        requests = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
+        num_twins = sum(isinstance(request, OmniRequest) and request.is_unconditional for request in requests)
+        step = StepRecord(
+            started=started,
+            num_tokens=output.total_num_scheduled_tokens,
+            num_sequences=max(len(requests) - num_twins, min(len(requests), 1)),
+        )
+        for request in requests:
+            external_id = request.external_req_id if isinstance(request, OmniRequest) else request.request_id
+            known = step.num_computed_tokens.get(external_id, 0)
+            step.num_computed_tokens[external_id] = max(known, request.num_computed_tokens)
+        return step
+
+    def _send_input(self, output: OmniSchedulerOutput) -> None:
+        """Adds the input of the step's requests that the model runner does not have."""
+        output.scheduled_new_reqs = [self._with_additional_information(data) for data in output.scheduled_new_reqs]
+        for req_id in output.num_scheduled_tokens:
+            request = self.requests[req_id]
+            if isinstance(request, OmniRequest) and request.may_resend_input:
+                output.step.num_sent_chunks[req_id] = request.num_sent_chunks
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        self.has_output = True
+        assert isinstance(scheduler_output, OmniSchedulerOutput)
+        step = scheduler_output.step
+        step.has_output = True
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self._sent:
-            self._drop_sent_input()
+        for req_id, num_chunks in step.num_sent_chunks.items():
+            request = self.requests.get(req_id)
+            if isinstance(request, OmniRequest) and request.num_output_tokens:
+                request.drop_sent_input(num_chunks)
         return outputs
-
-    def _drop_sent_input(self) -> None:
-        for req_id, request in list(self._sent.items()):
-            if request.num_output_tokens:
-                request.drop_sent_input()
-            if request.num_output_tokens or req_id not in self.requests:
-                del self._sent[req_id]
 
     def restart_requests(self, known_to_workers: set[str]) -> None:
         """Computes every request again, as after a preemption, when a step has raised.
@@ -172,7 +185,6 @@ class OmniSchedulerMixin(Scheduler):
         if is_plain and request.window is None and request.pair is None:
             return data
         # The runner keeps it until the request ends, preemptions included: with the first token it is dropped here.
-        self._sent[data.req_id] = request
         return OmniNewRequestData.from_base(
             data,
             additional_information=request.additional_information,

@@ -78,12 +78,13 @@ class OmniRequest(Request):
         external_req_id: The caller's id; the sequences of one request share it.
         additional_information: Until the request has a token: without one it starts again after a step that raised.
         input_chunks: Those that may be sent to the model runner again, and those that were not sent yet.
-        num_sent_chunks: How many of them were sent.
         num_chunks: Received so far.
+        num_sent_chunks: Sent so far, from the first one on.
         num_ready_tokens: Tokens, prompt and generated, that can be computed with the input so far; None: all.
         is_input_complete: No chunk follows.
         emits_rows: The model's rows leave the engine, besides tokens.
         reads_rows: The model reads rows instead of tokens, which identify its prompt in the prefix cache.
+        ends_here: The model ends it with the output that is being processed.
         rows: What it has of the emitted ones, where these are cached; from its first step on.
         alone_until: Tokens to compute in steps of its own before it can share one; see `OmniSchedulerMixin.quarantine`.
         window: Of a one-step stage; None: the request is whole.
@@ -94,12 +95,13 @@ class OmniRequest(Request):
     external_req_id: str
     additional_information: AdditionalInformationPayload | None
     input_chunks: list[InputChunk]
-    num_sent_chunks: int = 0
     num_chunks: int = 0
+    num_sent_chunks: int = 0
     num_ready_tokens: int | None = None
     is_input_complete: bool = True
     emits_rows: bool = True
     reads_rows: bool = False
+    ends_here: bool = False
     rows: RequestRows
     alone_until: int = 0
     window: RequestWindow | None = None
@@ -159,15 +161,20 @@ class OmniRequest(Request):
 
     def send_chunks(self) -> list[InputChunk]:
         """The chunks that have not been sent yet."""
-        unsent = self.input_chunks[self.num_sent_chunks :]
-        self.num_sent_chunks = len(self.input_chunks)
+        unsent = [chunk for chunk in self.input_chunks if chunk.index >= self.num_sent_chunks]
+        self.num_sent_chunks = self.num_chunks
         return unsent
 
-    def drop_sent_input(self) -> None:
-        """The runners have sampled a token with the sent input, which is never sent again."""
+    @property
+    def may_resend_input(self) -> bool:
+        """Whether input that was sent is kept: a step that raises makes it necessary to send it again."""
+        chunks = self.input_chunks
+        return self.additional_information is not None or (bool(chunks) and chunks[0].index < self.num_sent_chunks)
+
+    def drop_sent_input(self, num_chunks: int) -> None:
+        """The runners have sampled a token with so many chunks of its input, which are never sent again."""
         self.additional_information = None
-        del self.input_chunks[: self.num_sent_chunks]
-        self.num_sent_chunks = 0
+        self.input_chunks = [chunk for chunk in self.input_chunks if chunk.index >= num_chunks]
 
 
 class _Extended:
@@ -189,11 +196,37 @@ class OmniNewRequestData(_Extended, NewRequestData):
     pair: GuidedPair | None = None
 
 
+@dataclass(slots=True)
+class StepRecord:
+    """The bookkeeping of one step, which travels with its scheduler output until its outputs have been processed.
+
+    It has ids and numbers only, because a worker in another process gets a copy.
+
+    Attributes:
+        started: When its scheduling began (`time.perf_counter()`).
+        num_tokens: That it computes.
+        num_sequences: That it computes; the two of a request with guidance count as one.
+        num_computed_tokens: By the caller's id of each of its requests, how many tokens are computed after it (the most
+            of several sequences of a request).
+        num_sent_chunks: By vLLM's id of each of its requests whose input is kept to be sent again, how many chunks of
+            it were sent up to this step.
+        has_output: Whether it was computed: its requests have, or are about to get, its tokens.
+    """
+
+    started: float = 0.0
+    num_tokens: int = 0
+    num_sequences: int = 0
+    num_computed_tokens: dict[str, int] = field(default_factory=dict)
+    num_sent_chunks: dict[str, int] = field(default_factory=dict)
+    has_output: bool = False
+
+
 @dataclass
 class OmniSchedulerOutput(_Extended, SchedulerOutput):
     """One step, with the chunks of input that its requests have received since their last steps, in order."""
 
     input_chunks: dict[str, list[InputChunk]] = field(default_factory=dict)
+    step: StepRecord = field(default_factory=StepRecord)
 
 
 @dataclass

@@ -7,9 +7,14 @@ from pathlib import Path
 from vllm_omni.config.stage_config import ConnectorConfig
 from vllm_omni.distributed.connectors.base import Connector, InlineConnector, Receiver
 from vllm_omni.distributed.connectors.network import FetchedReceiver
-from vllm_omni.distributed.connectors.shared_memory import SharedMemoryConnector, SharedMemoryReceiver
+from vllm_omni.distributed.connectors.shared_memory import (
+    SharedMemoryConnector,
+    SharedMemoryReceiver,
+    payload_prefix,
+    remove_payloads,
+    remove_segments,
+)
 from vllm_omni.distributed.messages import InlineRef, NetworkRef, SharedMemoryRef
-from vllm_omni.distributed.run_dir import payload_prefix
 
 __all__ = [
     "Connector",
@@ -19,6 +24,8 @@ __all__ = [
     "SharedMemoryReceiver",
     "make_connector",
     "make_receivers",
+    "remove_payloads",
+    "remove_segments",
 ]
 
 

@@ -29,6 +29,10 @@ class Connector(ABC):
             OSError: There is no room for the payload.
         """
 
+    @abstractmethod
+    def remove_unread(self) -> None:
+        """Removes the payloads that were not received: the receiver's process has died."""
+
 
 class Receiver(ABC, Generic[Ref]):
     """Reads payloads with one type of reference."""
@@ -55,6 +59,9 @@ class InlineConnector(Connector, Receiver[InlineRef]):
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
         padded = zip(buffers, (bytes(-size % _ALIGNMENT) for size in sizes), strict=True)
         return InlineRef(sizes=sizes), [b"".join(itertools.chain.from_iterable(padded))]
+
+    def remove_unread(self) -> None:
+        pass
 
     def get(self, ref: InlineRef, frames: list[memoryview]) -> list[memoryview]:
         # Copied into writable memory: received frames are read-only, and tensors alias these buffers.

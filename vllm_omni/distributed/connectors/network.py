@@ -135,6 +135,9 @@ class NetworkConnector(Connector):
             return self._inline.put(buffers)
         return self._server.put(self._receiver, buffers, self._uses_nixl), ()
 
+    def remove_unread(self) -> None:
+        self._server.remove_unread(self._receiver)
+
 
 class FetchedReceiver(Receiver[NetworkRef]):
     """Reads payloads that `Inbound` has fetched."""

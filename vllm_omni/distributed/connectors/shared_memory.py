@@ -3,7 +3,8 @@
 
 A payload is one file in the pipeline's run directory, which is on a memory file system. The sender writes it once; the
 receiver maps it, unlinks it immediately and reads it in place, so its name exists only until it is received. The memory
-is released for reuse with the last tensor that refers to it: see `segment_pool`.
+is released for reuse with the last tensor that refers to it: see `segment_pool`. The names of all files are known here
+only, so this file also removes those that dead processes have left.
 """
 
 import contextlib
@@ -24,7 +25,35 @@ from vllm_omni.metrics.logs import get_logger
 logger = get_logger(__name__)
 
 _ALIGNMENT = 64
+_POOL = "pool"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def payload_prefix(pid: int | str, sender: int, receiver: int | str) -> str:
+    """The prefix of the names of payloads that a process sends from one stage to another."""
+    return f"payload-{pid}-from{sender}-to{receiver}"
+
+
+def remove_payloads(directory: Path, instance_id: int) -> None:
+    """Removes payloads that are never read: those sent to a stage's dead processes, and by them.
+
+    Call it before anything is sent to or by the stage's next process.
+    """
+    _remove(directory, f"payload-*-to{instance_id}-*")
+    _remove(directory, f"{payload_prefix('*', instance_id, '')}*")
+
+
+def remove_segments(directory: Path, instance_id: int) -> None:
+    """Removes the segments that a stage's dead processes kept for reuse.
+
+    Payloads in flight are not affected: they have names of their own.
+    """
+    _remove(directory, f"{_POOL}-{payload_prefix('*', instance_id, '')}*")
+
+
+def _remove(directory: Path, pattern: str) -> None:
+    for path in directory.glob(pattern):
+        path.unlink(missing_ok=True)
 
 
 class SharedMemoryConnector(Connector):
@@ -38,7 +67,7 @@ class SharedMemoryConnector(Connector):
             threshold_bytes: Payloads of at least this size go through shared memory.
         """
         self._inline = InlineConnector()
-        self._pool = SegmentPool(directory, f"pool-{prefix}")
+        self._pool = SegmentPool(directory, f"{_POOL}-{prefix}")
         self._directory = directory
         self._prefix = prefix
         self._threshold = threshold_bytes
@@ -56,6 +85,9 @@ class SharedMemoryConnector(Connector):
                     raise
                 self._warn(size)
         return self._inline.put(buffers)
+
+    def remove_unread(self) -> None:
+        _remove(self._directory, f"{self._prefix}-*")
 
     def _write(self, views: list[memoryview]) -> SharedMemoryRef:
         sizes = [view.nbytes for view in views]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frames of all requests of a model with a depth decoder: made once, kept, and read again after a preemption.
+"""The frames of all requests of a model: made once, kept, and read again after a preemption.
 
 For feedback strategies, which call it where their own methods are called. This file knows no model and no runner.
 """
@@ -13,25 +13,25 @@ from vllm_omni.model_executor.layers.depth_decoder import DepthDecoder
 from vllm_omni.model_executor.layers.residual_codes import ResidualFilter, ResidualSampler
 
 
-class FrameLoop:
-    """The first code of a frame is the token that a request has sampled; its residual codes are computed when the token
-    is fed back. So the frame of the last sampled token is never computed, whether the speech ended or was cut."""
+class FrameMemory:
+    """What is kept of requests: their frames, the state that each sampled its last token from, and how residual codes
+    are sampled."""
 
-    def __init__(self, decoder: DepthDecoder, max_batch_size: int, max_frames: int) -> None:
+    def __init__(
+        self, num_codes: int, num_draws: int, like: torch.Tensor, max_batch_size: int, max_frames: int
+    ) -> None:
         """
         Args:
-            decoder: With its weights, on the model's device.
+            num_codes: Codes of a frame, the first included.
+            num_draws: Codes that are sampled here for each frame.
+            like: `[..., hidden]` on the model's device, in the dtype of its states.
             max_batch_size: As in `SupportsFeedback.make_feedback_strategy`.
             max_frames: The most frames of a request.
         """
-        like = decoder.codec_embedding
-        self._decoder = decoder
         self._max_frames = max_frames
-        self._codes = SlotBuffer(
-            (decoder.num_codes,), max_batch_size, max_frames, dtype=torch.int64, device=like.device
-        )
+        self._codes = SlotBuffer((num_codes,), max_batch_size, max_frames, dtype=torch.int64, device=like.device)
         self._last_hidden = like.new_zeros(max_batch_size, like.shape[-1])
-        self._sampler = ResidualSampler(decoder.num_steps, max_batch_size, like.device)
+        self._sampler = ResidualSampler(num_draws, max_batch_size, like.device)
 
     def begin(self, slot: int, params: SamplingParams, residual: ResidualFilter) -> None:
         """
@@ -55,6 +55,21 @@ class FrameLoop:
         """A token's residual codes are predicted from the state that the token is sampled from; see
         `FeedbackStrategy.save_hidden_states`."""
         self._last_hidden[slots] = hidden_states
+
+
+class FrameLoop(FrameMemory):
+    """The first code of a frame is the token that a request has sampled; its residual codes are computed by a depth
+    decoder when the token is fed back. So the frame of the last sampled token is never computed, whether the speech
+    ended or was cut."""
+
+    def __init__(self, decoder: DepthDecoder, max_batch_size: int, max_frames: int) -> None:
+        """
+        Args:
+            decoder: With its weights, on the model's device.
+            max_batch_size, max_frames: As in `FrameMemory`.
+        """
+        super().__init__(decoder.num_codes, decoder.num_steps, decoder.codec_embedding, max_batch_size, max_frames)
+        self._decoder = decoder
 
     def make(self, rows: FedBackRows, first_embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Makes the next frame of each row.

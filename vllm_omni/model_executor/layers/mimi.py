@@ -17,6 +17,7 @@ from vllm.config import VllmConfig
 from vllm_omni.model_executor.layers.causal_convs import CausalConv, StatefulConv, TransposedConv
 from vllm_omni.model_executor.layers.causal_state import LayerStates, StateKeys
 from vllm_omni.model_executor.layers.causal_vocoder import ACTIVATION_COPIES, MAX_BATCH_FRAMES, CausalVocoder
+from vllm_omni.model_executor.layers.vocoder import load_own
 
 
 class MimiEncoder(nn.Module):
@@ -36,7 +37,7 @@ class MimiEncoder(nn.Module):
 
     def load(self, weights: dict[str, torch.Tensor]) -> set[str]:
         """Loads Mimi's weights; those of its decoder are not read. Returns the names of the loaded parameters."""
-        return {f"model.{name}" for name in _load_own(self.model, weights)}
+        return {f"model.{name}" for name in load_own(self.model, weights)}
 
     def forward(self, sound: torch.Tensor) -> torch.Tensor:
         """float32 `[samples]` -> `[frames, num_quantizers]` int64, one frame for each 1920 samples (rounded up)."""
@@ -67,7 +68,7 @@ class OmniMimi(CausalVocoder):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         prefix = self.checkpoint_prefix
         own = {name.removeprefix(prefix): tensor for name, tensor in weights if name.startswith(prefix)}
-        return {f"mimi.{name}" for name in _load_own(self.mimi, own)}
+        return {f"mimi.{name}" for name in load_own(self.mimi, own)}
 
 
 class StatefulMimi(nn.Module):
@@ -149,9 +150,3 @@ def _as_stateful(layer: nn.Module) -> nn.Module:
 def _make_model(config: MimiConfig) -> Any:
     """Makes the model in float32, whatever the other stages' dtype: it is small, and its sums are long."""
     return MimiModel._from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-
-
-def _load_own(module: nn.Module, weights: dict[str, torch.Tensor]) -> set[str]:
-    """Loads the parameters and buffers that a module has. Returns the names of its parameters."""
-    module.load_state_dict({name: weights[name] for name in module.state_dict() if name in weights})
-    return {name for name, _ in module.named_parameters()}

@@ -64,6 +64,12 @@ class ResidualSampling:
         choice = (probs.masked_fill(outside, 0.0) / self.noise[:, step, :size]).argmax(-1, keepdim=True)
         return ids.gather(-1, choice).squeeze(-1)
 
+    def sample_all(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[B, num_codes - 1, vocab]` logits -> `[B, num_codes - 1]` ids, each as `sample`."""
+        num_steps = logits.shape[1]
+        flat = ResidualSampling(self.filters.repeat_interleave(num_steps, 0), self.noise.flatten(0, 1)[:, None])
+        return flat.sample(logits.flatten(0, 1), 0).unflatten(0, (-1, num_steps))
+
 
 _RESIDUAL_SEED = 0x5EED0FC0DE
 

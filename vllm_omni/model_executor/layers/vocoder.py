@@ -34,3 +34,9 @@ class Vocoder(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         own = ((name, tensor) for name, tensor in weights if name.startswith(self.checkpoint_prefix))
         return AutoWeightsLoader(self).load_weights(own)
+
+
+def load_own(module: nn.Module, weights: dict[str, torch.Tensor]) -> set[str]:
+    """Loads the parameters and buffers that a module has. Returns the names of its parameters."""
+    module.load_state_dict({name: weights[name] for name in module.state_dict() if name in weights})
+    return {name for name, _ in module.named_parameters()}

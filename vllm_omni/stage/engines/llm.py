@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 
+from vllm_omni.core.sched.output import StepRecord
 from vllm_omni.engine.engine_args import USAGE_CONTEXT, create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.errors import InvalidRequestError
@@ -90,8 +91,7 @@ class LLMStageEngine(StageEngine):
     def start(self) -> None:
         log_stats = self._log_stats or not self._engine_args.disable_log_stats
         self._engine = OmniLLMEngine.from_omni_config(self._vllm_config, log_stats)
-        # Kernels are compiled for ranges of sizes; each power of two is taken for one.
-        self._engine.watch_steps(lambda num_tokens: self.step_timer.set_shape(num_tokens.bit_length()))
+        self._engine.watch_steps(self._on_scheduled, self._on_done)
         self._engine.model_executor.register_failure_callback(self.on_failure)
         self.capacity = self._engine.vllm_config.scheduler_config.max_num_seqs
 
@@ -144,7 +144,6 @@ class LLMStageEngine(StageEngine):
         Raises:
             Exception: The device is broken, or the engine's state could not be recovered.
         """
-        start = time.perf_counter()
         try:
             outputs = self._engine.step()
         except Exception as error:
@@ -153,13 +152,19 @@ class LLMStageEngine(StageEngine):
                 raise
             self._recover(error)
             return
-        if self._engine.last_batch_size:
-            self.recorder.step(time.perf_counter() - start, self._engine.last_batch_size)
         with self.outbox.batch():
             for output in outputs:
                 request = self._requests.get(self._request_class.owner_of(output.request_id))
                 if request is not None:
                     self._take(request, output)
+
+    def _on_scheduled(self, step: StepRecord) -> None:
+        # Kernels are compiled for ranges of sizes; each power of two is taken for one.
+        self.step_timer.set_shape(step.num_tokens.bit_length())
+
+    def _on_done(self, step: StepRecord) -> None:
+        if step.num_sequences:
+            self.recorder.step(time.perf_counter() - step.started, step.num_sequences)
 
     def _take(self, request: LLMRequest, output: RequestOutput | PoolingRequestOutput) -> None:
         # A later window of its input may be wrong. Any other error is a defect of this stage.
@@ -185,7 +190,7 @@ class LLMStageEngine(StageEngine):
     # Recovery after an exception.
 
     def _recover(self, error: Exception) -> None:
-        batch = self._engine.last_batch()
+        batch = self._engine.failed_batch()
         lost = {self._request_class.owner_of(engine_id) for engine_id in self._engine.recover()}
         suspects = {self._request_class.owner_of(engine_id) for engine_id in batch} & self._requests.keys()
         for request in list(self._requests.values()):

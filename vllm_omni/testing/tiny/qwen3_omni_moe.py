@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    PreTrainedTokenizerFast,
     Qwen2Tokenizer,
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
@@ -131,7 +132,7 @@ def make_config(size: Size, tokenizer: Qwen2Tokenizer) -> Qwen3OmniMoeConfig:
     return config
 
 
-def control_ids(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+def control_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Fields of the model's configuration that name tokens."""
     names = {
         "im_start_token_id": "<|im_start|>",
@@ -146,7 +147,7 @@ def control_ids(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
     return token_ids(tokenizer, names)
 
 
-def multimodal_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
+def multimodal_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     """Fields of the thinker's configuration that name tokens."""
     names = {
         "audio_token_id": "<|audio_pad|>",

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import GenerationConfig, Qwen2Tokenizer
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 ROLES = ("system", "user", "assistant")
 """One token each, without a space before them."""
@@ -135,7 +135,7 @@ def make_tokenizer(dialect: Dialect = QWEN3) -> Qwen2Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Qwen2Tokenizer, path: Path, dialect: Dialect = QWEN3) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, path: Path, dialect: Dialect = QWEN3) -> None:
     """Writes tokenizer.json, tokenizer_config.json (with the named tokens) and chat_template.jinja."""
     tokenizer.save_pretrained(path)
     config_file = path / "tokenizer_config.json"
@@ -145,28 +145,28 @@ def save_tokenizer(tokenizer: Qwen2Tokenizer, path: Path, dialect: Dialect = QWE
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def token_id(tokenizer: Qwen2Tokenizer, text: str) -> int:
+def token_id(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
     """The id of `text`, which must be exactly one token."""
     (token,) = tokenizer.encode(text, add_special_tokens=False)
     return token
 
 
-def token_ids(tokenizer: Qwen2Tokenizer, names: dict[str, str]) -> dict[str, int]:
+def token_ids(tokenizer: PreTrainedTokenizerFast, names: dict[str, str]) -> dict[str, int]:
     """The fields of a configuration that name special tokens, as ids."""
     return {name: token_id(tokenizer, text) for name, text in names.items()}
 
 
-def generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
+def generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
     im_end, endoftext = token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")
     return GenerationConfig(eos_token_id=[im_end, endoftext], pad_token_id=endoftext)
 
 
-def padded_vocab_size(tokenizer: Qwen2Tokenizer) -> int:
+def padded_vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
     """Rows of a model's embedding: more than tokens, as in the real checkpoints."""
     return (len(tokenizer) // 64 + 1) * 64
 
 
-def answer_token_ids(tokenizer: Qwen2Tokenizer) -> list[int]:
+def answer_token_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Tokens that tiny models answer with: words, punctuation and line breaks; no special token."""
     words = [" " + word for word in WORDS]
     return sorted({token_id(tokenizer, text) for text in (*words, *PUNCTUATION, "\n")})

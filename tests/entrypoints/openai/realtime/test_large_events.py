@@ -11,6 +11,8 @@ import websockets
 from tests.entrypoints.openai.realtime.sessions import opened
 from tests.servers import RunningServer
 
+GROUP = "server"
+
 
 def test_bytes_of_an_event(omni_server: RunningServer) -> None:
     """A longer event than the server allows ends its session, and no other."""

@@ -21,6 +21,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.realtime import client_secrets
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets
 
+GROUP = "app"
 SECRETS = "/v1/realtime/client_secrets"
 SECOND = base64.b64encode(np.zeros(24000, "<i2").tobytes()).decode()
 

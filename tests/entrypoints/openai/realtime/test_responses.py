@@ -25,6 +25,7 @@ from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.testing.media import make_audio
 
+GROUP = "app"
 QUESTION = "Why is the sea blue?"
 LONG: Any = {"max_output_tokens": 800}
 """A response that runs when its client cancels it."""

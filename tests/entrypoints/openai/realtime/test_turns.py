@@ -16,6 +16,7 @@ from vllm_omni.entrypoints.openai.realtime import turn_detection
 from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
 from vllm_omni.entrypoints.openai.realtime.turn_detection import TurnDetector, with_defaults
 
+GROUP = "app"
 needs_vad = pytest.mark.skipif(
     importlib.util.find_spec("silero_vad") is None, reason="the extra realtime (silero-vad) is not installed"
 )

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Higgs Audio v2, from prompts to sound: offline, streamed, aborted, and over HTTP."""
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import soundfile
+import torch
+from fastapi import FastAPI
+
+from tests.entrypoints.conftest import as_async, start
+from tests.entrypoints.openai.media_apps import app_of, send
+from tests.model_executor.models.higgs_audio_v2.prompts import PROMPTS
+from vllm_omni import OmniLLM
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.events import CompletedEvent
+from vllm_omni.testing.oracles.higgs_audio_v2 import HiggsAudioReference, Speech
+
+pytestmark = pytest.mark.slow
+MAX_ROWS = 60
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_higgs_audio_v2: Path) -> Iterator[OmniLLM]:
+    greedy = {"default_sampling_params": {"temperature": 0.0, "max_tokens": MAX_ROWS + 1}}
+    with start(tiny_higgs_audio_v2, max_model_len=512, stage_overrides={"backbone": greedy}) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_higgs_audio_v2: Path) -> dict[str, Speech]:
+    reference = HiggsAudioReference(tiny_higgs_audio_v2)
+    return {name: reference.speak(prompt, MAX_ROWS) for name, prompt in PROMPTS.items()}
+
+
+@pytest.fixture(scope="module")
+def app(llm: OmniLLM, tiny_higgs_audio_v2: Path) -> FastAPI:
+    return app_of(OmniEngineClient(as_async(llm)), tiny_higgs_audio_v2)
+
+
+def test_prompts_of_every_kind_at_once(llm: OmniLLM, expected: dict[str, Speech]) -> None:
+    outputs = llm.generate(list(PROMPTS.values()), use_tqdm=False)
+    for output, speech in zip(outputs, expected.values(), strict=True):
+        torch.testing.assert_close(output.multimodal_output["audio"], speech.audio, rtol=0, atol=1e-4)
+    assert outputs[0].sample_rate == 24000
+
+
+def test_a_stream_is_the_whole_and_others_are_aborted(llm: OmniLLM, expected: dict[str, Speech]) -> None:
+    """Leaving the loop when some have ended aborts the rest; the next requests are not affected."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    num_ended = 0
+    waves = list(expected.values())
+    for event in llm.generate(list(PROMPTS.values()), stream=True, use_tqdm=False):
+        if isinstance(event, CompletedEvent):
+            wave = torch.cat(parts[event.request_id])
+            assert any(wave.shape == s.audio.shape and torch.allclose(wave, s.audio, atol=1e-4) for s in waves)
+            num_ended += 1
+            if num_ended == len(PROMPTS) - 2:
+                break
+        elif "audio" in event.multimodal_output:
+            parts.setdefault(event.request_id, []).append(event.multimodal_output["audio"])
+    assert max(map(len, parts.values())) > 2, "sound comes in windows"
+    test_prompts_of_every_kind_at_once(llm, expected)
+
+
+def test_speech_over_http(app: FastAPI, expected: dict[str, Speech]) -> None:
+    for name in ("scene", "reference"):
+        information = dict(PROMPTS[name]["additional_information"])
+        if "ref_audio" in information:
+            wave, rate = information["ref_audio"]
+            file = io.BytesIO()
+            soundfile.write(file, wave.numpy(), rate, format="WAV", subtype="FLOAT")
+            information["ref_audio"] = "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode()
+        request = {"input": PROMPTS[name]["prompt"], "response_format": "wav", **information}
+        answer = send(app, "POST", "/v1/audio/speech", json=request)
+        assert answer.status_code == 200, answer.text
+        samples, rate = soundfile.read(io.BytesIO(answer.content), dtype="float32")
+        assert rate == 24000
+        wave = expected[name].audio.clamp(-1, 1)
+        torch.testing.assert_close(torch.from_numpy(samples), wave, rtol=0, atol=2e-4)

@@ -12,6 +12,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_omni.worker import cpu_worker
 from vllm_omni.worker.cpu_worker import CPUARWorker, OmniPunicaWrapperCPU, long_timer_slack
 from vllm_omni.worker.gpu_worker import GPUARWorker, GPUGenerationWorker
 
@@ -93,6 +94,7 @@ def test_threads_of_a_gpus_libraries_keep_their_slack(
     for base in (Worker, CPUWorker):
         monkeypatch.setattr(base, "init_device", init_device)
     monkeypatch.setattr(worker_class, "_make_model_runner", lambda worker: None)
+    monkeypatch.setattr(cpu_worker, "_unlink_shared_memory", lambda: None)  # There are no groups.
     worker = object.__new__(worker_class)
     worker.vllm_config = SimpleNamespace(additional_config={})  # type: ignore[assignment]
     worker.init_device()

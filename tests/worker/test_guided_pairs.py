@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sequences of a step sample together, and from which logits."""
 
+import numpy as np
 import pytest
 import torch
 
 from tests.simulated_device import DEVICE, SimulatedDevice
 from vllm_omni.core.sched.output import GuidedPair
+from vllm_omni.worker import guided_pairs
 from vllm_omni.worker.guided_pairs import GuidedPairs, StepPairs
 
 INF = float("inf")
@@ -31,8 +33,13 @@ def test_both_sample_or_neither(pairs: GuidedPairs) -> None:
     assert len(pairs) == 1 and not pairs.select({"a": 3}.get).waiting
 
 
-def test_logits_and_tokens(device: SimulatedDevice) -> None:
+def test_logits_and_tokens(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the request must not sample stays so, also where its twin has the same mask."""
+
+    def copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    monkeypatch.setattr(guided_pairs, "async_tensor_h2d", copy)  # vLLM's CPU worker has one that copies to no device.
     step = StepPairs(guided=[2, 0], twins=[1, 3], scales=[2.0, 0.5])
     rows = [[1.0, 2.0, -INF], [5.0, 1.0, -INF], [1.0, 4.0, -INF], [3.0, 4.0, 7.0]]
     logits = torch.tensor(rows, device=DEVICE)

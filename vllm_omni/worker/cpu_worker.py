@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
-from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -110,7 +110,7 @@ class OmniCPUWorker(OmniGPUWorker, CPUWorker):
         # vLLM's CPU worker has no hook for its runner, so the one it made, which holds no weights yet, is replaced.
         with long_timer_slack():
             super().init_device()
-        _unlink_shared_memory(get_tp_group(), get_pp_group())
+        _unlink_shared_memory()
         self.model_runner = self._make_model_runner()  # type: ignore[assignment]
 
 
@@ -143,13 +143,13 @@ def long_timer_slack() -> Iterator[None]:
         prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # back to the default
 
 
-def _unlink_shared_memory(*groups: GroupCoordinator) -> None:
+def _unlink_shared_memory() -> None:
     """Removes the names of the memory that the workers of an engine share, where the processor has AVX-512.
 
-    All workers of these groups have mapped it, so the names have no use any more. The kernel releases the memory when
+    All workers of a group have mapped it, so the names have no use any more. The kernel releases the memory when
     they have ended, killed ones too, which leave it in /dev/shm otherwise.
     """
-    for group in groups:
+    for group in (get_tp_group(), get_pp_group()):
         communicator = group.device_communicator
         if isinstance(communicator, CpuCommunicator) and isinstance(communicator.dist_module, _CPUSHMDistributed):
             for path in Path("/dev/shm").glob(f"{glob.escape(communicator.dist_module.group_name)}*"):

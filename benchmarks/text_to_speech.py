@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text-to-speech models, offline: the reference against `OmniLLM`, and the time to the first sound.
 
-    python benchmarks/text_to_speech.py [--checkpoint csm] [--concurrency 1 8] [--output FILE.json] [--quick]
+    python benchmarks/text_to_speech.py [--checkpoint NAME] [--concurrency 1 8] [--output FILE.json] [--quick]
     python benchmarks/text_to_speech.py --checkpoint qwen3_tts [--reference-python QWEN_TTS/bin/python]
 
 Both get the same prompts and weights, tiny ones of both sizes, greedily in float32, and make the same sound. The
@@ -30,11 +30,12 @@ from transformers.utils import logging
 from vllm_omni import OmniLLM
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.testing.oracles.csm import CsmReference
+from vllm_omni.testing.oracles.higgs_audio_v2 import HiggsAudioReference
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 MAX_FRAMES = 60
-LONG_FRAMES = 125
-"""10 seconds, at 12.5 frames a second."""
+LONG_SECONDS = 10
+"""Of the speech whose first sound is timed."""
 
 TEXTS = (
     "sound and light", "the red river", "hello there", "look at the white dog",
@@ -77,11 +78,13 @@ class Family:
         reference: Loads a checkpoint; its `speak(prompt, max_frames)` returns something with `audio`, `[samples]`.
             None: there is no environment for it.
         stage: The stage that makes frames.
+        frame_rate: Frames for a second of speech.
         information: Of every prompt.
     """
 
     reference: Callable[[Path], Any] | None
     stage: str
+    frame_rate: float = 12.5
     information: dict[str, Any] = field(default_factory=dict)
 
     def prompt(self, text: str) -> OmniPrompt:
@@ -91,8 +94,10 @@ class Family:
 def make_family(checkpoint: str, reference_python: Path | None) -> Family:
     if checkpoint == "csm":
         return Family(CsmReference, "backbone")
+    if checkpoint == "higgs_audio_v2":
+        return Family(HiggsAudioReference, "backbone", frame_rate=25.0)
     reference = None if reference_python is None else partial(QwenTTSReference, reference_python)
-    return Family(reference, "talker", {"speaker": "ryan"})
+    return Family(reference, "talker", information={"speaker": "ryan"})
 
 
 def measure(family: Family, size: str, model: Path, concurrencies: list[int], rounds: int, report: Report) -> None:
@@ -153,8 +158,9 @@ def check(made: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 def time_to_first_sound(llm: OmniLLM, family: Family) -> tuple[float, float]:
-    """Seconds to the first sound and to the end of 10 seconds of speech, streamed."""
-    long = {"temperature": 0.0, "max_tokens": LONG_FRAMES + 1, "min_tokens": LONG_FRAMES + 1}
+    """Seconds to the first sound and to the end of `LONG_SECONDS` of speech, streamed."""
+    num_tokens = round(LONG_SECONDS * family.frame_rate) + 1
+    long = {"temperature": 0.0, "max_tokens": num_tokens, "min_tokens": num_tokens}
     params = [long if stage.name == family.stage else None for stage in llm.config.stage_args]
     start, first = time.perf_counter(), 0.0
     for event in llm.generate(family.prompt(TEXTS[0]), params, stream=True, use_tqdm=False):
@@ -165,7 +171,7 @@ def time_to_first_sound(llm: OmniLLM, family: Family) -> tuple[float, float]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--checkpoint", choices=["csm", "qwen3_tts"], default="csm")
+    parser.add_argument("--checkpoint", choices=["csm", "higgs_audio_v2", "qwen3_tts"], default="csm")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], help="requests at once (default 1 8)")
     parser.add_argument("--reference-python", type=Path, metavar="PATH", help="of an environment with qwen-tts")
     args = parser.parse_args()

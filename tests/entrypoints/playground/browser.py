@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 import time
@@ -84,7 +85,9 @@ def launch(playwright: Playwright, microphone: Path | None = None) -> Browser:
     """
     flags = ["--no-sandbox", "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
     flags += [f"--use-file-for-fake-audio-capture={microphone}"] if microphone else []
-    return playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+    # A server of sounds that does not exist: in search of one, PulseAudio's library leaves a folder of its own.
+    env: dict[str, str | float | bool] = {**os.environ, "PULSE_SERVER": "unix:/dev/null"}
+    return playwright.chromium.launch(executable_path=CHROMIUM, args=flags, env=env)
 
 
 def open_page(browser: Browser, url: str, *, speaks: bool = False, **options: object) -> Page:

@@ -248,6 +248,23 @@ def read_language(value: Any, known: Sequence[str]) -> str:
     return name if name in known else read_choice(value, "language", known)
 
 
+def read_reference(given: Mapping[str, Any]) -> tuple[Any, str] | None:
+    """A reference voice of a model that needs its text.
+
+    Args:
+        given: As for `PromptProcessor.process`.
+
+    Returns:
+        `ref_audio`, still to be read by `read_sound`, and `ref_text`; None if neither is given.
+
+    Raises:
+        TypeError, ValueError: One of them is missing, or the text is empty or no text.
+    """
+    if ("ref_audio" in given) != ("ref_text" in given):
+        raise ValueError("a reference voice is ref_audio and ref_text, what is said in it; give both, or none")
+    return (given["ref_audio"], read_text(given["ref_text"], "ref_text")) if "ref_audio" in given else None
+
+
 def read_sound(value: Any, name: str, sample_rate: int, max_seconds: float) -> torch.Tensor:
     """A sound at the model's rate.
 

@@ -17,6 +17,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 from vllm.multimodal.audio import MONO_AUDIO_SPEC, normalize_audio, resample_audio_pyav
+from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike, get_tokenizer
 from vllm.tokenizers.hf import CachedHfTokenizer
 
@@ -67,6 +68,14 @@ class PromptProcessor(ABC):
 
         Raises:
             ValueError, TypeError: A value is wrong; the message names the field and valid values.
+        """
+
+    def validate(self, params: SamplingParams) -> None:  # noqa: B027 (optional)
+        """Checks the sampling parameters that the model itself reads, such as those in `extra_args`; optional. An error
+        inside a step of the engine would make its whole batch run again.
+
+        Raises:
+            ValueError, TypeError: A parameter is wrong; the message names it and valid values.
         """
 
     def process_pieces(self, given: Mapping[str, Any]) -> "PromptStream":

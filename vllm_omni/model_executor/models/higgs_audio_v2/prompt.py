@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import PretrainedConfig
+from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 
 from vllm_omni.inputs import StageInput
-from vllm_omni.model_executor.layers.delay_pattern import DelayPattern
+from vllm_omni.model_executor.layers.delay_pattern import DelayPattern, read_repeat_limits
 from vllm_omni.model_executor.models.higgs_audio_v2.tokenizer import num_sound_frames, read_codec_config
 from vllm_omni.model_executor.prompt_processor import PromptProcessor, read_reference, read_sound, read_text
 
@@ -51,6 +52,9 @@ class HiggsAudioPromptProcessor(PromptProcessor):
             prompt_token_ids=[self.hf_config.audio_token_id] * len(text_ids),
             additional_information={"text_ids": torch.tensor(text_ids), "sound": sound},
         )
+
+    def validate(self, params: SamplingParams) -> None:
+        read_repeat_limits(params)
 
     def _tokenize(self, messages: list[tuple[str, str]]) -> list[int]:
         """Messages of roles and texts; that of the assistant is the sound."""

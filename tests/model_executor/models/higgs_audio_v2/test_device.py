@@ -70,7 +70,7 @@ def speak(backbone: Backbone, device: torch.device) -> list[torch.Tensor]:
     ]
     for slot, params in enumerate((SAMPLED, SamplingParams(temperature=0))):
         strategy.begin(slot, RequestInput([], prompts[slot], params, True))
-    made = [strategy.prompt_rows(0, 1, 8), strategy.prompt_marks(0, 0, 9), strategy.prompt_rows(1, 0, 2)]
+    made = [strategy.prompt_rows(0, 1, 8), strategy.prompt_mask(0, 0, 9), strategy.prompt_rows(1, 0, 2)]
     slots = torch.tensor([1, 0], device=device)
     for frame in range(6):
         strategy.save_hidden_states(slots, torch.randn(2, config.hidden_size).to(device))

@@ -198,22 +198,22 @@ class HiggsAudioFeedback(WholePromptFeedback):
     def __init__(self, model: OmniHiggsAudio, frames: DelayedFrames) -> None:
         super().__init__(frames)
         self._model = model
-        self._prompt_marks: dict[int, torch.Tensor] = {}
-        self.row_marks: torch.Tensor = model.model.is_sound
+        self._prompt_masks: dict[int, torch.Tensor] = {}
+        self.row_mask: torch.Tensor = model.model.is_sound
 
     def begin(self, slot: int, request: RequestInput) -> None:
         """Its information is that of a `HiggsAudioPromptProcessor`."""
-        text_ids = request.information["text_ids"].to(self.row_marks.device)
+        text_ids = request.information["text_ids"].to(self.row_mask.device)
         embeds = self._model.embed_prompt(self.sound_cache, text_ids, request.information["sound"])
         self.set_input(slot, embeds, request.params)
-        self._prompt_marks[slot] = self._model.is_sound(text_ids)
+        self._prompt_masks[slot] = self._model.is_sound(text_ids)
 
     def end(self, slot: int) -> None:
         super().end(slot)
-        self._prompt_marks.pop(slot, None)
+        self._prompt_masks.pop(slot, None)
 
-    def prompt_marks(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        return self._prompt_marks[slot][start:stop]
+    def prompt_mask(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        return self._prompt_masks[slot][start:stop]
 
     def feed_back(self, rows: FedBackRows) -> FedBack:
         return self._as_rows(self._frames.make(rows))

@@ -90,7 +90,7 @@ def test_buffers_of_slots(device: SimulatedDevice) -> None:
 class Strategy:
     """Adds a slot's number to what is fed back, and checks the device."""
 
-    row_marks = None
+    row_mask = None
 
     def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         return torch.full((stop - start, 2), float(slot), device=DEVICE)

@@ -80,12 +80,12 @@ class FeedbackStrategy(ABC):
 
     Attributes:
         sound_cache: Of a model that encodes sounds of its prompts.
-        row_marks: Of a model with two kinds of rows: `[max_num_batched_tokens]` bool on its device, which its layers
-            read. Before each forward the runner writes True for rows that are fed back, and the `prompt_marks`.
+        row_mask: Of a model with two kinds of rows: `[max_num_batched_tokens]` bool on its device, which its layers
+            read. Before each forward the runner writes True for rows that are fed back, and the `prompt_mask`.
     """
 
     sound_cache: SoundCache | None = None
-    row_marks: torch.Tensor | None = None
+    row_mask: torch.Tensor | None = None
 
     @abstractmethod
     def begin(self, slot: int, request: RequestInput) -> None:
@@ -112,8 +112,8 @@ class FeedbackStrategy(ABC):
         """`[stop - start, hidden]`, the input of the prompt's rows `start..stop`; from 0 again after a preemption or a
         step that raised."""
 
-    def prompt_marks(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        """`[stop - start]` bool, the marks of the prompt's rows `start..stop`, for a strategy with `row_marks`."""
+    def prompt_mask(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """`[stop - start]` bool, the `row_mask` of the prompt's rows `start..stop`, for a strategy that has one."""
         raise NotImplementedError("this model's rows are of one kind")
 
     def first_outputs(self, slot: int) -> dict[str, torch.Tensor]:

@@ -118,8 +118,8 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         for prompt in step.prompts:
             stop = prompt.row + prompt.stop - prompt.start
             embeds[prompt.row : stop] = self.strategy.prompt_rows(prompt.slot, prompt.start, prompt.stop)
-        if self.strategy.row_marks is not None:
-            self._mark_rows(step.prompts, self.strategy.row_marks[: len(embeds)])
+        if self.strategy.row_mask is not None:
+            self._write_mask(step.prompts, self.strategy.row_mask[: len(embeds)])
         emitted: list[tuple[np.ndarray, FedBack]] = []
         if step.new.num_rows:
             where, rows = self._take_rows(step.new, len(embeds))
@@ -135,11 +135,11 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         first = self._first_outputs(step.prompts)
         self._step.emitted = EmittedRows.join(emitted, first) if emitted or first else None
 
-    def _mark_rows(self, prompts: list[PromptRows], marks: torch.Tensor) -> None:
-        marks.fill_(True)
+    def _write_mask(self, prompts: list[PromptRows], mask: torch.Tensor) -> None:
+        mask.fill_(True)
         for prompt in prompts:
             stop = prompt.row + prompt.stop - prompt.start
-            marks[prompt.row : stop] = self.strategy.prompt_marks(prompt.slot, prompt.start, prompt.stop)
+            mask[prompt.row : stop] = self.strategy.prompt_mask(prompt.slot, prompt.start, prompt.stop)
 
     def _first_outputs(self, prompts: list[PromptRows]) -> dict[int, Outputs]:
         """First outputs of the requests that sample their first token in this step, by their index in the batch."""

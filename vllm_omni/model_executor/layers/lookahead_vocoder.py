@@ -13,17 +13,8 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from vllm.platforms import current_platform
 
-from vllm_omni.model_executor.layers.causal_vocoder import (
-    ACTIVATION_COPIES,
-    MAX_BATCH_FRAMES,
-    MAX_BATCH_FRAMES_CPU,
-    PIECE_FRAMES,
-    STEP_BATCHES,
-    piece_length,
-)
-from vllm_omni.model_executor.layers.vocoder import Vocoder
+from vllm_omni.model_executor.layers.vocoder import BatchedVocoder
 
 
 @dataclass(slots=True)
@@ -44,19 +35,13 @@ class Piece:
     index: int
 
 
-class LookaheadVocoder(Vocoder):
+class LookaheadVocoder(BatchedVocoder):
     """
     Attributes:
-        hop: Samples of a frame.
         num_context: Frames before a frame, and after it, that its samples depend on.
     """
 
-    hop: int
     num_context: int
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.max_batch_frames = MAX_BATCH_FRAMES_CPU if current_platform.is_cpu() else MAX_BATCH_FRAMES
 
     @abstractmethod
     def decode(self, frames: torch.Tensor) -> torch.Tensor:
@@ -66,21 +51,6 @@ class LookaheadVocoder(Vocoder):
         """`[rows, codebooks]` of a request -> its frames that are complete in these rows, one for each row but the last
         ones."""
         return rows
-
-    @property
-    def batch_rows(self) -> int:
-        """See `SupportsBatchSize`."""
-        return STEP_BATCHES * self.max_batch_frames
-
-    def widest_bytes(self, num_rows: int, channels: int) -> int:
-        """Bytes of a step, an upper estimate.
-
-        Args:
-            num_rows: As in `SupportsActivationEstimate`.
-            channels: Values for each sample in the widest layer.
-        """
-        frames = min(num_rows + 2 * self.num_context, MAX_BATCH_FRAMES)
-        return ACTIVATION_COPIES * frames * self.hop * channels * torch.float32.itemsize
 
     def forward(
         self,
@@ -130,7 +100,7 @@ class LookaheadVocoder(Vocoder):
     def _cut(self, frames: torch.Tensor, start: int, stop: int, waves: list[torch.Tensor]) -> Iterable[Piece]:
         """The frames `start..stop` in pieces, which bounds their memory."""
         while start < stop:
-            end = start + piece_length(stop - start, min(PIECE_FRAMES, self.max_batch_frames))
+            end = start + self.next_piece(stop - start)
             first = max(start - self.num_context, 0)
             waves.append(torch.empty(0))
             yield Piece(frames[first : end + self.num_context], start - first, end - first, waves, len(waves) - 1)

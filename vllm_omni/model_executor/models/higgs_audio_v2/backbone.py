@@ -24,10 +24,9 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStrategy, InputPiece, RequestInput
+from vllm_omni.model_executor.feedback import FedBack, FedBackRows, RequestInput
 from vllm_omni.model_executor.layers.delay_pattern import DelayedFrames, DelayPattern
-from vllm_omni.model_executor.layers.residual_codes import ResidualFilter
-from vllm_omni.model_executor.layers.talker import Talker
+from vllm_omni.model_executor.layers.talker import Talker, WholePromptFeedback
 from vllm_omni.model_executor.models.higgs_audio_v2.codec import HiggsAudioEncoder
 from vllm_omni.model_executor.models.higgs_audio_v2.tokenizer import find_codec, read_codec_config
 from vllm_omni.model_executor.sound_cache import SoundCache
@@ -189,41 +188,32 @@ class OmniHiggsAudio(Talker):
                 yield "codec_head.weight", tensor[: self.config.codebook_size]
 
 
-class HiggsAudioFeedback(FeedbackStrategy):
+class HiggsAudioFeedback(WholePromptFeedback):
     """Emits `codes`, int64 `[num_codebooks]` for each row: delayed, with the rows of start ids and of end ids. A
     request ends with the latter. All codes are sampled with the request's temperature, `top_p` and `top_k`, which is at
     most 50 for those of later codebooks."""
 
+    _frames: DelayedFrames
+
     def __init__(self, model: OmniHiggsAudio, frames: DelayedFrames) -> None:
+        super().__init__(frames)
         self._model = model
-        self._frames = frames
-        self._sounds = self.sound_cache = SoundCache()
-        self._prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.row_marks: torch.Tensor = model.model.is_sound
+        self._prompt_masks: dict[int, torch.Tensor] = {}
+        self.row_mask: torch.Tensor = model.model.is_sound
 
     def begin(self, slot: int, request: RequestInput) -> None:
         """Its information is that of a `HiggsAudioPromptProcessor`."""
-        text_ids = request.information["text_ids"].to(self.row_marks.device)
-        embeds = self._model.embed_prompt(self._sounds, text_ids, request.information["sound"])
-        self._prompts[slot] = embeds, self._model.is_sound(text_ids)
-        self._frames.begin(slot, request.params, ResidualFilter.from_params(request.params))
-
-    def extend(self, pieces: list[InputPiece]) -> None:
-        """A prompt is complete when it arrives."""
+        text_ids = request.information["text_ids"].to(self.row_mask.device)
+        embeds = self._model.embed_prompt(self.sound_cache, text_ids, request.information["sound"])
+        self.set_input(slot, embeds, request.params)
+        self._prompt_masks[slot] = self._model.is_sound(text_ids)
 
     def end(self, slot: int) -> None:
-        self._prompts.pop(slot, None)
-        self._frames.end(slot)
+        super().end(slot)
+        self._prompt_masks.pop(slot, None)
 
-    @property
-    def buffer_bytes(self) -> int:
-        return self._frames.buffer_bytes
-
-    def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        return self._prompts[slot][0][start:stop]
-
-    def prompt_marks(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        return self._prompts[slot][1][start:stop]
+    def prompt_mask(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        return self._prompt_masks[slot][start:stop]
 
     def feed_back(self, rows: FedBackRows) -> FedBack:
         return self._as_rows(self._frames.make(rows))
@@ -234,6 +224,3 @@ class HiggsAudioFeedback(FeedbackStrategy):
     def _as_rows(self, codes: torch.Tensor) -> FedBack:
         is_last = (codes == self._model.pattern.end_id).all(1)
         return FedBack(self._model.embed_frames(codes), {"codes": codes}, is_last)
-
-    def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        self._frames.save_hidden_states(slots, hidden_states)

@@ -67,7 +67,7 @@ class OmniHiggsAudioCodec(LookaheadVocoder):
         """See `SupportsActivationEstimate`. Each block has half the channels of the one before, at a higher rate."""
         acoustic = self.config.acoustic_model_config
         last = acoustic.decoder_hidden_size // 2 ** len(acoustic.upsampling_ratios)
-        return self.widest_bytes(num_rows, last)
+        return self.widest_bytes(num_rows + 2 * self.num_context, last)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         return {f"model.{name}" for name in load_own(self.model, dict(weights))}

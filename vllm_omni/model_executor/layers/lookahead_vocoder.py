@@ -2,8 +2,8 @@
 """The base of vocoders that look ahead: the sound of a frame depends on a few frames before it, and a few after it.
 
 A request's waveform is that of one pass over all its frames, for any windows: a frame is decoded when those that it
-depends on have arrived, with these around it, and only its own samples leave. The samples of the frames around it are
-dropped: the layers pad where frames are cut off, so these are wrong. This file knows no model and no engine.
+depends on have arrived, with these around it, and only its own samples leave. The samples of the frames around it would
+be wrong, because layers pad where frames are cut off. This file knows no model and no engine.
 """
 
 from abc import abstractmethod
@@ -44,8 +44,15 @@ class LookaheadVocoder(BatchedVocoder):
     num_context: int
 
     @abstractmethod
-    def decode(self, frames: torch.Tensor) -> torch.Tensor:
-        """`[B, L, codebooks]` int64, on the model's device -> float32 `[B, L * hop]`."""
+    def decode(self, frames: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Decodes the frames `start..stop` among those around them.
+
+        Args:
+            frames: `[B, L, codebooks]` int64, on the model's device.
+
+        Returns:
+            float32 `[B, (stop - start) * hop]`.
+        """
 
     def align(self, rows: torch.Tensor) -> torch.Tensor:
         """`[rows, codebooks]` of a request -> its frames that are complete in these rows, one for each row but the last
@@ -107,13 +114,19 @@ class LookaheadVocoder(BatchedVocoder):
             start = end
 
     def _batches(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
-        """Pieces of one length: padding would be decoded into the frames before it."""
-        for length, equal in groupby(sorted(pieces, key=lambda p: len(p.frames)), key=lambda p: len(p.frames)):
+        """Pieces of one shape: padding would be decoded into the frames before it."""
+        for (length, _, _), equal in groupby(sorted(pieces, key=_shape), key=_shape):
             alike = list(equal)
             size = max(self.max_batch_frames // length, 1)
             yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
     def _decode(self, pieces: list[Piece]) -> None:
-        waves = self.decode(torch.stack([piece.frames for piece in pieces]))
+        _, start, stop = _shape(pieces[0])
+        waves = self.decode(torch.stack([piece.frames for piece in pieces]), start, stop)
         for piece, wave in zip(pieces, waves, strict=True):
-            piece.waves[piece.index] = wave[piece.start * self.hop : piece.stop * self.hop]
+            piece.waves[piece.index] = wave
+
+
+def _shape(piece: Piece) -> tuple[int, int, int]:
+    """Pieces with the same can be one batch."""
+    return len(piece.frames), piece.start, piece.stop

@@ -2,7 +2,7 @@
 """Higgs Audio's codec: encodes the sounds of prompts, and turns delayed frames into sound."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,8 +18,8 @@ from vllm_omni.model_executor.layers.vocoder import load_own
 from vllm_omni.model_executor.models.higgs_audio_v2.tokenizer import HiggsAudioTokenizer
 from vllm_omni.outputs import StageOutput
 
-_ENDS_REACH, _UNIT_REACH = 3, 3 + 9 + 27
-"""Positions on either side that DAC's first and last convolution read, and the three of a block."""
+_ENDS_REACH, _UNITS_REACH = 3, 3 + 9 + 27
+"""Positions on either side that DAC's first and last convolution read, and the three residual units of a block."""
 
 _ENCODER = ("acoustic_encoder", "encoder_semantic", "semantic_model", "fc")
 _DECODER = ("acoustic_decoder", "fc1", "fc2")
@@ -54,14 +54,27 @@ class OmniHiggsAudioCodec(LookaheadVocoder):
         self.model = _make_model(config, without=(*_ENCODER, "decoder_semantic", "fc1"))
         self.pattern = _pattern(config)
         self.hop = config.hop_length
-        self.num_context = _context_frames(config.acoustic_model_config.upsampling_ratios)
+        self.strides = list(config.acoustic_model_config.upsampling_ratios)
+        first, end = _positions(self.strides, 0, 1)[0]
+        self.num_context = max(-first, end - 1) + _ENDS_REACH
 
     def align(self, rows: torch.Tensor) -> torch.Tensor:
         return self.pattern.undelay(rows)
 
-    def decode(self, frames: torch.Tensor) -> torch.Tensor:
+    def decode(self, frames: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Each layer computes only the positions that the samples depend on: the frames around them are decoded at the
+        lowest rates, and hardly anything of them at the highest."""
         codes = frames.clamp(0, self.config.codebook_size - 1)
-        return self.model.decode(codes.transpose(1, 2)).audio_values[:, 0]
+        embeds = self.model.fc2(self.model.quantizer.decode(codes.permute(2, 0, 1)).transpose(1, 2))
+        decoder, offset = self.model.acoustic_decoder, 0
+        x = decoder.conv1(embeds.transpose(1, 2))  # [B, channels, positions from `offset` on]
+        *inputs, last = _positions(self.strides, start, stop)
+        for block, stride, (first, end) in zip(decoder.block, self.strides, inputs, strict=True):
+            x, offset = _cut(x, offset, first, end)
+            x, offset = block(x), offset * stride
+        x, offset = _cut(x, offset, *last)
+        wave = decoder.conv2(decoder.snake1(x))[:, 0]
+        return wave[:, start * self.hop - offset : stop * self.hop - offset]
 
     def activation_bytes(self, num_rows: int) -> int:
         """See `SupportsActivationEstimate`. Each block has half the channels of the one before, at a higher rate."""
@@ -98,14 +111,25 @@ def _pattern(config: Any) -> DelayPattern:
     return DelayPattern(config.num_quantizers, config.codebook_size, config.codebook_size + 1)
 
 
-def _context_frames(strides: Iterable[int]) -> int:
-    """Frames on either side of a frame that its samples depend on. The kernel of a block's transposed convolution is
+def _positions(strides: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:
+    """Positions `first..end` of the input of each block, and of that of the last convolution, that the samples of the
+    frames `start..stop` depend on; some are outside of the sound. The kernel of a block's transposed convolution is
     twice its stride."""
-    reach = _ENDS_REACH
-    for stride in reversed(list(strides)):
-        reach, padding = reach + _UNIT_REACH, math.ceil(stride / 2)
-        reach = max((reach + padding - 1) // stride + 1, 1 + math.ceil((reach - padding) / stride))
-    return reach + _ENDS_REACH
+    hop = math.prod(strides)
+    first, end = start * hop - _ENDS_REACH, stop * hop + _ENDS_REACH
+    positions = [(first, end)]
+    for stride in reversed(strides):
+        padding = math.ceil(stride / 2)
+        first = (first - _UNITS_REACH + padding - stride) // stride
+        end = (end + _UNITS_REACH - 1 + padding) // stride + 1
+        positions.insert(0, (first, end))
+    return positions
+
+
+def _cut(x: torch.Tensor, offset: int, first: int, end: int) -> tuple[torch.Tensor, int]:
+    """The positions `first..end` of `[B, channels, L]`, which begins at `offset`, and where these begin."""
+    first = max(first, offset)
+    return x[..., first - offset : end - offset], first
 
 
 def _make_model(config: Any, without: tuple[str, ...]) -> Any:

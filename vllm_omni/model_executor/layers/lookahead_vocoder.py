@@ -45,7 +45,8 @@ class LookaheadVocoder(BatchedVocoder):
 
     @abstractmethod
     def decode(self, frames: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Decodes the frames `start..stop` among those around them.
+        """Decodes the frames `start..stop` among those around them. Of these it computes as little as it can: batches
+        are sized without them.
 
         Args:
             frames: `[B, L, codebooks]` int64, on the model's device.
@@ -115,9 +116,9 @@ class LookaheadVocoder(BatchedVocoder):
 
     def _batches(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
         """Pieces of one shape: padding would be decoded into the frames before it."""
-        for (length, _, _), equal in groupby(sorted(pieces, key=_shape), key=_shape):
+        for (_, start, stop), equal in groupby(sorted(pieces, key=_shape), key=_shape):
             alike = list(equal)
-            size = max(self.max_batch_frames // length, 1)
+            size = max(self.max_batch_frames // (stop - start + 1), 1)
             yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
     def _decode(self, pieces: list[Piece]) -> None:

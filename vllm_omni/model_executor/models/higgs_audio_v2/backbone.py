@@ -22,6 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.feedback import FedBack, FedBackRows, RequestInput
@@ -35,8 +36,8 @@ _HEADS = "audio_lm_head.weight"
 
 
 class DualLayer(LlamaDecoderLayer):
-    """Rows of sound have norms and a network of their own; attention is common. Both networks run for every row: which
-    ones are of sound is not known when a CUDA graph is captured."""
+    """Rows of sound have norms and a network of their own; attention is common. Both networks run for every row of a
+    step with rows of text."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -57,17 +58,22 @@ class DualLayer(LlamaDecoderLayer):
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
-        is_sound: torch.Tensor,
+        is_sound: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
-            is_sound: `[N, 1]` bool.
+            is_sound: `[N, 1]` bool; None: all rows are.
         """
         residual = hidden_states if residual is None else residual + hidden_states
-        normed = torch.where(is_sound, self.audio_input_layernorm(residual), self.input_layernorm(residual))
+        normed = self.audio_input_layernorm(residual)
+        if is_sound is not None:
+            normed = torch.where(is_sound, normed, self.input_layernorm(residual))
         residual = residual + self.self_attn(positions=positions, hidden_states=normed)
-        sound = self.audio_mlp(self.audio_post_attention_layernorm(residual))
-        return torch.where(is_sound, sound, self.mlp(self.post_attention_layernorm(residual))), residual
+        hidden_states = self.audio_mlp(self.audio_post_attention_layernorm(residual))
+        if is_sound is not None:
+            text = self.mlp(self.post_attention_layernorm(residual))
+            hidden_states = torch.where(is_sound, hidden_states, text)
+        return hidden_states, residual
 
 
 @support_torch_compile
@@ -83,6 +89,8 @@ class DualModel(LlamaModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=DualLayer)
         max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.register_buffer("is_sound", torch.zeros(max_rows, dtype=torch.bool), persistent=False)
+        # A compiled model and a CUDA graph cannot branch, and a GPU would have to be waited for.
+        self._can_branch = current_platform.is_cpu() and vllm_config.model_config.enforce_eager
 
     def forward(  # type: ignore[override]
         self,
@@ -91,8 +99,9 @@ class DualModel(LlamaModel):
         intermediate_tensors: IntermediateTensors | None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> Any:
-        is_sound = self.is_sound[: positions.shape[0], None]
-        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, is_sound=is_sound)
+        is_sound = self.is_sound[: positions.shape[0]]
+        mask = None if self._can_branch and is_sound.all() else is_sound[:, None]
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, is_sound=mask)
 
 
 class OmniHiggsAudio(Talker):

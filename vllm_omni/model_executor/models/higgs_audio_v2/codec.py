@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import HiggsAudioV2TokenizerConfig
+from transformers.models.dac.modeling_dac import Snake1d
 from vllm.config import VllmConfig
 
 from vllm_omni.inputs import StageInput, StageRequest
@@ -41,6 +42,19 @@ class HiggsAudioEncoder(nn.Module):
         return self.model.encode(sound[None, None]).audio_codes[0].T
 
 
+class Snake(nn.Module):
+    """DAC's activation, `x + sin(alpha * x)**2 / alpha`: the same results in fewer passes and one buffer."""
+
+    def __init__(self, snake: Snake1d) -> None:
+        super().__init__()
+        self.alpha = snake.alpha
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, channels, L]` -> the same shape."""
+        waves = (self.alpha * x).sin_().square_()
+        return waves.mul_((self.alpha + 1e-9).reciprocal()).add_(x)
+
+
 class OmniHiggsAudioCodec(LookaheadVocoder):
     """Decodes in float32. What is no code in a frame, such as an end id, counts as the last code, as in the
     reference."""
@@ -52,6 +66,10 @@ class OmniHiggsAudioCodec(LookaheadVocoder):
         config: Any = vllm_config.model_config.hf_config
         self.config = config
         self.model = _make_model(config, without=(*_ENCODER, "decoder_semantic", "fc1"))
+        for module in list(self.model.acoustic_decoder.modules()):
+            for name, part in module.named_children():
+                if isinstance(part, Snake1d):
+                    setattr(module, name, Snake(part))
         self.pattern = _pattern(config)
         self.hop = config.hop_length
         self.strides = list(config.acoustic_model_config.upsampling_ratios)
@@ -112,7 +130,7 @@ def _pattern(config: Any) -> DelayPattern:
 
 
 def _positions(strides: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:
-    """Of the input of each block, and of the last convolution, the positions `first..end` that the samples of the
+    """Positions `first..end` of the input of each block, and of that of the last convolution, that the samples of the
     frames `start..stop` depend on; some are outside of the sound. The kernel of a block's transposed convolution is
     twice its stride."""
     hop = math.prod(strides)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of the server beside vLLM's: limits of requests and of the server, default outputs and names of voices.
 
-`middleware.py`, `media_input.py`, `video_store.py`, `file_store.py`, `voice_store.py` and the endpoints apply the
-limits.
+`middleware.py`, `media_input.py`, `video_store.py`, `file_store.py`, `voices.py` and the endpoints apply the limits.
 """
 
 import argparse

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 SIGNALLED_START = """
 import os, signal, time
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
-from vllm_omni.entrypoints.openai import api_server
+from vllm_omni.entrypoints.openai import server_process
 
 class Signalling:
     def __del__(self):
@@ -38,8 +38,8 @@ class StartingLLM:
         while True:
             time.sleep(1)
 
-api_server.AsyncOmniLLM = StartingLLM
-api_server.run(OmniServeCommand().parse(["MODEL", "--host=127.0.0.1", "--port=0"]).args, {})
+server_process.AsyncOmniLLM = StartingLLM
+server_process.run(OmniServeCommand().parse(["MODEL", "--host=127.0.0.1", "--port=0"]).args, {})
 """
 
 

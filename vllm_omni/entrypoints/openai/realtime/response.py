@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
+from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
 from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Message
@@ -23,7 +24,6 @@ from vllm_omni.entrypoints.openai.realtime.output_items import (
     WrittenMessage,
 )
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
-from vllm_omni.entrypoints.openai.sse import ChatDelta
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 

@@ -40,8 +40,7 @@ from vllm_omni.entrypoints.openai.realtime.response import Response
 from vllm_omni.entrypoints.openai.realtime.turn_detection import Turn, TurnDetector
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
-from vllm_omni.entrypoints.openai.transcriptions import stage_prompt
-from vllm_omni.entrypoints.openai.transcripts import Transcript, read_texts, token_usage
+from vllm_omni.entrypoints.openai.transcriptions import Transcript, read_texts, stage_prompt, token_usage
 
 MIN_TURN_S = 0.1  # As OpenAI's.
 

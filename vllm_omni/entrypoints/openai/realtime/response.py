@@ -77,6 +77,11 @@ class Response:
         self._task: asyncio.Task[None] | None = None
         self._has_started = asyncio.Event()
 
+    @property
+    def played_at(self) -> float | None:
+        """When its message was played, as the time of the event loop; None: it has no message."""
+        return None if self._message is None else self._message.played_at
+
     def start(self) -> asyncio.Task[None]:
         """Runs it in a task."""
         self._task = asyncio.create_task(self._run())

@@ -438,6 +438,21 @@ def test_transcription_by_the_model(realtime_app: FastAPI) -> None:
     converse(realtime_app, main)
 
 
+def test_a_turn_finds_the_cache_of_those_before(realtime_app: FastAPI) -> None:
+    """The messages of a response are the first of the next one's, so the engine has their KV cache."""
+
+    async def main(session: Session) -> list[Any]:
+        usages = []
+        for text in ("The tide is low, the boats lie on the sand. " * 20, "And now?"):
+            await session.say(text)
+            usages.append((await session.respond(output_modalities=["text"]))[-1].response.usage)
+        return usages
+
+    first, second = converse(realtime_app, main)
+    assert first.input_token_details.cached_tokens == 0
+    assert 0 < second.input_token_details.cached_tokens <= first.input_tokens + first.output_tokens
+
+
 def test_the_synchronous_client(realtime_app: FastAPI) -> None:
     with over_http(realtime_app) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")

@@ -22,7 +22,7 @@ class ChatDelta:
         audio: Of the file of the speech.
         finish_reason: Of the last one.
         usage: So far, as OpenAI's, if the line has it.
-        mm_token_counts: See `RequestContext`.
+        mm_token_counts, num_cached_tokens: See `RequestContext`.
     """
 
     text: str = ""
@@ -31,6 +31,7 @@ class ChatDelta:
     finish_reason: str | None = None
     usage: Data | None = None
     mm_token_counts: Mapping[str, int]
+    num_cached_tokens: int = 0
 
 
 async def read_deltas(lines: AsyncGenerator[Line, None], context: RequestContext) -> AsyncGenerator[ChatDelta, None]:
@@ -63,4 +64,5 @@ def _as_delta(chunk: Data, context: RequestContext) -> ChatDelta:
         finish_reason=choice.get("finish_reason"),
         usage=chunk.get("usage"),
         mm_token_counts=context.mm_token_counts,
+        num_cached_tokens=context.num_cached_tokens,
     )

@@ -20,6 +20,7 @@ from vllm_omni.worker.feedback_rows import RequestSlots, sort_rows
 from vllm_omni.worker.gpu_ar_model_runner import RowTracker, SelectedRows
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner, ModelStates, _to_host
 from vllm_omni.worker.gpu_model_runner import extend_information
+from vllm_omni.worker.guided_pairs import GuidedPairs
 from vllm_omni.worker.step import HostCopy, RunnerStep
 
 
@@ -130,7 +131,7 @@ class Talker:
         for req_id in self.input_batch.req_ids:
             self.slots.take(req_id)
         self._batch = BatchSlots()
-        self._batch.update(self.input_batch.req_ids, self.slots, DEVICE)
+        self._batch.update(self.input_batch.req_ids, self.slots, GuidedPairs(), DEVICE)
         self._step = RunnerStep()
 
     def step(self, computed: list[int], counts: list[int]) -> torch.Tensor:

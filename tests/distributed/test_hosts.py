@@ -82,8 +82,7 @@ def assert_right(speakers: Speakers, expected: Path, names: list[str]) -> None:
     assert [name for name in names if speakers.differs(name, expected)] == []
 
 
-def test_two_hosts_say_what_one_says(expected: Path, speakers: Speakers, hosts: tuple[list[Host], RayNodes]) -> None:
-    """`expected` comes first: its pipeline has ended when the others start."""
+def test_two_hosts_say_what_one_says(speakers: Speakers, hosts: tuple[list[Host], RayNodes], expected: Path) -> None:
     for name in ("all", "slow"):
         speakers.ask(name, COUNT)
         speakers.read_until(is_("done", name=name))

@@ -4,10 +4,11 @@
     python benchmarks/text_to_speech.py [--checkpoint NAME] [--concurrency 1 8] [--output FILE.json] [--quick]
     python benchmarks/text_to_speech.py --checkpoint qwen3_tts [--reference-python QWEN_TTS/bin/python]
 
-Both get the same prompts and weights, tiny ones of both sizes, greedily in float32, and make the same sound. The
-reference runs one prompt after the other, on one thread, as each stage of ours does. `--concurrency` prompts are sent
-at once, and the next ones when those are done. The first sound is that of a streamed prompt with 10 seconds of speech.
-A reference that cannot be installed beside this package runs in another environment; without it only ours is measured.
+Both get the same prompts and weights, tiny ones of both sizes, greedily in float32 with one seed, and make the same
+sound. The reference runs one prompt after the other, on one thread, as each stage of ours does. `--concurrency` prompts
+are sent at once, and the next ones when those are done. The first sound is that of a streamed prompt with 10 seconds of
+speech. A reference that cannot be installed beside this package runs in another environment; without it only ours is
+measured.
 """
 
 import base64
@@ -31,6 +32,7 @@ from vllm_omni import OmniLLM
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.testing.oracles.csm import CsmReference
 from vllm_omni.testing.oracles.higgs_audio_v2 import HiggsAudioReference
+from vllm_omni.testing.oracles.vibevoice import VibeVoiceReference
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 MAX_FRAMES = 60
@@ -79,12 +81,14 @@ class Family:
             None: there is no environment for it.
         stage: The stage that makes frames.
         frame_rate: Frames for a second of speech.
+        num_sequences: Of the engine, for each request.
         information: Of every prompt.
     """
 
     reference: Callable[[Path], Any] | None
     stage: str
     frame_rate: float = 12.5
+    num_sequences: int = 1
     information: dict[str, Any] = field(default_factory=dict)
 
     def prompt(self, text: str) -> OmniPrompt:
@@ -96,6 +100,8 @@ def make_family(checkpoint: str, reference_python: Path | None) -> Family:
         return Family(CsmReference, "backbone")
     if checkpoint == "higgs_audio_v2":
         return Family(HiggsAudioReference, "backbone", frame_rate=25.0)
+    if checkpoint == "vibevoice":
+        return Family(VibeVoiceReference, "language_model", frame_rate=7.5, num_sequences=2)
     reference = None if reference_python is None else partial(QwenTTSReference, reference_python)
     return Family(reference, "talker", information={"speaker": "ryan"})
 
@@ -103,14 +109,14 @@ def make_family(checkpoint: str, reference_python: Path | None) -> Family:
 def measure(family: Family, size: str, model: Path, concurrencies: list[int], rounds: int, report: Report) -> None:
     """Adds the rows and ratios of one checkpoint."""
     prompts = [family.prompt(text) for text in TEXTS]
-    greedy = {"default_sampling_params": {"temperature": 0.0, "max_tokens": MAX_FRAMES + 1}}
+    greedy = {"default_sampling_params": {"temperature": 0.0, "max_tokens": MAX_FRAMES + 1, "seed": 0}}
     with ExitStack() as stack:
         llm = stack.enter_context(
             OmniLLM(
                 str(model),
                 dtype="float32",
                 max_model_len=512,
-                max_num_seqs=max(concurrencies),
+                max_num_seqs=max(concurrencies) * family.num_sequences,
                 stage_overrides={family.stage: greedy},
             )
         )
@@ -171,7 +177,7 @@ def time_to_first_sound(llm: OmniLLM, family: Family) -> tuple[float, float]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--checkpoint", choices=["csm", "higgs_audio_v2", "qwen3_tts"], default="csm")
+    parser.add_argument("--checkpoint", choices=["csm", "higgs_audio_v2", "qwen3_tts", "vibevoice"], default="csm")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], help="requests at once (default 1 8)")
     parser.add_argument("--reference-python", type=Path, metavar="PATH", help="of an environment with qwen-tts")
     args = parser.parse_args()

@@ -29,7 +29,7 @@ gc.disable()  # While modules are imported it finds nothing and takes a fifth of
 
 # One process runs the files that share something: the folders with engines, and files that declare the same group.
 _FOLDERS_WITH_ENGINES = re.compile(
-    "tests/(?:engine|stage|clients|model_executor/models/(?:qwen|csm|glm|higgs|janus)[^/]*)/"
+    "tests/(?:engine|stage|clients|model_executor/models/(?:qwen|csm|glm|higgs|janus|vibevoice)[^/]*)/"
 )
 _GROUP = re.compile(r'^GROUP = "(\w+)"$', re.MULTILINE)
 """A test file's declaration. The process that assigns tests to others does not import them, so it reads the line."""
@@ -177,6 +177,12 @@ def tiny_csm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_higgs_audio_v2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete Higgs Audio v2 checkpoint with random weights, its codec included."""
     return _write("higgs_audio_v2", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_vibevoice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete VibeVoice checkpoint with random weights."""
+    return _write("vibevoice", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

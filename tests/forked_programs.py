@@ -30,7 +30,7 @@ from vllm_omni.orchestrator.fork_server import ForkedStageProcess, ForkServer, w
 _MODULES = (
     "vllm_omni.stage.engines.llm",
     "vllm.model_executor.model_loader",
-    "vllm_omni.entrypoints.openai.api_server",
+    "vllm_omni.entrypoints.openai.server_process",
 )
 _SLOW_IMPORTS = ("vllm_omni.stage.engines.", "diffusers.")
 """Modules that are imported for all fork servers when the first one needs them."""

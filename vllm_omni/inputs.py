@@ -160,7 +160,7 @@ class StageInput(msgspec.Struct, kw_only=True):
         stop_token_ids: Added to the stage's stop tokens, so that configuration files need no token ids.
         max_tokens: Upper bound on the stage's `max_tokens`.
         seed: Of the stage's sampling, unless its parameters have one.
-        guidance: Of an autoregressive stage without feedback. The engine computes two sequences, which share its
+        guidance: Of an autoregressive stage. The engine computes two sequences, which share its
             `max_num_seqs`; callers see one. The input is complete.
         num_ready_tokens: Tokens of the request, prompt and generated, that the engine can compute with what has
             arrived so far: an autoregressive stage holds the request, and it alone, when it has computed them. None

@@ -128,7 +128,7 @@ class Guidance(msgspec.Struct, frozen=True):
 
     Attributes:
         prompt_token_ids: The other prompt, of any length.
-        scale: 1 is no guidance.
+        scale: 1 is no guidance of the tokens: for a model that guides something else with the states of both.
     """
 
     prompt_token_ids: list[int]

@@ -9,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.media import make_prompt
 
@@ -44,11 +45,15 @@ def test_a_clock_counts_cpu_time_of_nested_calls_once(efficiency: ModuleType, tm
     assert 0.04 <= np.memmap(tmp_path / "clock", np.float64, "r")[0] < 0.1
 
 
-def test_all_processes_are_accounted_and_stages_run_alone(efficiency: ModuleType, tiny_qwen3_omni_moe: Path) -> None:
+def test_all_processes_are_accounted_and_stages_run_alone(
+    efficiency: ModuleType, tiny_qwen3_omni_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(efficiency.ENGINE_ARGS, "kv_cache_memory_bytes", 64 << 20)
     load = efficiency.Load(waves=1, requests=4, text_tokens=8, talker_tokens=9, rounds=1)
     prompts = [make_prompt(tiny_qwen3_omni_moe, "text", seed) for seed in range(4)]
     stages = ["thinker", "talker", "code2wav"]
-    with efficiency.open_pipeline(tiny_qwen3_omni_moe, stage_configs_dir() / "qwen3_omni_moe.yaml", 4) as pipeline:
+    config = stage_configs_dir() / "qwen3_omni_moe.yaml"
+    with quick_servers(), efficiency.open_pipeline(tiny_qwen3_omni_moe, config, 4) as pipeline:
         rate, accounts = pipeline.run(prompts, load, 4)
         rates = efficiency.run_alone(pipeline.job(prompts, load))
 

@@ -47,13 +47,13 @@ def app() -> Iterator[FastAPI]:
         yield app_of(OmniEngineClient(llm), Path("shapes"))
 
 
-async def say(session: Session, samples: np.ndarray) -> None:
-    """As a microphone does: a piece when its time has come."""
+async def say(session: Session, samples: np.ndarray, is_recorded: bool = False) -> None:
+    """As a microphone does: a piece when its time has come; what has been recorded is sent at once."""
     step = int(PIECE_S * SAMPLE_RATE)
     for start in range(0, len(samples), step):
         piece = samples[start : start + step].tobytes()
         await session.connection.input_audio_buffer.append(audio=base64.b64encode(piece).decode())
-        await asyncio.sleep(PIECE_S)
+        await asyncio.sleep(0 if is_recorded else PIECE_S)
 
 
 async def answer(session: Session, ended: float) -> tuple[float, Any, np.ndarray]:
@@ -89,7 +89,7 @@ def test_a_conversation(app: FastAPI, detects: bool) -> None:
         await session.until("conversation.item.done")
         turns = []
         for question in QUESTIONS:
-            await say(session, recording(question))
+            await say(session, recording(question), is_recorded=not detects)
             ended = time.perf_counter()
             if detects:
                 rest = asyncio.create_task(say(session, silence))

@@ -82,7 +82,8 @@ def assert_right(speakers: Speakers, expected: Path, names: list[str]) -> None:
     assert [name for name in names if speakers.differs(name, expected)] == []
 
 
-def test_two_hosts_say_what_one_says(speakers: Speakers, hosts: tuple[list[Host], RayNodes], expected: Path) -> None:
+def test_two_hosts_say_what_one_says(expected: Path, speakers: Speakers, hosts: tuple[list[Host], RayNodes]) -> None:
+    """`expected` comes first: its pipeline has ended when the others start."""
     for name in ("all", "slow"):
         speakers.ask(name, COUNT)
         speakers.read_until(is_("done", name=name))

@@ -356,7 +356,7 @@ def test_first_outputs_leave_once_with_the_first_token(echo_engine: OmniLLMEngin
 
 def test_guidance_is_refused(echo_engine: OmniLLMEngine) -> None:
     echo_engine.add_request("a", {**make_prompt(5, 0), "guidance": Guidance([0], 2.0)}, greedy(4))
-    with pytest.raises(NotImplementedError, match="guidance is for models without a feedback strategy"):
+    with pytest.raises(NotImplementedError, match="feedback strategy has no guidance"):
         echo_engine.step()
     echo_engine.abort_request(["a"])
     assert echo_engine.recover() == [] and step_until_idle(echo_engine) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.logprobs import Logprob
 
-from vllm_omni.entrypoints.event_queue import EventDelivery, EventQueue
+from vllm_omni.entrypoints.async_omni_llm import EventDelivery, EventQueue
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 
 

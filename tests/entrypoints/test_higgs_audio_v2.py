@@ -13,10 +13,11 @@ from fastapi import FastAPI
 
 from tests.entrypoints.conftest import as_async, start
 from tests.entrypoints.openai.media_apps import app_of, send
+from tests.entrypoints.speech_streams import check_left_stream
 from tests.model_executor.models.higgs_audio_v2.prompts import PROMPTS
 from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.events import CompletedEvent
+from vllm_omni.errors import InvalidRequestError
 from vllm_omni.testing.oracles.higgs_audio_v2 import HiggsAudioReference, Speech
 
 pytestmark = pytest.mark.slow
@@ -50,20 +51,17 @@ def test_prompts_of_every_kind_at_once(llm: OmniLLM, expected: dict[str, Speech]
 
 def test_a_stream_is_the_whole_and_others_are_aborted(llm: OmniLLM, expected: dict[str, Speech]) -> None:
     """Leaving the loop when some have ended aborts the rest; the next requests are not affected."""
-    parts: dict[str, list[torch.Tensor]] = {}
-    num_ended = 0
-    waves = list(expected.values())
-    for event in llm.generate(list(PROMPTS.values()), stream=True, use_tqdm=False):
-        if isinstance(event, CompletedEvent):
-            wave = torch.cat(parts[event.request_id])
-            assert any(wave.shape == s.audio.shape and torch.allclose(wave, s.audio, atol=1e-4) for s in waves)
-            num_ended += 1
-            if num_ended == len(PROMPTS) - 2:
-                break
-        elif "audio" in event.multimodal_output:
-            parts.setdefault(event.request_id, []).append(event.multimodal_output["audio"])
-    assert max(map(len, parts.values())) > 2, "sound comes in windows"
+    check_left_stream(llm, PROMPTS, {name: speech.audio for name, speech in expected.items()})
     test_prompts_of_every_kind_at_once(llm, expected)
+
+
+def test_wrong_repeat_limits_are_refused_before_the_engine(llm: OmniLLM, app: FastAPI) -> None:
+    extra_args = {"ras_win_len": 99, "ras_win_max_num_repeat": 2}
+    with pytest.raises(InvalidRequestError, match="ras_win_len is 1 to 16"):
+        llm.generate(PROMPTS["short"], [{"temperature": 1.0, "extra_args": extra_args}, None], use_tqdm=False)
+    request = {"input": "a b c", "sampling_params_list": [{"extra_args": extra_args}, None]}
+    refused = send(app, "POST", "/v1/audio/speech", json=request)
+    assert refused.status_code == 400 and "unknown sampling parameter 'extra_args'" in refused.text
 
 
 def test_speech_over_http(app: FastAPI, expected: dict[str, Speech]) -> None:

@@ -11,12 +11,12 @@ from fastapi import FastAPI
 
 from tests.entrypoints.conftest import CSM_FRAMES, as_async
 from tests.entrypoints.openai.media_apps import app_of, send
+from tests.entrypoints.speech_streams import check_left_stream
 from tests.model_executor.models.csm.prompts import PROMPTS
 from tests.orchestrator.pipelines import fresh_stats
 from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.errors import InvalidRequestError
-from vllm_omni.events import CompletedEvent
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.testing.oracles.csm import CsmReference, Speech
 
@@ -49,26 +49,8 @@ def test_prompts_of_every_kind_at_once(llm: OmniLLM, expected: dict[str, Speech]
 
 def test_a_stream_is_the_whole_and_others_are_aborted(llm: OmniLLM, expected: dict[str, Speech]) -> None:
     """Leaving the loop when some have ended aborts the rest; the next requests are not affected."""
-    parts: dict[str, list[torch.Tensor]] = {}
-    ended: list[str] = []
-    for event in llm.generate(list(PROMPTS.values()), stream=True, use_tqdm=False):
-        if isinstance(event, CompletedEvent):
-            ended += matching(torch.cat(parts[event.request_id]), expected)
-            if len(ended) == len(PROMPTS) - 2:
-                break
-        elif "audio" in event.multimodal_output:
-            parts.setdefault(event.request_id, []).append(event.multimodal_output["audio"])
-    assert len(set(ended)) == len(PROMPTS) - 2
-    assert max(map(len, parts.values())) > 2, "sound comes in windows"
+    check_left_stream(llm, PROMPTS, {name: speech.audio for name, speech in expected.items()})
     test_prompts_of_every_kind_at_once(llm, expected)
-
-
-def matching(audio: torch.Tensor, expected: dict[str, Speech]) -> list[str]:
-    return [
-        name
-        for name, speech in expected.items()
-        if speech.audio.shape == audio.shape and torch.allclose(speech.audio, audio, rtol=0, atol=1e-4)
-    ]
 
 
 def test_hits_of_reference_sounds_are_counted(llm: OmniLLM) -> None:

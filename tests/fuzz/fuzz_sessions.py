@@ -29,8 +29,10 @@ _SETTINGS: dict[str, Any] = {
         "output": {"format": {"type": "audio/pcmu"}, "voice": "alloy", "speed": 1.2},
     },
 }
+_VAD = {"type": "server_vad", "threshold": 0.4, "prefix_padding_ms": 100, "idle_timeout_ms": 1000}
 EVENTS: list[dict[str, Any]] = [
     {"type": "session.update", "session": _SETTINGS},
+    {"type": "session.update", "session": {"type": "realtime", "audio": {"input": {"turn_detection": _VAD}}}},
     {"type": "input_audio_buffer.append", "audio": _SOUND},
     {"type": "input_audio_buffer.commit"},
     {"type": "input_audio_buffer.clear"},

@@ -6,6 +6,7 @@ import pytest
 from tests.fuzz.campaign import Campaign, Summary
 from tests.fuzz.fuzz_requests import ABORTED, CLOSED, NO_ANSWER, FuzzRequest, Outcome
 
+GROUP = "server"
 pytestmark = pytest.mark.slow
 
 MAX_GROWTH = 256 << 20

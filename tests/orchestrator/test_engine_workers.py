@@ -76,7 +76,8 @@ def memory_of_killed_workers() -> Iterator[None]:
 
 
 def open_llm(model: Path, **options: Any) -> OmniLLM:
-    return OmniLLM(str(model), dtype="float32", max_model_len=64, enforce_eager=True, **options)
+    limits = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20}  # of each worker
+    return OmniLLM(str(model), dtype="float32", enforce_eager=True, **limits, **options)
 
 
 def tokens_of(llm: OmniLLM) -> list[list[int]]:

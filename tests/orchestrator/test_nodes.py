@@ -71,11 +71,18 @@ class Cluster:
         self._context.destroy(linger=0)
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Cluster]:
     with contextlib.closing(Cluster()) as cluster:
-        cluster.start("h1")
         yield cluster
+
+
+@pytest.fixture
+def cluster(opened: Cluster) -> Cluster:
+    """With the node h1, which is that of the test before if it lives."""
+    if not opened.nodes.is_alive("h1"):
+        opened.start("h1")
+    return opened
 
 
 def end_of(process: RemoteStageProcess) -> str:
@@ -107,17 +114,6 @@ def test_a_process_that_cannot_be_started_is_an_error(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_when_the_orchestrator_ends(cluster: Cluster) -> None:
-    cluster.fork("h1")
-    processes, run_dir = cluster.processes("h1"), cluster.run_dirs["h1"]
-    assert len(processes) >= 3
-    cluster.nodes.close()
-    assert psutil.wait_procs(processes, timeout=60)[1] == []
-    assert not run_dir.exists()
-    cluster.nodes = Nodes(cluster._context, "127.0.0.1", cluster.keys)  # for the fixture to close
-
-
-@pytest.mark.slow
 def test_a_node_that_is_killed_is_noticed_and_leaves_nothing(cluster: Cluster) -> None:
     process = cluster.fork("h1")
     processes = cluster.processes("h1")
@@ -143,3 +139,14 @@ def test_a_node_that_is_frozen_is_given_up_and_ends_its_stages_when_it_continues
 def end_of_killed(process: RemoteStageProcess) -> str:
     process.kill()
     return end_of(process)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_the_orchestrator_ends(cluster: Cluster) -> None:
+    cluster.fork("h1")
+    processes, run_dir = cluster.processes("h1"), cluster.run_dirs["h1"]
+    assert len(processes) >= 3
+    cluster.nodes.close()
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
+    assert not run_dir.exists()
+    cluster.nodes = Nodes(cluster._context, "127.0.0.1", cluster.keys)  # for other tests, and for the fixture to close

@@ -31,7 +31,7 @@ from vllm_omni.orchestrator.outgoing import LARGE_BYTES
 from vllm_omni.outputs import StageOutput
 
 
-class HeldCopier(Executor):
+class HeldThread(Executor):
     """Starts a copy when the test says so, on a thread of its own."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Stage:
     """The handle of a stage, and the socket of its process."""
 
     def __init__(self, run_dir: RunDir, context: zmq.Context) -> None:
-        self.copier = HeldCopier()
+        self.copy_thread = HeldThread()
         self.commands: deque[Callable[[], None]] = deque()
         self.errors: list[tuple[str, str]] = []
         self.run_dir = run_dir
@@ -67,7 +67,14 @@ class Stage:
         instance = StageInstance(instance_id=0, replica=0, stage=OmniStageConfig(stage_id=0, engine_type="fake"))
         connector = ConnectorConfig(name="SharedMemoryConnector", extra={"shm_threshold_bytes": 65536})
         self.handle = OmniStage(
-            instance, run_dir, context, connector, Credit(8, 1 << 30), self.copier, self.commands.append, self._on_error
+            instance,
+            run_dir,
+            context,
+            connector,
+            Credit(8, 1 << 30),
+            self.copy_thread,
+            self.commands.append,
+            self._on_error,
         )
         self._socket = context.socket(zmq.PULL)
         self.start()
@@ -90,7 +97,7 @@ class Stage:
 
     def copy(self) -> None:
         """The next copy runs; the orchestrator's thread is notified of its end."""
-        self.copier.run()
+        self.copy_thread.run()
         while self.commands:
             self.commands.popleft()()
 
@@ -131,7 +138,7 @@ def names(messages: list[Any]) -> list[Any]:
 def test_a_small_request_is_sent_at_once(stage: Stage) -> None:
     stage.submit("small", LARGE_BYTES // 2)
     assert names(stage.received(1)) == [(SubmitMessage, "small")]
-    assert not stage.copier.held and not stage.commands
+    assert not stage.copy_thread.held and not stage.commands
 
 
 def test_what_follows_a_copy_waits_in_order(stage: Stage) -> None:
@@ -142,7 +149,7 @@ def test_what_follows_a_copy_waits_in_order(stage: Stage) -> None:
     stage.handle.abort(["large"])
     stage.submit("next", 2 * LARGE_BYTES)
     stage.handle.abort(["next"])
-    assert len(stage.copier.held) == 1, "one payload at a time"
+    assert len(stage.copy_thread.held) == 1, "one payload at a time"
     assert names(stage.received(1)) == [(SubmitMessage, "before")]
     stage.copy()
     first = stage.received(4)
@@ -189,7 +196,7 @@ def test_a_payload_that_cannot_be_put_fails_its_request(stage: Stage, monkeypatc
 def test_nothing_of_a_dead_process_reaches_the_next(stage: Stage) -> None:
     stage.submit("large", LARGE_BYTES)
     stage.handle.abort(["large"])
-    copying = threading.Thread(target=stage.copier.held.popleft())
+    copying = threading.Thread(target=stage.copy_thread.held.popleft())
     copying.start()
     stage.handle.on_death("killed")  # It waits for the copy.
     copying.join()
@@ -204,7 +211,7 @@ def test_nothing_of_a_dead_process_reaches_the_next(stage: Stage) -> None:
 def test_flush_sends_what_waits(stage: Stage) -> None:
     stage.submit("large", LARGE_BYTES)
     stage.handle.send(PeerDownMessage(instance_id=1, epoch=0, finished=[]))
-    copying = threading.Thread(target=stage.copier.held.popleft())
+    copying = threading.Thread(target=stage.copy_thread.held.popleft())
     copying.start()
     stage.handle.flush()
     copying.join()
@@ -217,7 +224,7 @@ def test_a_copy_may_end_after_the_pipeline(stage: Stage, caplog: pytest.LogCaptu
 
     stage.handle._outgoing._command = refuse
     stage.submit("large", LARGE_BYTES)
-    stage.copier.run()
+    stage.copy_thread.run()
     assert not caplog.records
     stage.handle.flush()
     assert names(stage.received(1)) == [(SubmitMessage, "large")]

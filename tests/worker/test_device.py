@@ -20,6 +20,7 @@ from vllm_omni.worker.feedback_rows import RequestSlots, sort_rows
 from vllm_omni.worker.gpu_ar_model_runner import RowTracker, SelectedRows
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner, ModelStates, _to_host
 from vllm_omni.worker.gpu_model_runner import extend_information
+from vllm_omni.worker.guided_pairs import GuidedPairs
 from vllm_omni.worker.step import HostCopy, RunnerStep
 
 
@@ -90,7 +91,7 @@ def test_buffers_of_slots(device: SimulatedDevice) -> None:
 class Strategy:
     """Adds a slot's number to what is fed back, and checks the device."""
 
-    row_marks = None
+    row_mask = None
 
     def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         return torch.full((stop - start, 2), float(slot), device=DEVICE)
@@ -130,7 +131,7 @@ class Talker:
         for req_id in self.input_batch.req_ids:
             self.slots.take(req_id)
         self._batch = BatchSlots()
-        self._batch.update(self.input_batch.req_ids, self.slots, DEVICE)
+        self._batch.update(self.input_batch.req_ids, self.slots, GuidedPairs(), DEVICE)
         self._step = RunnerStep()
 
     def step(self, computed: list[int], counts: list[int]) -> torch.Tensor:

@@ -12,12 +12,12 @@ from vllm_omni.worker.feedback_rows import RequestSlots, StepRows, sort_rows
 def expected(
     slots: list[int], frames: list[int], computed: list[int], prompt: list[int], counts: list[int]
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Prompt pieces as `(slot, row, start, stop)`; new and known rows as `(row, request, slot, frame)`."""
+    """Prompt pieces as `(slot, row, start, stop, request)`; new and known rows as `(row, request, slot, frame)`."""
     prompts, new, known, row = [], [], [], 0
     for request, slot in enumerate(slots):
         stop = min(computed[request] + counts[request], prompt[request])
         if computed[request] < prompt[request]:
-            prompts.append((slot, row, computed[request], stop))
+            prompts.append((slot, row, computed[request], stop, request))
         for position in range(computed[request], computed[request] + counts[request]):
             frame = position - prompt[request]
             if frame >= 0:
@@ -60,6 +60,30 @@ def test_a_step_that_only_decodes_has_a_row_for_each_request() -> None:
     step = sort_rows(*arrays)
     assert (step.prompts, step.known) == ([], None)
     assert [part.tolist() for part in step.new] == [[0, 1], [0, 1], [4, 0], [7, 2]]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_token_of_two_sequences_with_one_slot_is_fed_back_once(order: tuple[int, int]) -> None:
+    """The first has four rows of its prompt and two tokens; the other one row."""
+    computed, prompt, counts = (np.array(values)[list(order)] for values in ((5, 1), (4, 1), (1, 2)))
+    step = sort_rows(np.array([3, 3]), np.array([0, 0, 0, 1]), computed, prompt, counts)
+    assert step.known is not None
+    rows = [(int(row), int(frame)) for row, frame in zip(step.known.rows, step.known.frames, strict=True)]
+    assert step.new.frames.tolist() == [1]
+    if order == (0, 1):
+        assert (step.new.rows.tolist(), rows) == ([0], [(1, 0), (2, 1)])
+    else:
+        assert (step.new.rows.tolist(), rows) == ([1], [(0, 0), (2, 1)])
+
+
+def test_a_shared_slot_is_free_when_both_have_released_it() -> None:
+    slots = RequestSlots()
+    slots.take("a")
+    slots.share("twin", "a")
+    assert (slots.of(["twin"]).tolist(), slots.lowest_free, slots.get("other")) == ([0], 1, None)
+    assert slots.take("b") == 1
+    assert (slots.release("a"), slots.lowest_free) == (None, 2)
+    assert (slots.release("twin"), slots.lowest_free) == (0, 0)
 
 
 def test_two_new_tokens_of_one_request_are_refused() -> None:

@@ -24,6 +24,7 @@ def pairs() -> GuidedPairs:
 
 def test_both_sample_or_neither(pairs: GuidedPairs) -> None:
     assert len(pairs) == 2
+    assert [pairs.is_twin(name) for name in ("a", "a'", "other")] == [False, True, False]
     step = pairs.select({"a": 3, "b": 0, "b'": 2, "other": 1}.get)
     assert (step.guided, step.twins, step.scales, step.waiting) == ([0], [2], [0.5], {"a"})
     assert pairs.select({"a'": 0, "other": 1}.get).waiting == {"a'"}
@@ -49,6 +50,14 @@ def test_logits_and_tokens(device: SimulatedDevice, monkeypatch: pytest.MonkeyPa
     token_ids = torch.tensor([[10], [11], [12], [13]], device=DEVICE)
     step.share_tokens(token_ids)
     assert token_ids.cpu().tolist() == [[10], [12], [12], [10]]
+
+
+def test_at_a_scale_of_one_the_logits_are_the_requests_own() -> None:
+    """In floating point, `uncond + (cond - uncond)` is not always `cond`."""
+    logits = torch.tensor([[0.1, 0.7, -INF], [1e8, -3e7, -INF]])
+    kept = logits.clone()
+    StepPairs(guided=[0], twins=[1], scales=[1.0]).combine(logits)
+    assert torch.equal(logits, kept)
 
 
 def test_a_step_without_pairs_changes_nothing() -> None:

@@ -264,6 +264,8 @@ class RequestBuilder:
         else:
             inputs = {text.stage_id: text.first}
         params |= {stage_id: stage_input.apply_to(params[stage_id]) for stage_id, stage_input in inputs.items()}
+        for stage_id in inputs:
+            self.prompt_processors[stage_id].validate(params[stage_id])
         cache_salt: Any = (prompt.get("engine_input") or prompt).get("cache_salt")
         engine_requests = {
             stage_id: processor.process_inputs(

@@ -11,7 +11,7 @@ This file knows no model and no runner.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -76,16 +76,21 @@ class InputPiece(NamedTuple):
 class FeedbackStrategy(ABC):
     """One model's part of the feedback loop.
 
+    The two sequences of a request with guidance have one slot: each token is fed back once, and the rows of both
+    sequences have the same input. Only their prompts differ, and the states that their token is sampled from.
+
     A step calls the methods in this order, except `end`, which comes first: ended requests free their slots.
 
     Attributes:
         sound_cache: Of a model that encodes sounds of its prompts.
-        row_marks: Of a model with two kinds of rows: `[max_num_batched_tokens]` bool on its device, which its layers
-            read. Before each forward the runner writes True for rows that are fed back, and the `prompt_marks`.
+        row_mask: Of a model with two kinds of rows: `[max_num_batched_tokens]` bool on its device, which its layers
+            read. Before each forward the runner writes True for rows that are fed back, and the `prompt_mask`.
+        takes_guidance: It has `twin_rows` and `save_twin_states`, for requests with guidance.
     """
 
     sound_cache: SoundCache | None = None
-    row_marks: torch.Tensor | None = None
+    row_mask: torch.Tensor | None = None
+    takes_guidance: ClassVar[bool] = False
 
     @abstractmethod
     def begin(self, slot: int, request: RequestInput) -> None:
@@ -112,9 +117,14 @@ class FeedbackStrategy(ABC):
         """`[stop - start, hidden]`, the input of the prompt's rows `start..stop`; from 0 again after a preemption or a
         step that raised."""
 
-    def prompt_marks(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        """`[stop - start]` bool, the marks of the prompt's rows `start..stop`, for a strategy with `row_marks`."""
+    def prompt_mask(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """`[stop - start]` bool, the `row_mask` of the prompt's rows `start..stop`, for a strategy that has one."""
         raise NotImplementedError("this model's rows are of one kind")
+
+    def twin_rows(self, start: int, stop: int) -> torch.Tensor:
+        """`[stop - start, hidden]`, the input of rows `start..stop` of the unconditional prompt. It is the same for all
+        requests: this can be called before `begin`."""
+        raise NotImplementedError("this model's feedback strategy has no guidance")
 
     def first_outputs(self, slot: int) -> dict[str, torch.Tensor]:
         """Outputs by name, each `[n, ...]` with any n, that leave before those of the first row that is fed back: with
@@ -136,6 +146,10 @@ class FeedbackStrategy(ABC):
             slots: `[N]` int64, the requests that sample a token in this step.
             hidden_states: `[N, hidden]`, after the final norm, that their tokens are sampled from.
         """
+
+    def save_twin_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        """Saves the states of unconditional sequences, as `save_hidden_states`."""
+        raise NotImplementedError("this model's feedback strategy has no guidance")
 
 
 @runtime_checkable

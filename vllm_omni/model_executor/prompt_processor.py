@@ -17,6 +17,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 from vllm.multimodal.audio import MONO_AUDIO_SPEC, normalize_audio, resample_audio_pyav
+from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike, get_tokenizer
 from vllm.tokenizers.hf import CachedHfTokenizer
 
@@ -67,6 +68,14 @@ class PromptProcessor(ABC):
 
         Raises:
             ValueError, TypeError: A value is wrong; the message names the field and valid values.
+        """
+
+    def validate(self, params: SamplingParams) -> None:  # noqa: B027 (optional)
+        """Checks the sampling parameters that the model itself reads, such as those in `extra_args`; optional. An error
+        inside a step of the engine would make its whole batch run again.
+
+        Raises:
+            ValueError, TypeError: A parameter is wrong; the message names it and valid values.
         """
 
     def process_pieces(self, given: Mapping[str, Any]) -> "PromptStream":
@@ -246,6 +255,23 @@ def read_language(value: Any, known: Sequence[str]) -> str:
     code = value.lower().replace("_", "-").partition("-")[0] if isinstance(value, str) else ""
     name = LANGUAGES.get(code, "")
     return name if name in known else read_choice(value, "language", known)
+
+
+def read_reference(given: Mapping[str, Any]) -> tuple[Any, str] | None:
+    """A reference voice of a model that needs its text.
+
+    Args:
+        given: As for `PromptProcessor.process`.
+
+    Returns:
+        `ref_audio`, still to be read by `read_sound`, and `ref_text`; None if neither is given.
+
+    Raises:
+        TypeError, ValueError: One of them is missing, or the text is empty or no text.
+    """
+    if ("ref_audio" in given) != ("ref_text" in given):
+        raise ValueError("a reference voice is ref_audio and ref_text, what is said in it; give both, or none")
+    return (given["ref_audio"], read_text(given["ref_text"], "ref_text")) if "ref_audio" in given else None
 
 
 def read_sound(value: Any, name: str, sample_rate: int, max_seconds: float) -> torch.Tensor:

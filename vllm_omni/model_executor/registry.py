@@ -15,6 +15,7 @@ _JANUS = "vllm_omni.model_executor.models.janus"
 _QWEN2_5_OMNI = "vllm_omni.model_executor.models.qwen2_5_omni"
 _QWEN3_OMNI_MOE = "vllm_omni.model_executor.models.qwen3_omni_moe"
 _QWEN3_TTS = "vllm_omni.model_executor.models.qwen3_tts"
+_VIBEVOICE = "vllm_omni.model_executor.models.vibevoice"
 
 OMNI_MODELS: dict[str, str] = {
     "CsmForConditionalGeneration": f"{_CSM}.backbone:OmniCsm",
@@ -33,6 +34,7 @@ OMNI_MODELS: dict[str, str] = {
     "Qwen3OmniMoeCode2Wav": f"{_QWEN3_OMNI_MOE}.code2wav:OmniQwen3OmniMoeCode2Wav",
     "Qwen3TTSCodec": f"{_QWEN3_TTS}.codec:OmniQwen3TTSCodec",
     "Qwen3TTSForConditionalGeneration": f"{_QWEN3_TTS}.talker:OmniQwen3TTSTalker",
+    "VibeVoiceForConditionalGeneration": f"{_VIBEVOICE}.language_model:OmniVibeVoice",
 }
 
 OMNI_CONFIGS: dict[str, str] = {

@@ -128,21 +128,21 @@ class OmniStage(StageHandle):
         context: zmq.Context,
         connector: ConnectorConfig,
         credit: Credit,
-        copier: Executor,
+        copy_thread: Executor,
         command: Callable[[Callable[[], None]], None],
         on_send_error: Callable[[StageHandle, str, Exception], None],
         network: Network | None = None,
     ) -> None:
         """
         Args:
-            copier, command: See `Outgoing`.
+            copy_thread, command: See `Outgoing`.
             on_send_error: Called with a request's id when its data could not be sent, after the call that sends it.
             network: None: all stages are on this machine.
         """
         super().__init__(instance, credit)
         self._addresses = ("", "")
         self._peer = PayloadPeer(context, run_dir.path, ORCHESTRATOR, 0, self.instance_id, connector, network)
-        self._outgoing = Outgoing(self._peer, copier, command)
+        self._outgoing = Outgoing(self._peer, copy_thread, command)
         self._on_send_error = on_send_error
 
     def submit(

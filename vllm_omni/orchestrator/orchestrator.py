@@ -291,8 +291,8 @@ class Orchestrator:
             sockets.append(self._network.inbound)
         fetcher = None if self._network is None else self._network.fetcher
         self._inbound = Inbound(sockets, recv_at_orchestrator, self._is_current, fetcher)
-        copier = ThreadPoolExecutor(1, "omni-copier")  # Its thread starts with the first copy.
-        cleanup.callback(copier.shutdown)
+        copy_thread = ThreadPoolExecutor(1, "omni-copy")  # Its thread starts with the first copy.
+        cleanup.callback(copy_thread.shutdown)
         self._stages = {
             instance_id: OmniStage(
                 instance,
@@ -300,7 +300,7 @@ class Orchestrator:
                 context,
                 self._connector,
                 self._make_credit(instance.stage),
-                copier,
+                copy_thread,
                 self._command,
                 lambda stage, request_id, error: self._router.on_send_error(stage, request_id, error),
                 self._network,

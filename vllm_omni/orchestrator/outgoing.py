@@ -36,19 +36,19 @@ class _WithPayload:
 
 
 class Outgoing:
-    """Messages to one process. A large payload is copied by the copier, and what follows waits for it.
+    """Messages to one process. A large payload is copied on another thread, and what follows waits for it.
 
-    Belongs to the orchestrator's thread. The peer's payloads are put by one thread at a time: the copier has one of its
-    payloads, or none.
+    Belongs to the orchestrator's thread. The peer's payloads are put by one thread at a time: the other thread has
+    one of its payloads, or none.
     """
 
-    def __init__(self, peer: PayloadPeer, copier: Executor, command: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, peer: PayloadPeer, copy_thread: Executor, command: Callable[[Callable[[], None]], None]) -> None:
         """
         Args:
-            copier: Runs copies on another thread.
+            copy_thread: The thread that copies large payloads.
             command: Runs a function on the orchestrator's thread; raises `PipelineClosedError` when it has ended.
         """
-        self._peer, self._copier, self._command = peer, copier, command
+        self._peer, self._copy_thread, self._command = peer, copy_thread, command
         self._waiting: deque[Message | _WithPayload] = deque()
 
     def send(self, message: Message) -> None:
@@ -112,7 +112,7 @@ class Outgoing:
         return self._peer.is_local and num_bytes(buffers) >= LARGE_BYTES
 
     def _start(self, message: _WithPayload) -> None:
-        message.copy = self._copier.submit(self._peer.put_buffers, message.buffers)
+        message.copy = self._copy_thread.submit(self._peer.put_buffers, message.buffers)
         message.copy.add_done_callback(self._on_copied)
 
     def _on_copied(self, copy: _Copy) -> None:

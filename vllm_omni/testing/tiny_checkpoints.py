@@ -42,6 +42,7 @@ TINY_CHECKPOINTS = {
     "qwen_image_layered": "vllm_omni.testing.tiny.qwen_image_layered",
     "stable_audio": "vllm_omni.testing.tiny.stable_audio",
     "stable_diffusion_3": "vllm_omni.testing.tiny.stable_diffusion_3",
+    "vibevoice": "vllm_omni.testing.tiny.vibevoice",
     "wan": "vllm_omni.testing.tiny.wan",
     "wan_i2v": "vllm_omni.testing.tiny.wan_i2v",
     "whisper": "vllm_omni.testing.tiny.whisper",

@@ -25,6 +25,7 @@ from vllm_omni.model_executor.feedback import (
 )
 from vllm_omni.worker.feedback_rows import PromptRows, RequestSlots, StepRows, TokenRows, sort_rows
 from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
+from vllm_omni.worker.guided_pairs import GuidedPairs
 from vllm_omni.worker.step import EmittedRows, Outputs
 
 
@@ -59,13 +60,26 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         corrections = super()._update_states(scheduler_output)
         for data in scheduler_output.scheduled_new_reqs:
             self.omni_info.pop(data.req_id, None)  # The strategy has taken what it needs.
-        self._batch.update(self.input_batch.req_ids, self.slots, self.device)
+        self._batch.update(self.input_batch.req_ids, self.slots, self.guided_pairs, self.device)
         return corrections
 
     def _add_input(self, data: NewRequestData) -> None:
         super()._add_input(data)
-        if len(self.guided_pairs):
-            raise NotImplementedError("guidance is for models without a feedback strategy")
+        pair = self.guided_pairs.of(data.req_id)
+        if pair is not None and not self.strategy.takes_guidance:
+            raise NotImplementedError("this model's feedback strategy has no guidance")
+        self._batch.clear()
+        is_twin = self.guided_pairs.is_twin(data.req_id)
+        other = None if pair is None else pair.guided if is_twin else pair.twin
+        slot = None if other is None else self.slots.get(other)
+        if not is_twin:
+            self._begin(data, self.slots.lowest_free if slot is None else slot)
+        if other is None or slot is None:
+            self.slots.take(data.req_id)
+        else:
+            self.slots.share(data.req_id, other)
+
+    def _begin(self, data: NewRequestData, slot: int) -> None:
         assert data.sampling_params is not None, "stages take no pooling requests"
         request = RequestInput(
             token_ids=data.prompt_token_ids or [],
@@ -73,9 +87,7 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
             params=data.sampling_params,
             is_complete=data.req_id not in self.open_inputs,
         )
-        self.strategy.begin(self.slots.lowest_free, request)
-        self.slots.take(data.req_id)
-        self._batch.clear()
+        self.strategy.begin(slot, request)
 
     def _extend_inputs(self, input_chunks: dict[str, list[InputChunk]]) -> None:
         new = [(req_id, chunk) for req_id, chunks in input_chunks.items() for chunk in self._new_chunks(req_id, chunks)]
@@ -91,9 +103,9 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
     def _remove_input(self, req_id: str) -> None:
         super()._remove_input(req_id)
         slot = self.slots.release(req_id)
+        self._batch.clear()
         if slot is not None:
             self.strategy.end(slot)
-            self._batch.clear()
 
     # ---- before the forward
 
@@ -117,9 +129,12 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
     def _write_inputs(self, step: StepRows, embeds: torch.Tensor) -> None:
         for prompt in step.prompts:
             stop = prompt.row + prompt.stop - prompt.start
-            embeds[prompt.row : stop] = self.strategy.prompt_rows(prompt.slot, prompt.start, prompt.stop)
-        if self.strategy.row_marks is not None:
-            self._mark_rows(step.prompts, self.strategy.row_marks[: len(embeds)])
+            if self._batch.is_twin[prompt.request]:
+                embeds[prompt.row : stop] = self.strategy.twin_rows(prompt.start, prompt.stop)
+            else:
+                embeds[prompt.row : stop] = self.strategy.prompt_rows(prompt.slot, prompt.start, prompt.stop)
+        if self.strategy.row_mask is not None:
+            self._write_mask(step.prompts, self.strategy.row_mask[: len(embeds)])
         emitted: list[tuple[np.ndarray, FedBack]] = []
         if step.new.num_rows:
             where, rows = self._take_rows(step.new, len(embeds))
@@ -135,28 +150,29 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         first = self._first_outputs(step.prompts)
         self._step.emitted = EmittedRows.join(emitted, first) if emitted or first else None
 
-    def _mark_rows(self, prompts: list[PromptRows], marks: torch.Tensor) -> None:
-        marks.fill_(True)
+    def _write_mask(self, prompts: list[PromptRows], mask: torch.Tensor) -> None:
+        mask.fill_(True)
         for prompt in prompts:
             stop = prompt.row + prompt.stop - prompt.start
-            marks[prompt.row : stop] = self.strategy.prompt_marks(prompt.slot, prompt.start, prompt.stop)
+            mask[prompt.row : stop] = self.strategy.prompt_mask(prompt.slot, prompt.start, prompt.stop)
 
     def _first_outputs(self, prompts: list[PromptRows]) -> dict[int, Outputs]:
         """First outputs of the requests that sample their first token in this step, by their index in the batch."""
         first = {}
         for prompt in prompts:
-            index = int(np.flatnonzero(self._batch.slots == prompt.slot)[0])
-            samples = prompt.stop == self.input_batch.num_tokens_no_spec[index]
+            samples = prompt.stop == self.input_batch.num_tokens_no_spec[prompt.request]
             if samples and (outputs := self.strategy.first_outputs(prompt.slot)):
-                first[index] = outputs
+                first[prompt.request] = outputs
         return first
 
     def _unemitted(self, known: TokenRows, fed_back: FedBack) -> list[tuple[np.ndarray, FedBack]]:
-        """Rows that are computed again and have not left. A row leaves with the step that samples the
-        next token, so only a step that raised can have computed the last token's row."""
+        """Rows that were computed before and have not left. A row leaves with the step that samples the next token, so
+        that of the last token was computed by a step that raised, or that waited for the other sequence of a pair, or
+        in this step by that one."""
         num_reqs = self.input_batch.num_reqs
         num_tokens = self.input_batch.num_tokens_no_spec[:num_reqs] - self.input_batch.num_prompt_tokens[:num_reqs]
-        indices = np.flatnonzero(known.frames == num_tokens[known.requests] - 1)
+        is_due = (known.frames == num_tokens[known.requests] - 1) & ~self._batch.is_twin[known.requests]
+        indices = np.flatnonzero(is_due)
         if not len(indices):
             return []
         where = self._to_device(indices)
@@ -183,7 +199,7 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
-        state = self.execute_model_state
+        state, pairs = self.execute_model_state, self._step.pairs
         if state is not None:
             self._save_hidden_states(state)
         sample_tokens: Any = super().sample_tokens  # its decorator hides the type
@@ -192,17 +208,28 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         if state is None or emitted is None:
             return output
         rows, ended = emitted.wait(len(output.req_ids))
+        for req_id in pairs.waiting:
+            rows[output.req_ids.index(req_id)] = None  # They leave when it samples.
         ended_req_ids = frozenset(output.req_ids[index] for index in ended)
         return OmniModelRunnerOutput.from_base(output, pooler_output=rows, ended_req_ids=ended_req_ids)
 
     def _save_hidden_states(self, state: ExecuteModelState) -> None:
         """A request samples unless its prompt, or what it computes again, continues in the next step."""
-        idle = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        samples = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
+        for req_id in self._step.pairs.waiting:
+            samples[self.input_batch.req_id_to_index[req_id]] = False
+        is_twin = self._batch.is_twin
+        if is_twin.any():
+            self.strategy.save_twin_states(*self._select(samples & is_twin, state))
+        self.strategy.save_hidden_states(*self._select(samples & ~is_twin, state))
+
+    def _select(self, selected: np.ndarray, state: ExecuteModelState) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots and hidden states of these requests of the batch."""
         slots, hidden_states = self._batch.device_slots, state.sample_hidden_states
-        if idle.any():
-            samples = self._to_device(np.flatnonzero(~idle))
-            slots, hidden_states = slots[samples], hidden_states[samples]
-        self.strategy.save_hidden_states(slots, hidden_states)
+        if selected.all():
+            return slots, hidden_states
+        where = self._to_device(np.flatnonzero(selected))
+        return slots[where], hidden_states[where]
 
 
 class BatchSlots:
@@ -211,10 +238,12 @@ class BatchSlots:
     Attributes:
         slots: `[R]` int64.
         device_slots: The same on the device.
+        is_twin: `[R]` bool, unconditional sequences of requests with guidance.
     """
 
     slots: np.ndarray
     device_slots: torch.Tensor
+    is_twin: np.ndarray
 
     def __init__(self) -> None:
         self._req_ids: list[str] = []
@@ -223,9 +252,10 @@ class BatchSlots:
         """A request started or ended; another can have its id."""
         self._req_ids = []
 
-    def update(self, req_ids: list[str], slots: RequestSlots, device: torch.device) -> None:
+    def update(self, req_ids: list[str], slots: RequestSlots, pairs: GuidedPairs, device: torch.device) -> None:
         if req_ids == self._req_ids and req_ids:
             return
         self._req_ids = list(req_ids)
         self.slots = slots.of(req_ids)
         self.device_slots = torch.from_numpy(self.slots).to(device)
+        self.is_twin = np.array([pairs.is_twin(req_id) for req_id in req_ids], dtype=bool)

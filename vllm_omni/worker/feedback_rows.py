@@ -14,7 +14,8 @@ _FIRST_SLOTS = 16
 
 
 class RequestSlots:
-    """Slots of requests, lowest free number first, and how many frames have been made for each.
+    """Slots of requests, lowest free number first, and how many frames have been made for each. The two sequences of a
+    request with guidance have one slot.
 
     Attributes:
         num_frames: `[slots]` int64, tokens of the slot's request that have been fed back.
@@ -23,6 +24,7 @@ class RequestSlots:
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
+        self._num_slots = 0
         self.num_frames = np.zeros(_FIRST_SLOTS, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -34,23 +36,33 @@ class RequestSlots:
 
     @property
     def lowest_free(self) -> int:
-        return self._free[0] if self._free else len(self._slots)
+        return self._free[0] if self._free else self._num_slots
 
     def take(self, req_id: str) -> int:
         """Gives a request the lowest free slot."""
-        slot = heapq.heappop(self._free) if self._free else len(self._slots)
+        slot = heapq.heappop(self._free) if self._free else self._num_slots
+        self._num_slots = max(self._num_slots, slot + 1)
         if slot == len(self.num_frames):
             self.num_frames = np.concatenate((self.num_frames, np.zeros_like(self.num_frames)))
         self._slots[req_id] = slot
         self.num_frames[slot] = 0
         return slot
 
+    def share(self, req_id: str, other: str) -> None:
+        """Gives a sequence the slot of another one."""
+        self._slots[req_id] = self._slots[other]
+
     def release(self, req_id: str) -> int | None:
-        """Frees a request's slot and returns it; None if it had none."""
+        """Frees a request's slot and returns it; None if it had none, or shared it with one that has it still."""
         slot = self._slots.pop(req_id, None)
-        if slot is not None:
-            heapq.heappush(self._free, slot)
+        if slot is None or slot in self._slots.values():
+            return None
+        heapq.heappush(self._free, slot)
         return slot
+
+    def get(self, req_id: str) -> int | None:
+        """None if it has none."""
+        return self._slots.get(req_id)
 
     def __getitem__(self, req_id: str) -> int:
         return self._slots[req_id]
@@ -81,12 +93,17 @@ class TokenRows(NamedTuple):
 
 
 class PromptRows(NamedTuple):
-    """Rows `[start, stop)` of a slot's prompt, from `row` of the step's flat batch on."""
+    """Rows `[start, stop)` of a prompt, from `row` of the step's flat batch on.
+
+    Attributes:
+        request: By index in the batch.
+    """
 
     slot: int
     row: int
     start: int
     stop: int
+    request: int
 
 
 class StepRows(NamedTuple):
@@ -94,7 +111,8 @@ class StepRows(NamedTuple):
     Attributes:
         prompts: For each request with prompt rows in this step.
         new: Rows of tokens that were not fed back yet.
-        known: Rows of tokens that were; computed again because their request was preempted.
+        known: Rows of tokens that were: computed again because their request was preempted, or read by the other
+            sequence of a request with guidance, too.
     """
 
     prompts: list[PromptRows]
@@ -107,7 +125,8 @@ def sort_rows(
 ) -> StepRows:
     """
     Args:
-        slots: `[R]`, of the step's requests in batch order.
+        slots: `[R]`, of the step's requests in batch order. Of two sequences with one slot the first in the batch feeds
+            a token back, and the row of the other one is known.
         num_frames: By slot, as in `RequestSlots`.
         computed, prompt, counts: `[R]` each: the tokens computed before this step, of the prompt, and of this step.
 
@@ -123,6 +142,8 @@ def sort_rows(
         prompts = _prompts(slots, computed, prompt, counts)
     fed = TokenRows(rows, requests, slots[requests], frames.astype(np.int64))
     is_known = fed.frames < num_frames[fed.slots]
+    if len(set(slots.tolist())) < len(slots):
+        is_known |= ~_is_first(fed)
     if not is_known.any():
         step = StepRows(prompts, fed, None)
     else:
@@ -130,6 +151,13 @@ def sort_rows(
     if (step.new.frames != num_frames[step.new.slots]).any():
         raise RuntimeError("a step holds several tokens of one request that were never fed back")
     return step
+
+
+def _is_first(rows: TokenRows) -> np.ndarray:
+    """`[N]` bool: no row before it has the same slot and frame."""
+    is_first = np.zeros(rows.num_rows, dtype=bool)
+    is_first[np.unique(np.stack((rows.slots, rows.frames)), axis=1, return_index=True)[1]] = True
+    return is_first
 
 
 def _fed_back(
@@ -147,6 +175,6 @@ def _fed_back(
 def _prompts(slots: np.ndarray, computed: np.ndarray, prompt: np.ndarray, counts: np.ndarray) -> list[PromptRows]:
     starts, stops = np.cumsum(counts) - counts, np.minimum(computed + counts, prompt)
     return [
-        PromptRows(int(slots[index]), int(starts[index]), int(computed[index]), int(stops[index]))
+        PromptRows(int(slots[index]), int(starts[index]), int(computed[index]), int(stops[index]), int(index))
         for index in np.flatnonzero(computed < prompt)
     ]

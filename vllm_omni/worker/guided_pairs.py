@@ -31,7 +31,7 @@ class StepPairs:
 
     def combine(self, logits: torch.Tensor) -> None:
         """Writes the guided logits of each pair in place of the request's. A token that the request must not have stays
-        at minus infinity.
+        at minus infinity; at a scale of 1 they are the request's own, bit by bit.
 
         Args:
             logits: `[num_reqs, vocab]`.
@@ -42,7 +42,8 @@ class StepPairs:
         scales = async_tensor_h2d(np.array(self.scales, dtype=np.float32), device=logits.device)
         cond, uncond = logits[guided].float(), logits[twins].float()
         combined = uncond + (cond - uncond) * scales[:, None]
-        logits[guided] = torch.where(cond.isneginf(), cond, combined).to(logits.dtype)
+        is_own = cond.isneginf() | (scales == 1)[:, None]
+        logits[guided] = torch.where(is_own, cond, combined).to(logits.dtype)
 
     def share_tokens(self, token_ids: torch.Tensor) -> None:
         """Gives each unconditional sequence the token of its request. `token_ids`: `[num_reqs, 1]`."""
@@ -70,6 +71,15 @@ class GuidedPairs:
     def add(self, pair: GuidedPair) -> None:
         """Each of the two sequences has its pair, and can be the first to come."""
         self._pairs[pair.guided] = self._pairs[pair.twin] = pair
+
+    def of(self, req_id: str) -> GuidedPair | None:
+        """The pair of a sequence; None for a request without guidance."""
+        return self._pairs.get(req_id)
+
+    def is_twin(self, req_id: str) -> bool:
+        """Whether a sequence is the unconditional one of a pair."""
+        pair = self.of(req_id)
+        return pair is not None and pair.twin == req_id
 
     def remove(self, req_id: str) -> None:
         """Removes the pair of a sequence that ends; does nothing for any other request."""

@@ -9,6 +9,7 @@ import torch
 
 from vllm_omni.model_executor.feedback import FedBack
 from vllm_omni.model_executor.interfaces import RequestSpan
+from vllm_omni.outputs import stream_dim
 from vllm_omni.worker.guided_pairs import NO_PAIRS, StepPairs
 
 Outputs = dict[str, torch.Tensor]
@@ -59,7 +60,7 @@ class EmittedRows:
         """
         Args:
             requests: `[N]`, the rows' requests, by their index in the batch; at most one row each.
-            outputs: By name, `[N, ...]`.
+            outputs: By name, `[N, ...]`; `audio` is `[N, samples]`, and a row of it leaves as `[samples]`.
             is_last: `[N]` bool, the rows that end their request; None for no row.
             first: The first outputs of other requests, by index in the batch.
         """
@@ -74,12 +75,16 @@ class EmittedRows:
         emitted: list[dict[str, torch.Tensor] | None] = [None] * num_reqs
         copies = self._copy.wait()
         ended = self._requests[copies.pop().numpy()].tolist() if self._has_last else []
-        rows = [tensor.clone().split(1) for tensor in copies]
+        rows = [_as_rows(name, tensor.clone()) for name, tensor in zip(self._names, copies, strict=True)]
         for request, *parts in zip(self._requests.tolist(), *rows, strict=True):
             emitted[request] = dict(zip(self._names, parts, strict=True))
         for index, names, copy in self._first:
             emitted[index] = dict(zip(names, (tensor.clone() for tensor in copy.wait()), strict=True))
         return emitted, ended
+
+
+def _as_rows(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tensor.unbind() if stream_dim(name) else tensor.split(1)
 
 
 @dataclass(slots=True)

@@ -25,8 +25,7 @@ from coloured_shapes.language import Scene, describe, random_dialogue, random_sc
 from coloured_shapes.pictures import draw
 from coloured_shapes.recognizer import Recognizer
 from coloured_shapes.speech import SAMPLE_RATE
-from vllm_omni.entrypoints.cli.demo_answer import Answer, print_verdict, stream_answer
-from vllm_omni.entrypoints.cli.demo_page import DemoResult
+from vllm_omni.entrypoints.cli.demo_results import Answer, DemoResult, print_verdict, stream_answer
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.speech_recognition import count_understood
 

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_omni.config import utils
 from vllm_omni.entrypoints.cli import demo, demo_talk
-from vllm_omni.entrypoints.cli.demo_page import DemoResult
+from vllm_omni.entrypoints.cli.demo_results import DemoResult
 from vllm_omni.model_packages import InstalledModels
 from vllm_omni.talk import packages
 

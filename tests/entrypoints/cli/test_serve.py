@@ -13,7 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.entrypoints.cli import unsupported_flags
 from vllm_omni.entrypoints.cli.serve import OPTIONS, OmniServeCommand
-from vllm_omni.entrypoints.openai import api_server
+from vllm_omni.entrypoints.openai import server_process
 from vllm_omni.errors import StageStartError
 
 
@@ -30,7 +30,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     server = Server()
-    monkeypatch.setattr(api_server, "run", server.run)
+    monkeypatch.setattr(server_process, "run", server.run)
     return server
 
 
@@ -232,7 +232,7 @@ def test_an_error_at_the_start_is_one_message(run, monkeypatch, tiny_qwen3: Path
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(api_server, "run", fail)
+    monkeypatch.setattr(server_process, "run", fail)
     result = run("serve", tiny_qwen3)
     assert result.code == 1
     assert words in result.err and "Traceback" not in result.err
@@ -242,7 +242,7 @@ def test_a_bug_keeps_its_traceback(run, monkeypatch, tiny_qwen3: Path) -> None:
     def fail(*_: object) -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file", "weights")
 
-    monkeypatch.setattr(api_server, "run", fail)
+    monkeypatch.setattr(server_process, "run", fail)
     with pytest.raises(FileNotFoundError):
         run("serve", tiny_qwen3)
 

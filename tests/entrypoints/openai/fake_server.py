@@ -20,7 +20,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.listener import limit_kernel_buffer
+from vllm_omni.entrypoints.openai.server_process import limit_kernel_buffer
 from vllm_omni.entrypoints.openai.sse import ClosingResponse
 from vllm_omni.events import ARSegmentEvent, CompletedEvent
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from tests.entrypoints.openai.small_apps import make_app, pieces, send
-from vllm_omni.entrypoints.openai import slow_clients
+from vllm_omni.entrypoints.openai import middleware
 from vllm_omni.entrypoints.openai.server_args import (
     RequestLimits,
     ServerLimits,
@@ -212,7 +212,7 @@ def test_one_client_cannot_take_the_bytes_of_all(has_keys: bool) -> None:
 def test_a_body_that_stops_is_refused_and_frees_its_bytes(
     path: str, content_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slow_clients, "BODY_PATIENCE_S", 0.1)
+    monkeypatch.setattr(middleware, "BODY_PATIENCE_S", 0.1)
     body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
 
     async def stopping() -> AsyncIterator[bytes]:
@@ -230,7 +230,7 @@ def test_a_body_that_stops_is_refused_and_frees_its_bytes(
 
 
 def test_a_slow_body_is_read_if_it_has_the_lowest_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_clients, "BODY_PATIENCE_S", 0.5)
+    monkeypatch.setattr(middleware, "BODY_PATIENCE_S", 0.5)
 
     async def trickling() -> AsyncIterator[bytes]:
         yield b'{"text": "'

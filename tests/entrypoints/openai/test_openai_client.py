@@ -263,6 +263,12 @@ def test_every_format_of_speech(omni_server: RunningServer, audio_format: str) -
             assert rms[0] == pytest.approx(rms[1], rel=0.3)
 
 
+def assert_sounds_like(speech: bytes, expected: bytes) -> None:
+    """A step of int16 is for the last bits of sums in another order: the vocoder's windows depend on the load."""
+    samples, wanted = (np.frombuffer(sound, "<i2").astype(int) for sound in (speech, expected))
+    np.testing.assert_allclose(samples, wanted, rtol=0, atol=1)
+
+
 def test_voices(omni_server: RunningServer) -> None:
     names = [voice["id"] for voice in omni_server.openai().get("/audio/voices", cast_to=dict)["voices"]]
     answers = {
@@ -271,11 +277,11 @@ def test_voices(omni_server: RunningServer) -> None:
     assert len({answer.speech for answer in answers.values()}) == len(names) == 3
     assert len({answer.transcript for answer in answers.values()}) == 1
     default = chat(omni_server, modalities=["audio"], audio={"format": "pcm16"})
-    assert default.speech == answers[names[0]].speech
+    assert_sounds_like(default.speech, answers[names[0]].speech)
     by_id = chat(omni_server, modalities=["audio"], audio={"format": "pcm16", "voice": {"id": names[1].title()}})
-    assert by_id.speech == answers[names[1]].speech
+    assert_sounds_like(by_id.speech, answers[names[1]].speech)
     of_openai = chat(omni_server, modalities=["audio"], audio={"format": "pcm16", "voice": "ash"})
-    assert of_openai.speech == answers[names[1]].speech
+    assert_sounds_like(of_openai.speech, answers[names[1]].speech)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 SIGNALLED_START = """
 import os, signal, time
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
-from vllm_omni.entrypoints.openai import api_server
+from vllm_omni.entrypoints.openai import server_process
 
 class Signalling:
     def __del__(self):
@@ -38,8 +38,8 @@ class StartingLLM:
         while True:
             time.sleep(1)
 
-api_server.AsyncOmniLLM = StartingLLM
-api_server.run(OmniServeCommand().parse(["MODEL", "--host=127.0.0.1", "--port=0"]).args, {})
+server_process.AsyncOmniLLM = StartingLLM
+server_process.run(OmniServeCommand().parse(["MODEL", "--host=127.0.0.1", "--port=0"]).args, {})
 """
 
 
@@ -87,17 +87,18 @@ class EndingServer(RunningServer):
 
 @pytest.fixture(scope="module")
 def servers(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EndingServer]]:
-    """All start at once, because a start takes long."""
+    """Two start at once, because a start takes long; the third is a fork."""
     folder = tmp_path_factory.mktemp("ending")
     started = {
         name: EndingServer(tiny_qwen3, *SMALL_VLLM, *flags, log=folder / name, wait=False)
         for name, flags in {
             "patient": ("--shutdown-timeout=60",),
-            "hurried": ("--shutdown-timeout=600",),
             "starting": (),
         }.items()
     }
     try:
+        flags = (*SMALL_VLLM, "--shutdown-timeout=600")
+        started["hurried"] = EndingServer(tiny_qwen3, *flags, log=folder / "hurried")
         yield started
     finally:
         for server in started.values():

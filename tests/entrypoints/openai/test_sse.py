@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of server-sent events: written, ended by an error, and read."""
+"""Lines of server-sent events: written, and ended by an error."""
 
 import asyncio
 import json
@@ -9,8 +9,7 @@ from http import HTTPStatus
 import pytest
 
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
-from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext
-from vllm_omni.entrypoints.openai.sse import DONE, ErrorLine, Line, comment_line, read_deltas, sse_line, with_error
+from vllm_omni.entrypoints.openai.sse import ErrorLine, Line, comment_line, sse_line, with_error
 from vllm_omni.errors import RequestTimeoutError
 
 FAILED = {"error": {"message": "it failed", "code": 500}}
@@ -53,42 +52,3 @@ def test_an_error_is_the_last_line(error: Exception, message: str) -> None:
 def test_a_defect_is_not_an_answer() -> None:
     with pytest.raises(KeyError):
         asyncio.run(collected(with_error(stream(error=KeyError("a")))))
-
-
-def test_a_chat_is_read_until_an_error_and_its_request_ends() -> None:
-    async def main() -> None:
-        is_closed = asyncio.Event()
-
-        async def outputs() -> AsyncGenerator[int, None]:
-            try:
-                while True:
-                    yield 0
-            finally:
-                is_closed.set()
-
-        def line(delta: dict, **more: object) -> bytes:
-            return sse_line({"choices": [{"delta": delta, "finish_reason": None}], **more})
-
-        context = RequestContext(outputs=[Peekable(outputs())], mm_token_counts={"audio": 7})
-        await context.started()
-        usage = {"total_tokens": 3}
-        call = {"index": 0, "id": "call"}
-        ends = [
-            sse_line({"choices": [{"delta": {}, "finish_reason": "stop"}]}),
-            sse_line({"choices": [], "usage": usage}),
-        ]
-        lines = stream(
-            line({"content": "é"}).decode(), comment_line("step"), line({"audio": {"id": "a", "data": b"abc"}}),
-            line({"audio": {"expires_at": 1}, "tool_calls": [call]}), *ends, DONE, sse_line(FAILED),
-        )  # fmt: skip
-        deltas = []
-        with pytest.raises(ErrorLine) as failure:
-            async for delta in read_deltas(lines, context):
-                deltas.append(delta)
-        assert failure.value.args == (FAILED,) and is_closed.is_set()
-        assert [delta.text for delta in deltas] == ["é", "", "", "", ""]
-        assert [delta.audio for delta in deltas] == [b"", b"abc", b"", b"", b""]
-        assert deltas[2].tool_calls == [call] and deltas[3].finish_reason == "stop" and deltas[4].usage == usage
-        assert all(delta.mm_token_counts == {"audio": 7} for delta in deltas)
-
-    asyncio.run(main())

@@ -36,7 +36,7 @@ def playwright() -> Iterator[Playwright]:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def talking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """The shipped omni model, with an API key, and its page at /playground/."""
     skip_without_browser()

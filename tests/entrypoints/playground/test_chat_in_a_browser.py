@@ -24,6 +24,7 @@ from vllm_omni.speech_recognition import count_understood
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Playwright
 
+GROUP = "playground"
 pytestmark = pytest.mark.slow
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}

@@ -11,6 +11,7 @@ import pytest
 
 gr = pytest.importorskip("gradio", reason="needs Gradio (extra `test`)")
 
+from vllm_omni.entrypoints.playground.chat_tab import ChatTab, Conversation  # noqa: E402
 from vllm_omni.entrypoints.playground.client import Description, Server, Stage  # noqa: E402
 from vllm_omni.entrypoints.playground.live_sound import LiveSounds  # noqa: E402
 from vllm_omni.entrypoints.playground.page import make_page, read_auth  # noqa: E402
@@ -82,6 +83,18 @@ def test_sends_only_the_sampling_that_was_changed() -> None:
     values[labels.index("max_tokens")] = "many"
     with pytest.raises(gr.Error, match="max_tokens must be a whole number, not 'many'"):
         fields.as_list(values)
+
+
+def test_a_chat_asks_for_the_outputs_and_the_voice_that_were_chosen() -> None:
+    with gr.Blocks():
+        tab = ChatTab(SERVER, OMNI, LiveSounds())
+    conversation = Conversation()
+    conversation.ask("Why?", [])
+    spoken = tab._request(conversation, ["text", "audio"], "ben", "Be kind.", False, None)
+    assert spoken["modalities"] == ["text", "audio"] and spoken["audio"] == {"format": "mp3", "voice": "ben"}
+    assert [message["role"] for message in spoken["messages"]] == ["system", "user"]
+    written = tab._request(conversation, ["text"], "ben", "", False, [{"seed": 7}, None, None])
+    assert "audio" not in written and written["extra_body"] == {"sampling_params_list": [{"seed": 7}, None, None]}
 
 
 def test_a_diffusion_stage_has_the_settings_of_its_pipeline() -> None:

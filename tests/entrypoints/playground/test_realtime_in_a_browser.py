@@ -21,6 +21,7 @@ from vllm_omni.speech_recognition import count_understood
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page, Playwright
 
+GROUP = "playground"
 pytestmark = pytest.mark.slow
 
 QUESTION = "what is in the picture"

@@ -4,12 +4,14 @@
 A model's test class inherits `SpeechTests`, with the fixture `model`, and `CodecTests`, with the fixture `codec` too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from vllm.sampling_params import SamplingParams
 
 from tests.model_executor.models.engines import PreemptionCounter, run_engine
@@ -182,6 +184,34 @@ class CodecTests:
             if window > 0:
                 num_windows = (len(case.codes) - 1 - codec.num_held) // window
                 assert len(waves[name]) >= num_windows, "sound comes as soon as there is some"
+
+
+@torch.no_grad()
+def decode_in_windows(
+    codec: nn.Module, codes: torch.Tensor, ends: Sequence[int], num_silent: Sequence[int] = (0, 0)
+) -> list[torch.Tensor]:
+    """The waves of the windows of two requests, whose windows share a step.
+
+    Args:
+        codes: int64 `[2, frames, codebooks]`, on the CPU.
+        ends: Where the windows end.
+        num_silent: Of the first window of each request.
+    """
+    states: list[dict[str, Any]] = [{}, {}]
+    waves = []
+    for start, stop in pairwise((0, *ends)):
+        infos = [
+            {
+                "codes": codes[i, start:stop],
+                "num_silent": 0 if start else num_silent[i],
+                "state": states[i],
+                "is_last": stop == ends[-1],
+            }
+            for i in range(2)
+        ]
+        made = codec(torch.empty(0), torch.empty(0), runtime_additional_information=infos)
+        waves += [output["audio"] for output in made]
+    return waves
 
 
 def one_by_one(name: str, case: SpeechCase) -> Iterator[StageOutput]:

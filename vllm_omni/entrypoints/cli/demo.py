@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from vllm_omni.config.utils import find_checkpoint
-from vllm_omni.entrypoints.cli.demo_page import DemoResult, write_page
+from vllm_omni.entrypoints.cli.demo_results import DemoResult, write_page
 from vllm_omni.entrypoints.cli.demo_talk import QUESTION, answer_sentence
 from vllm_omni.errors import MissingPackageError
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-from vllm_omni.entrypoints.cli.demo_answer import print_verdict, stream_answer
-from vllm_omni.entrypoints.cli.demo_page import DemoResult
+from vllm_omni.entrypoints.cli.demo_results import DemoResult, print_verdict, stream_answer
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import MissingPackageError
 from vllm_omni.speech_recognition import count_understood, make_arpa, make_decoder, make_dictionary, recognize, to_input

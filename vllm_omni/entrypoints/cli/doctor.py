@@ -8,9 +8,7 @@ their own. No check changes anything.
 import argparse
 import json
 import os
-import resource
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,9 +24,8 @@ from vllm_omni.vllm_requirement import find_vllm, require_vllm
 
 _DESCRIPTION = """\
 Check this installation and this machine, and with MODEL also whether its pipeline fits: versions, platform,
-torchvision and torchaudio, shared memory, open files, port, encoders, threads; stages, devices and memory. Starts
-nothing and downloads no weights. Has the options of `vllm serve MODEL --omni` too. Exits with 1 if a check failed or
-the pipeline does not fit.
+torchvision and torchaudio, shared memory, threads; stages, devices and memory. Starts nothing and downloads no weights.
+Has the options of `vllm serve MODEL --omni` too. Exits with 1 if a check failed or the pipeline does not fit.
 """
 
 CPU_WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
@@ -37,17 +34,9 @@ install it from a checkout (the package of this name on a package index is anoth
 pip install ".[cpu]" --extra-{CPU_WHEELS.removeprefix("--")}    (CPU)
 pip install ".[cuda]"    (NVIDIA GPU)"""
 _MIB = 1 << 20
-_MIN_OPEN_FILES = 4096
 _PYTHON_TIMEOUT_S = 300.0
 SHARED_MEMORY = 512 * _MIB
 """Bytes of shared memory that a pipeline of three stages may use."""
-_ENCODERS = {
-    "libmp3lame": "speech as mp3",
-    "libopus": "speech as opus",
-    "aac": "speech as aac",
-    "flac": "speech as flac",
-    "libx264": "videos as mp4",
-}
 _PROBE = """\
 import json, torch
 from vllm.platforms import current_platform as p
@@ -59,25 +48,20 @@ print("\\nPROBE" + json.dumps({"type": p.device_type, "devices": names, "torch":
 
 def run_doctor(arguments: list[str]) -> None:
     """Prints one line for each check; exits with 1 if one failed, with 2 if the arguments are wrong."""
-    machine = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    group = machine.add_argument_group("another machine", "Check MODEL's memory there instead of here.")
-    group.add_argument("--gpus", type=int, default=1, help="number of its GPUs (1)")
-    group.add_argument("--gpu-memory", metavar="SIZE", help="memory of each as its driver reports it, e.g. 79GiB")
     parser = argparse.ArgumentParser(
         "vllm-omni doctor",
         usage="vllm-omni doctor [MODEL] [--gpus N --gpu-memory SIZE] [options of vllm serve]",
         description=_DESCRIPTION,
-        parents=[machine],
         allow_abbrev=False,
     )
-    parser.add_argument("--host", help="address of the server")
-    parser.add_argument("--port", type=int, default=8000, help="port of the server (8000)")
+    group = parser.add_argument_group("another machine", "Check MODEL's memory there instead of here.")
+    group.add_argument("--gpus", type=int, default=1, help="number of its GPUs (1)")
+    group.add_argument("--gpu-memory", metavar="SIZE", help="memory of each as its driver reports it, e.g. 79GiB")
+    args, others = parser.parse_known_args(arguments)
     has_model = bool(arguments) and not arguments[0].startswith("-")
-    args, others = parser.parse_known_args(arguments[1:] if has_model else arguments)
     if others and not has_model:
         parser.error(f"{others[0]} is an option for a model, which comes first: vllm-omni doctor MODEL {others[0]} ...")
-    of_machine, others = machine.parse_known_args(arguments)
-    if of_machine != machine.parse_args([]) and not (has_model and args.gpu_memory and args.gpus > 0):
+    if args != parser.parse_args([]) and not (has_model and args.gpu_memory and args.gpus > 0):
         parser.error("another machine is given as: vllm-omni doctor MODEL --gpus N --gpu-memory SIZE")
     devices = None
     if args.gpu_memory:
@@ -86,7 +70,7 @@ def run_doctor(arguments: list[str]) -> None:
         except StageConfigError as error:
             parser.error(f"--gpu-{error}")
     failed = False
-    for finding in _check_all(args, others if has_model else [], devices):
+    for finding in _check_all(others, devices):
         finding.print()
         failed |= finding.level == "FAIL"
     sys.exit(1 if failed else 0)
@@ -101,10 +85,9 @@ def _parse_bytes(memory: str) -> int:
     return size
 
 
-def _check_all(args: argparse.Namespace, arguments: list[str], devices: tuple[int, ...] | None) -> Iterator[Finding]:
+def _check_all(arguments: list[str], devices: tuple[int, ...] | None) -> Iterator[Finding]:
     """
     Args:
-        args: Address and port of the server.
         arguments: The words after `vllm serve`; empty if there is no model to check.
         devices: Bytes of each GPU of the machine that the model would run on; None: this machine's.
     """
@@ -125,9 +108,6 @@ def _check_all(args: argparse.Namespace, arguments: list[str], devices: tuple[in
     elif arguments:
         yield Finding("WARN", "configuration", f"{arguments[0]} is not checked: that needs a working vLLM")
     yield from check_shared_memory(shared_memory)
-    yield from check_open_files()
-    yield from check_port(args.host, args.port)
-    yield from check_encoders()
     if platform is not None:
         yield from check_threads(platform.device_type, num_processes)
 
@@ -278,43 +258,6 @@ def check_shared_memory(needed: int = SHARED_MEMORY, path: Path = Path("/dev/shm
     remedy = "in a container: docker run --shm-size=2g (or --ipc=host); else: mount -o remount,size=2g " + str(path)
     level: Level = "OK" if free >= needed else "WARN"
     yield Finding(level, "shared memory", message, "" if level == "OK" else remedy)
-
-
-def check_open_files() -> Iterator[Finding]:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    enough = hard == resource.RLIM_INFINITY or hard >= _MIN_OPEN_FILES
-    limit = "without limit" if hard == resource.RLIM_INFINITY else f"up to {hard}"
-    remedy = "" if enough else "every connection is an open file: ulimit -Hn 65536, or LimitNOFILE= in a systemd unit"
-    yield Finding("OK" if enough else "WARN", "open files", limit, remedy)
-
-
-def check_port(host: str | None, port: int) -> Iterator[Finding]:
-    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host or "", port))
-        except OSError as error:
-            remedy = "end the process that listens there (ss -ltnp), or choose another with --port"
-            yield Finding("FAIL", "port", f"{port} cannot be used: {error.strerror}", remedy)
-            return
-    yield Finding("OK", "port", f"{port} is free")
-
-
-def check_encoders() -> Iterator[Finding]:
-    """The encoders of PyAV's ffmpeg."""
-    names = json.dumps(sorted(_ENCODERS))
-    result = _python(f"import av, json; print(json.dumps([n for n in {names} if n not in av.codecs_available]))")
-    if result.returncode != 0:
-        message = f"PyAV does not import: {_last_line(result.stderr)}"
-        yield Finding("FAIL", "encoders", message, "pip install --force-reinstall av")
-        return
-    missing = json.loads(result.stdout)
-    for name in missing:
-        remedy = "install PyAV's wheel, which has it: pip install --force-reinstall --only-binary :all: av"
-        yield Finding("WARN", "encoders", f"ffmpeg has no {name}: no {_ENCODERS[name]}", remedy)
-    if not missing:
-        yield Finding("OK", "encoders", ", ".join(_ENCODERS))
 
 
 def check_threads(device_type: str, num_processes: int) -> Iterator[Finding]:

@@ -114,7 +114,7 @@ class OmniServeCommand(ServeSubcommand):
         set_up_logging(parsed)
         if parsed.args.voice_map:
             _check_voice_map(parsed)
-        from vllm_omni.entrypoints.openai.api_server import run
+        from vllm_omni.entrypoints.openai.server_process import run
 
         run(parsed.args, make_llm_args(parsed), fork_server)
 

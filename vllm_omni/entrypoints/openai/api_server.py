@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API server: vLLM's application with the endpoints that a pipeline supports, and ours; its start and its end."""
+"""The API server: vLLM's application with the endpoints that a pipeline supports, and ours."""
 
-import asyncio
-import ctypes
 import logging
-import os
-import signal
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import uvloop
-import vllm.envs as envs
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.datastructures import State
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.launcher import serve_http
-from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelCard, ModelList, ModelPermission
@@ -29,14 +21,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import (
     chat,
     custom_voices,
     description,
-    front_page,
     images,
-    media_input,
     speech,
     transcriptions,
     videos,
@@ -46,19 +35,12 @@ from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
-from vllm_omni.entrypoints.openai.listener import listening
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
-from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
-from vllm_omni.entrypoints.openai.slow_clients import http_protocol
-from vllm_omni.entrypoints.openai.start_signals import StartSignals
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
-from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.stage.watchdog import TIMEOUT_OPTION
-
-logger = logging.getLogger("vllm.omni.server")
 
 # vLLM's other paths need what a pipeline does not have: other tasks, profilers, caches to reset.
 VLLM_PATHS = frozenset(
@@ -76,91 +58,7 @@ MEDIA_HANDLERS: dict[str, Callable[[State, OmniEngineClient, OmniStageConfig, Na
     "video": videos.ServingVideos,
 }
 
-_UVICORN_OPTIONS = (
-    "host", "port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers",
-    "h11_max_incomplete_event_size", "h11_max_header_count",
-)  # fmt: skip
-
-# After all requests have ended: how long clients may take to receive their answers.
-_FLUSH_S = 5
-
-_M_MMAP_THRESHOLD = -3  # malloc.h of glibc
-_TUNABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-
 router = APIRouter()
-
-
-def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | None = None) -> None:
-    """Serves a pipeline until SIGTERM or SIGINT, and cleans up.
-
-    Args:
-        args: Of `vllm serve`.
-        llm_args: Keyword arguments of `AsyncOmniLLM`.
-        fork_server: One that was started before, for the stages.
-
-    Raises:
-        OmniError: The pipeline cannot be started, or ended on an error of its own.
-        OSError: The server cannot listen on the address.
-    """
-    with StartSignals() as start:
-        return_large_blocks()
-        media_input.install(args)
-        with (
-            listening(args) as (address, listener),  # Before the stages start: an address in use fails at once.
-            AsyncOmniLLM(**llm_args, fork_server=fork_server, on_open=start.on_open) as llm,
-        ):
-            client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout, voice_map=args.voice_map)
-            uvloop.run(_serve(client, address, listener, args))
-            # vLLM's server ends because of it; what watches this process starts it again.
-            if llm.error is not None:
-                raise client.dead_error
-
-
-class ServedEngineClient(OmniEngineClient):
-    """The engine of a server that ends with a signal. vLLM's launcher handles the first signal only."""
-
-    loop: asyncio.AbstractEventLoop
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Shuts down as the base; another signal ends the wait for running requests."""
-        for sig in (signal.SIGINT, signal.SIGTERM):
-            self.loop.call_soon_threadsafe(self.loop.add_signal_handler, sig, self.cancel_wait)
-        super().shutdown(timeout)
-
-
-async def _serve(client: ServedEngineClient, address: str, listener: Any, args: Namespace) -> None:
-    client.loop = asyncio.get_running_loop()
-    app = await build_omni_app(client, args)
-    logger.info("Serving %s on %s", ", ".join(client.config.output_types), address)
-    log_config = get_uvicorn_log_config(args)
-    options = {name: getattr(args, name) for name in _UVICORN_OPTIONS}
-    options |= {} if log_config is None else {"log_config": log_config}
-    shutdown = await serve_http(
-        app,
-        sock=listener,
-        http=http_protocol(limits_from(args, ServerLimits).send_timeout_s),
-        enable_ssl_refresh=args.enable_ssl_refresh,
-        log_level=args.uvicorn_log_level,
-        access_log=not args.disable_uvicorn_access_log,
-        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-        timeout_graceful_shutdown=_FLUSH_S,
-        ws_max_size=limits_from(args, RealtimeLimits).max_realtime_message_bytes,
-        **options,
-    )
-    await shutdown
-
-
-def return_large_blocks() -> None:
-    """Makes glibc return freed blocks of 1 MiB or more to the system at once, in this process. For a program's start.
-
-    By default glibc raises this size as blocks are freed, up to 32 MiB. Media are decoded in several threads, each with
-    a heap of its own, and each heap then keeps its largest size so far. Does nothing with another C library, or if the
-    environment has settings for malloc.
-    """
-    if not any(name in os.environ for name in _TUNABLES):
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):
-            libc.mallopt(_M_MMAP_THRESHOLD, MIB)
 
 
 async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
@@ -175,7 +73,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     app.title = "vLLM-Omni"
     for path, message in refused.items():
         _refuse(app, path, message)
-    for endpoints in (chat, speech, custom_voices, transcriptions, images, videos, realtime, description, front_page):
+    for endpoints in (chat, speech, custom_voices, transcriptions, images, videos, realtime, description):
         app.include_router(endpoints.router)
     app.include_router(router)
     app.middleware_stack = None  # vLLM has built it; it is built again with ours, at the first request.

@@ -32,11 +32,15 @@ from vllm_omni.entrypoints.openai.chat_media import ChatMedia, MediaStream, Tran
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import describe_errors
-from vllm_omni.entrypoints.openai.media_request import without_nulls
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import Modality
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line
-from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, explicit_fields, read_stage_params
+from vllm_omni.entrypoints.openai.stage_params import (
+    diffusion_settings,
+    explicit_fields,
+    read_stage_params,
+    without_nulls,
+)
 from vllm_omni.errors import StageConfigError
 from vllm_omni.events import CompletedEvent
 from vllm_omni.inputs import VOICE_FIELD, ReplyParsers, SpokenText

@@ -219,6 +219,8 @@ class MediaStream(ChatMedia):
         async with aclosing(self._outputs):  # It may end while it waits for the client.
             async for output in self._outputs:
                 if isinstance(output, RequestOutput):
+                    if output.num_cached_tokens is not None:  # Only the first output has it.
+                        self._context.num_cached_tokens = output.num_cached_tokens
                     yield output
                 else:
                     await self._put_event(output)

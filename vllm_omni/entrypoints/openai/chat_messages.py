@@ -13,6 +13,8 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.chat_utils import MM_PARSER_MAP
 
+from vllm_omni.entrypoints.openai.stage_params import without_nulls
+
 AUDIO_FORMATS = ("wav", "mp3", "flac", "opus", "ogg", "aac", "m4a", "mp4", "webm", "pcm16")
 """Of `input_audio`. Its file says what it is, except for pcm16."""
 
@@ -49,7 +51,7 @@ def _read_message(message: Any, where: str) -> Any:
         raise _refusal(where, "must be an object with role and content")
     if not isinstance(message.get("role"), str):
         raise _refusal(f"{where}.role", "must be a string, such as 'user'")
-    read = {name: value for name, value in message.items() if value is not None}
+    read = without_nulls(message)
     if "content" in read:
         read["content"] = _read_content(read["content"], f"{where}.content")
     if "tool_calls" in read:
@@ -74,7 +76,7 @@ def _read_part(part: Any, where: str) -> Any:
         raise _refusal(where, f"must be an object with a type, not {_kind(part)}")
     if part.get("uuid") is not None:  # vLLM's, for media that it has: they may be null.
         return part
-    read = {name: value for name, value in part.items() if value is not None}
+    read = without_nulls(part)
     kind = read.get("type")
     if kind in _TEXTS:
         if not isinstance(read.get(_TEXTS[kind]), str):
@@ -146,7 +148,7 @@ def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping):
         raise _refusal(where, f"must be an object with id, type and function, not {_kind(call)}")
-    read = {"type": "function", **{name: value for name, value in call.items() if value is not None}}
+    read = {"type": "function", **without_nulls(call)}
     if read["type"] == "function":
         function = read.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

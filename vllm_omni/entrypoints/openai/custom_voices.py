@@ -20,7 +20,8 @@ from vllm_omni.entrypoints.openai.media_request import MediaFetcher, RequestMode
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.entrypoints.openai.speech_request import Text, check_read
-from vllm_omni.entrypoints.openai.voice_store import CustomVoice, VoiceStore
+from vllm_omni.entrypoints.openai.stage_params import without_nulls
+from vllm_omni.entrypoints.openai.voices import CustomVoice, VoiceStore
 from vllm_omni.inputs import OmniPrompt
 
 _MAX_NAME = 100
@@ -97,8 +98,7 @@ class CustomVoices:
                 "this model cannot imitate a voice: it reads no ref_audio; GET /v1/audio/voices lists its own voices",
                 parameter="audio_sample",
             )
-        about = {"ref_text": request.ref_text, "language": request.language}
-        about = {name: value for name, value in about.items() if value is not None}
+        about = without_nulls({"ref_text": request.ref_text, "language": request.language})
         check_read(about, self._client.prompt_fields)
         if request.name.lower() in self._client.voices:
             raise VLLMValidationError(f"{request.name!r} is a voice of the model; choose another", parameter="name")

@@ -1,24 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /v1/pipeline: what the served model reads and makes, and its stages; and the times of one request in them.
+"""What is served: GET /v1/pipeline, and GET /.
 
-For clients that offer a person what the model supports, as the playground does.
+/v1/pipeline has what the model reads and makes, its stages, and the times of one request in them, for clients that
+offer a person what the model supports, as the playground does. / is a page for a person in a browser, or JSON for a
+program that asks for it. It needs no key, so it names the models only to those who may list them: the name of a model
+may be a path.
 """
 
+from html import escape
+from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Path, Request
+from fastapi import APIRouter, FastAPI, Path, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError
 
+from vllm_omni import __version__
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
-from vllm_omni.entrypoints.openai.media_endpoint import final_stage, load_info
+from vllm_omni.entrypoints.openai.media_endpoint import final_stage, load_info, served_names
+from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, api_keys
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS
+from vllm_omni.metrics.stats import StageMetrics
 
 _ENDPOINTS = {"audio": "/v1/audio/speech", "image": "/v1/images/generations", "video": "/v1/videos"}
+_TIMES = ("arrival", "started", "first_output", "finished")
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>body {{ font: 1rem/1.5 system-ui, sans-serif; max-width: 40rem; margin: 2rem auto; padding: 0 1rem }}</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{models}</p>
+<ul>
+{endpoints}
+</ul>
+<p>{links}</p>
+</body>
+</html>
+"""
 
 
 class StageDescription(BaseModel):
@@ -63,6 +89,14 @@ class RequestTimes(BaseModel):
 
     id: str
     stages: list[StageTimes]
+
+
+class FrontPage(BaseModel):
+    name: str = "vLLM-Omni"
+    version: str = Field(description="Of vLLM-Omni.", examples=[__version__])
+    models: list[str] | None = Field(description="The names of the model; null to those who may not list them.")
+    endpoints: list[str] = Field(description="The endpoints that make something with it.")
+    links: list[str] = Field(description="Further pages, relative to this one.", examples=[["docs", "health"]])
 
 
 def describe(app: FastAPI, client: OmniEngineClient) -> PipelineDescription:
@@ -129,6 +163,12 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float, bool))
 
 
+def _times(stage: StageMetrics, start: float) -> StageTimes:
+    values = {name: getattr(stage, name) for name in StageTimes.model_fields}
+    seconds = {name: values[name] - start for name in _TIMES if values[name] is not None}
+    return StageTimes(**values | seconds)
+
+
 router = APIRouter()
 
 
@@ -147,18 +187,40 @@ async def get_request_times(
     recent = client.recent.find(request_id, RequestContext.of(raw_request).owner)
     if recent is None:
         raise VLLMNotFoundError(f"there is no request {request_id!r} among the last that were completed")
-    names = ("arrival", "started", "first_output", "finished")
-    stages = []
-    for stage in recent.stages:
-        times = {name: getattr(stage, name) for name in names}
-        since: dict[str, Any] = {name: None if time is None else time - recent.started for name, time in times.items()}
-        stages.append(
-            StageTimes(
-                name=stage.name,
-                num_input_tokens=stage.num_input_tokens,
-                num_cached_tokens=stage.num_cached_tokens,
-                num_output_tokens=stage.num_output_tokens,
-                **since,
-            )
-        )
+    stages = [_times(stage, recent.started) for stage in recent.stages]
     return RequestTimes(id=request_id, stages=stages)
+
+
+@router.get("/", responses={HTTPStatus.OK.value: {"model": FrontPage, "content": {"text/html": {}}}})
+async def front_page(raw_request: Request) -> Response:
+    """What is served: a page, or JSON if the `Accept` header asks for it."""
+    has_key = RequestContext.of(raw_request).owner != b""
+    page = _describe(raw_request.app.state, has_key, [getattr(route, "path", "") for route in raw_request.app.routes])
+    accept = raw_request.headers.get("accept", "")
+    headers = {"Vary": "Accept, Authorization"}
+    if "application/json" in accept and "text/html" not in accept:
+        return JSONResponse(page.model_dump(), headers=headers)
+    return HTMLResponse(_as_html(page), headers=headers)
+
+
+def _describe(state: Any, has_key: bool, paths: list[str]) -> FrontPage:
+    description: PipelineDescription = state.omni_description
+    may_list = not api_keys(state.args) or state.args.public_lists or has_key
+    links = [path for path in ("docs", "health") if f"/{path}" in paths]
+    return FrontPage(
+        version=__version__,
+        models=served_names(state) if may_list else None,
+        endpoints=description.endpoints,
+        links=links + ([PLAYGROUND_PATH.strip("/")] if state.args.playground else []),
+    )
+
+
+def _as_html(page: FrontPage) -> str:
+    models = "It needs an API key." if page.models is None else f"It serves {escape(', '.join(page.models))}."
+    entry = '<a href="docs">{}</a>' if "docs" in page.links else "{}"
+    return _PAGE.format(
+        title=f"{page.name} {page.version}",
+        models=models,
+        endpoints="\n".join(f"<li>{entry.format(f'<code>{escape(path)}</code>')}</li>" for path in page.endpoints),
+        links=" · ".join(f'<a href="{link}">{link}</a>' for link in page.links),
+    )

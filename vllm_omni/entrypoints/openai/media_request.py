@@ -23,7 +23,7 @@ from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMV
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaWithBytes
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.stage_params import SETTINGS, diffusion_settings
+from vllm_omni.entrypoints.openai.stage_params import SETTINGS, diffusion_settings, without_nulls
 
 MAX_IMAGES = 16
 """Of one request, as in OpenAI's API."""
@@ -73,11 +73,6 @@ Priority = Annotated[
     int,
     Field(ge=-(2**63), lt=2**63, description="Lower values come first, in admission and in stages that order by it."),
 ]
-
-
-def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request that are given: null is as good as absent."""
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 class RequestModel(BaseModel):

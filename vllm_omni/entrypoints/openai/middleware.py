@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every HTTP request passes before its endpoint: API key, limits of the body, strict JSON, garbage collection.
 
-Plain ASGI, so that streamed answers and disconnects pass unchanged. Knows no endpoint but those that need no
+Plain ASGI, so that streamed answers and disconnects pass unchanged. An answer is given to the web server in pieces, so
+that what the client has not read waits here, as part of a request that counts. Knows no endpoint but those that need no
 key.
 """
 
@@ -9,6 +10,7 @@ import argparse
 import asyncio
 import gc
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Awaitable, Collection, Iterator
 from contextlib import contextmanager
@@ -30,7 +32,6 @@ from vllm_omni.entrypoints.openai.http_errors import error_response, on_unknown_
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, sent_key
 from vllm_omni.entrypoints.openai.request_context import SCOPE_KEY, RequestContext
 from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerLimits, flag, limits_from
-from vllm_omni.entrypoints.openai.slow_clients import PatientReceive, in_pieces
 
 # Probes have no key, and the answers name no users or models. /metrics does, and Prometheus can send a key.
 OPEN_PATHS = ("/health", "/ping", "/readyz")
@@ -52,6 +53,11 @@ EXPOSED_HEADERS = (
 
 COLLECT_AFTER_BYTES = 64 * MIB
 
+BODY_PATIENCE_S = 30.0
+"""How long a body may be slower than its lowest rate."""
+
+_PIECE_BYTES = 1 << 16
+
 _BODY_RETRY_S = 1
 
 
@@ -66,7 +72,6 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     app.user_middleware[:] = [each for each in app.user_middleware if each.cls not in replaced]
     app.state.client_secrets = ClientSecrets()
     app.add_middleware(HeadMiddleware)
-    app.add_middleware(GarbageMiddleware)
     app.add_middleware(BodyMiddleware, limits_from(args, RequestLimits), limits_from(args, ServerLimits))
     if tokens := api_keys(args):
         app.add_middleware(
@@ -101,6 +106,22 @@ class ContextMiddleware:
             return
         with context.answering():
             await self.app(scope, receive, in_pieces(send))
+
+
+def in_pieces(send: Send) -> Send:
+    """A `send` that returns when the web server holds no more than about a piece of what was sent."""
+
+    async def send_pieces(message: Message) -> None:
+        body = message.get("body", b"")
+        if len(body) <= _PIECE_BYTES:
+            await send(message)
+            return
+        for start in range(0, len(body), _PIECE_BYTES):
+            await send({**message, "body": bytes(body[start : start + _PIECE_BYTES]), "more_body": True})
+        if not message.get("more_body", False):
+            await send({**message, "body": b"", "more_body": False})  # waits for the last piece
+
+    return send_pieces
 
 
 class HeadMiddleware:
@@ -168,6 +189,11 @@ class BodyMiddleware:
 
     Python's JSON reader accepts more than JSON: NaN, numbers out of range, halves of surrogate pairs, other encodings
     than UTF-8. These would fail later, with an error that does not name the body.
+
+    Python's garbage collector runs after each `COLLECT_AFTER_BYTES` of bodies. vLLM and pydantic build reference cycles
+    of a chat request, which hold its media as they were sent. Only the collector frees them, and Python starts a full
+    run by the number of new objects: after about a thousand requests, however large they are. A run takes a few
+    milliseconds, since vLLM has frozen (`gc.freeze`) what the server loaded.
     """
 
     def __init__(self, app: ASGIApp, limits: RequestLimits, server: ServerLimits) -> None:
@@ -177,7 +203,7 @@ class BodyMiddleware:
         self._max_total_bytes = server.max_total_request_bytes
         half = max(self._max_total_bytes // 2, self._max_bytes)
         self._max_client_bytes = server.max_client_request_bytes or half
-        self._total_bytes = 0
+        self._total_bytes = self._uncollected_bytes = 0
         self._client_bytes: Counter[bytes | str] = Counter()
         self._too_large = (
             f"the body has more than {self._max_bytes} bytes, which is the limit ({flag('max_request_bytes')})"
@@ -233,6 +259,7 @@ class BodyMiddleware:
                 raise refusal
             num_bytes += added
             self._total_bytes += added
+            self._uncollected_bytes += added
             self._client_bytes[client] += added
             return message
 
@@ -243,6 +270,9 @@ class BodyMiddleware:
             self._client_bytes[client] -= num_bytes
             if not self._client_bytes[client]:
                 del self._client_bytes[client]
+            if self._uncollected_bytes >= COLLECT_AFTER_BYTES:
+                self._uncollected_bytes = 0
+                gc.collect()
 
     def _refusal(self, client: bytes | str, num_bytes: int, num_counted: int = 0) -> HTTPException | None:
         """Why a body of so many bytes is refused, `num_counted` of which are in the total; None if it is read."""
@@ -254,6 +284,41 @@ class BodyMiddleware:
         if client and self._client_bytes[client] + added > self._max_client_bytes:
             return _try_later(self._no_share)
         return None
+
+
+class PatientReceive:
+    """A `receive` that raises when a body comes more slowly than `min_rate` bytes a second for `BODY_PATIENCE_S`.
+
+    Only the time counts in which the application waits for the client.
+    """
+
+    def __init__(self, receive: Receive, min_rate: int) -> None:
+        self._receive = receive
+        self._min_rate = min_rate
+        self._left_s = BODY_PATIENCE_S
+        self._is_complete = False
+
+    async def __call__(self) -> Message:
+        """
+        Raises:
+            HTTPException: The body is too slow.
+        """
+        if self._is_complete:  # It waits for a disconnect.
+            return await self._receive()
+        start = time.monotonic()
+        try:
+            message = await asyncio.wait_for(self._receive(), self._left_s)
+        except TimeoutError:
+            raise HTTPException(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"the body came more slowly than {self._min_rate} bytes a second for {BODY_PATIENCE_S:g} s; send it "
+                f"faster, or lower {flag('min_body_rate')}",
+                {"Connection": "close"},
+            ) from None
+        gained_s = len(message.get("body", b"")) / self._min_rate
+        self._left_s = min(self._left_s - (time.monotonic() - start) + gained_s, BODY_PATIENCE_S)
+        self._is_complete = not message.get("more_body", False)
+        return message
 
 
 def _try_later(message: str) -> HTTPException:
@@ -297,29 +362,3 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
-
-
-class GarbageMiddleware:
-    """Runs Python's garbage collector after each `COLLECT_AFTER_BYTES` of bodies.
-
-    vLLM and pydantic build reference cycles of a chat request, which hold its media as they were sent. Only the
-    collector frees them, and Python starts a full run by the number of new objects: after about a thousand requests,
-    however large they are. A run takes a few milliseconds, since vLLM has frozen (`gc.freeze`) what the server loaded.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-        self._num_bytes = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted() -> Message:
-            message = await receive()
-            self._num_bytes += len(message.get("body", b""))
-            return message
-
-        try:
-            await self.app(scope, counted, send)
-        finally:
-            if self._num_bytes >= COLLECT_AFTER_BYTES:
-                self._num_bytes = 0
-                gc.collect()

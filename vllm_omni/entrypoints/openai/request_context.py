@@ -62,6 +62,7 @@ class RequestContext:
         outputs: Those of its requests to the engine, in the order of their submission.
         shows_text_end: Whether the chunk that ends a text has its finish reason, also if other outputs follow.
         mm_token_counts: Tokens of the rendered prompt by type of media.
+        num_cached_tokens: Tokens of the prompt that the engine found in its prefix cache, in a stream.
         spoken_text: Which part of the reply is spoken; None: all of it.
     """
 
@@ -71,6 +72,7 @@ class RequestContext:
     outputs: list[Peekable[Any]] = field(default_factory=list)
     shows_text_end: bool = False
     mm_token_counts: Mapping[str, int] = field(default_factory=dict)
+    num_cached_tokens: int = 0
     spoken_text: SpokenText | None = None
     _release: Callable[[], None] | None = None  # None: there is no answer whose sending ends.
 

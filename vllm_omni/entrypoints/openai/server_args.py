@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of the server beside vLLM's: limits of requests and of the server, default outputs and names of voices.
 
-`middleware.py`, `media_input.py`, `video_store.py`, `file_store.py`, `voice_store.py` and the endpoints apply the
-limits.
+`middleware.py`, `media_input.py`, `video_store.py`, `file_store.py`, `voices.py` and the endpoints apply the limits.
 """
 
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
 from vllm_omni.entrypoints.cli_args import add_cli_args, parse_json_object
 
@@ -129,66 +128,55 @@ class RealtimeLimits:
     can still be cut."""
 
 
+@dataclass(frozen=True)
+class ApiOptions:
+    """What OpenAI's API leaves open, what clients as they are need, and the page for a browser."""
+
+    default_modalities: list[Modality] | None = None
+    """Outputs of a chat request without `modalities`, such as `text audio`. Default: text, as in OpenAI's API; all
+    outputs of a model that writes no text."""
+
+    voice_map: dict[str, str] = field(default_factory=dict)
+    """Further names of voices in requests for speech, each with the model's voice that it means: --voice-map
+    '{"alloy": "ethan"}', or --voice-map.alloy ethan. The names of OpenAI's voices that are not given are mapped to the
+    model's voices in turn; GET /v1/audio/voices shows the mapping."""
+
+    model_aliases: bool = True
+    """OpenAI's names of models, which some clients do not let a person change, mean the served model: tts-1, tts-1-hd
+    and gpt-4o-mini-tts for speech, whisper-1, gpt-transcribe, gpt-4o-transcribe and gpt-4o-mini-transcribe for
+    transcriptions, dall-e-2, dall-e-3, gpt-image-1 and gpt-image-2.5-flare for images. A name of --served-model-name
+    wins."""
+
+    public_lists: bool = False
+    """Answer GET /v1/models, /v1/audio/models and /v1/audio/voices without a key, for clients that send none there,
+    such as Open WebUI. Every other path needs a key of --api-key as before."""
+
+    playground: bool = False
+    """Serve a page to try the model in a browser, at /playground. It needs the extra `ui`."""
+
+    playground_auth: str | None = None
+    """NAME:PASSWORD that the page asks visitors for. Needed with --api-key: who can use the page can use the model,
+    without a key."""
+
+
 Limits = TypeVar("Limits", RequestLimits, ServerLimits, RealtimeLimits)
 
 
 def add_limit_arguments(group: argparse._ActionsContainer) -> None:
     """Adds a flag for each limit; its default is that of one of the classes above."""
     for limits in (RequestLimits, ServerLimits, RealtimeLimits):
-        add_cli_args(group, limits, types={field.name: _PARSERS[field.type] for field in fields(limits)})
+        add_cli_args(group, limits, types={each.name: _PARSERS[each.type] for each in fields(limits)})
 
 
 def add_api_arguments(group: argparse._ActionsContainer) -> None:
-    """Adds `--default-modalities`, `--voice-map`, the flags for clients as they are, and those of the playground."""
-    group.add_argument(
-        "--default-modalities",
-        nargs="+",
-        choices=get_args(Modality),
-        metavar="MODALITY",
-        help="Outputs of a chat request without `modalities`, such as `text audio`. Default: text, as in OpenAI's API; "
-        "all outputs of a model that writes no text.",
-    )
-    group.add_argument(
-        "--voice-map",
-        type=_voice_map,
-        default={},
-        metavar="JSON",
-        help="Further names of voices in requests for speech, each with the model's voice that it means: --voice-map "
-        '\'{"alloy": "ethan"}\', or --voice-map.alloy ethan. The names of OpenAI\'s voices that are not given are '
-        "mapped to the model's voices in turn; GET /v1/audio/voices shows the mapping.",
-    )
-    group.add_argument(
-        "--model-aliases",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="OpenAI's names of models, which some clients do not let a person change, mean the served model: tts-1, "
-        "tts-1-hd and gpt-4o-mini-tts for speech, whisper-1, gpt-transcribe, gpt-4o-transcribe and "
-        "gpt-4o-mini-transcribe for transcriptions, dall-e-2, dall-e-3, gpt-image-1 and gpt-image-2.5-flare for "
-        "images. A name of --served-model-name wins.",
-    )
-    group.add_argument(
-        "--public-lists",
-        action="store_true",
-        help="Answer GET /v1/models, /v1/audio/models and /v1/audio/voices without a key, for clients that send none "
-        "there, such as Open WebUI. Every other path needs a key of --api-key as before.",
-    )
-    group.add_argument(
-        "--playground",
-        action="store_true",
-        help="Serve a page to try the model in a browser, at /playground. It needs the extra `ui`.",
-    )
-    group.add_argument(
-        "--playground-auth",
-        metavar="NAME:PASSWORD",
-        help="The name and the password that the page asks visitors for. Needed with --api-key: who can use the page "
-        "can use the model, without a key.",
-    )
+    """Adds a flag for each of `ApiOptions`."""
+    add_cli_args(group, ApiOptions, types={"voice_map": _voice_map})
 
 
 def limits_from(args: argparse.Namespace, kind: type[Limits]) -> Limits:
     """The limits of parsed flags; defaults for flags that the program does not have."""
     given = vars(args)
-    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
+    return kind(**{each.name: given[each.name] for each in fields(kind) if each.name in given})
 
 
 def check_limits(args: argparse.Namespace) -> None:

@@ -25,7 +25,8 @@ from vllm_omni.entrypoints.openai.audio_formats import (
 )
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher, Priority, RequestModel, SoundUrl
-from vllm_omni.entrypoints.openai.voice_store import VoiceStore
+from vllm_omni.entrypoints.openai.stage_params import without_nulls
+from vllm_omni.entrypoints.openai.voices import VoiceStore
 from vllm_omni.inputs import VOICE_FIELD
 
 MAX_INPUT_CHARS = 4096
@@ -154,8 +155,7 @@ class SpeechSettings(RequestModel):
     def prompt_fields(self) -> dict[str, Any]:
         """What is given of the model's own fields, and of those that it may not read."""
         given = {name: getattr(self, name) for name in _FROM_PROMPTS}
-        given = {name: value for name, value in given.items() if value is not None}
-        return {**given, **(self.model_extra or {})}
+        return {**without_nulls(given), **(self.model_extra or {})}
 
 
 class SpeechRequest(SpeechSettings):

@@ -58,6 +58,11 @@ def read_stage_params(
     return [_read_entry(entry, stage, i) for i, (entry, stage) in enumerate(zip(given, stages, strict=True))]
 
 
+def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request that are given: null is as good as absent."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def explicit_fields(request: BaseModel) -> frozenset[str]:
     """Names of the sampling parameters that a request sets in its own fields."""
     names = {name for name in request.model_fields_set if getattr(request, name) is not None}

@@ -11,7 +11,8 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
-from vllm_omni.entrypoints.openai.media_request import RequestModel, SoundUrl, without_nulls
+from vllm_omni.entrypoints.openai.media_request import RequestModel, SoundUrl
+from vllm_omni.entrypoints.openai.stage_params import without_nulls
 
 Task = Literal["transcribe", "translate"]
 """`translate`: the text is English, whatever is spoken."""

@@ -27,8 +27,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.transcription_request import Task, TimedTranscriptionRequest
-from vllm_omni.entrypoints.openai.transcriptions import TranscriptionHandler, as_wav
-from vllm_omni.entrypoints.openai.transcripts import lines_as_events
+from vllm_omni.entrypoints.openai.transcriptions import TranscriptionHandler, as_wav, lines_as_events
 
 
 class VllmTranscriptions(TranscriptionHandler):

@@ -11,25 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from vllm.platforms import current_platform
 
 from vllm_omni.model_executor.layers.causal_state import LayerStates
-from vllm_omni.model_executor.layers.vocoder import Vocoder
-
-PIECE_FRAMES = 320
-"""Frames of one request in one batch."""
-
-MAX_BATCH_FRAMES = 8 * PIECE_FRAMES
-"""Frames of one batch, padding included: bounds the memory of the widest activation."""
-
-ACTIVATION_COPIES = 6
-"""Tensors of the size of the widest activation that are needed at the same time, an upper estimate."""
-
-MAX_BATCH_FRAMES_CPU = 64
-"""Larger batches run slower than one by one on a CPU: their activations do not fit into its caches."""
-
-STEP_BATCHES = 4
-"""Batches of one step: windows of about the same length share one, and of more windows more are as long."""
+from vllm_omni.model_executor.layers.vocoder import BatchedVocoder
 
 MIN_FILL = 0.8
 """Pieces shorter than this part of the longest of their batch wait for another batch, to keep padding small."""
@@ -56,11 +40,6 @@ class Window:
     @property
     def num_frames(self) -> int:
         return self.codes.shape[1]
-
-
-def piece_length(num_frames: int, max_frames: int) -> int:
-    """Frames of the next piece; all pieces have about the same length."""
-    return -(-num_frames // -(-num_frames // max_frames))
 
 
 def group_by_length(lengths: list[int], max_frames: int) -> Iterator[list[int]]:
@@ -91,27 +70,15 @@ class CausalNetwork(Protocol):
         ...
 
 
-class CausalVocoder(Vocoder):
+class CausalVocoder(BatchedVocoder):
     """
     Attributes:
         network: A module under the name of its weights' prefix, too.
-        hop: Samples of a frame.
     """
-
-    hop: int
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.max_batch_frames = MAX_BATCH_FRAMES_CPU if current_platform.is_cpu() else MAX_BATCH_FRAMES
 
     @property
     def network(self) -> CausalNetwork:
         raise NotImplementedError
-
-    @property
-    def batch_rows(self) -> int:
-        """See `SupportsBatchSize`."""
-        return STEP_BATCHES * self.max_batch_frames
 
     def num_samples(self, num_frames: int) -> int:
         """Samples of the first `num_frames` of a request; every later frame gives `hop`."""
@@ -138,7 +105,7 @@ class CausalVocoder(Vocoder):
         initial = self.network.new_state()
         windows = [self._start(information, initial) for information in runtime_additional_information]
         while waiting := [window for window in windows if window.num_frames]:
-            lengths = [piece_length(w.num_frames, min(PIECE_FRAMES, self.max_batch_frames)) for w in waiting]
+            lengths = [self.next_piece(window.num_frames) for window in waiting]
             for batch in group_by_length(lengths, self.max_batch_frames):
                 self._decode([waiting[i] for i in batch], [lengths[i] for i in batch])
         # At the end: if anything above raises, the step can run again.

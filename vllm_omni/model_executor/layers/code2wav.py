@@ -21,7 +21,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 
 from vllm_omni.model_executor.layers.causal_convs import CausalConv, StatefulConv, TransposedConv
 from vllm_omni.model_executor.layers.causal_state import LayerStates, StateKeys
-from vllm_omni.model_executor.layers.causal_vocoder import ACTIVATION_COPIES, MAX_BATCH_FRAMES, CausalVocoder
+from vllm_omni.model_executor.layers.causal_vocoder import CausalVocoder
 
 
 class SnakeBeta(nn.Module):
@@ -199,5 +199,4 @@ class Code2Wav(CausalVocoder):
         before it, at several times its rate."""
         config = self.network.config
         channels = config.decoder_dim // 2 ** len(config.upsample_rates)
-        widest = min(num_rows, MAX_BATCH_FRAMES) * self.hop * channels
-        return ACTIVATION_COPIES * widest * self.network.code_embedding.weight.element_size()
+        return self.widest_bytes(num_rows, channels, self.network.code_embedding.weight.dtype)

@@ -85,7 +85,7 @@ class DelayedFrames(FrameMemory):
         self._no_filter = torch.tensor(ResidualFilter(), device=heads.weight.device)
 
     def begin(self, slot: int, params: SamplingParams, residual: ResidualFilter) -> None:
-        limits = _read_limits(params)
+        limits = read_repeat_limits(params)
         super().begin(slot, params, residual)
         self._ends = with_room_for(self._ends, slot)
         self._limits = with_room_for(self._limits, slot)
@@ -137,8 +137,12 @@ class DelayedFrames(FrameMemory):
         return ((before == codes[:, None]) & is_counted).sum(1) >= most[:, None]
 
 
-def _read_limits(params: SamplingParams) -> tuple[int, int] | None:
-    """`ras_win_len` and `ras_win_max_num_repeat` of a request that samples; None for any other."""
+def read_repeat_limits(params: SamplingParams) -> tuple[int, int] | None:
+    """`ras_win_len` and `ras_win_max_num_repeat` of a request that samples; None for any other.
+
+    Raises:
+        ValueError: One is out of range.
+    """
     given = params.extra_args or {}
     window, most = given.get("ras_win_len"), given.get("ras_win_max_num_repeat")
     if params.sampling_type == SamplingType.GREEDY or window is None or most is None:

@@ -2,8 +2,8 @@
 """The base of vocoders that look ahead: the sound of a frame depends on a few frames before it, and a few after it.
 
 A request's waveform is that of one pass over all its frames, for any windows: a frame is decoded when those that it
-depends on have arrived, with these around it, and only its own samples leave. The samples of the frames around it are
-dropped: the layers pad where frames are cut off, so these are wrong. This file knows no model and no engine.
+depends on have arrived, with these around it, and only its own samples leave. The samples of the frames around it would
+be wrong, because layers pad where frames are cut off. This file knows no model and no engine.
 """
 
 from abc import abstractmethod
@@ -13,17 +13,8 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from vllm.platforms import current_platform
 
-from vllm_omni.model_executor.layers.causal_vocoder import (
-    ACTIVATION_COPIES,
-    MAX_BATCH_FRAMES,
-    MAX_BATCH_FRAMES_CPU,
-    PIECE_FRAMES,
-    STEP_BATCHES,
-    piece_length,
-)
-from vllm_omni.model_executor.layers.vocoder import Vocoder
+from vllm_omni.model_executor.layers.vocoder import BatchedVocoder
 
 
 @dataclass(slots=True)
@@ -44,43 +35,30 @@ class Piece:
     index: int
 
 
-class LookaheadVocoder(Vocoder):
+class LookaheadVocoder(BatchedVocoder):
     """
     Attributes:
-        hop: Samples of a frame.
         num_context: Frames before a frame, and after it, that its samples depend on.
     """
 
-    hop: int
     num_context: int
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.max_batch_frames = MAX_BATCH_FRAMES_CPU if current_platform.is_cpu() else MAX_BATCH_FRAMES
-
     @abstractmethod
-    def decode(self, frames: torch.Tensor) -> torch.Tensor:
-        """`[B, L, codebooks]` int64, on the model's device -> float32 `[B, L * hop]`."""
+    def decode(self, frames: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Decodes the frames `start..stop` among those around them. Of these it computes as little as it can: batches
+        are sized without them.
+
+        Args:
+            frames: `[B, L, codebooks]` int64, on the model's device.
+
+        Returns:
+            float32 `[B, (stop - start) * hop]`.
+        """
 
     def align(self, rows: torch.Tensor) -> torch.Tensor:
         """`[rows, codebooks]` of a request -> its frames that are complete in these rows, one for each row but the last
         ones."""
         return rows
-
-    @property
-    def batch_rows(self) -> int:
-        """See `SupportsBatchSize`."""
-        return STEP_BATCHES * self.max_batch_frames
-
-    def widest_bytes(self, num_rows: int, channels: int) -> int:
-        """Bytes of a step, an upper estimate.
-
-        Args:
-            num_rows: As in `SupportsActivationEstimate`.
-            channels: Values for each sample in the widest layer.
-        """
-        frames = min(num_rows + 2 * self.num_context, MAX_BATCH_FRAMES)
-        return ACTIVATION_COPIES * frames * self.hop * channels * torch.float32.itemsize
 
     def forward(
         self,
@@ -130,20 +108,26 @@ class LookaheadVocoder(Vocoder):
     def _cut(self, frames: torch.Tensor, start: int, stop: int, waves: list[torch.Tensor]) -> Iterable[Piece]:
         """The frames `start..stop` in pieces, which bounds their memory."""
         while start < stop:
-            end = start + piece_length(stop - start, min(PIECE_FRAMES, self.max_batch_frames))
+            end = start + self.next_piece(stop - start)
             first = max(start - self.num_context, 0)
             waves.append(torch.empty(0))
             yield Piece(frames[first : end + self.num_context], start - first, end - first, waves, len(waves) - 1)
             start = end
 
     def _batches(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
-        """Pieces of one length: padding would be decoded into the frames before it."""
-        for length, equal in groupby(sorted(pieces, key=lambda p: len(p.frames)), key=lambda p: len(p.frames)):
+        """Pieces of one shape: padding would be decoded into the frames before it."""
+        for (_, start, stop), equal in groupby(sorted(pieces, key=_shape), key=_shape):
             alike = list(equal)
-            size = max(self.max_batch_frames // length, 1)
+            size = max(self.max_batch_frames // (stop - start + 1), 1)
             yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
     def _decode(self, pieces: list[Piece]) -> None:
-        waves = self.decode(torch.stack([piece.frames for piece in pieces]))
+        _, start, stop = _shape(pieces[0])
+        waves = self.decode(torch.stack([piece.frames for piece in pieces]), start, stop)
         for piece, wave in zip(pieces, waves, strict=True):
-            piece.waves[piece.index] = wave[piece.start * self.hop : piece.stop * self.hop]
+            piece.waves[piece.index] = wave
+
+
+def _shape(piece: Piece) -> tuple[int, int, int]:
+    """Pieces with the same can be one batch."""
+    return len(piece.frames), piece.start, piece.stop

@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 
 from vllm_omni.model_executor.layers.causal_convs import CausalConv, StatefulConv, TransposedConv
 from vllm_omni.model_executor.layers.causal_state import LayerStates, StateKeys
-from vllm_omni.model_executor.layers.causal_vocoder import ACTIVATION_COPIES, MAX_BATCH_FRAMES, CausalVocoder
+from vllm_omni.model_executor.layers.causal_vocoder import CausalVocoder
 from vllm_omni.model_executor.layers.vocoder import load_own
 
 
@@ -62,8 +62,7 @@ class OmniMimi(CausalVocoder):
 
     def activation_bytes(self, num_rows: int) -> int:
         """See `SupportsActivationEstimate`. The decoder's last layers are the widest."""
-        widest = min(num_rows, MAX_BATCH_FRAMES) * self.hop * self.config.num_filters
-        return ACTIVATION_COPIES * widest * torch.float32.itemsize
+        return self.widest_bytes(num_rows, self.config.num_filters)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         prefix = self.checkpoint_prefix

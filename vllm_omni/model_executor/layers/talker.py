@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What talkers share: vLLM's interface of a model that predicts codes, and their feedback.
 
-A step of a talker reads the sum of what it has made last and of the next row of the text that it speaks. Text may
-arrive while it speaks. This file knows no model and no engine.
+A step of a talker reads what it has made last. In some models it reads the sum of that and of the next row of the text
+that it speaks, which may arrive while it speaks (`TextFeedback`); in others the whole text is in the prompt
+(`WholePromptFeedback`). This file knows no model and no engine.
 """
 
 from abc import abstractmethod
@@ -14,11 +15,14 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import maybe_prefix
+from vllm.sampling_params import SamplingParams
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStrategy, InputPiece
 from vllm_omni.model_executor.feedback_buffers import SlotRows
-from vllm_omni.model_executor.layers.frame_loop import FrameLoop
+from vllm_omni.model_executor.layers.frame_loop import FrameLoop, FrameMemory
+from vllm_omni.model_executor.layers.residual_codes import ResidualFilter
+from vllm_omni.model_executor.sound_cache import SoundCache
 
 TEXT_ROWS = 2048
 """Rows of text for which a talker has memory from the start, for each request of a step: ten minutes of speech."""
@@ -170,6 +174,44 @@ class FrameFeedback(TextFeedback):
 
     def _with_text(self, rows: FedBackRows, frame_embeds: torch.Tensor, codes: torch.Tensor) -> FedBack:
         return FedBack(frame_embeds + self._text.read(rows.slots, rows.frames), {"codes": codes})
+
+    def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        self._frames.save_hidden_states(slots, hidden_states)
+
+
+class WholePromptFeedback(FeedbackStrategy):
+    """Keeps each request's prompt, which is complete when it arrives, its frames, and the encoded sounds of prompts."""
+
+    sound_cache: SoundCache
+
+    def __init__(self, frames: FrameMemory) -> None:
+        self._frames = frames
+        self._prompts: dict[int, torch.Tensor] = {}
+        self.sound_cache = SoundCache()
+
+    def set_input(self, slot: int, prompt: torch.Tensor, params: SamplingParams) -> None:
+        """What a request starts with.
+
+        Args:
+            prompt: `[prompt_len, hidden]`.
+            params: Also those of residual codes.
+        """
+        self._frames.begin(slot, params, ResidualFilter.from_params(params))
+        self._prompts[slot] = prompt
+
+    def extend(self, pieces: list[InputPiece]) -> None:
+        """No prompt has later pieces."""
+
+    def end(self, slot: int) -> None:
+        self._prompts.pop(slot, None)
+        self._frames.end(slot)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._frames.buffer_bytes
+
+    def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        return self._prompts[slot][start:stop]
 
     def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         self._frames.save_hidden_states(slots, hidden_states)

@@ -12,6 +12,7 @@ import pytest
 from tests.entrypoints.fake_pipelines import make_pipeline
 from tests.entrypoints.openai.fake_server import FakeServer
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
+from tests.entrypoints.openai.realtime.test_turns import IDLE, SILENCE, needs_vad, send
 from tests.entrypoints.spoken_functions import SPEAKING, writer
 from tests.orchestrator.pipelines import function_stage
 from vllm_omni import AsyncOmniLLM
@@ -163,3 +164,34 @@ def test_a_turn_without_words_is_a_failed_response(server: FakeServer) -> None:
     response = converse(server.app, main, model="fake")[-1].response
     assert response.status == "failed"
     assert "this sound has no speech" in response.status_details.error.message
+
+
+@needs_vad
+def test_silence_after_an_answer_has_no_words(server: FakeServer, llm: AsyncOmniLLM) -> None:
+    """`idle_timeout_ms`: the model reads an empty turn, which is not transcribed, in this response and later ones."""
+
+    async def stay_silent(session: Session) -> tuple[str, list[Any]]:
+        hearing = {"transcription": {"model": "any"}, "turn_detection": IDLE}
+        await session.configure(audio={"input": hearing}, output_modalities=["text"])
+        await session.say("Hello.")
+        await session.respond()
+        await send(session, SILENCE)
+        events = await session.until("response.done")
+        if not (done := [event for event in events if event.type == f"{TRANSCRIPTION}.completed"]):
+            done = (await session.until(f"{TRANSCRIPTION}.completed"))[-1:]
+        await session.say("Still there.")
+        return done[0].transcript, await session.respond()
+
+    async def write(session: Session) -> list[Any]:
+        await session.configure(output_modalities=["text"])
+        for text in ("Hello.", "", "Still there."):
+            await session.say(text)
+            events = await session.respond()
+        return events
+
+    before = num_transcribed(llm)
+    transcript, silent = converse(server.app, stay_silent, model="fake", manual=False)
+    assert transcript == "" and num_transcribed(llm) == before
+    written = converse(server.app, write, model="fake")
+    texts = [events[-1].response.output[0].content[0].text for events in (silent, written)]
+    assert texts[0] == texts[1] != ""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
 from vllm_omni.entrypoints.openai.realtime import protocol
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item, read_item, to_messages
@@ -16,7 +17,6 @@ from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.realtime.response import Response
-from vllm_omni.entrypoints.openai.sse import ChatDelta
 
 PCM, ULAW = FORMATS["audio/pcm"], FORMATS["audio/pcmu"]
 

@@ -23,6 +23,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.testing.media import make_audio
 
 GROUP = "app"
@@ -332,6 +333,8 @@ WRONG: list[tuple[Any, str]] = [
     ({"audio": {"input": {"transcription": {"prompt": "a" * 5000}}}}, "audio.input.transcription.prompt"),
     ({"audio": {"input": {"turn_detection": {"type": "server_vad", "threshold": 2}}}},
      "audio.input.turn_detection.threshold"),
+    ({"audio": {"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 10}}}},
+     "audio.input.turn_detection.idle_timeout_ms"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"tools": [{"type": "mcp", "server_label": "a"}]}, "tools[0]"),
     ({"tool_choice": {"type": "function", "name": "a"}}, "tool_choice"),
@@ -368,6 +371,29 @@ def test_other_formats_and_speeds(realtime_app: FastAPI) -> None:
     pcm, ulaw, fast = converse(realtime_app, main)
     assert len(ulaw) == pytest.approx(len(pcm) / 6, rel=0.02)
     assert len(fast) == pytest.approx(len(pcm) / 1.5, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["audio/pcmu", "audio/pcma"])
+def test_the_sound_of_a_telephone(realtime_app: FastAPI, kind: str) -> None:
+    """G.711 in: the model hears what it hears in a chat with the same 8 kHz; the client gets its sound back."""
+    g711 = FORMATS[kind]
+    sent = g711.encode(SOUND[::3])
+
+    async def main(session: Session) -> tuple[Any, Any]:
+        settings = await session.configure(audio={"input": {"format": {"type": kind}}}, output_modalities=["text"])
+        assert settings.audio.input.format.type == kind
+        item = await session.speak(np.frombuffer(sent, np.uint8))
+        response = (await session.respond())[-1].response
+        await session.connection.conversation.item.retrieve(item_id=item.id)
+        return response, (await session.until("conversation.item.retrieved"))[-1].item
+
+    response, item = converse(realtime_app, main)
+    np.testing.assert_array_equal(g711.decode(base64.b64decode(item.content[0].audio)), g711.decode(sent))
+    wav = encode_audio(g711.decode(sent).astype(np.float32) / 32768, "wav", 8000)
+    uri = "data:audio/wav;base64," + base64.b64encode(wav).decode()
+    expected = chat(realtime_app, [{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": uri}}]}])
+    assert response.output[0].content[0].text == expected.choices[0].message.content != ""
+    assert response.usage.input_tokens == expected.usage.prompt_tokens
 
 
 USER: Any = {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}
@@ -410,6 +436,21 @@ def test_transcription_by_the_model(realtime_app: FastAPI) -> None:
 
     text = use(realtime_app, expected)
     converse(realtime_app, main)
+
+
+def test_a_turn_finds_the_cache_of_those_before(realtime_app: FastAPI) -> None:
+    """The messages of a response are the first of the next one's, so the engine has their KV cache."""
+
+    async def main(session: Session) -> list[Any]:
+        usages = []
+        for text in ("The tide is low, the boats lie on the sand. " * 20, "And now?"):
+            await session.say(text)
+            usages.append((await session.respond(output_modalities=["text"]))[-1].response.usage)
+        return usages
+
+    first, second = converse(realtime_app, main)
+    assert first.input_token_details.cached_tokens == 0
+    assert 0 < second.input_token_details.cached_tokens <= first.input_tokens + first.output_tokens
 
 
 def test_the_synchronous_client(realtime_app: FastAPI) -> None:

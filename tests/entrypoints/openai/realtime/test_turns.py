@@ -14,7 +14,7 @@ from tests.coloured_shapes.recordings import recording
 from tests.entrypoints.openai.realtime.sessions import Session, converse, types_of
 from vllm_omni.entrypoints.openai.realtime import turn_detection
 from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
-from vllm_omni.entrypoints.openai.realtime.turn_detection import TurnDetector, with_defaults
+from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, TurnDetector, with_defaults
 
 GROUP = "app"
 needs_vad = pytest.mark.skipif(
@@ -49,6 +49,15 @@ def test_speech_is_found_in_any_pieces(ms: int) -> None:
     # 300 ms before the speech; 400 ms after it.
     assert started.at_ms == pytest.approx(500 + 1080 - 300, abs=150)
     assert stopped.at_ms == pytest.approx(500 + 1000 * len(samples) / RATE - 1080 + 400, abs=250)
+
+
+@needs_vad
+def test_speech_is_found_in_the_sound_of_a_telephone() -> None:
+    samples = voiced()
+    telephone = samples[: len(samples) // 3 * 3].reshape(-1, 3).mean(axis=1).astype("<i2")  # 8 kHz
+    started, stopped = asyncio.run(TurnDetector(with_defaults(VAD), RATE // 3, 0).feed(telephone))
+    assert started.at_ms == pytest.approx(1080 - 300, abs=150)
+    assert stopped.at_ms == pytest.approx(1000 * len(samples) / RATE - 1080 + 400, abs=250)
 
 
 @needs_vad
@@ -145,6 +154,83 @@ def test_turns_without_responses(realtime_app: FastAPI) -> None:
         assert all(event.type != "response.created" for event in session.events)
 
     converse(realtime_app, main)
+
+
+IDLE: Any = {**VAD, "idle_timeout_ms": 1000}
+SILENCE = np.zeros(RATE, "<i2")
+
+
+def test_silence_is_measured_once_the_answer_was_played() -> None:
+    async def main() -> None:
+        idle, now = IdleTimeout(), asyncio.get_running_loop().time()
+        assert not idle.feed(0, 9000, 1000) and idle.start_ms is None  # There was no answer.
+        idle.start(now + 3600)
+        assert not idle.feed(9000, 18000, 1000) and idle.start_ms is None  # It is still played.
+        idle.start(now)
+        assert not idle.feed(18000, 18600, None) and idle.start_ms is None
+        assert not idle.feed(18000, 18600, 1000) and idle.start_ms == 18000
+        assert idle.feed(18600, 19000, 1000)
+        idle.restart()
+        assert not idle.feed(19000, 19900, 1000) and idle.start_ms == 19000
+        idle.stop()
+        assert not idle.feed(19900, 29000, 1000) and idle.start_ms is None
+
+    asyncio.run(main())
+
+
+@needs_vad
+def test_a_user_who_stays_silent_is_asked(realtime_app: FastAPI) -> None:
+    """A second of silence after each answer, not before the first one; the model reads it as the user's turn."""
+
+    async def main(session: Session) -> tuple[list[Any], list[Any], Any]:
+        await session.configure(audio={"input": {"turn_detection": IDLE}}, output_modalities=["text"])
+        await send(session, np.tile(SILENCE, 2))
+        await session.say("Why is the sea blue?")
+        await session.respond()
+        before = len(session.events)
+        await send(session, SILENCE)
+        first = await session.until("response.done")
+        await session.connection.conversation.item.retrieve(item_id=first[0].item_id)
+        item = (await session.until("conversation.item.retrieved"))[-1].item
+        assert session.events[before].type == "input_audio_buffer.timeout_triggered"
+        await send(session, SILENCE)
+        return first, await session.until("response.done"), item
+
+    first, second, item = converse(realtime_app, main, manual=False)
+    for events, start_ms in ((first, 2000), (second, 3000)):
+        assert types_of(events)[:5] == [
+            "input_audio_buffer.timeout_triggered",
+            "input_audio_buffer.committed",
+            "conversation.item.added",
+            "conversation.item.done",
+            "response.created",
+        ]
+        triggered, committed, added = events[:3]
+        assert (triggered.audio_start_ms, triggered.audio_end_ms) == (start_ms, start_ms + 1000)
+        assert triggered.item_id == committed.item_id == added.item.id
+        assert events[-1].response.output[0].content[0].text
+    assert item.role == "user" and base64.b64decode(item.content[0].audio) == SILENCE.tobytes()
+
+
+@pytest.mark.slow
+@needs_vad
+def test_speech_ends_the_silence(realtime_app: FastAPI) -> None:
+    """A user who speaks in time has a usual turn, and without `idle_timeout_ms` silence is no turn."""
+
+    async def main(session: Session) -> None:
+        await session.configure(audio={"input": {"turn_detection": IDLE}}, output_modalities=["text"])
+        await session.say("Why is the sea blue?")
+        await session.respond()
+        await send(session, np.concatenate([SILENCE[: RATE // 2], voiced()[RATE:]]))
+        types = types_of(await session.until("response.done"))
+        assert types[:2] == ["input_audio_buffer.speech_started", "input_audio_buffer.speech_stopped"]
+        assert "input_audio_buffer.timeout_triggered" not in types_of(session.events)
+        await session.configure(audio={"input": {"turn_detection": VAD}})
+        await send(session, np.tile(SILENCE, 2))
+        await session.say("And now?")  # All the silence was read before.
+        assert "input_audio_buffer.timeout_triggered" not in types_of(session.events)
+
+    converse(realtime_app, main, manual=False)
 
 
 def test_without_silero_vad(realtime_app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:

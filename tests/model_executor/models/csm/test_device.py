@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from vllm.sampling_params import SamplingParams
 
+from tests.model_executor.models.speech import decode_in_windows
 from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu
 from vllm_omni.model_executor.feedback import FedBackRows, RequestInput
 from vllm_omni.model_executor.layers.depth_decoder import DepthDecoder
@@ -84,22 +85,15 @@ def test_inputs_and_outputs_of_the_backbone(backbone: Backbone, device: Simulate
     torch.testing.assert_close(on_cpu(speak(backbone, DEVICE)), speak(backbone, CPU))
 
 
-@torch.no_grad()
 def decode(reference: CsmReference, device: torch.device) -> list[torch.Tensor]:
     """The waves of two requests in windows."""
     model_config = SimpleNamespace(hf_config=reference.model.config.codec_config)
     codec = OmniCsmCodec(vllm_config=SimpleNamespace(model_config=model_config))  # type: ignore[arg-type]
     weights = reference.model.codec_model.state_dict()
     codec.load_weights((f"codec_model.{name}", tensor) for name, tensor in weights.items())
-    codec = codec.to(device)
+    codec.to(device)
     codes = torch.randint(100, (2, 9, reference.model.config.num_codebooks), generator=torch.Generator().manual_seed(0))
-    states: list[dict[str, Any]] = [{}, {}]
-    waves = []
-    for start, stop in ((0, 4), (4, 9)):
-        infos = [{"codes": codes[i, start:stop], "state": states[i], "is_last": stop == 9} for i in range(2)]
-        made = codec(torch.empty(0), torch.empty(0), runtime_additional_information=infos)
-        waves += [output["audio"] for output in made]
-    return waves
+    return decode_in_windows(codec, codes, (4, 9))
 
 
 def test_sound_in_windows(reference: CsmReference, device: SimulatedDevice) -> None:

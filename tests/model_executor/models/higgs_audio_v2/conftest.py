@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.model_executor.models.engines import TIGHT, start_engine
+from tests.model_executor.models.engines import start_backbone, start_engine
 from vllm_omni.config.loader import load_pipeline_config
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.config.utils import stage_configs_dir
@@ -22,14 +22,7 @@ def reference(tiny_higgs_audio_v2: Path) -> HiggsAudioReference:
 
 @pytest.fixture(scope="session")
 def backbone_engine(tiny_higgs_audio_v2: Path) -> Iterator[OmniLLMEngine]:
-    engine = start_engine(
-        tiny_higgs_audio_v2,
-        engine_output_type="codes",
-        enable_prompt_embeds=True,
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        **TIGHT,
-    )
+    engine = start_backbone(tiny_higgs_audio_v2)
     yield engine
     engine.close()
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from vllm.sampling_params import SamplingParams
 
+from tests.model_executor.models.speech import decode_in_windows
 from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu
 from vllm_omni.model_executor.feedback import FedBackRows, RequestInput
 from vllm_omni.model_executor.layers.delay_pattern import DelayPattern
@@ -70,7 +71,7 @@ def speak(backbone: Backbone, device: torch.device) -> list[torch.Tensor]:
     ]
     for slot, params in enumerate((SAMPLED, SamplingParams(temperature=0))):
         strategy.begin(slot, RequestInput([], prompts[slot], params, True))
-    made = [strategy.prompt_rows(0, 1, 8), strategy.prompt_marks(0, 0, 9), strategy.prompt_rows(1, 0, 2)]
+    made = [strategy.prompt_rows(0, 1, 8), strategy.prompt_mask(0, 0, 9), strategy.prompt_rows(1, 0, 2)]
     slots = torch.tensor([1, 0], device=device)
     for frame in range(6):
         strategy.save_hidden_states(slots, torch.randn(2, config.hidden_size).to(device))
@@ -86,22 +87,15 @@ def test_inputs_and_outputs_of_the_backbone(backbone: Backbone, device: Simulate
     torch.testing.assert_close(on_cpu(speak(backbone, DEVICE)), speak(backbone, CPU))
 
 
-@torch.no_grad()
 def decode(reference: HiggsAudioReference, device: torch.device) -> list[torch.Tensor]:
     """The waves of two requests in windows."""
     theirs = reference.processor.audio_tokenizer
     config: Any = SimpleNamespace(model_config=SimpleNamespace(hf_config=theirs.config))
     codec = OmniHiggsAudioCodec(vllm_config=config)
     codec.load_weights(theirs.state_dict().items())
-    codec = codec.to(device)
+    codec.to(device)
     codes = torch.randint(60, (2, 30, theirs.config.num_quantizers), generator=torch.Generator().manual_seed(0))
-    states: list[dict[str, Any]] = [{}, {}]
-    waves = []
-    for start, stop in ((0, 4), (4, 22), (22, 30)):
-        infos = [{"codes": codes[i, start:stop], "state": states[i], "is_last": stop == 30} for i in range(2)]
-        made = codec(torch.empty(0), torch.empty(0), runtime_additional_information=infos)
-        waves += [output["audio"] for output in made]
-    return waves
+    return decode_in_windows(codec, codes, (4, 22, 30))
 
 
 def test_sound_in_windows(reference: HiggsAudioReference, device: SimulatedDevice) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.sampling_params import SamplingParams
 
 from tests.model_executor.models.csm.prompts import sound
 from tests.model_executor.models.speech import CodecTests, SpeechCase, SpeechCodec, SpeechModel, SpeechTests
@@ -76,3 +77,11 @@ def test_wrong_fields_are_refused_by_name(
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         prompt_processor({"prompt": "hello", "additional_information": information})
+
+
+@pytest.mark.parametrize("limits", [{"ras_win_len": 17}, {"ras_win_len": 7.0}, {"ras_win_max_num_repeat": 0}])
+def test_wrong_sampling_parameters_are_refused(limits: dict[str, Any], prompt_processor: PromptProcessor) -> None:
+    given = {"ras_win_len": 7, "ras_win_max_num_repeat": 2}
+    prompt_processor.validate(SamplingParams(extra_args=given))
+    with pytest.raises(ValueError, match="ras_win_len is 1 to 16, and ras_win_max_num_repeat at least 1"):
+        prompt_processor.validate(SamplingParams(extra_args=given | limits))

@@ -14,7 +14,8 @@ from vllm.sampling_params import SamplingParams
 from tests.model_executor.models.engines import run_engine
 from tests.model_executor.models.peak_memory import PeakMemory
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
-from vllm_omni.model_executor.layers.causal_vocoder import MAX_BATCH_FRAMES, group_by_length, piece_length
+from vllm_omni.model_executor.layers.causal_vocoder import group_by_length
+from vllm_omni.model_executor.layers.vocoder import MAX_BATCH_FRAMES, piece_length
 from vllm_omni.model_executor.models.qwen3_omni_moe.code2wav import OmniQwen3OmniMoeCode2Wav
 from vllm_omni.testing.hf_oracle import HFOracle
 

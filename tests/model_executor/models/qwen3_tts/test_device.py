@@ -4,12 +4,12 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.model_executor.models.speech import decode_in_windows
 from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu
 
 from .prompts import sound
@@ -23,19 +23,10 @@ def folder(checkpoint: Callable[[str, str], Path]) -> Path:
     return checkpoint("qwen3_tts_base", "default")
 
 
-@torch.no_grad()
 def decode(codec: nn.Module, device: torch.device) -> list[torch.Tensor]:
     """The waves of two requests in windows; one continues a reference."""
-    codec = copy.deepcopy(codec).to(device)
     codes = torch.randint(100, (2, 9, 4), generator=torch.Generator().manual_seed(0))
-    states: list[dict[str, Any]] = [{}, {}]
-    waves = []
-    for start, stop in ((0, 4), (4, 9)):
-        infos = [{"codes": codes[i, start:stop], "state": states[i], "is_last": stop == 9} for i in range(2)]
-        infos[1]["num_silent"] = 3 if start == 0 else 0
-        made = codec(torch.empty(0), torch.empty(0), runtime_additional_information=infos)
-        waves += [output["audio"] for output in made]
-    return waves
+    return decode_in_windows(copy.deepcopy(codec).to(device), codes, (4, 9), num_silent=(0, 3))
 
 
 def test_sound_in_windows(folder: Path, device: SimulatedDevice) -> None:

@@ -13,11 +13,12 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServingChat
+from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta, read_deltas
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import Message
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.sse import ChatDelta, ErrorLine, read_deltas
+from vllm_omni.entrypoints.openai.sse import ErrorLine
 from vllm_omni.errors import OmniError
 
 logger = logging.getLogger("vllm.omni.server")

@@ -56,6 +56,7 @@ class Item:
         data: In the form of OpenAI's events, without sound.
         sounds: Those of a user's message, by index of its content.
         asr_settings: What the session set of the ASR stage's parameters when it was added; None: it was not added.
+        has_no_words: Its sounds are silence, in which an ASR stage finds no text.
         made_ms, num_chars: Of an assistant's speech: its length, estimated while it is made, and that of its text.
         sent_ms: What of it the client has got.
     """
@@ -63,6 +64,7 @@ class Item:
     data: dict[str, Any]
     sounds: dict[int, Sound] = field(default_factory=dict)
     asr_settings: dict[str, Any] | None = None
+    has_no_words: bool = False
     made_ms: float = 0.0
     num_chars: int = 0
     sent_ms: float = 0.0
@@ -267,7 +269,8 @@ def to_messages(instructions: str, items: Iterable[Item]) -> list[Message]:
 
 def to_asr_settings(items: Iterable[Item], current: dict[str, Any]) -> list[dict[str, Any]]:
     """What each sound of `to_messages` is transcribed with, in their order; `current`: if its item has no settings."""
-    return [current if item.asr_settings is None else item.asr_settings for item in items for _ in item.sounds]
+    heard = [item for item in items if not item.has_no_words]
+    return [current if item.asr_settings is None else item.asr_settings for item in heard for _ in item.sounds]
 
 
 def _tool_call(data: dict[str, Any]) -> dict[str, Any]:
@@ -276,6 +279,8 @@ def _tool_call(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part(item: Item, index: int, part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "input_audio" and item.has_no_words:
+        return {"type": "text", "text": ""}
     if part["type"] == "input_audio":
         return {"type": "audio_url", "audio_url": {"url": item.sounds[index].uri()}}
     if part["type"] == "input_image":

@@ -137,6 +137,8 @@ class _Message(Output):
 
     part_type = ""  # In events of the part.
     content_type, field = "", ""  # In the item.
+    played_at = 0.0
+    """When a client that plays at once has played what was sent, as the time of the event loop."""
 
     def __init__(self, outlet: Outlet, index: int) -> None:
         super().__init__(outlet, index, {"type": "message", "role": "assistant", "content": []})
@@ -180,7 +182,6 @@ class SpokenMessage(_Message):
     def __init__(self, outlet: Outlet, index: int) -> None:
         super().__init__(outlet, index)
         self._sound = outlet.new_sound()
-        self._played_at = 0.0  # When a client that plays at once has played what was sent.
 
     async def write(self, text: str) -> None:
         await self._write(text, "response.output_audio_transcript.delta")
@@ -206,8 +207,8 @@ class SpokenMessage(_Message):
     async def _wait(self, seconds: float) -> None:
         """Waits until so much more speech is within the lead."""
         now = asyncio.get_running_loop().time()
-        self._played_at = max(self._played_at, now) + seconds
-        if (early := self._played_at - now - self._outlet.lead_s) > 0:
+        self.played_at = max(self.played_at, now) + seconds
+        if (early := self.played_at - now - self._outlet.lead_s) > 0:
             await asyncio.sleep(early)
 
     async def _finish_content(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
+from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
 from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Message
@@ -23,7 +24,6 @@ from vllm_omni.entrypoints.openai.realtime.output_items import (
     WrittenMessage,
 )
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
-from vllm_omni.entrypoints.openai.sse import ChatDelta
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
@@ -73,9 +73,15 @@ class Response:
         self._made_ms, self._num_chars, self._is_made = 0.0, 0, False
         self._usage: dict[str, Any] = {}
         self._mm_token_counts: Mapping[str, int] = {}
+        self._num_cached_tokens = 0
         self._finish_reason: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._has_started = asyncio.Event()
+
+    @property
+    def played_at(self) -> float | None:
+        """When its message was played, as the time of the event loop; None: it has no message."""
+        return None if self._message is None else self._message.played_at
 
     def start(self) -> asyncio.Task[None]:
         """Runs it in a task."""
@@ -157,7 +163,7 @@ class Response:
             if isinstance(delta, ChatError):
                 raise delta
             self._usage = delta.usage or self._usage
-            self._mm_token_counts = delta.mm_token_counts
+            self._mm_token_counts, self._num_cached_tokens = delta.mm_token_counts, delta.num_cached_tokens
             self._finish_reason = delta.finish_reason or self._finish_reason
             await self._take(delta)
         if isinstance(self._message, SpokenMessage):
@@ -229,7 +235,6 @@ class Response:
         read, written = usage.get("prompt_tokens", 0), usage.get("completion_tokens") or 0
         heard, seen = self._mm_token_counts.get("audio", 0), self._mm_token_counts.get("image", 0)
         spoken = (usage.get("completion_tokens_details") or {}).get("audio_tokens", 0)
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         others = sum(self._mm_token_counts.values())
         return {
             "total_tokens": read + written,
@@ -239,7 +244,7 @@ class Response:
                 "text_tokens": read - others,
                 "audio_tokens": heard,
                 "image_tokens": seen,
-                "cached_tokens": cached,
+                "cached_tokens": self._num_cached_tokens,
             },
             "output_token_details": {"text_tokens": written - spoken, "audio_tokens": spoken},
         }

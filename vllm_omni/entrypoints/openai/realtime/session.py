@@ -9,21 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from openai.types.audio.transcription import UsageDuration
 from openai.types.realtime import RealtimeResponseCreateParams
 from starlette.websockets import WebSocket, WebSocketDisconnect
-from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
-from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end
-from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values, transcription_request
+from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
 from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
     Item,
@@ -37,18 +33,15 @@ from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_event
 from vllm_omni.entrypoints.openai.realtime.response import Response
-from vllm_omni.entrypoints.openai.realtime.turn_detection import Turn, TurnDetector
-from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.realtime.transcription import InputTranscriptions
+from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, Turn, TurnDetector
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
-from vllm_omni.entrypoints.openai.transcriptions import stage_prompt
-from vllm_omni.entrypoints.openai.transcripts import Transcript, read_texts, token_usage
 
 MIN_TURN_S = 0.1  # As OpenAI's.
 
 logger = logging.getLogger("vllm.omni.server")
 
-_TRANSCRIPTION = "conversation.item.input_audio_transcription"
-_MAX_RESPONSES, _MAX_TRANSCRIPTIONS = 16, 4  # At once; further transcriptions wait.
+_MAX_RESPONSES = 16  # At once.
 _MAX_ITEMS = 10_000
 _EXPIRED, _IDLE, _FAILED = 1001, 1000, 1011  # WebSocket close codes.
 
@@ -87,11 +80,11 @@ class Session:
             send=self._send, chat=chat, owner=owner, sample_rate=sample_rate, lead_s=limits.realtime_lead_s
         )
         self._responses: dict[str, Response] = {}
-        self._transcriptions: set[asyncio.Task[None]] = set()
-        self._transcribing = asyncio.Semaphore(_MAX_TRANSCRIPTIONS)
+        self._transcriptions = InputTranscriptions(self._context, values["model"])
         self._runner: asyncio.Task[Any] | None = None
         self._has_failed = False
         self._turn_id: str | None = None  # The id of the item that is spoken.
+        self._idle = IdleTimeout()
         self._values: Values = {}
         self._configure(values)
         self._handlers: dict[str, Callable[[Any], Awaitable[None]]] = {
@@ -124,10 +117,7 @@ class Session:
             await self._abort()
 
     async def _abort(self) -> None:
-        await asyncio.gather(
-            *(response.close() for response in self._responses.values()),
-            *(end(task) for task in self._transcriptions),
-        )
+        await asyncio.gather(*(response.close() for response in self._responses.values()), self._transcriptions.close())
 
     async def _receive(self) -> str | bytes | None:
         """The next message; None when the session has expired."""
@@ -173,11 +163,10 @@ class Session:
     async def _send_error(self, error: EventError) -> None:
         await self._send("error", error=error.as_dict())
 
-    def _watch(self, task: asyncio.Task[None], on_end: Callable[[], object]) -> None:
-        """Calls a function at the end of a task. A task that failed ends the session, whose client would wait."""
+    def _watch(self, task: asyncio.Task[None]) -> None:
+        """A task that failed ends the session, whose client would wait."""
 
         def ended(task: asyncio.Task[None]) -> None:
-            on_end()
             if not task.cancelled() and (error := task.exception()) and not isinstance(error, WebSocketDisconnect):
                 logger.error("a realtime session failed", exc_info=error)
                 self._has_failed = True
@@ -210,6 +199,7 @@ class Session:
         if settings is not None:
             self._detector = TurnDetector(settings, self._buffer.format.sample_rate, self._buffer.end_ms)
         self._turn_id = None
+        self._idle.restart()
 
     # The input buffer.
 
@@ -218,12 +208,19 @@ class Session:
             raise EventError("this model does not accept audio; send text", "audio", "unsupported")
         samples = decode_sound(event.audio, self._buffer.format, "audio")
         self._check_room("audio", seconds=len(samples) / self._buffer.format.sample_rate)
+        start_ms = self._buffer.end_ms
         self._buffer.append(samples)
-        if self._detector is not None:
-            for turn in await self._detector.feed(samples):
-                await self._follow(turn)
-            if self._detector is not None and self._turn_id is None:
-                self._buffer.keep_last(self._detector.num_kept_ms)
+        if self._detector is None:
+            return
+        for turn in await self._detector.feed(samples):
+            await self._follow(turn)
+        if self._turn_id is not None:
+            return
+        timeout_ms = self._values["audio"]["input"]["turn_detection"].get("idle_timeout_ms")
+        if self._idle.feed(start_ms, self._buffer.end_ms, timeout_ms):
+            await self._answer_silence()
+        elif self._idle.start_ms is None:
+            self._buffer.keep_last(self._detector.num_kept_ms)
 
     def _check_room(self, param: str, *, seconds: float = 0.0, num_chars: int = 0) -> None:
         if len(self._conversation) >= _MAX_ITEMS:
@@ -248,6 +245,7 @@ class Session:
         settings = self._values["audio"]["input"]["turn_detection"]
         if turn.kind == "started":
             self._turn_id = new_id("item")
+            self._idle.stop()
             self._buffer.drop_before(turn.at_ms)
             await self._send("input_audio_buffer.speech_started", audio_start_ms=turn.at_ms, item_id=self._turn_id)
             if settings["interrupt_response"] and (response := self._active()):
@@ -259,6 +257,17 @@ class Session:
         if settings["create_response"]:
             await self._respond(None)
 
+    async def _answer_silence(self) -> None:
+        """The user has said nothing for `idle_timeout_ms`: the silence is a turn, and the model may ask for one."""
+        item_id, start_ms, end_ms = new_id("item"), self._idle.start_ms, self._buffer.end_ms
+        assert start_ms is not None
+        self._buffer.drop_before(start_ms)
+        times = {"audio_start_ms": start_ms, "audio_end_ms": end_ms}
+        await self._send("input_audio_buffer.timeout_triggered", **times, item_id=item_id)
+        await self._commit_sound(self._buffer.take(), item_id, has_no_words=self._chat.asr_stage is not None)
+        if self._values["audio"]["input"]["turn_detection"]["create_response"]:
+            await self._respond(None)
+
     async def _commit(self, event: Any) -> None:
         if self._buffer.seconds < MIN_TURN_S:
             raise EventError(
@@ -268,58 +277,21 @@ class Session:
             )
         await self._commit_sound(self._buffer.take(), self._turn_id or new_id("item"))
 
-    async def _commit_sound(self, sound: Sound, item_id: str) -> None:
+    async def _commit_sound(self, sound: Sound, item_id: str, *, has_no_words: bool = False) -> None:
         self._turn_id = None
+        self._idle.stop()
         content = [{"type": "input_audio", "transcript": None}]
         data = {"id": item_id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user"}
-        item = Item({**data, "content": content}, {0: sound})
+        item = Item({**data, "content": content}, {0: sound}, has_no_words=has_no_words)
         await self._send("input_audio_buffer.committed", previous_item_id=self._conversation.last_id, item_id=item_id)
         await self._add(item, None)
         if (settings := self._values["audio"]["input"]["transcription"]) is not None:
-            task = asyncio.create_task(self._transcribe(item, sound, settings))
-            self._transcriptions.add(task)
-            self._watch(task, lambda: self._transcriptions.discard(task))
+            self._watch(self._transcriptions.start(item, sound, settings))
 
     async def _clear(self, event: Any) -> None:
         self._buffer.clear()
         self._detect(self._values["audio"]["input"]["turn_detection"])
         await self._send("input_audio_buffer.cleared")
-
-    async def _transcribe(self, item: Item, sound: Sound, settings: Values) -> None:
-        """The transcript of the input. The conversation does not need it."""
-        where = {"item_id": item.id, "content_index": 0}
-        transcript = Transcript(usage=UsageDuration(type="duration", seconds=item.seconds))
-        try:
-            async with aclosing(self._deltas(item, sound, settings, transcript)) as deltas:
-                async for delta in deltas:
-                    transcript.text += delta
-                    await self._send(f"{_TRANSCRIPTION}.delta", **where, delta=delta)
-        except ChatError as error:
-            await self._send(f"{_TRANSCRIPTION}.failed", **where, error=error.as_dict())
-            return
-        item.content[0]["transcript"] = text = transcript.text
-        usage = {"type": transcript.usage.type, **transcript.usage.model_dump(exclude_none=True)}
-        await self._send(f"{_TRANSCRIPTION}.completed", **where, transcript=text, usage=usage)
-
-    async def _deltas(
-        self, item: Item, sound: Sound, settings: Values, transcript: Transcript
-    ) -> AsyncGenerator[str, None]:
-        """The text of a sound, by the ASR stage if there is one, or by the model. Raises `ChatError`."""
-        if (stage := self._chat.asr_stage) is not None:
-            RequestContext.start().owner = self._owner
-            try:
-                text = await stage.transcript(sound.uri(), "item.content", item.asr_settings or {})
-            except Exception as error:
-                raise as_chat_error(error) from error
-            yield text
-            return
-        transcript.usage = token_usage(UsageInfo())
-        request = transcription_request(settings, sound.uri()).as_chat(stage_prompt(self._chat.client, "transcribe"))
-        request.model = self._values["model"]
-        deltas = read_texts(deltas_of(self._chat, request, self._owner), transcript)
-        async with self._transcribing, aclosing(deltas):
-            async for delta in deltas:
-                yield delta
 
     # The conversation.
 
@@ -384,7 +356,16 @@ class Session:
         except (VLLMClientError, ValueError) as error:
             raise EventError(f"the response cannot be made: {error}", "response") from error
         self._responses[response.id] = response
-        self._watch(response.start(), lambda: self._responses.pop(response.id))
+        if in_conversation:
+            self._idle.stop()
+        task = response.start()
+        task.add_done_callback(lambda _: self._end_response(response))
+        self._watch(task)
+
+    def _end_response(self, response: Response) -> None:
+        del self._responses[response.id]
+        if response.is_in_conversation and response.played_at is not None:
+            self._idle.start(response.played_at)
 
     async def _cancel_response(self, event: Any) -> None:
         response = self._active() if event.response_id is None else self._responses.get(event.response_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds when a user speaks: silero-vad over the session's sound. Needs the extra `realtime`.
+"""Finds when a user speaks, and stays silent: silero-vad over the session's sound. Needs the extra `realtime`.
 
 The package's TorchScript model is run with a state of our own for each session, so that all sessions share its weights.
 """
@@ -33,6 +33,7 @@ _SEMANTIC_VAD: dict[str, Any] = {**_DEFAULTS, "eagerness": "auto"}
 _SILENCE_MS = {"low": 1200, "medium": 800, "auto": 800, "high": 400}
 """No model here judges whether a sentence is complete: `eagerness` sets how long silence lasts at a turn's end."""
 _MAX_MS = 10_000
+_MIN_IDLE_MS, _MAX_IDLE_MS = 1_000, 60_000
 
 
 def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
@@ -49,8 +50,10 @@ def check(settings: dict[str, Any], at: str) -> None:
     Raises:
         EventError: A value is out of range, or silero-vad is not installed.
     """
-    if settings.get("idle_timeout_ms") is not None:
-        raise EventError("idle_timeout_ms is not supported; leave it out", f"{at}.idle_timeout_ms")
+    timeout_ms = settings.get("idle_timeout_ms")
+    if timeout_ms is not None and not _MIN_IDLE_MS <= timeout_ms <= _MAX_IDLE_MS:
+        message = f"idle_timeout_ms must be from {_MIN_IDLE_MS} to {_MAX_IDLE_MS}, or null"
+        raise EventError(message, f"{at}.idle_timeout_ms")
     if not 0 <= settings.get("threshold", 0.5) <= 1:
         raise EventError("threshold must be from 0 to 1", f"{at}.threshold")
     for name in ("prefix_padding_ms", "silence_duration_ms"):
@@ -151,6 +154,52 @@ class TurnDetector:
             self._speech_end = None
             return Turn("stopped", self._start_ms + _ms(self._num_read))
         return None
+
+
+class IdleTimeout:
+    """Finds that the user has said nothing since the answer was played.
+
+    Silence is measured in the sound that arrives: it becomes the user's turn.
+
+    Attributes:
+        start_ms: Where the silence starts in the sound of the session; None: it is not measured.
+    """
+
+    def __init__(self) -> None:
+        self.start_ms: int | None = None
+        self._played_at: float | None = None
+
+    def start(self, played_at: float) -> None:
+        """Measures the silence after an answer.
+
+        Args:
+            played_at: When the answer was played, or will be, as the time of the event loop.
+        """
+        self.start_ms, self._played_at = None, played_at
+
+    def restart(self) -> None:
+        """Measures what arrives from now on."""
+        self.start_ms = None
+
+    def stop(self) -> None:
+        """Measures nothing until the next answer: the user, or the model, has the turn."""
+        self.start_ms, self._played_at = None, None
+
+    def feed(self, start_ms: int, end_ms: int, timeout_ms: int | None) -> bool:
+        """
+        Args:
+            start_ms: Where the sound without speech that arrives now starts in that of the session.
+            end_ms: Where it ends.
+            timeout_ms: The `idle_timeout_ms` of the session.
+
+        Returns:
+            Whether the silence has lasted so long.
+        """
+        if self._played_at is None or timeout_ms is None or asyncio.get_running_loop().time() < self._played_at:
+            return False
+        if self.start_ms is None:
+            self.start_ms = start_ms
+        return end_ms - self.start_ms >= timeout_ms
 
 
 def _ms(num_samples: int) -> int:

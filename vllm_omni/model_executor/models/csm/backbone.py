@@ -20,13 +20,11 @@ from vllm.model_executor.models.llama import LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.platforms import current_platform
 
-from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStrategy, InputPiece, RequestInput
+from vllm_omni.model_executor.feedback import FedBack, FedBackRows, RequestInput
 from vllm_omni.model_executor.layers.depth_decoder import DepthDecoder
 from vllm_omni.model_executor.layers.frame_loop import FrameLoop
 from vllm_omni.model_executor.layers.mimi import MimiEncoder
-from vllm_omni.model_executor.layers.residual_codes import ResidualFilter
-from vllm_omni.model_executor.layers.talker import Talker
-from vllm_omni.model_executor.sound_cache import SoundCache
+from vllm_omni.model_executor.layers.talker import Talker, WholePromptFeedback
 
 _FRAMES = "model.embed_tokens.weight"
 _DEPTH_FRAMES = "depth_decoder.embed_tokens.weight"
@@ -125,22 +123,21 @@ class OmniCsm(Talker):
         return list(tables[:, : self.config.codec_config.codebook_size].unbind(0))
 
 
-class CsmFeedback(FeedbackStrategy):
+class CsmFeedback(WholePromptFeedback):
     """Emits `codes`, int64 `[num_codebooks]` for each row. A request ends with a frame of zeros (but for its last code,
     as in the reference). Residual codes are sampled with the request's temperature, `top_p` and `top_k`, if it is
     below 50."""
 
+    _frames: FrameLoop
+
     def __init__(self, model: OmniCsm, frames: FrameLoop) -> None:
+        super().__init__(frames)
         self._model = model
         self._config = model.config
-        self._frames = frames
-        self._sounds = self.sound_cache = SoundCache()
-        self._prompts: dict[int, torch.Tensor] = {}
 
     def begin(self, slot: int, request: RequestInput) -> None:
         """Its information is that of a `CsmPromptProcessor`."""
-        self._prompts[slot] = self._embed_prompt(**request.information)
-        self._frames.begin(slot, request.params, ResidualFilter.from_params(request.params))
+        self.set_input(slot, self._embed_prompt(**request.information), request.params)
 
     def _embed_prompt(self, text_ids: torch.Tensor, sounds: torch.Tensor, sound_sizes: torch.Tensor) -> torch.Tensor:
         """`[rows, hidden]`: a text's ids, and a frame's row at each audio id, and that of zeros after a sound."""
@@ -149,25 +146,11 @@ class CsmFeedback(FeedbackStrategy):
         embeds = self._model.embed_text_tokens(text_ids)
         pieces = [sound for sound in sounds.split(sound_sizes.tolist()) if len(sound)]
         if pieces:
-            codes = torch.cat([self._sounds.encode(sound, device, self._model.codec)[0] for sound in pieces])
+            codes = torch.cat([self.sound_cache.encode(sound, device, self._model.codec)[0] for sound in pieces])
             embeds[text_ids == config.audio_token_id] = self._model.embed_frames(codes)
             end = torch.full((1, config.num_codebooks), config.codebook_eos_token_id, device=device)
             embeds[text_ids == config.audio_eos_token_id] = self._model.embed_frames(end)
         return embeds
-
-    def extend(self, pieces: list[InputPiece]) -> None:
-        """A prompt is complete when it arrives."""
-
-    def end(self, slot: int) -> None:
-        self._prompts.pop(slot, None)
-        self._frames.end(slot)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self._frames.buffer_bytes
-
-    def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        return self._prompts[slot][start:stop]
 
     def feed_back(self, rows: FedBackRows) -> FedBack:
         codes, _ = self._frames.make(rows, F.embedding(rows.token_ids, self._model.first_embedding.weight))
@@ -180,6 +163,3 @@ class CsmFeedback(FeedbackStrategy):
     def _as_rows(self, codes: torch.Tensor) -> FedBack:
         is_last = (codes[:, :-1] == self._config.codebook_eos_token_id).all(1)
         return FedBack(self._model.embed_frames(codes), {"codes": codes}, is_last)
-
-    def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        self._frames.save_hidden_states(slots, hidden_states)

@@ -12,7 +12,13 @@ from transformers import CsmProcessor, PretrainedConfig
 from vllm.tokenizers import TokenizerLike
 
 from vllm_omni.inputs import StageInput
-from vllm_omni.model_executor.prompt_processor import PromptProcessor, read_choice, read_sound, read_text
+from vllm_omni.model_executor.prompt_processor import (
+    PromptProcessor,
+    read_choice,
+    read_reference,
+    read_sound,
+    read_text,
+)
 
 MAX_SECONDS = 120.0
 """Of one sound; all of them must fit into the model's context, of 2048 rows at 12.5 a second."""
@@ -49,7 +55,10 @@ class CsmPromptProcessor(PromptProcessor):
     def process(self, given: Mapping[str, Any]) -> StageInput:
         text = read_text(given["prompt"], "prompt")
         speaker = read_choice(given.get("speaker", "0"), "speaker", self.voices)
-        turns = [*self._reference(given), *_read_turns(given.get("context", []))]
+        turns = _read_turns(given.get("context", []))
+        if reference := read_reference(given):
+            audio, ref_text = reference
+            turns.insert(0, ("ref_audio", {"text": ref_text, "audio": audio}))
         sounds = [read_sound(turn["audio"], name, self._sample_rate, MAX_SECONDS) for name, turn in turns]
         messages = [self._message(name, turn, speaker) for name, turn in turns]
         messages.append({"role": speaker, "content": [{"type": "text", "text": text}]})
@@ -63,14 +72,6 @@ class CsmPromptProcessor(PromptProcessor):
                 "sound_sizes": torch.tensor([len(sound) for sound in sounds], dtype=torch.int64),
             },
         )
-
-    @staticmethod
-    def _reference(given: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        if ("ref_audio" in given) != ("ref_text" in given):
-            raise ValueError("a reference voice is ref_audio and ref_text, what is said in it; give both, or none")
-        if "ref_audio" not in given:
-            return []
-        return [("ref_audio", {"text": read_text(given["ref_text"], "ref_text"), "audio": given["ref_audio"]})]
 
     def _message(self, name: str, turn: Mapping[str, Any], speaker: str) -> dict[str, Any]:
         own = read_choice(str(turn.get("speaker", speaker)), f"{name}: speaker", self.voices)

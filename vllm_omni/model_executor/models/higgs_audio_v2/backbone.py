@@ -22,12 +22,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
-from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStrategy, InputPiece, RequestInput
+from vllm_omni.model_executor.feedback import FedBack, FedBackRows, RequestInput
 from vllm_omni.model_executor.layers.delay_pattern import DelayedFrames, DelayPattern
-from vllm_omni.model_executor.layers.residual_codes import ResidualFilter
-from vllm_omni.model_executor.layers.talker import Talker
+from vllm_omni.model_executor.layers.talker import Talker, WholePromptFeedback
 from vllm_omni.model_executor.models.higgs_audio_v2.codec import HiggsAudioEncoder
 from vllm_omni.model_executor.models.higgs_audio_v2.tokenizer import find_codec, read_codec_config
 from vllm_omni.model_executor.sound_cache import SoundCache
@@ -36,8 +36,8 @@ _HEADS = "audio_lm_head.weight"
 
 
 class DualLayer(LlamaDecoderLayer):
-    """Rows of sound have norms and a network of their own; attention is common. Both networks run for every row: which
-    ones are of sound is not known when a CUDA graph is captured."""
+    """Rows of sound have norms and a network of their own; attention is common. Both networks run for every row of a
+    step with rows of text."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -58,17 +58,22 @@ class DualLayer(LlamaDecoderLayer):
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
-        is_sound: torch.Tensor,
+        is_sound: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
-            is_sound: `[N, 1]` bool.
+            is_sound: `[N, 1]` bool; None: all rows are.
         """
         residual = hidden_states if residual is None else residual + hidden_states
-        normed = torch.where(is_sound, self.audio_input_layernorm(residual), self.input_layernorm(residual))
+        normed = self.audio_input_layernorm(residual)
+        if is_sound is not None:
+            normed = torch.where(is_sound, normed, self.input_layernorm(residual))
         residual = residual + self.self_attn(positions=positions, hidden_states=normed)
-        sound = self.audio_mlp(self.audio_post_attention_layernorm(residual))
-        return torch.where(is_sound, sound, self.mlp(self.post_attention_layernorm(residual))), residual
+        hidden_states = self.audio_mlp(self.audio_post_attention_layernorm(residual))
+        if is_sound is not None:
+            text = self.mlp(self.post_attention_layernorm(residual))
+            hidden_states = torch.where(is_sound, hidden_states, text)
+        return hidden_states, residual
 
 
 @support_torch_compile
@@ -84,6 +89,8 @@ class DualModel(LlamaModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=DualLayer)
         max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.register_buffer("is_sound", torch.zeros(max_rows, dtype=torch.bool), persistent=False)
+        # A compiled model and a CUDA graph cannot branch, and a GPU would have to be waited for.
+        self._can_branch = current_platform.is_cpu() and vllm_config.model_config.enforce_eager
 
     def forward(  # type: ignore[override]
         self,
@@ -92,8 +99,9 @@ class DualModel(LlamaModel):
         intermediate_tensors: IntermediateTensors | None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> Any:
-        is_sound = self.is_sound[: positions.shape[0], None]
-        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, is_sound=is_sound)
+        is_sound = self.is_sound[: positions.shape[0]]
+        mask = None if self._can_branch and is_sound.all() else is_sound[:, None]
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, is_sound=mask)
 
 
 class OmniHiggsAudio(Talker):
@@ -189,41 +197,32 @@ class OmniHiggsAudio(Talker):
                 yield "codec_head.weight", tensor[: self.config.codebook_size]
 
 
-class HiggsAudioFeedback(FeedbackStrategy):
+class HiggsAudioFeedback(WholePromptFeedback):
     """Emits `codes`, int64 `[num_codebooks]` for each row: delayed, with the rows of start ids and of end ids. A
     request ends with the latter. All codes are sampled with the request's temperature, `top_p` and `top_k`, which is at
     most 50 for those of later codebooks."""
 
+    _frames: DelayedFrames
+
     def __init__(self, model: OmniHiggsAudio, frames: DelayedFrames) -> None:
+        super().__init__(frames)
         self._model = model
-        self._frames = frames
-        self._sounds = self.sound_cache = SoundCache()
-        self._prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.row_marks: torch.Tensor = model.model.is_sound
+        self._prompt_masks: dict[int, torch.Tensor] = {}
+        self.row_mask: torch.Tensor = model.model.is_sound
 
     def begin(self, slot: int, request: RequestInput) -> None:
         """Its information is that of a `HiggsAudioPromptProcessor`."""
-        text_ids = request.information["text_ids"].to(self.row_marks.device)
-        embeds = self._model.embed_prompt(self._sounds, text_ids, request.information["sound"])
-        self._prompts[slot] = embeds, self._model.is_sound(text_ids)
-        self._frames.begin(slot, request.params, ResidualFilter.from_params(request.params))
-
-    def extend(self, pieces: list[InputPiece]) -> None:
-        """A prompt is complete when it arrives."""
+        text_ids = request.information["text_ids"].to(self.row_mask.device)
+        embeds = self._model.embed_prompt(self.sound_cache, text_ids, request.information["sound"])
+        self.set_input(slot, embeds, request.params)
+        self._prompt_masks[slot] = self._model.is_sound(text_ids)
 
     def end(self, slot: int) -> None:
-        self._prompts.pop(slot, None)
-        self._frames.end(slot)
+        super().end(slot)
+        self._prompt_masks.pop(slot, None)
 
-    @property
-    def buffer_bytes(self) -> int:
-        return self._frames.buffer_bytes
-
-    def prompt_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        return self._prompts[slot][0][start:stop]
-
-    def prompt_marks(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        return self._prompts[slot][1][start:stop]
+    def prompt_mask(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        return self._prompt_masks[slot][start:stop]
 
     def feed_back(self, rows: FedBackRows) -> FedBack:
         return self._as_rows(self._frames.make(rows))
@@ -234,6 +233,3 @@ class HiggsAudioFeedback(FeedbackStrategy):
     def _as_rows(self, codes: torch.Tensor) -> FedBack:
         is_last = (codes == self._model.pattern.end_id).all(1)
         return FedBack(self._model.embed_frames(codes), {"codes": codes}, is_last)
-
-    def save_hidden_states(self, slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        self._frames.save_hidden_states(slots, hidden_states)

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import PretrainedConfig
+from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 
 from vllm_omni.inputs import StageInput
-from vllm_omni.model_executor.layers.delay_pattern import DelayPattern
+from vllm_omni.model_executor.layers.delay_pattern import DelayPattern, read_repeat_limits
 from vllm_omni.model_executor.models.higgs_audio_v2.tokenizer import num_sound_frames, read_codec_config
-from vllm_omni.model_executor.prompt_processor import PromptProcessor, read_sound, read_text
+from vllm_omni.model_executor.prompt_processor import PromptProcessor, read_reference, read_sound, read_text
 
 SYSTEM = "Generate audio following instruction."
 SCENE = "Audio is recorded from a quiet room."
@@ -39,12 +40,11 @@ class HiggsAudioPromptProcessor(PromptProcessor):
 
     def process(self, given: Mapping[str, Any]) -> StageInput:
         messages = [("system", SYSTEM), ("scene", read_text(given.get("instructions", SCENE), "instructions"))]
-        if ("ref_audio" in given) != ("ref_text" in given):
-            raise ValueError("a reference voice is ref_audio and ref_text, what is said in it; give both, or none")
         sound = torch.empty(0)
-        if "ref_audio" in given:
-            sound = read_sound(given["ref_audio"], "ref_audio", self._codec.sample_rate, MAX_SECONDS)
-            messages += [("user", read_text(given["ref_text"], "ref_text")), ("assistant", "")]
+        if reference := read_reference(given):
+            audio, ref_text = reference
+            sound = read_sound(audio, "ref_audio", self._codec.sample_rate, MAX_SECONDS)
+            messages += [("user", ref_text), ("assistant", "")]
         messages.append(("user", read_text(given["prompt"], "prompt")))
         text_ids = self._with_rows(self._tokenize(messages), len(sound))
         return StageInput(
@@ -52,6 +52,9 @@ class HiggsAudioPromptProcessor(PromptProcessor):
             prompt_token_ids=[self.hf_config.audio_token_id] * len(text_ids),
             additional_information={"text_ids": torch.tensor(text_ids), "sound": sound},
         )
+
+    def validate(self, params: SamplingParams) -> None:
+        read_repeat_limits(params)
 
     def _tokenize(self, messages: list[tuple[str, str]]) -> list[int]:
         """Messages of roles and texts; that of the assistant is the sound."""

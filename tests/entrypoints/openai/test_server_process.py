@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.entrypoints.openai.media_apps import server_args
-from vllm_omni.entrypoints.openai.listener import listening
+from vllm_omni.entrypoints.openai.server_process import listening
 
 
 def bind(path: Path) -> socket.socket:

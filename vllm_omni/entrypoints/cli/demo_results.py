@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of `vllm-omni demo`: pictures, sound players, texts, and a timeline of the stages. Needs no network."""
+"""What all steps of `vllm-omni demo` have in common: an answer is printed while it is made, a verdict follows, and all
+results become a page with pictures, sound players, texts, and a timeline of the stages. The page needs no network."""
 
+import time
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from vllm_omni.entrypoints.omni_llm import OmniLLM
+from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import OmniRequestOutput
 
@@ -19,6 +26,53 @@ h2 { font-size: 1rem; margin: 0; } img { width: 100%; image-rendering: pixelated
 _WIDTH, _ROW = 600, 20
 _LABEL = 90
 """Of the timeline, in its units: width, height of a stage, and the width of its name."""
+
+
+@dataclass
+class Answer:
+    """
+    Attributes:
+        speech: float32 `[samples]`, 24 kHz.
+        first_audio: Seconds from the request to the first of them.
+        seconds: Until the last of them.
+        is_cut: The text has reached its maximum length.
+        output: That of the speech.
+    """
+
+    text: str
+    speech: torch.Tensor
+    first_audio: float
+    seconds: float
+    is_cut: bool
+    output: OmniRequestOutput
+
+
+def stream_answer(omni: OmniLLM, content: str | list[dict[str, Any]], **options: Any) -> Answer:
+    """Prints the text while it is generated."""
+    started, first_audio = time.perf_counter(), 0.0
+    messages: list[Any] = [{"role": "user", "content": content}]
+    for event in omni.chat(messages, stream=True, **options):
+        if isinstance(event, ErrorEvent):
+            raise event.error
+        if isinstance(event, ARSegmentEvent) and event.final_output_type == "text":
+            print(event.text.replace("\n", "\n      "), end="", flush=True)
+        elif isinstance(event, ARSegmentEvent):
+            first_audio = first_audio or time.perf_counter() - started
+    print()
+    assert isinstance(event, CompletedEvent)
+    text, speech = event.outputs
+    return Answer(
+        text=text.outputs[0].text,
+        speech=speech.multimodal_output["audio"],
+        first_audio=first_audio,
+        seconds=time.perf_counter() - started,
+        is_cut=text.outputs[0].finish_reason == "length",
+        output=speech,
+    )
+
+
+def print_verdict(what: str, is_right: bool, note: str) -> None:
+    print(f"      {what} {'right' if is_right else 'WRONG'}: {note}", flush=True)
 
 
 @dataclass

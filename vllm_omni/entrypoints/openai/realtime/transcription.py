@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transcripts of a user's turns, for the client: made beside the responses, which do not need them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from openai.types.audio.transcription import UsageDuration
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
+
+from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end
+from vllm_omni.entrypoints.openai.realtime.config import Values, transcription_request
+from vllm_omni.entrypoints.openai.realtime.conversation import Item, Sound
+from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
+from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.transcriptions import Transcript, read_texts, stage_prompt, token_usage
+
+_EVENT = "conversation.item.input_audio_transcription"
+_MAX_AT_ONCE = 4  # By the model; further ones wait.
+
+
+class InputTranscriptions:
+    """Those of one session."""
+
+    def __init__(self, session: SessionContext, model: str) -> None:
+        """
+        Args:
+            model: Its name in requests.
+        """
+        self._session, self._model = session, model
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    def start(self, item: Item, sound: Sound, settings: Values) -> asyncio.Task[None]:
+        """Transcribes the sound of an item, in a task.
+
+        Args:
+            settings: The session's `audio.input.transcription`.
+        """
+        task = asyncio.create_task(self._transcribe(item, sound, settings))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Aborts them."""
+        await asyncio.gather(*(end(task) for task in self._tasks))
+
+    async def _transcribe(self, item: Item, sound: Sound, settings: Values) -> None:
+        where = {"item_id": item.id, "content_index": 0}
+        transcript = Transcript(usage=UsageDuration(type="duration", seconds=item.seconds))
+        try:
+            async with aclosing(self._deltas(item, sound, settings, transcript)) as deltas:
+                async for delta in deltas:
+                    transcript.text += delta
+                    await self._session.send(f"{_EVENT}.delta", **where, delta=delta)
+        except ChatError as error:
+            await self._session.send(f"{_EVENT}.failed", **where, error=error.as_dict())
+            return
+        item.content[0]["transcript"] = text = transcript.text
+        usage = {"type": transcript.usage.type, **transcript.usage.model_dump(exclude_none=True)}
+        await self._session.send(f"{_EVENT}.completed", **where, transcript=text, usage=usage)
+
+    async def _deltas(
+        self, item: Item, sound: Sound, settings: Values, transcript: Transcript
+    ) -> AsyncGenerator[str, None]:
+        """The text of a sound, by the ASR stage if there is one, or by the model. Raises `ChatError`."""
+        if item.has_no_words:
+            return
+        if (stage := self._session.chat.asr_stage) is not None:
+            RequestContext.start().owner = self._session.owner
+            try:
+                text = await stage.transcript(sound.uri(), "item.content", item.asr_settings or {})
+            except Exception as error:
+                raise as_chat_error(error) from error
+            yield text
+            return
+        transcript.usage = token_usage(UsageInfo())
+        request = transcription_request(settings, sound.uri()).as_chat(
+            stage_prompt(self._session.chat.client, "transcribe")
+        )
+        request.model = self._model
+        deltas = read_texts(deltas_of(self._session.chat, request, self._session.owner), transcript)
+        async with self._slots, aclosing(deltas):
+            async for delta in deltas:
+                yield delta

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of a server: its socket, its signals, its memory; it opens the pipeline, and serves until a signal.
+
+SIGTERM and Ctrl-C while a server starts: a start is in the libraries of others for minutes, where it downloads, imports
+and loads. An exception out of a signal's handler would be raised anywhere in them, also where Python can only print it,
+so a thread ends the process instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import queue
+import signal
+import socket
+import stat
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Self
+
+import uvloop
+import vllm.envs as envs
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+
+from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
+from vllm_omni.entrypoints.openai import media_input
+from vllm_omni.entrypoints.openai.api_server import build_omni_app
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, flag, limits_from
+from vllm_omni.orchestrator.fork_server import ForkServer
+
+logger = logging.getLogger("vllm.omni.server")
+
+_UVICORN_OPTIONS = (
+    "host", "port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers",
+    "h11_max_incomplete_event_size", "h11_max_header_count",
+)  # fmt: skip
+
+# After all requests have ended: how long clients may take to receive their answers.
+_FLUSH_S = 5
+
+_M_MMAP_THRESHOLD = -3  # malloc.h of glibc
+_TUNABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+UNSENT_BYTES = 1 << 17
+
+_Protocol: Any = AutoHTTPProtocol  # One of uvicorn's, by what is installed.
+
+_EXIT_CODE = 130
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run(args: Namespace, llm_args: dict[str, Any], fork_server: ForkServer | None = None) -> None:
+    """Serves a pipeline until SIGTERM or SIGINT, and cleans up.
+
+    Args:
+        args: Of `vllm serve`.
+        llm_args: Keyword arguments of `AsyncOmniLLM`.
+        fork_server: One that was started before, for the stages.
+
+    Raises:
+        OmniError: The pipeline cannot be started, or ended on an error of its own.
+        OSError: The server cannot listen on the address.
+    """
+    with StartSignals() as start:
+        return_large_blocks()
+        media_input.install(args)
+        with (
+            listening(args) as (address, listener),  # Before the stages start: an address in use fails at once.
+            AsyncOmniLLM(**llm_args, fork_server=fork_server, on_open=start.on_open) as llm,
+        ):
+            client = ServedEngineClient(llm, shutdown_timeout=args.shutdown_timeout, voice_map=args.voice_map)
+            uvloop.run(_serve(client, address, listener, args))
+            # vLLM's server ends because of it; what watches this process starts it again.
+            if llm.error is not None:
+                raise client.dead_error
+
+
+class ServedEngineClient(OmniEngineClient):
+    """The engine of a server that ends with a signal. vLLM's launcher handles the first signal only."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Shuts down as the base; another signal ends the wait for running requests."""
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            self.loop.call_soon_threadsafe(self.loop.add_signal_handler, sig, self.cancel_wait)
+        super().shutdown(timeout)
+
+
+async def _serve(client: ServedEngineClient, address: str, listener: Any, args: Namespace) -> None:
+    client.loop = asyncio.get_running_loop()
+    app = await build_omni_app(client, args)
+    logger.info("Serving %s on %s", ", ".join(client.config.output_types), address)
+    log_config = get_uvicorn_log_config(args)
+    options = {name: getattr(args, name) for name in _UVICORN_OPTIONS}
+    options |= {} if log_config is None else {"log_config": log_config}
+    shutdown = await serve_http(
+        app,
+        sock=listener,
+        http=http_protocol(limits_from(args, ServerLimits).send_timeout_s),
+        enable_ssl_refresh=args.enable_ssl_refresh,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        timeout_graceful_shutdown=_FLUSH_S,
+        ws_max_size=limits_from(args, RealtimeLimits).max_realtime_message_bytes,
+        **options,
+    )
+    await shutdown
+
+
+def http_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, that closes the connection of a client that has read nothing for `send_timeout_s`."""
+
+    class Protocol(_Protocol):
+        _check: asyncio.TimerHandle | None = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._watch()
+
+        def resume_writing(self) -> None:
+            self._end_watch()
+            super().resume_writing()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._end_watch()
+            super().connection_lost(exc)
+
+        def _watch(self) -> None:
+            unsent = self.transport.get_write_buffer_size()
+            self._check = self.loop.call_later(send_timeout_s, self._compare, unsent)
+
+        def _compare(self, unsent: int) -> None:
+            if self.transport.get_write_buffer_size() < unsent:
+                self._watch()
+                return
+            logger.warning(
+                "a client (%s) has read nothing for %g s (%s): its connection is closed",
+                self.client[0] if self.client else "unknown", send_timeout_s, flag("send_timeout_s"),
+            )  # fmt: skip
+            self.transport.abort()
+
+        def _end_watch(self) -> None:
+            if self._check is not None:
+                self._check.cancel()
+
+    return Protocol
+
+
+def return_large_blocks() -> None:
+    """Makes glibc return freed blocks of 1 MiB or more to the system at once, in this process. For a program's start.
+
+    By default glibc raises this size as blocks are freed, up to 32 MiB. Media are decoded in several threads, each with
+    a heap of its own, and each heap then keeps its largest size so far. Does nothing with another C library, or if the
+    environment has settings for malloc.
+    """
+    if not any(name in os.environ for name in _TUNABLES):
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(_M_MMAP_THRESHOLD, MIB)
+
+
+class StartSignals:
+    """Makes a signal close the pipeline and end the process, until a running server handles signals itself.
+
+    For the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._close: Callable[[], None] = lambda: None
+        # Its `put` is reentrant: the handler may interrupt anything, also itself.
+        self._received: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, name="omni-start-signals", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Does not return after a signal: an error is that of a pipeline that was closed while it started."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, handler)
+        self._received.put(None)
+        self._thread.join()
+
+    def on_open(self, close: Callable[[], None]) -> None:
+        """See `OmniBase`."""
+        self._close = close
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._received.put(number)
+
+    def _wait(self) -> None:
+        number = self._received.get()
+        if number is None:
+            return
+        logger.error("%s: the start is interrupted", signal.Signals(number).name)
+        self._close()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(_EXIT_CODE)
+
+
+@contextmanager
+def listening(args: Namespace) -> Iterator[tuple[str, socket.socket]]:
+    """The address for the log, and a socket that is bound to it; vLLM's, for `--uds`, or `--host` and `--port`.
+
+    Sets `args.port` if the system has chosen the port. A Unix socket's file is removed at the end, and one that a
+    killed server has left is removed at the start.
+
+    Raises:
+        OSError: The address is in use, or cannot be used.
+    """
+    if args.uds:
+        _remove_unused(args.uds)
+    address, listener = setup_server(args, reuse_port=False)
+    with listener:
+        if args.uds:
+            bound = os.stat(args.uds)
+            try:
+                yield address, listener
+            finally:
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.stat(args.uds), bound):  # It may be another server's by now.
+                        os.unlink(args.uds)
+            return
+        if args.port == 0:
+            args.port = listener.getsockname()[1]
+            address = f"{address.removesuffix(':0')}:{args.port}"
+        limit_kernel_buffer(listener)
+        yield address, listener
+
+
+def limit_kernel_buffer(listener: socket.socket) -> None:
+    """Has the system take little more of an answer than the client's window, so that progress is seen as it is made."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+
+
+def _remove_unused(path: str) -> None:
+    """Removes the file of a Unix socket that no process has open."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+            except OSError:  # A socket of another type: a server that listens, or that still starts.
+                pass

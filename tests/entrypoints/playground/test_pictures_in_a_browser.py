@@ -33,7 +33,7 @@ def browser(playwright: Playwright) -> Iterator[Browser]:
 
 
 LONG = "200"
-"""Steps of a request that a test ends: as many as a server allows."""
+"""Steps of a request that a test ends, as many as a server allows: its previews stay on the page for a while."""
 
 
 def paint(page: Page, sentence: str = SENTENCE) -> None:
@@ -64,7 +64,6 @@ def test_paints_stops_and_lives_on_when_the_server_dies(
         page = web.open_page(browser, url)
         assert web.tabs(page) == ["Images", "Stages"]
         paint(page)
-        page.locator("#images-state").get_by_text("A preview").wait_for()
         assert agrees(find_shapes(painting(page)), SENTENCE)
 
         page.get_by_role("button", name="Settings").click()

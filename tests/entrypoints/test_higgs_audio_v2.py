@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Higgs Audio v2, from prompts to sound: offline, streamed, aborted, and over HTTP."""
 
-import base64
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from fastapi import FastAPI
 from tests.entrypoints.conftest import as_async, start
 from tests.entrypoints.openai.media_apps import app_of, send
 from tests.entrypoints.speech_streams import check_left_stream
+from tests.entrypoints.wav_files import as_uri, float_wav
 from tests.model_executor.models.higgs_audio_v2.prompts import PROMPTS
 from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -68,10 +68,7 @@ def test_speech_over_http(app: FastAPI, expected: dict[str, Speech]) -> None:
     for name in ("scene", "reference"):
         information = dict(PROMPTS[name]["additional_information"])
         if "ref_audio" in information:
-            wave, rate = information["ref_audio"]
-            file = io.BytesIO()
-            soundfile.write(file, wave.numpy(), rate, format="WAV", subtype="FLOAT")
-            information["ref_audio"] = "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode()
+            information["ref_audio"] = as_uri(float_wav(information["ref_audio"]))
         request = {"input": PROMPTS[name]["prompt"], "response_format": "wav", **information}
         answer = send(app, "POST", "/v1/audio/speech", json=request)
         assert answer.status_code == 200, answer.text

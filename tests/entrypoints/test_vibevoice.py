@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from tests.entrypoints.conftest import as_async, start
 from tests.entrypoints.openai.media_apps import app_of, send
 from tests.entrypoints.speech_streams import check_left_stream
+from tests.entrypoints.wav_files import as_uri, float_wav
 from tests.model_executor.models.vibevoice.prompts import PROMPTS
 from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -62,21 +63,14 @@ def test_an_end_at_once_is_no_sound(llm: OmniLLM) -> None:
     assert len(output.multimodal_output["audio"]) == 0
 
 
-def _as_url(given: tuple[torch.Tensor, int]) -> str:
-    wave, rate = given
-    file = io.BytesIO()
-    soundfile.write(file, wave.numpy(), rate, format="WAV", subtype="FLOAT")
-    return "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode()
-
-
 def _as_request(name: str) -> dict[str, Any]:
     information = dict(PROMPTS[name].get("additional_information", {}))
     if "ref_audio" in information:
-        information["ref_audio"] = _as_url(information["ref_audio"])
+        information["ref_audio"] = as_uri(float_wav(information["ref_audio"]))
     if "context" in information:
         turns = information["context"]
         information["context"] = [
-            {"voice": turn["speaker"], "audio": _as_url(turn["audio"]), "text": "not read"} for turn in turns
+            {"voice": turn["speaker"], "audio": as_uri(float_wav(turn["audio"])), "text": "not read"} for turn in turns
         ]
     return {"input": PROMPTS[name]["prompt"], **information}
 

@@ -79,7 +79,7 @@ def test_a_token_of_two_sequences_with_one_slot_is_fed_back_once(order: tuple[in
 def test_a_shared_slot_is_free_when_both_have_released_it() -> None:
     slots = RequestSlots()
     slots.take("a")
-    slots.share("twin", "a")
+    slots.share("twin", slots["a"])
     assert (slots.of(["twin"]).tolist(), slots.lowest_free, slots.get("other")) == ([0], 1, None)
     assert slots.take("b") == 1
     assert (slots.release("a"), slots.lowest_free) == (None, 2)

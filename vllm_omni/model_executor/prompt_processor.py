@@ -225,8 +225,11 @@ def load_prompt_processors(config: PipelineConfig, model: str) -> dict[int, Prom
     return {stage_id: processor for stage_id, processor in processors.items() if processor is not None}
 
 
-def read_text(value: Any, name: str) -> str:
+def read_text(value: Any, name: str, specials: Sequence[str] = ()) -> str:
     """A text that is not empty.
+
+    Args:
+        specials: Tokens that it must not have: they have a meaning of their own in a prompt.
 
     Raises:
         TypeError, ValueError: It is not; the message has the field's `name`.
@@ -235,7 +238,21 @@ def read_text(value: Any, name: str) -> str:
         raise TypeError(f"{name} must be a string, not {type(value).__name__}")
     if not value.strip():
         raise ValueError(f"{name} is empty")
+    for token in specials:
+        if token in value:
+            raise ValueError(f"{name} has {token}, a special token of this model; remove it")
     return value
+
+
+def read_guidance_scale(value: Any) -> float:
+    """The `guidance_scale` of a request; 1 is no guidance.
+
+    Raises:
+        ValueError: It is no number, negative, or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"guidance_scale must be a number of at least 0, not {value!r}")
+    return float(value)
 
 
 def read_choice(value: Any, name: str, known: Sequence[str]) -> str:

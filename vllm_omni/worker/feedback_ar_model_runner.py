@@ -69,15 +69,13 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         if pair is not None and not self.strategy.takes_guidance:
             raise NotImplementedError("this model's feedback strategy has no guidance")
         self._batch.clear()
-        is_twin = self.guided_pairs.is_twin(data.req_id)
-        other = None if pair is None else pair.guided if is_twin else pair.twin
-        slot = None if other is None else self.slots.get(other)
-        if not is_twin:
+        slot = None if pair is None else self.slots.get(pair.other(data.req_id))
+        if not self.guided_pairs.is_twin(data.req_id):
             self._begin(data, self.slots.lowest_free if slot is None else slot)
-        if other is None or slot is None:
+        if slot is None:
             self.slots.take(data.req_id)
         else:
-            self.slots.share(data.req_id, other)
+            self.slots.share(data.req_id, slot)
 
     def _begin(self, data: NewRequestData, slot: int) -> None:
         assert data.sampling_params is not None, "stages take no pooling requests"

@@ -48,9 +48,9 @@ class RequestSlots:
         self.num_frames[slot] = 0
         return slot
 
-    def share(self, req_id: str, other: str) -> None:
-        """Gives a sequence the slot of another one."""
-        self._slots[req_id] = self._slots[other]
+    def share(self, req_id: str, slot: int) -> None:
+        """Gives a sequence the slot that another one has taken."""
+        self._slots[req_id] = slot
 
     def release(self, req_id: str) -> int | None:
         """Frees a request's slot and returns it; None if it had none, or shared it with one that has it still."""

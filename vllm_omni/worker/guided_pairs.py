@@ -85,7 +85,7 @@ class GuidedPairs:
         """Removes the pair of a sequence that ends; does nothing for any other request."""
         pair = self._pairs.pop(req_id, None)
         if pair is not None:
-            del self._pairs[pair.twin if req_id == pair.guided else pair.guided]
+            del self._pairs[pair.other(req_id)]
 
     def select(self, sampling: Callable[[str], int | None]) -> StepPairs:
         """

@@ -6,7 +6,6 @@ import base64
 import copy
 import functools
 import http.server
-import io
 import json
 import threading
 from collections.abc import Iterator
@@ -17,11 +16,11 @@ import httpx2
 import numpy as np
 import openai
 import pytest
-import soundfile
 from fastapi import FastAPI
 
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.openai.media_apps import MODEL, app_of, send, server_args, use, with_flags
+from tests.entrypoints.wav_files import as_uri, float_wav
 from tests.model_executor.models.csm.prompts import sound
 from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.entrypoints.openai.audio_formats import to_pcm16
@@ -37,20 +36,12 @@ KEYS = ("--api-key", "one", "other")
 
 
 def wav(seconds: float = 0.6, seed: int = 1) -> bytes:
-    """Float samples, so that nothing is rounded."""
-    samples, rate = sound(seconds, seed)
-    file = io.BytesIO()
-    soundfile.write(file, samples.numpy(), rate, format="WAV", subtype="FLOAT")
-    return file.getvalue()
-
-
-def data_uri(data: bytes) -> str:
-    return "data:audio/wav;base64," + base64.b64encode(data).decode()
+    return float_wav(sound(seconds, seed))
 
 
 RECORDING = wav()
 UPLOAD: dict[str, Any] = {
-    "name": "Narrator", "audio_sample": data_uri(RECORDING), "consent": CONSENT, "ref_text": REF_TEXT,
+    "name": "Narrator", "audio_sample": as_uri(RECORDING), "consent": CONSENT, "ref_text": REF_TEXT,
 }  # fmt: skip
 
 
@@ -117,7 +108,7 @@ def host() -> Iterator[str]:
 
 
 def test_a_reference_in_a_request_is_that_of_offline_prompts(app: FastAPI, offline: Any) -> None:
-    check(speak(app, ref_audio=data_uri(RECORDING), ref_text=REF_TEXT), offline())
+    check(speak(app, ref_audio=as_uri(RECORDING), ref_text=REF_TEXT), offline())
     form = {"input": TEXT, "response_format": "pcm", "ref_text": REF_TEXT, "voice": "3", "stream": "false"}
     uploaded = send(app, "POST", SPEECH, data=form, files={"ref_audio": ("a.wav", RECORDING)})
     check(uploaded, offline(speaker="3"))
@@ -135,8 +126,8 @@ def test_an_address_of_an_allowed_host(app: FastAPI, host: str, offline: Any) ->
 
 def test_earlier_turns(app: FastAPI, offline: Any) -> None:
     turns = [
-        {"voice": "1", "text": "one river", "audio": data_uri(wav(0.8, 2))},
-        {"text": "my house", "audio": data_uri(wav(0.3, 3))},
+        {"voice": "1", "text": "one river", "audio": as_uri(wav(0.8, 2))},
+        {"text": "my house", "audio": as_uri(wav(0.3, 3))},
     ]
     context = Turns(
         [{"speaker": "1", "text": "one river", "audio": sound(0.8, 2)}, {"text": "my house", "audio": sound(0.3, 3)}]
@@ -166,7 +157,7 @@ def test_openais_client(fresh_app: FastAPI, offline: Any) -> None:
         for name in ("Narrator", "NARRATOR", voice.id, {"id": voice.id}):
             speech = await client.audio.speech.create(voice=name, **fields)
             check(speech.content, offline())
-        reference = {"ref_audio": data_uri(RECORDING), "ref_text": REF_TEXT}
+        reference = {"ref_audio": as_uri(RECORDING), "ref_text": REF_TEXT}
         speech = await client.audio.speech.create(voice="default", extra_body=reference, **fields)
         check(speech.content, offline())
         deleted = await client.audio.voices.delete(voice.id)
@@ -247,10 +238,10 @@ def test_public_lists_show_no_voice_of_a_key(app: FastAPI) -> None:
         ({"consent": None}, "body.consent", []),
         ({"consent": "  "}, "body.consent", ["blank"]),
         ({"audio_sample": None}, "body.audio_sample", []),
-        ({"audio_sample": data_uri(b"no sound")}, "audio_sample", ["cannot be read"]),
-        ({"audio_sample": data_uri(RECORDING[:30])}, "audio_sample", ["cannot be read"]),
+        ({"audio_sample": as_uri(b"no sound")}, "audio_sample", ["cannot be read"]),
+        ({"audio_sample": as_uri(RECORDING[:30])}, "audio_sample", ["cannot be read"]),
         ({"audio_sample": "file:///etc/passwd"}, "audio_sample", ["allowed-local-media-path"]),
-        ({"audio_sample": data_uri(wav(1.5))}, "audio_sample", ["lasts 1.5 s", "--max-voice-seconds"]),
+        ({"audio_sample": as_uri(wav(1.5))}, "audio_sample", ["lasts 1.5 s", "--max-voice-seconds"]),
         ({"language": "english"}, "language", ["reads no 'language'"]),
         ({"ref_text": None}, None, ["ref_audio and ref_text"]),
         ({"type": "prompt"}, "body.type", []),
@@ -296,9 +287,9 @@ def test_names_and_numbers_are_bounded(app: FastAPI) -> None:
         ({"messages": []}, "messages", ["reads no 'messages'"]),
         ({"ref_audoi": "x"}, "ref_audoi", ["did you mean 'ref_audio'?"]),
         ({"respons_format": "wav"}, "respons_format", ["did you mean 'response_format'?"]),
-        ({"ref_audio": data_uri(RECORDING)}, None, ["ref_audio and ref_text"]),
+        ({"ref_audio": as_uri(RECORDING)}, None, ["ref_audio and ref_text"]),
         ({"ref_text": "hello"}, None, ["ref_audio and ref_text"]),
-        ({"ref_audio": data_uri(b""), "ref_text": "hello"}, "ref_audio", ["cannot be read"]),
+        ({"ref_audio": as_uri(b""), "ref_text": "hello"}, "ref_audio", ["cannot be read"]),
         ({"ref_audio": 7}, "body.ref_audio", []),
         ({"context": [{"text": "hello"}]}, "body.context.0.audio", []),
         ({"context": "[}"}, "body.context", []),
@@ -315,7 +306,7 @@ def test_a_wrong_field_of_speech_is_named(
 
 def test_a_voice_and_a_reference_exclude_each_other(fresh_app: FastAPI) -> None:
     send(fresh_app, "POST", VOICES, json=UPLOAD)
-    answer = speak(fresh_app, voice="narrator", ref_audio=data_uri(RECORDING), ref_text="x")
+    answer = speak(fresh_app, voice="narrator", ref_audio=as_uri(RECORDING), ref_text="x")
     refused(answer, "voice", "leave out the voice")
 
 

@@ -53,6 +53,10 @@ class GuidedPair:
     twin: str
     scale: float
 
+    def other(self, req_id: str) -> str:
+        """The sequence that is not `req_id`."""
+        return self.twin if req_id == self.guided else self.guided
+
 
 @dataclass
 class InputChunk:

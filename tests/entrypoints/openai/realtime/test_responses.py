@@ -19,6 +19,7 @@ from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import MODEL, png, server_args, use
 from tests.entrypoints.openai.realtime.conftest import NUM_TOKENS, TOOLS
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
+from tests.entrypoints.wav_files import as_uri
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
@@ -105,7 +106,7 @@ def test_a_conversation_is_a_chat(realtime_app: FastAPI) -> None:
     answers = [events[-1].response for events in (first, second)]
     texts = [answer.output[0].content[0].text for answer in answers]
     wav = encode_audio(SOUND.astype(np.float32) / 32768, "wav", 24000)
-    uri = "data:audio/wav;base64," + base64.b64encode(wav).decode()
+    uri = as_uri(wav)
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": uri}}]},
@@ -390,7 +391,7 @@ def test_the_sound_of_a_telephone(realtime_app: FastAPI, kind: str) -> None:
     response, item = converse(realtime_app, main)
     np.testing.assert_array_equal(g711.decode(base64.b64decode(item.content[0].audio)), g711.decode(sent))
     wav = encode_audio(g711.decode(sent).astype(np.float32) / 32768, "wav", 8000)
-    uri = "data:audio/wav;base64," + base64.b64encode(wav).decode()
+    uri = as_uri(wav)
     expected = chat(realtime_app, [{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": uri}}]}])
     assert response.output[0].content[0].text == expected.choices[0].message.content != ""
     assert response.usage.input_tokens == expected.usage.prompt_tokens

@@ -44,10 +44,7 @@ class GlmImagePromptProcessor(PromptProcessor):
         self._specials = (self._processor.image_token, hf_tokenizer.bos_token, hf_tokenizer.eos_token)
 
     def process(self, given: Mapping[str, Any]) -> StageInput:
-        text = read_text(given["prompt"], "prompt")
-        for token in self._specials:
-            if token in text:
-                raise ValueError(f"prompt has {token}, a special token of this model; remove it")
+        text = read_text(given["prompt"], "prompt", self._specials)
         height, width = (_read_side(given, name) for name in ("height", "width"))
         images = [to_pil(image) for image in read_images(given.get("multi_modal_data"), MAX_PIXELS)]
         inputs = self._tokenize(text, images, height, width)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, JanusProcessor, PretrainedConfig
 from vllm.tokenizers import TokenizerLike
 
 from vllm_omni.inputs import StageInput
-from vllm_omni.model_executor.prompt_processor import PromptProcessor, read_text
+from vllm_omni.model_executor.prompt_processor import PromptProcessor, read_guidance_scale, read_text
 from vllm_omni.payloads import Guidance
 
 DEFAULT_SCALE = 5.0
@@ -36,14 +36,11 @@ class JanusPromptProcessor(PromptProcessor):
         self._pad = generation.pad_token_id
 
     def process(self, given: Mapping[str, Any]) -> StageInput:
-        text = read_text(given["prompt"], "prompt")
-        for token in self._specials:
-            if token in text:
-                raise ValueError(f"prompt has {token}, a special token of this model; remove it")
+        text = read_text(given["prompt"], "prompt", self._specials)
         for name in ("height", "width"):
             self._check_side(name, given.get(name))
         token_ids = self._tokenize(text)
-        scale = _read_scale(given.get("guidance_scale", self._default_scale))
+        scale = read_guidance_scale(given.get("guidance_scale", self._default_scale))
         unconditional = [token if token in self._kept else self._pad for token in token_ids]
         return StageInput(
             prompt_token_ids=token_ids,
@@ -61,12 +58,6 @@ class JanusPromptProcessor(PromptProcessor):
         size = self.hf_config.vision_config.image_size
         if side not in (None, size):
             raise ValueError(f"{name} {side}: this model makes images of {size} x {size} pixels only")
-
-
-def _read_scale(scale: Any) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 <= scale < float("inf"):
-        raise ValueError(f"guidance_scale must be a number of at least 0, not {scale!r}")
-    return float(scale)
 
 
 def _read_seed(seed: Any) -> int | None:

@@ -14,7 +14,13 @@ from vllm.tokenizers import TokenizerLike
 
 from vllm_omni.inputs import StageInput
 from vllm_omni.model_executor.models.vibevoice.settings import read_generation_config
-from vllm_omni.model_executor.prompt_processor import PromptProcessor, read_choice, read_sound, read_text
+from vllm_omni.model_executor.prompt_processor import (
+    PromptProcessor,
+    read_choice,
+    read_guidance_scale,
+    read_sound,
+    read_text,
+)
 from vllm_omni.payloads import Guidance
 
 MAX_SECONDS = 60.0
@@ -39,8 +45,10 @@ class VibeVoicePromptProcessor(PromptProcessor):
     def __init__(self, hf_config: PretrainedConfig, tokenizer: TokenizerLike) -> None:
         super().__init__(hf_config, tokenizer)
         path, revision = str(hf_config.name_or_path), hf_config.omni_revision
-        self._processor: Any = VibeVoiceProcessor.from_pretrained(path, revision=revision or "main")
-        self._rate = self._processor.feature_extractor.sampling_rate
+        processor: Any = VibeVoiceProcessor.from_pretrained(path, revision=revision or "main")
+        self._processor = processor
+        self._specials = (processor.audio_token, processor.audio_bos_token, processor.audio_eos_token)
+        self._rate = processor.feature_extractor.sampling_rate
         self._default_scale = float(read_generation_config(path, revision).guidance_scale or 1.0)
 
     @property
@@ -49,12 +57,12 @@ class VibeVoicePromptProcessor(PromptProcessor):
 
     def process(self, given: Mapping[str, Any]) -> StageInput:
         speaker = read_choice(given.get("speaker", "0"), "speaker", self.voices)
-        turns = self._read_script(read_text(given["prompt"], "prompt"), speaker)
+        turns = self._read_script(read_text(given["prompt"], "prompt", self._specials), speaker)
         sounds = self._read_voices(given, speaker, turns[0][0])
         silent = sounds.keys() - {speaker for speaker, _ in turns}
         if silent:
             raise ValueError(f"context has a voice of speaker {min(silent)}, who says nothing in the prompt")
-        scale = _read_scale(given.get("guidance_scale", self._default_scale))
+        scale = read_guidance_scale(given.get("guidance_scale", self._default_scale))
         first = min(int(speaker) for speaker, _ in turns)
         messages = []
         for number, text in turns:
@@ -79,9 +87,6 @@ class VibeVoicePromptProcessor(PromptProcessor):
 
     def _read_script(self, script: str, speaker: str) -> list[tuple[str, str]]:
         """Turns of speakers and texts; a line without a speaker goes on with the turn before it."""
-        for token in (self._processor.audio_token, self._processor.audio_bos_token, self._processor.audio_eos_token):
-            if token in script:
-                raise ValueError(f"prompt has {token}, a special token of this model; remove it")
         if not any(_LINE.match(line.strip()) for line in script.splitlines()):
             return [(speaker, script)]
         turns: list[tuple[str, str]] = []
@@ -122,9 +127,3 @@ def _as_sounds(made: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     sizes = made["padding_mask"].sum(-1)
     sounds = [wave[0, :size] for wave, size in zip(made["input_values"], sizes.tolist(), strict=True)]
     return {"sounds": torch.cat(sounds), "sound_sizes": sizes.long()}
-
-
-def _read_scale(scale: Any) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 <= scale < float("inf"):
-        raise ValueError(f"guidance_scale must be a number of at least 0, not {scale!r}")
-    return float(scale)

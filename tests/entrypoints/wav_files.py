@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WAV files as clients send them."""
+
+import base64
+import io
+
+import soundfile
+import torch
+
+
+def float_wav(sound: tuple[torch.Tensor, int]) -> bytes:
+    """Samples and their rate as a file of float samples, so that nothing is rounded."""
+    samples, rate = sound
+    file = io.BytesIO()
+    soundfile.write(file, samples.numpy(), rate, format="WAV", subtype="FLOAT")
+    return file.getvalue()
+
+
+def as_uri(wav: bytes) -> str:
+    return "data:audio/wav;base64," + base64.b64encode(wav).decode()

@@ -20,7 +20,7 @@ assert current_platform.is_cuda() and torch.cuda.is_available(), (current_platfo
 print(torch.cuda.get_device_name(0), *(f"{m.__name__} {m.__version__}" for m in (vllm, torch, transformers, diffusers)))
 '
 # Float32 as it is, not rounded to TensorFloat-32; tiny models are fastest on one thread of the CPU.
-export NVIDIA_TF32_OVERRIDE=0 OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=WARNING PYTHONUNBUFFERED=1
+export NVIDIA_TF32_OVERRIDE=0 TRITON_F32_DEFAULT=ieee OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=WARNING PYTHONUNBUFFERED=1
 
 # Prints a line for each thing.
 find_missing() {

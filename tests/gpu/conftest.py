@@ -2,7 +2,8 @@
 """For the tests that need an NVIDIA GPU: `scripts/gpu_check.sh` runs them. Without one they skip, and say why.
 
 The references run on the CPU, in float32. Results of a GPU in float32 are compared with those at a tolerance for other
-orders of summation, so NVIDIA's libraries must not round to TensorFloat-32, as cuDNN does by default.
+orders of summation, so NVIDIA's libraries must not round to TensorFloat-32, as cuDNN does by default, and neither must
+vLLM's attention in Triton.
 """
 
 import os
@@ -14,6 +15,7 @@ from tests.gpu.pipelines import Case, speak_with_transformers
 from vllm_omni.testing.media import mixed_prompts
 
 os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # read when the libraries are loaded, by every process
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # read when a kernel is compiled
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 
 from tests.forked_programs import ForkedProgram
 
@@ -96,14 +97,24 @@ class RunningServer:
         return self.log.read_text(errors="replace")
 
     def stop(self, sig: int = signal.SIGTERM, timeout: float = 30) -> int:
-        """Ends it; returns its exit code."""
+        """Ends it; returns its exit code.
+
+        After SIGKILL its stages end by themselves, and hold its run directory until then: the next start removes that
+        directory only if they have ended.
+        """
+        stages = []
         if self.process.poll() is None:
+            if sig == signal.SIGKILL:
+                stages = psutil.Process(self.process.pid).children(recursive=True)
             self.process.send_signal(sig)
         try:
-            return self.process.wait(timeout)
+            code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+        _, left = psutil.wait_procs(stages, timeout)
+        assert not left, f"they outlive a killed server: {left}"
+        return code
 
 
 @contextmanager

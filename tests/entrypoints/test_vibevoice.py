@@ -70,7 +70,7 @@ def _as_request(name: str) -> dict[str, Any]:
     if "context" in information:
         turns = information["context"]
         information["context"] = [
-            {"voice": turn["speaker"], "audio": as_uri(float_wav(turn["audio"])), "text": "not read"} for turn in turns
+            {"voice": turn["speaker"], "audio": as_uri(float_wav(turn["audio"]))} for turn in turns
         ]
     return {"input": PROMPTS[name]["prompt"], **information}
 

@@ -295,6 +295,7 @@ def test_names_and_numbers_are_bounded(app: FastAPI) -> None:
         ({"context": "[}"}, "body.context", []),
         ({"context": [{"text": "a", "audio": "data:,", "voice": "nobody"}]}, "context[0].voice", ["unknown voice"]),
         ({"context": [{"text": "hello", "audio": "data:,"}]}, "context[0].audio", []),
+        ({"context": [{"audio": as_uri(RECORDING)}]}, None, ["context[0] must be a dict with text and audio"]),
         ({"voice": "nobody"}, "voice", ["unknown voice 'nobody'"]),
     ],
 )

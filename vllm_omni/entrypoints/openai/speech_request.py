@@ -77,8 +77,8 @@ class SpeechTurn(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    text: Text = Field(description="What is said in it.")
     audio: SoundUrl = Field(description="Its sound: a data URI or an address.")
+    text: Text | None = Field(None, description="What is said in it, of models that read it.")
     voice: str | None = Field(None, description="A voice of the model. Default: that of the request.")
 
 
@@ -253,7 +253,8 @@ class SpeechPromptReader:
 
 
 def _as_turn(turn: SpeechTurn, sound: tuple[np.ndarray, float], voice: str | None) -> dict[str, Any]:
-    return {"text": turn.text, "audio": sound, **({} if voice is None else {VOICE_FIELD: voice})}
+    read = {"text": turn.text, "audio": sound, VOICE_FIELD: voice}
+    return {name: value for name, value in read.items() if value is not None}
 
 
 def check_read(names: Iterable[str], read: Collection[str], others: Iterable[str] = ()) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_timeout
 
-from tests.servers import SMALL_CSM, SMALL_VLLM, RunningServer
+from tests.servers import ENDLESS_STEPS, SMALL_CSM, SMALL_VLLM, RunningServer
 
 if TYPE_CHECKING:
     from tests.simulated_device import SimulatedDevice
@@ -233,10 +233,10 @@ def image_server(
 def video_server(
     tiny_diffusion: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A server for a video model; small and short videos by default."""
+    """A server for a video model; small and short videos by default, and `ENDLESS_STEPS` allowed."""
     small = {"height": 32, "width": 32, "num_inference_steps": 2, "num_frames": 5}
     flags = [f"{_DEFAULTS}.{name}={value}" for name, value in small.items()]
-    yield from _serve(tiny_diffusion("wan"), tmp_path_factory, *flags)
+    yield from _serve(tiny_diffusion("wan"), tmp_path_factory, *flags, ENDLESS_STEPS)
 
 
 _DEFAULTS = "--stage.diffusion.default_sampling_params"

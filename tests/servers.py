@@ -32,6 +32,10 @@ SMALL_CSM = (
     "--stage.backbone.default_sampling_params.ignore_eos=true",
 )  # fmt: skip
 
+ENDLESS = "100000"
+"""Steps of a diffusion request that only an abort ends: those that a server allows by itself take seconds."""
+ENDLESS_STEPS = f"--stage.diffusion.engine_args.max_steps={ENDLESS}"
+
 _VLLM = Path(sys.executable).with_name("vllm")
 """vLLM's own script, which runs our command for `--omni`."""
 

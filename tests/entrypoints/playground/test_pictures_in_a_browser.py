@@ -15,7 +15,7 @@ from PIL import Image
 
 from coloured_shapes.checker import agrees, find_shapes
 from tests.entrypoints.playground import browser as web
-from tests.servers import RunningServer
+from tests.servers import ENDLESS, ENDLESS_STEPS, RunningServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Playwright
@@ -32,8 +32,8 @@ def browser(playwright: Playwright) -> Iterator[Browser]:
     browser.close()
 
 
-LONG = "200"
-"""Steps of a request that a test ends, as many as a server allows: its previews stay on the page for a while."""
+LONG = "1000"
+"""Steps of a painting that a test ends. A quarter of them is over before the first preview."""
 
 
 def paint(page: Page, sentence: str = SENTENCE) -> None:
@@ -51,7 +51,7 @@ def painting(page: Page) -> Image.Image:
 @pytest.fixture
 def painting_server(tmp_path: Path) -> Iterator[list[RunningServer]]:
     """A server for the shipped image model, which a test may replace."""
-    servers = [RunningServer("shapes-painter", log=tmp_path / "server.txt")]
+    servers = [RunningServer("shapes-painter", ENDLESS_STEPS, log=tmp_path / "server.txt")]
     yield servers
     servers[-1].stop()
 
@@ -84,7 +84,9 @@ def test_paints_stops_and_lives_on_when_the_server_dies(
         assert "Traceback" not in page.content()
 
         steps.fill(usual)
-        painting_server.append(RunningServer("shapes-painter", port=server.port, log=tmp_path / "again.txt"))
+        painting_server.append(
+            RunningServer("shapes-painter", ENDLESS_STEPS, port=server.port, log=tmp_path / "again.txt")
+        )
         paint(page)
         assert agrees(find_shapes(painting(page)), SENTENCE)
 
@@ -97,7 +99,7 @@ def test_makes_a_video_and_stops(browser: Browser, video_server: RunningServer, 
         page.get_by_role("button", name="Settings").click()
         steps = page.get_by_label("num_inference_steps")
         usual = steps.input_value()
-        steps.fill(LONG)
+        steps.fill(ENDLESS)
         before = web.num_aborted(video_server.url)
         page.locator("#videos-generate").click()
         page.locator("#videos-state").get_by_text("in progress").wait_for()

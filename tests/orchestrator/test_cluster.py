@@ -25,6 +25,7 @@ from tests.orchestrator.pipelines import (
     texts,
 )
 from tests.orchestrator.test_failure import is_ready, wait_until
+from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.errors import PipelineClosedError, RequestAbortedError, StageStartError
 from vllm_omni.orchestrator.cluster import Cluster, Place
 
@@ -64,6 +65,14 @@ class LoopbackCluster(Cluster):
 
     def processes_on(self, node: str) -> list[psutil.Process]:
         return [*self._servers[node].children(recursive=True), self._servers[node]]
+
+    def kill(self, node: str) -> None:
+        """All processes of a machine end at once; their directory goes with them, as memory does with a machine."""
+        processes = self.processes_on(node)
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes)
+        RunDir().remove()  # Each start removes the directories of killed processes.
 
     def move(self, process: int, node: str) -> None:
         """It belongs elsewhere from its next start on; `none`: nowhere for now."""
@@ -121,8 +130,7 @@ def test_the_stages_of_a_machine_that_dies_start_elsewhere() -> None:
         text = caller.submit("text", ("text",), fake_seconds=1)
         wait_until(lambda: caller.orchestrator.activity()["b"] == 3)
         cluster.move(1, "none")
-        for process in cluster.processes_on("h1"):
-            process.kill()
+        cluster.kill("h1")
         ends = caller.wait(1)
         wait_until(lambda: "node h1 did not answer" in caller.orchestrator.health()[1].last_death)
         caller.orchestrator.abort(at_b)  # They would be tried again.
@@ -169,7 +177,6 @@ def test_a_pipeline_that_waits_for_a_machine_can_be_closed() -> None:
     cluster = LoopbackCluster("", "h1", "")
     with running(cluster, restart={"backoff_s": 0.01}) as caller:
         cluster.move(1, "none")
-        for process in cluster.processes_on("h1"):
-            process.kill()
+        cluster.kill("h1")
         wait_until(lambda: caller.orchestrator.health()[1].waits_for == "a node")
         assert state_of(caller.orchestrator)["b"] == "restarting"

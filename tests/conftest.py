@@ -35,9 +35,13 @@ _GROUP = re.compile(r'^GROUP = "(\w+)"$', re.MULTILINE)
 """A test file's declaration. The process that assigns tests to others does not import them, so it reads the line."""
 _MACHINES = "machines"
 """Ray's clusters and hosts need memory, and answers in time: one after the other, before other tests keep servers."""
+_SERVERS = "server"
+"""Four servers at once: after the other groups, so that they do not meet the machines, which need as much memory."""
 _LONG_FILES = (
     "tests/worker/test_parallel_denoiser.py", "tests/coloured_shapes/test_quality.py",
-    "tests/orchestrator/test_nodes.py", "tests/stage/test_watchdog.py",
+    "tests/stage/test_watchdog.py", "tests/diffusion/test_parity.py", "tests/docs/test_quickstart.py",
+    "tests/scripts/test_run_tests.py", "tests/talk/test_talk.py", "tests/testing/test_tiny_checkpoints.py",
+    "tests/testing/test_tiny_pipelines.py",
 )  # fmt: skip
 _A_PROCESS_DIED = pytest.StashKey[bool]()
 
@@ -58,14 +62,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Machines come first, then what takes long, so that no process is alone with it at the end; by groups."""
+    """By groups: machines first, then what takes long, so that no process is alone with it at the end; then servers."""
     first: dict[str, int] = {}
     for item in items:
         first.setdefault(_group_of_item(item), len(first))
 
-    def rank(item: pytest.Item) -> tuple[bool, bool, int]:
+    def rank(item: pytest.Item) -> tuple[bool, bool, bool, int]:
         file, group = item.nodeid.split("::")[0], _group_of_item(item)
-        return group != _MACHINES, not (file in _LONG_FILES or group != file), first[group]
+        is_long = file in _LONG_FILES or group != file
+        return group != _MACHINES, not is_long, group == _SERVERS, first[group]
 
     items.sort(key=rank)
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, Stag
 from vllm_omni.distributed.curve import Authenticator, CurveKeys
 from vllm_omni.distributed.messages import ORCHESTRATOR, PeerUpMessage
 from vllm_omni.distributed.node_messages import NODE_TIMEOUT_S
+from vllm_omni.distributed.sockets import arrived
+from vllm_omni.orchestrator import nodes
 from vllm_omni.orchestrator.node_server import encode_spec
 from vllm_omni.orchestrator.nodes import Nodes, RemoteStageProcess
 from vllm_omni.stage.spec import StageSpec
@@ -139,6 +142,24 @@ def test_a_node_that_is_frozen_is_given_up_and_ends_its_stages_when_it_continues
 def end_of_killed(process: RemoteStageProcess) -> str:
     process.kill()
     return end_of(process)
+
+
+@pytest.mark.slow
+def test_a_node_is_not_given_up_for_what_the_orchestrator_did_not_hear(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_late = threading.Event()
+
+    def late(socket: zmq.Socket) -> list:
+        messages = list(arrived(socket))
+        if not is_late.is_set():
+            threading.Event().wait(NODE_TIMEOUT_S + 1)  # as a thread that the system does not run for so long
+            is_late.set()
+        return messages
+
+    monkeypatch.setattr(nodes, "arrived", late)
+    assert is_late.wait(60)
+    assert end_of_killed(cluster.fork("h1")) == "it was killed by SIGKILL"
 
 
 @pytest.mark.slow

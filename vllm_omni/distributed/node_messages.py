@@ -6,7 +6,8 @@
 
 `number` counts the processes that the orchestrator starts. Both sides send a `KeepAlive` twice a second. A side that
 hears nothing for some time gives the other up: the orchestrator takes the node's stages for dead, and the node ends
-them, so that no stage works for an orchestrator that does not know of it.
+them, so that no stage works for an orchestrator that does not know of it. Time in which a side did not listen is not
+the other one's silence: a garbage collection, or a machine with too much to do, may stop a thread for seconds.
 """
 
 import msgspec
@@ -77,3 +78,9 @@ FromNode = Hello | Forked | Ending | Ended | KeepAlive
 encode = msgspec.msgpack.Encoder().encode
 decode_at_node = msgspec.msgpack.Decoder(ToNode).decode
 decode_at_orchestrator = msgspec.msgpack.Decoder(FromNode).decode
+
+
+def unheard_s(previous: float, now: float) -> float:
+    """Seconds between two times at which a thread listened, if it should have listened in between, else 0."""
+    passed = now - previous
+    return passed if passed > KEEP_ALIVE_S else 0.0

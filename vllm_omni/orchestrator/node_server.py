@@ -31,6 +31,7 @@ from vllm_omni.distributed.node_messages import (
     ToNode,
     decode_at_node,
     encode,
+    unheard_s,
 )
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.distributed.sockets import arrived
@@ -83,7 +84,8 @@ class NodeServer:
         """Returns when it has been ended, or the orchestrator has not answered for `ORCHESTRATOR_TIMEOUT_S` seconds."""
         with self._cleanup:
             self._send(Hello(node=self._node, run_dir=str(self._run_dir.path)))
-            last_sent, lease = time.monotonic(), time.monotonic() + _CONNECT_S
+            last_sent = listened_at = time.monotonic()
+            lease = listened_at + _CONNECT_S
             while self._is_running:
                 self._poll(KEEP_ALIVE_S / 2)
                 if self._take_messages():
@@ -93,7 +95,9 @@ class NodeServer:
                 if time.monotonic() - last_sent > KEEP_ALIVE_S:
                     self._send(KeepAlive())
                     last_sent = time.monotonic()
-                if time.monotonic() > lease:
+                previous, listened_at = listened_at, time.monotonic()
+                lease += unheard_s(previous, listened_at)
+                if listened_at > lease:
                     logger.error("the orchestrator does not answer; node %s ends its stages", self._node)
                     return
 

@@ -33,6 +33,7 @@ from vllm_omni.distributed.node_messages import (
     ToNode,
     decode_at_orchestrator,
     encode,
+    unheard_s,
 )
 from vllm_omni.distributed.sockets import arrived
 from vllm_omni.metrics.logs import get_logger
@@ -207,7 +208,7 @@ class Nodes:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_reader, zmq.POLLIN)
-        next_keep_alive = time.monotonic()
+        next_keep_alive = listened_at = time.monotonic()
         while not self._is_closed or self._outgoing:
             ready = dict(poller.poll(int(1000 * KEEP_ALIVE_S / 2)))
             if self._wake_reader in ready:
@@ -220,7 +221,8 @@ class Nodes:
                 next_keep_alive = time.monotonic() + KEEP_ALIVE_S
                 for node in self._nodes:
                     self._send(node, KeepAlive())
-            self._give_up_overdue()
+            previous, listened_at = listened_at, time.monotonic()
+            self._give_up_overdue(listened_at, unheard_s(previous, listened_at))
         self._socket.close(linger=1000)
 
     def _send(self, node: str, message: ToNode) -> None:
@@ -251,9 +253,10 @@ class Nodes:
                 if (process := node.processes.pop(message.number, None)) is not None:
                     process.tell(message)
 
-    def _give_up_overdue(self) -> None:
-        now = time.monotonic()
+    def _give_up_overdue(self, now: float, unheard: float) -> None:
+        """`unheard`: seconds in which the nodes may have answered, and this thread did not listen."""
         for name, node in list(self._nodes.items()):
+            node.due += unheard
             if now > node.due:
                 logger.error("node %s does not answer", node.name)
                 with self._changed:

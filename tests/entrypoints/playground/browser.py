@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real browser for tests of the page: Chromium, with a file as its microphone, and a record of what it plays."""
+"""A real browser for tests of the page, with a microphone that hears what a test says and a record of what it plays."""
 
 from __future__ import annotations
 
@@ -56,8 +56,14 @@ document.addEventListener("loadstart", event => {{
   context.createMediaElementSource(player).connect(context.destination);
 }}, true);
 """
-# A microphone that hears what a test says, when it says it.
+# A microphone that hears what a test says, when it says it: before, and after its last words, not even silence. A page
+# shows that it records before it does.
 MICROPHONE = f"""
+const startRecording = MediaRecorder.prototype.start;
+MediaRecorder.prototype.start = function(...options) {{
+  startRecording.apply(this, options);
+  window.isRecorded = true;
+}};
 const openDevice = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
 const ears = new AudioContext({{sampleRate: {RATE}}});
 const microphone = ears.createMediaStreamDestination();
@@ -65,7 +71,7 @@ navigator.mediaDevices.getUserMedia = async constraints => {{
   await openDevice(constraints);
   return microphone.stream.clone();
 }};
-window.say = async samples => {{
+window.say = async (samples, isLast = false) => {{
   const buffer = ears.createBuffer(1, samples.length, {RATE});
   buffer.copyToChannel(Float32Array.from(samples), 0);
   const source = ears.createBufferSource();
@@ -74,17 +80,13 @@ window.say = async samples => {{
   await ears.resume();
   source.start();
   await new Promise(resolve => source.onended = resolve);
+  if (isLast) await ears.suspend();
 }};
 """
 
 
-def launch(playwright: Playwright, microphone: Path | None = None) -> Browser:
-    """
-    Args:
-        microphone: A WAV file that it hears, again and again from the start of a recording.
-    """
+def launch(playwright: Playwright) -> Browser:
     flags = ["--no-sandbox", "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
-    flags += [f"--use-file-for-fake-audio-capture={microphone}"] if microphone else []
     # A server of sounds that does not exist: in search of one, PulseAudio's library leaves a folder of its own.
     env: dict[str, str | float | bool] = {**os.environ, "PULSE_SERVER": "unix:/dev/null"}
     return playwright.chromium.launch(executable_path=CHROMIUM, args=flags, env=env)
@@ -123,11 +125,17 @@ def send(page: Page, text: str = "") -> None:
     page.get_by_test_id("submit-button").click()
 
 
-def speak(page: Page, seconds: float) -> None:
-    """Attaches a recording of the microphone."""
+def speak(page: Page, samples: np.ndarray) -> None:
+    """Attaches a recording of what is said into the microphone of a page that `speaks`.
+
+    Args:
+        samples: float32 `[samples]` at `RATE`.
+    """
+    silence = np.zeros(RATE // 5, np.float32)  # What has been said reaches the recorder a little later.
     page.get_by_test_id("microphone-button").click()
     page.get_by_label("Start recording").click()
-    page.wait_for_timeout(1000 * seconds)
+    page.wait_for_function("window.isRecorded")
+    page.evaluate("samples => window.say(samples, true)", np.concatenate([samples, silence]).tolist())
     page.get_by_label("Stop recording").click()
     page.get_by_label("Attach audio").click()
 

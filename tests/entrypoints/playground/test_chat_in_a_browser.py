@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import numpy as np
 import pytest
-import soundfile
 
-from coloured_shapes.language import random_dialogue, random_scene, split_words
+from coloured_shapes.language import describe, random_scene, split_words
 from coloured_shapes.pictures import draw
 from coloured_shapes.recognizer import Recognizer
 from tests.entrypoints.playground import browser as web
@@ -52,27 +50,22 @@ def open_chat(browser: Browser, server: RunningServer, **options: Any) -> Page:
 
 
 def test_asks_by_voice_about_a_picture_and_hears_the_answer(
-    playwright: Playwright, talking_server: RunningServer, tmp_path: Path
+    browser: Browser, talking_server: RunningServer, tmp_path: Path
 ) -> None:
     rng = random.Random(3)
-    scene = random_scene(rng, held_out=True)
-    turn = random_dialogue(rng, scene)[0]
+    scene = random_scene(rng)
     draw(rng, scene).save(tmp_path / "picture.png")
-    speech = web.speech(talking_server.openai(api_key=KEY), turn.question)
-    silence = np.zeros(10 * web.RATE, np.float32)  # Until the recording is stopped, perhaps late.
-    soundfile.write(tmp_path / "question.wav", np.concatenate([speech, silence]), web.RATE)
-    browser = web.launch(playwright, microphone=tmp_path / "question.wav")
-    page = open_chat(browser, talking_server)
+    page = open_chat(browser, talking_server, speaks=True)
     page.locator("#chat-box input[type=file]").set_input_files(tmp_path / "picture.png")
     page.locator("#chat-box .thumbnail-item").wait_for()
-    web.speak(page, seconds=len(speech) / web.RATE)
+    web.speak(page, web.speech(talking_server.openai(api_key=KEY), "what is in the picture"))
     web.send(page)
     page.locator("#chat-player audio").wait_for()
     heard = web.wait_until_played(page)
     answer = web.answers(page).last.inner_text()
-    browser.close()
-    assert answer == turn.answer
-    words = split_words(turn.answer)
+    page.context.close()
+    assert answer == describe(scene)
+    words = split_words(describe(scene))
     assert count_understood(words, Recognizer().words(heard, web.RATE)) >= 0.75 * len(words)
 
 

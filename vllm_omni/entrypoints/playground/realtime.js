@@ -47,11 +47,14 @@
       const source = this.context.createBufferSource();
       source.buffer = buffer;
       source.connect(this.context.destination);
-      const start = Math.max(this.end, this.context.currentTime);
-      source.onended = () => this.check();
-      source.start(start);
-      this.end = start + buffer.duration;
-      this.pieces.push({ source, start, duration: buffer.duration });
+      const piece = { source, start: Math.max(this.end, this.context.currentTime), duration: buffer.duration };
+      source.onended = () => {
+        piece.isOver = true; // The clock may say so later.
+        this.check();
+      };
+      source.start(piece.start);
+      this.end = piece.start + piece.duration;
+      this.pieces.push(piece);
     }
 
     // No more of the item will come.
@@ -61,13 +64,17 @@
     }
 
     check() {
-      if (this.isComplete && this.context.currentTime >= this.end) this.onEnd();
+      if (this.isOver()) this.onEnd();
+    }
+
+    isOver() {
+      return this.isComplete && this.pieces.every((piece) => piece.isOver);
     }
 
     // The item that is cut and its milliseconds that were heard; null if all of it was.
     stop() {
+      if (this.isOver()) return null;
       const now = this.context.currentTime;
-      if (this.item === null || (this.isComplete && now >= this.end)) return null;
       let seconds = 0;
       for (const { source, start, duration } of this.pieces) {
         seconds += Math.max(0, Math.min(duration, now - start));

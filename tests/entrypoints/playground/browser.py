@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import shutil
 import sys
 import time
@@ -17,6 +18,8 @@ import httpx
 import numpy as np
 import soundfile
 
+from coloured_shapes.language import Scene, random_scene
+from coloured_shapes.pictures import draw
 from tests.servers import answers as answers_to
 from tests.servers import free_port, running_program
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 CHROMIUM = shutil.which("chromium")
 RATE = 24000
 """Samples per second of `played`."""
+QUESTION = "what is in the picture"
+"""Spoken, the shipped model understands it whatever silence follows."""
 
 # A sound may have ended before the clock of its context says so: here it always has.
 LATE_CLOCK = """
@@ -155,6 +160,14 @@ def speech(client: OpenAI, text: str) -> np.ndarray:
     samples, rate = soundfile.read(io.BytesIO(answer.content), dtype="float32")
     assert rate == RATE
     return samples
+
+
+def draw_scene(file: Path) -> Scene:
+    """Writes a picture that the shipped model has not seen, nor its description."""
+    rng = random.Random(5)
+    scene = random_scene(rng, held_out=True)
+    draw(rng, scene).save(file)
+    return scene
 
 
 def attach_to_call(page: Page, picture: Path) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from coloured_shapes.language import describe, random_scene, split_words
-from coloured_shapes.pictures import draw
+from coloured_shapes.language import describe, split_words
 from coloured_shapes.recognizer import Recognizer
 from tests.entrypoints.playground import browser as web
 from tests.entrypoints.playground.conftest import KEY, NAME, PASSWORD
@@ -52,13 +50,11 @@ def open_chat(browser: Browser, server: RunningServer, **options: Any) -> Page:
 def test_asks_by_voice_about_a_picture_and_hears_the_answer(
     browser: Browser, talking_server: RunningServer, tmp_path: Path
 ) -> None:
-    rng = random.Random(3)
-    scene = random_scene(rng)
-    draw(rng, scene).save(tmp_path / "picture.png")
+    scene = web.draw_scene(tmp_path / "picture.png")
     page = open_chat(browser, talking_server, speaks=True)
     page.locator("#chat-box input[type=file]").set_input_files(tmp_path / "picture.png")
     page.locator("#chat-box .thumbnail-item").wait_for()
-    web.speak(page, web.speech(talking_server.openai(api_key=KEY), "what is in the picture"))
+    web.speak(page, web.speech(talking_server.openai(api_key=KEY), web.QUESTION))
     web.send(page)
     page.locator("#chat-player audio").wait_for()
     heard = web.wait_until_played(page)

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from coloured_shapes.language import Scene, describe, random_scene, split_words
-from coloured_shapes.pictures import draw
+from coloured_shapes.language import describe, split_words
 from coloured_shapes.recognizer import Recognizer
 from tests.entrypoints.playground import browser as web
 from tests.entrypoints.playground.conftest import KEY, NAME, PASSWORD
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 
 GROUP = "playground"
 pytestmark = pytest.mark.slow
-
-QUESTION = "what is in the picture"
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +43,6 @@ def open_tab(browser: Browser, server: RunningServer, **options: Any) -> Page:
     return page
 
 
-def draw_scene(file: Path) -> Scene:
-    rng = random.Random(5)
-    scene = random_scene(rng)
-    draw(rng, scene).save(file)
-    return scene
-
-
 def call(page: Page) -> None:
     page.locator("#realtime-talk").click()
     page.locator("#realtime-call .state").get_by_text("Listening").wait_for()
@@ -69,10 +58,10 @@ def lines(page: Page, kind: str) -> Locator:
 
 
 def test_asks_by_voice_and_hears_the_answer(page: Page, talking_server: RunningServer, tmp_path: Path) -> None:
-    scene = draw_scene(tmp_path / "picture.png")
+    scene = web.draw_scene(tmp_path / "picture.png")
     web.attach_to_call(page, tmp_path / "picture.png")
     call(page)
-    question = web.speech(talking_server.openai(api_key=KEY), QUESTION).tolist()
+    question = web.speech(talking_server.openai(api_key=KEY), web.QUESTION).tolist()
     page.evaluate("samples => window.say(samples)", question)
     state(page, "Speaking").wait_for()
     state(page, "Listening").wait_for()
@@ -87,11 +76,11 @@ def test_asks_by_voice_and_hears_the_answer(page: Page, talking_server: RunningS
 
 
 def test_speaking_stops_the_answer(page: Page, talking_server: RunningServer, tmp_path: Path) -> None:
-    scene = draw_scene(tmp_path / "picture.png")
+    scene = web.draw_scene(tmp_path / "picture.png")
     web.attach_to_call(page, tmp_path / "picture.png")
     page.get_by_label("Transcribe what I say").uncheck()
     call(page)
-    question = web.speech(talking_server.openai(api_key=KEY), QUESTION).tolist()
+    question = web.speech(talking_server.openai(api_key=KEY), web.QUESTION).tolist()
     page.evaluate("samples => window.say(samples)", question)
     state(page, "Speaking").wait_for()
     page.evaluate("samples => window.say(samples)", question)

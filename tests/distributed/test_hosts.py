@@ -17,7 +17,7 @@ from tests.entrypoints.fake_pipelines import quick_servers
 from tests.examples.running import decode_sound, run_example
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
-from vllm_omni.testing.hosts import Host, Hosts, RayNodes
+from vllm_omni.testing.hosts import Host, Hosts, RayNodes, remove_leftovers
 
 pytest.importorskip("ray")
 
@@ -168,6 +168,14 @@ def test_hosts_end_with_the_process_that_made_them() -> None:
             maker.kill()
     psutil.wait_procs([host, program], timeout=60)
     assert not host.is_running() and not program.is_running()
+    assert namespaces_of(maker)
+    remove_leftovers()
+    assert not namespaces_of(maker)
+
+
+def namespaces_of(maker: subprocess.Popen[str]) -> list[str]:
+    names = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout.split()
+    return [name for name in names if name.startswith(f"omni{maker.pid}-")]
 
 
 def is_on(process: psutil.Process, host: psutil.Process) -> bool:

@@ -280,7 +280,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         return ""
 
     def __enter__(self) -> "Hosts":
-        _remove_leftovers()
+        remove_leftovers()
         with contextlib.ExitStack() as opened:
             switch = self._add_namespace(_SWITCH, opened)
             _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -319,8 +319,8 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         return namespace
 
 
-def _remove_leftovers() -> None:
-    """Namespaces of processes that were killed."""
+def remove_leftovers() -> None:
+    """Removes the namespaces of processes that were killed."""
     for namespace in _ip("netns", "list").split():
         made_by = re.match(rf"{_PREFIX}(\d+)-", namespace)
         if made_by and not Path("/proc", made_by[1]).exists():

@@ -23,12 +23,15 @@ def test_bytes_of_an_event(omni_server: RunningServer) -> None:
             for num_seconds, is_too_long in ((15, False), (17, True)):
                 async with opened(omni_server.url, model=model) as session:
                     sound = base64.b64encode(np.zeros(24000 * num_seconds, "<i2").tobytes()).decode()
-                    await session.connection.input_audio_buffer.append(audio=sound)
+                    append = session.connection.input_audio_buffer.append(audio=sound)
                     if is_too_long:
+                        # The session may end while the event is still being sent.
                         with pytest.raises(websockets.exceptions.ConnectionClosedError) as caught:
+                            await append
                             await session.next()
                         assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
                     else:
+                        await append
                         await session.connection.input_audio_buffer.clear()
                         await session.until("input_audio_buffer.cleared")
             await other.say("Hello")

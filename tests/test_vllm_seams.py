@@ -127,11 +127,16 @@ SIGNATURES = {
         "mm_registry=..., include_finished_set=..., log_stats=...",
         f"{SCHED}.omni_generation_scheduler:OmniGenerationScheduler",
     ),
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output": (
+        "self, request, new_token_ids, is_stale=...",
+        f"{SCHED}.omni_ar_scheduler:OmniAsyncARScheduler",
+    ),
     # Engine core
     "vllm.v1.engine.core:EngineCore.preprocess_add_request": (
         "self, request",
         f"{ENGINE}.omni_engine_core:OmniEngineCore",
     ),
+    "vllm.v1.engine.core:EngineCore.step_with_batch_queue": ("self", f"{ENGINE}.omni_engine_core:OmniEngineCore"),
     "vllm.v1.engine.core:EngineCore.shutdown": ("self", f"{ENGINE}.omni_engine_core:OmniEngineCore"),
     "vllm.v1.engine.core:EngineCore.collective_rpc": (
         "self, method, timeout=..., args=..., kwargs=...",
@@ -168,7 +173,7 @@ SIGNATURES = {
     ),
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": (
         "self, usage_context=..., headless=...",
-        f"{ENGINE}.omni_llm_engine:OmniLLMEngine",
+        f"{ENGINE}.engine_args:StageEngineArgs",
     ),
     "vllm.v1.executor:Executor.get_class": ("vllm_config", f"{ENGINE}.omni_llm_engine:OmniLLMEngine"),
     # Inputs

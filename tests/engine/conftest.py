@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.engine.hooked_models import register
-from vllm_omni.engine.engine_args import create_engine_args
+from tests.engine.running import Broken
+from vllm_omni.engine.engine_args import choose_v1_model_runner, create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.testing.hf_oracle import HFTextOracle
 
@@ -22,6 +23,7 @@ BLOCK_SIZE = 32
 def running_engines() -> Iterator[list[OmniLLMEngine]]:
     """Closed at the end of the session, last first."""
     register()
+    choose_v1_model_runner()
     gc.freeze()  # vLLM collects garbage while it starts, which takes a second with everything imported.
     engines: list[OmniLLMEngine] = []
     yield engines
@@ -81,8 +83,8 @@ def latent_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) 
 
 @pytest.fixture(scope="session")
 def text_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) -> OmniLLMEngine:
-    """Emits tokens only."""
-    return start_engine(tiny_qwen3, block_size=BLOCK_SIZE)
+    """Emits tokens only, also on a GPU without asynchronous scheduling."""
+    return start_engine(tiny_qwen3, block_size=BLOCK_SIZE, async_scheduling=False)
 
 
 @pytest.fixture(scope="session")
@@ -112,3 +114,20 @@ def vocoder_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path)
         max_model_len=64,
         max_num_batched_tokens=64,
     )
+
+
+@pytest.fixture
+def break_once(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes a method of an object raise, once, after so many good calls."""
+
+    def break_method(target: Any, name: str, num_good_calls: int = 0) -> None:
+        method, calls = getattr(target, name), iter(range(10_000))
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == num_good_calls:
+                raise Broken(name)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(target, name, broken)
+
+    return break_method

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running requests through an engine, as tests want it."""
 
+from collections import defaultdict
+from typing import Any
+
 import torch
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
@@ -9,6 +12,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 
 MAX_STEPS = 2000
+
+
+class Broken(RuntimeError):
+    """What `break_once` raises."""
 
 
 def greedy(max_tokens: int, **parameters: object) -> SamplingParams:
@@ -37,3 +44,24 @@ def run(engine: OmniLLMEngine, prompts: list[dict], params: SamplingParams) -> l
         engine.add_request(str(index), prompt, params)
     finished = {output.request_id: output for output in step_until_idle(engine) if output.finished}
     return [finished[str(index)] for index in range(len(prompts))]
+
+
+def runner_of(engine: OmniLLMEngine) -> Any:
+    """Its model runner."""
+    return engine.model_executor.driver_worker.model_runner  # type: ignore[attr-defined]
+
+
+def finish(engine: OmniLLMEngine) -> dict[str, list[RequestOutput]]:
+    """The outputs of all requests, by id, in order; one step raises on the way, and loses nothing."""
+    outputs: dict[str, list[RequestOutput]] = defaultdict(list)
+    num_raised = 0
+    while engine.has_unfinished_requests():
+        try:
+            for output in engine.step():
+                assert isinstance(output, RequestOutput)
+                outputs[output.request_id].append(output)
+        except Broken:
+            num_raised += 1
+            assert engine.recover() == []
+    assert num_raised == 1
+    return outputs

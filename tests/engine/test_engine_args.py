@@ -31,7 +31,7 @@ class TestRefused:
             ({"dtpye": "float32"}, "'dtpye'; did you mean 'dtype'"),
             ({"max_modellen": 3}, "did you mean 'max_model_len'"),
             ({"engine_type": "diffusion"}, "'diffusion' is not one of ar, generation"),
-            ({"async_scheduling": True}, "async_scheduling"),
+            ({"engine_output_type": "latent", "async_scheduling": True}, "nothing but tokens"),
             ({"engine_output_type": "latent", "speculative_config": {"method": "ngram"}}, "rejected tokens"),
         ],
     )
@@ -43,6 +43,28 @@ class TestRefused:
         arguments = create_engine_args(str(tiny_qwen3_omni_moe), hf_config_name="talker")
         with pytest.raises(ValueError, match=r"Qwen3OmniMoeConfig has no 'talker'; it has .*'talker_config'"):
             arguments.create_engine_config()
+
+
+class TestAsyncScheduling:
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            ({}, None),
+            ({"async_scheduling": True}, True),
+            ({"engine_output_type": "latent"}, False),
+            ({"engine_type": "generation"}, False),
+            ({"skip_tokenizer_init": True, "generation_config": "vllm"}, False),
+            ({"tensor_parallel_size": 2}, False),
+            ({"speculative_config": {"method": "ngram"}}, False),
+            ({"scheduler_cls": "my.Scheduler"}, False),
+        ],
+    )
+    def test_vllm_decides_of_a_text_only(self, tiny_qwen3, arguments, expected):
+        assert create_engine_args(str(tiny_qwen3), **arguments).async_scheduling is expected
+
+    def test_never_on_a_cpu(self, tiny_qwen3):
+        config = create_engine_args(str(tiny_qwen3)).create_engine_config().scheduler_config
+        assert config.async_scheduling is False and config.scheduler_cls == engine_args._SCHEDULERS["ar"]
 
 
 class TestPartOfACheckpoint:

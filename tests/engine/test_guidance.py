@@ -53,6 +53,7 @@ def tight_engine(start_engine, tiny_qwen3):
         max_num_batched_tokens=24,
         num_gpu_blocks_override=13,
         enable_prefix_caching=False,
+        async_scheduling=False,
     )
 
 
@@ -172,7 +173,7 @@ def test_rows_leave_once(latent_engine, pairs, oracle, expected):
 
 
 def test_prefix_cache(start_engine, tiny_qwen3, pairs, expected):
-    engine = start_engine(tiny_qwen3, block_size=BLOCK_SIZE, enable_prefix_caching=True)
+    engine = start_engine(tiny_qwen3, block_size=BLOCK_SIZE, enable_prefix_caching=True, async_scheduling=False)
     prompts = [guided_prompt(*pair) for pair in pairs]
     first, second = (tokens_of(run(engine, prompts, greedy(NUM_TOKENS))) for _ in range(2))
     assert first == second == [expected(*pair) for pair in pairs]
@@ -213,7 +214,9 @@ def test_wrong_guidance_is_refused(tight_engine, unconditional, scale, message):
 
 
 def test_what_never_fits_is_refused(start_engine, tiny_qwen3):
-    engine = start_engine(tiny_qwen3, block_size=BLOCK_SIZE, max_model_len=128, num_gpu_blocks_override=6)
+    engine = start_engine(
+        tiny_qwen3, block_size=BLOCK_SIZE, max_model_len=128, num_gpu_blocks_override=6, async_scheduling=False
+    )
     with pytest.raises(InvalidRequestError, match="it takes 8 blocks of the KV cache, which has 5: lower max_tokens"):
         engine.add_request("a", guided_prompt([1], [1]), greedy(127))
     assert is_empty(engine)

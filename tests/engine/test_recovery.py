@@ -1,55 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """After an exception anywhere inside a step, `recover` continues all requests, without results of the failed step."""
 
-from collections import defaultdict
-
 import pytest
 import torch
-from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-from tests.engine.running import greedy, random_prompts, run, step_until_idle
+from tests.engine.running import Broken, finish, greedy, random_prompts, run, runner_of, step_until_idle
 from vllm_omni.testing.media import make_prompt
-
-
-class Broken(RuntimeError):
-    pass
-
-
-@pytest.fixture
-def break_once(monkeypatch):
-    """Makes a method of an object raise, once, after so many good calls."""
-
-    def break_method(target, name, num_good_calls=0):
-        method, calls = getattr(target, name), iter(range(10_000))
-
-        def broken(*args, **kwargs):
-            if next(calls) == num_good_calls:
-                raise Broken(name)
-            return method(*args, **kwargs)
-
-        monkeypatch.setattr(target, name, broken)
-
-    return break_method
-
-
-def runner_of(engine):
-    return engine.model_executor.driver_worker.model_runner
-
-
-def finish(engine) -> dict[str, list[RequestOutput]]:
-    """The outputs of all requests, by id, in order; one step raises on the way, and loses nothing."""
-    outputs, num_raised = defaultdict(list), 0
-    while engine.has_unfinished_requests():
-        try:
-            for output in engine.step():
-                outputs[output.request_id].append(output)
-        except Broken:
-            num_raised += 1
-            assert engine.recover() == []
-    assert num_raised == 1
-    return outputs
-
 
 PLACES = ["_update_states", "_prepare_inputs", "_model_forward", "_make_rows", "_sample", "_row_tracker.emit"]
 

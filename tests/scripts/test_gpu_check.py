@@ -51,7 +51,7 @@ def test_the_report_has_every_step(tmp_path: Path) -> None:
     status, stderr, report = check(tmp_path)
     titles = [line for line in report.splitlines() if line.startswith("## ")]
     assert status == 0, stderr
-    assert len(titles) == 6 and all(": passed (" in title for title in titles)
+    assert len(titles) == 7 and all(": passed (" in title for title in titles)
     assert "ran -m pytest -m gpu" in report and "GPU 0: a test" in report
 
 

@@ -43,6 +43,7 @@ _SCHEDULERS = {
     "ar": "vllm_omni.core.sched.omni_ar_scheduler.OmniARScheduler",
     "generation": "vllm_omni.core.sched.omni_generation_scheduler.OmniGenerationScheduler",
 }
+_ASYNC_SCHEDULER = "vllm_omni.core.sched.omni_ar_scheduler.OmniAsyncARScheduler"
 _CONFIGS: dict[str, type] = {
     "structured_outputs_config": StructuredOutputsConfig,
     "reasoning_config": ReasoningConfig,
@@ -97,10 +98,24 @@ class OmniEngineSettings:
         """Whether outputs of the model leave the engine besides tokens."""
         return self.engine_type == "ar" and self.engine_output_type != "text"
 
+    @property
+    def emits_only_tokens(self) -> bool:
+        return self.engine_type == "ar" and not self.emits_rows
+
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> "OmniEngineSettings":
         additional = cast(dict[str, Any], vllm_config.additional_config)
         return cls(**additional.get(_KEY, {}))
+
+
+class StageEngineArgs(EngineArgs):
+    """vLLM's, with our scheduler for what vLLM decides about asynchronous scheduling."""
+
+    def create_engine_config(self, *args: Any, **kwargs: Any) -> VllmConfig:
+        config = super().create_engine_config(*args, **kwargs)
+        if config.scheduler_config.async_scheduling and self.scheduler_cls == _SCHEDULERS["ar"]:
+            config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER
+        return config
 
 
 def create_engine_args(
@@ -144,7 +159,9 @@ def create_engine_args(
     override = StageConfigOverride(
         hf_config_name, model_arch, engine_type == "generation", vllm_engine_args.pop("hf_overrides", None)
     )
-    arguments = _defaults(settings) | vllm_engine_args
+    arguments = (
+        _defaults(settings) | {"async_scheduling": _schedules_async(vllm_engine_args, settings)} | vllm_engine_args
+    )
     if _world_size(arguments) == 1:
         arguments.setdefault("distributed_executor_backend", _UNIPROC_EXECUTOR)
     if arguments.get("otlp_traces_endpoint"):
@@ -153,12 +170,23 @@ def create_engine_args(
         if isinstance(arguments.get(name), dict):
             arguments[name] = config_class(**arguments[name])
     arguments["additional_config"] = vllm_engine_args.get("additional_config", {}) | {_KEY: asdict(settings)}
-    return EngineArgs(model=model, hf_overrides=override, **arguments)
+    return StageEngineArgs(model=model, hf_overrides=override, **arguments)
 
 
 def _samples_codes(arguments: dict[str, Any]) -> bool:
     """Whether the arguments say that neither tokenizer nor generation config is about the tokens that are sampled."""
     return bool(arguments.get("skip_tokenizer_init")) and arguments.get("generation_config") == "vllm"
+
+
+def _schedules_async(arguments: dict[str, Any], settings: OmniEngineSettings) -> bool | None:
+    """Whether a stage is scheduled asynchronously. None: vLLM decides, as for a text, and does so for accelerators.
+
+    Stages that sample something else may have guidance, which needs each token before the next step. Errors of workers
+    in other processes, and of drafts, would come too late.
+    """
+    is_text = settings.emits_only_tokens and settings.uses_generation_config
+    is_plain = _world_size(arguments) == 1 and not arguments.get("speculative_config")
+    return None if is_text and is_plain and "scheduler_cls" not in arguments else False
 
 
 def _as_engine_type(name: str) -> EngineType:
@@ -172,7 +200,6 @@ def _defaults(settings: OmniEngineSettings) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "worker_cls": _WORKERS[settings.engine_type, is_cpu],
         "scheduler_cls": _SCHEDULERS[settings.engine_type],
-        "async_scheduling": False,
         "disable_log_stats": True,
         "ec_manager_config": {"encoder_cache_manager_cls": _ENCODER_CACHE},
     }
@@ -204,8 +231,10 @@ def _refuse_unknown(arguments: dict[str, Any]) -> None:
 
 
 def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:
-    if arguments.get("async_scheduling"):
-        raise StageConfigError("async_scheduling=True is not supported: remove it, stages schedule synchronously")
+    if arguments.get("async_scheduling") and not settings.emits_only_tokens:
+        raise StageConfigError(
+            "async_scheduling: only stages that emit nothing but tokens can be scheduled asynchronously; remove it"
+        )
     if not settings.emits_rows:
         return
     needs_text = f"needs engine_output_type 'text', not {settings.engine_output_type!r}"

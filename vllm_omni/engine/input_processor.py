@@ -195,6 +195,10 @@ class OmniInputProcessor(InputProcessor):
     def _check_guidance(self, guidance: Guidance) -> None:
         if self._settings.engine_type != "ar" or self.vllm_config.speculative_config is not None:
             raise ValueError("guidance is for autoregressive stages without speculative decoding")
+        if self.scheduler_config.async_scheduling:
+            raise ValueError(
+                "guidance needs a stage that is scheduled synchronously: set its async_scheduling to false"
+            )
         if self.scheduler_config.max_num_seqs < 2:
             raise ValueError("guidance computes two sequences: raise the stage's max_num_seqs, which is 1")
         if not math.isfinite(guidance.scale):

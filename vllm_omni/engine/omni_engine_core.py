@@ -2,16 +2,16 @@
 """The engine core of a stage: vLLM's, which passes additional information to the scheduler and can be recovered."""
 
 import weakref
-from typing import ClassVar
+from typing import ClassVar, cast
 
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.request import Request
 
 from vllm_omni.core.sched.guided_scheduler import GuidedScheduler
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
-from vllm_omni.core.sched.output import OmniRequest
+from vllm_omni.core.sched.output import OmniRequest, OmniSchedulerOutput, StepRecord
 from vllm_omni.payloads import OmniEngineCoreRequest
 
 
@@ -27,6 +27,8 @@ class OmniEngineCore(EngineCore):
         core: EngineCore = client.engine_core
         core.__class__ = cls
         assert isinstance(core, cls)
+        if core.batch_queue is not None:
+            core.step_fn = core.step_with_batch_queue
         cls._alive.add(core)
         client._finalizer.detach()  # It is bound to the shutdown of vLLM's class.
         client._finalizer = weakref.finalize(client, core.shutdown)
@@ -68,11 +70,37 @@ class OmniEngineCore(EngineCore):
         assert isinstance(self.scheduler, OmniSchedulerMixin)
         return self.scheduler
 
+    def step_with_batch_queue(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
+        """Raises what the sampling of the last step has raised, where vLLM would first compute the next one, of tokens
+        that were never sampled."""
+        if self.batch_queue:
+            last, _, _ = self.batch_queue[0]
+            if last.done():
+                last.result()
+        return super().step_with_batch_queue()
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether steps compute tokens that were not fetched: never without asynchronous scheduling."""
+        return any(scheduled.num_scheduled_tokens for _, scheduled, _ in self.batch_queue or ())
+
+    def failed_steps(self, in_flight: list[StepRecord]) -> list[StepRecord]:
+        """Those of the steps whose outputs were not processed that an exception is about; none if it came out of
+        scheduling."""
+        queued = [cast(OmniSchedulerOutput, scheduled).step for _, scheduled, _ in self.batch_queue or ()]
+        failed = [step for step in in_flight if not any(step is other for other in queued)]
+        if not failed and self.batch_queue and self.batch_queue[0][0].done():
+            return queued[:1]
+        return failed
+
     def restart_requests(self) -> None:
         """Computes every request again after an exception inside a step, whatever state it left.
 
         Results of the step are not used: cached blocks and encoder outputs can be marked as filled without being so.
+        Neither are those of steps beside it.
         """
+        if self.batch_queue is not None:
+            self.batch_queue.clear()
         # The workers may have missed which requests were finished before: the next step repeats them.
         known_to_workers: list[list[str]] = self.collective_rpc("discard_step")
         self.scheduler.reset_encoder_cache()

@@ -205,7 +205,7 @@ class OmniLLMEngine(LLMEngine):
     def has_work(self) -> bool:
         """Whether `step` would do anything. False also while every request is held: then only new input, a new request
         or an abort makes progress."""
-        return self._scheduler.has_work()
+        return self._scheduler.has_work() or self._core.is_computing
 
     def kv_blocks(self) -> tuple[int, int]:
         """Used and total blocks of the KV cache. May be called from another thread."""
@@ -234,7 +234,8 @@ class OmniLLMEngine(LLMEngine):
         self._on_scheduled(step)
 
     def _end_steps(self) -> None:
-        done, self._in_flight = self._in_flight, []
+        done = [step for step in self._in_flight if step.has_output]
+        self._in_flight = [step for step in self._in_flight if not step.has_output]
         for step in done:
             self._on_done(step)
 
@@ -244,7 +245,8 @@ class OmniLLMEngine(LLMEngine):
             self._scheduler.quarantine(req_id, num_tokens)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
-        """Schedules, runs the model once and returns the new outputs.
+        """Schedules, runs the model once and returns the new outputs: with asynchronous scheduling those of the step
+        before, if any.
 
         Each `RequestOutput` has the attribute `multimodal_output`; see `MultimodalOutputProcessor`.
 
@@ -263,7 +265,8 @@ class OmniLLMEngine(LLMEngine):
     def failed_batch(self) -> dict[str, int]:
         """The requests of a step that raised, until `recover`: the callers' ids, and how many tokens each has computed
         after it (the most of several sequences of a request). Empty where scheduling itself raised."""
-        return {req_id: num for step in self._in_flight for req_id, num in step.num_computed_tokens.items()}
+        failed = self._core.failed_steps(self._in_flight)
+        return {req_id: num for step in failed for req_id, num in step.num_computed_tokens.items()}
 
     def recover(self) -> list[str]:
         """Makes the engine usable again after an exception out of `step`; the requests continue.

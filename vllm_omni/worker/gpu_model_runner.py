@@ -29,6 +29,9 @@ from vllm_omni.model_executor.interfaces import (
 from vllm_omni.worker.guided_pairs import GuidedPairs
 from vllm_omni.worker.step import RunnerStep
 
+_MAX_STEPS = 2
+"""That are in flight at once: the most that can be computed again."""
+
 
 @dataclass(frozen=True)
 class ModelHooks:
@@ -85,7 +88,7 @@ class OmniGPUModelRunner(GPUModelRunner):
         self.guided_pairs = GuidedPairs()
         self.hooks = ModelHooks()
         self._step = RunnerStep()
-        self._draws: dict[str, tuple[int, torch.Tensor]] = {}  # tokens at the last draw; the generator before it
+        self._draws: dict[str, dict[int, torch.Tensor]] = {}  # the generator before each of the last draws, by tokens
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -95,6 +98,9 @@ class OmniGPUModelRunner(GPUModelRunner):
         """Discards the step that raised. Returns the ids of all requests that are held here."""
         self.execute_model_state = None
         self._step = RunnerStep()
+        batch = self.input_batch
+        batch.prev_sampled_token_ids = batch.prev_req_id_to_index = None
+        batch.sampled_token_ids_cpu = batch.async_copy_ready_event = None
         return [*self.requests, *self.omni_info, *self.open_inputs, *self.num_chunks, *self.without_rows]
 
     @property
@@ -193,11 +199,12 @@ class OmniGPUModelRunner(GPUModelRunner):
         for index, generator in self.input_batch.generators.items():
             req_id = self.input_batch.req_ids[index]
             num_tokens = len(self.requests[req_id].output_token_ids)
-            drawn = self._draws.get(req_id)
-            if drawn is not None and drawn[0] == num_tokens:
-                generator.set_state(drawn[1])
-            else:
-                self._draws[req_id] = num_tokens, generator.get_state()
+            draws = self._draws.setdefault(req_id, {})
+            if num_tokens in draws:
+                generator.set_state(draws[num_tokens])
+                continue
+            draws[num_tokens] = generator.get_state()
+            draws.pop(num_tokens - _MAX_STEPS, None)
 
     def _init_mrope_positions(self, req_state: CachedRequestState) -> None:
         positions = self.omni_info.get(req_state.req_id, {}).get("mrope_positions")

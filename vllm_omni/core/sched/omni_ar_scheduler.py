@@ -4,6 +4,7 @@
 from collections.abc import Iterable
 from typing import Any, cast
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -135,6 +136,11 @@ class OmniARScheduler(GuidedScheduler):
     def restart_requests(self, known_to_workers: set[str]) -> None:
         super().restart_requests(known_to_workers)
         self._with_chunks |= {req_id for req_id in self.requests if self.omni_request(req_id).input_chunks}
+
+
+class OmniAsyncARScheduler(OmniARScheduler, AsyncScheduler):
+    """The scheduler of stages of text with asynchronous scheduling: a step is scheduled while the one before it is
+    computed, so tokens of a request that are not known yet count as computed, as vLLM's `num_output_placeholders`."""
 
 
 def _needs_rows(request: Request) -> bool:

@@ -153,7 +153,8 @@ class OmniRequest(Request):
     @property
     def is_starved(self) -> bool:
         """Whether its next step, which computes all its tokens, needs input that has not arrived."""
-        return self.num_ready_tokens is not None and self.num_tokens > self.num_ready_tokens
+        num_tokens = self.num_tokens + self.num_output_placeholders
+        return self.num_ready_tokens is not None and num_tokens > self.num_ready_tokens
 
     @property
     def is_quarantined(self) -> bool:

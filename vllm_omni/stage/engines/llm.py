@@ -76,6 +76,7 @@ class LLMStageEngine(StageEngine):
             self._request_class = TranscribingRequest
         self._engine: OmniLLMEngine
         self._requests: dict[str, LLMRequest] = {}
+        self._last_end = 0.0  # of a step, as time.perf_counter()
 
     @cached_property
     def _vllm_config(self) -> VllmConfig:
@@ -164,7 +165,9 @@ class LLMStageEngine(StageEngine):
 
     def _on_done(self, step: StepRecord) -> None:
         if step.num_sequences:
-            self.recorder.step(time.perf_counter() - step.started, step.num_sequences)
+            started = max(step.started, self._last_end)  # It may have been scheduled while another was computed.
+            self._last_end = time.perf_counter()
+            self.recorder.step(self._last_end - started, step.num_sequences)
 
     def _take(self, request: LLMRequest, output: RequestOutput | PoolingRequestOutput) -> None:
         # A later window of its input may be wrong. Any other error is a defect of this stage.

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage of text that is scheduled while the step before is computed writes what it writes when scheduled after it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+from tests.engine.conftest import BLOCK_SIZE
+from tests.engine.running import Broken, finish, greedy, random_prompts, run, runner_of, step_until_idle
+from vllm_omni.core.sched.omni_ar_scheduler import OmniAsyncARScheduler
+from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.payloads import Guidance
+
+PROMPTS = [{"prompt_token_ids": prompt} for prompt in random_prompts(40, 7, 90, 33, 20, 64, seed=5)]
+
+
+class Nothing:
+    """An event or a stream of a device that computes at once."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+    def record(self, *args: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def async_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) -> Iterator[OmniLLMEngine]:
+    """Its requests preempt each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        if current_platform.is_cpu():
+            turn_on_for_cpu(patch)
+        engine = start_engine(
+            tiny_qwen3,
+            block_size=BLOCK_SIZE,
+            max_num_batched_tokens=64,
+            max_model_len=160,
+            num_gpu_blocks_override=9,
+            async_scheduling=True,
+        )
+        assert isinstance(engine._scheduler, OmniAsyncARScheduler)
+        yield engine
+
+
+def turn_on_for_cpu(patch: pytest.MonkeyPatch) -> None:
+    """On a CPU vLLM turns it off, and torch has no events and streams."""
+    check = current_platform.check_and_update_config
+
+    def check_the_rest(config: VllmConfig) -> None:
+        is_async = config.scheduler_config.async_scheduling
+        check(config)
+        config.scheduler_config.async_scheduling = is_async
+
+    patch.setattr(type(current_platform), "check_and_update_config", staticmethod(check_the_rest))
+    for name in ("Event", "Stream", "current_stream"):
+        patch.setattr(torch.cuda, name, Nothing)
+    patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+
+
+PARAMS = {
+    "greedy": greedy(24),
+    "seed": SamplingParams(max_tokens=24, seed=7, ignore_eos=True, logprobs=2),
+    "sequences": SamplingParams(max_tokens=12, seed=7, n=3, ignore_eos=True),
+    "penalties": greedy(24, repetition_penalty=1.4, frequency_penalty=0.8, min_tokens=5, prompt_logprobs=1),
+    "grammar": greedy(24, structured_outputs=StructuredOutputsParams(regex="[ab]{7}(cd){3}x*"), ignore_eos=False),
+}
+
+
+@pytest.fixture(params=PARAMS.values(), ids=list(PARAMS))
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    request.param.output_kind = RequestOutputKind.FINAL_ONLY
+    return request.param
+
+
+def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for output, good in zip(outputs, expected, strict=True):
+        for one, other in zip(output.outputs, good.outputs, strict=True):
+            assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+            assert len(one.logprobs or ()) == len(other.logprobs or ())
+        assert len(output.prompt_logprobs or ()) == len(good.prompt_logprobs or ())
+
+
+def test_writes_the_same(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine, params: SamplingParams) -> None:
+    assert_same(run(async_engine, PROMPTS, params), run(text_engine, PROMPTS, params))
+    assert async_engine.kv_blocks()[0] == 0
+
+
+def test_ends_where_each_stops(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> None:
+    """A step more is computed of a request that ends with its token."""
+    ends = [
+        output.outputs[0].token_ids[4 + index] for index, output in enumerate(run(text_engine, PROMPTS, greedy(24)))
+    ]
+    results = []
+    for engine in (async_engine, text_engine):
+        for index, (prompt, end) in enumerate(zip(PROMPTS, ends, strict=True)):
+            engine.add_request(str(index), prompt, greedy(24, stop_token_ids=[end]))
+        outputs = {output.request_id: output for output in step_until_idle(engine)}
+        results.append([outputs[str(index)] for index in range(len(PROMPTS))])
+    assert_same(*results)
+    assert all(len(output.outputs[0].token_ids) <= 5 + index for index, output in enumerate(results[0]))
+    assert async_engine.kv_blocks()[0] == 0
+
+
+def test_abort_while_a_step_is_computed(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> None:
+    expected = run(text_engine, PROMPTS[:2], greedy(24))
+    for index, prompt in enumerate(PROMPTS[:3]):
+        async_engine.add_request(str(index), prompt, greedy(24))
+    for _ in range(8):
+        async_engine.step()
+    async_engine.abort_request(["2"])
+    outputs = {output.request_id: output for output in step_until_idle(async_engine)}
+    assert_same([outputs["0"], outputs["1"]], expected)
+    async_engine.add_request("0", PROMPTS[0], greedy(24))
+    while async_engine.kv_blocks()[0] == 0:
+        async_engine.step()
+    async_engine.abort_request(["0"])
+    while async_engine.has_work():
+        async_engine.step()
+    assert async_engine.kv_blocks()[0] == 0 and runner_of(async_engine).requests == {}
+
+
+def test_waits_for_input(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> None:
+    """The tokens that are being computed count."""
+    expected = run(text_engine, PROMPTS[:1], greedy(12))
+    async_engine.add_request("0", PROMPTS[0], greedy(12))
+    async_engine.await_input("0", 44)
+    while async_engine.has_work():
+        async_engine.step()
+    assert async_engine._scheduler.requests[async_engine._internal_ids("0")[0]].num_tokens == 45
+    async_engine.add_input("0", {}, None, is_last=True)
+    assert_same(step_until_idle(async_engine), expected)
+
+
+def test_a_request_in_quarantine(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> None:
+    expected = run(text_engine, PROMPTS[:3], greedy(12))
+    for index, prompt in enumerate(PROMPTS[:3]):
+        async_engine.add_request(str(index), prompt, greedy(12))
+    batches: list[set[str]] = []
+    async_engine.watch_steps(lambda step: batches.append(set(step.num_computed_tokens)), lambda step: None)
+    async_engine.quarantine("1", 12)
+    outputs = {output.request_id: output for output in step_until_idle(async_engine)}
+    async_engine.watch_steps(lambda step: None, lambda step: None)
+    assert_same([outputs[str(index)] for index in range(3)], expected)
+    with_it = [batch for batch in batches if "1" in batch]
+    assert with_it[0] == {"1"} and any(len(batch) == 3 for batch in with_it)
+
+
+@pytest.mark.parametrize("method", ["_model_forward", "_sample"])
+def test_the_step_that_raised_is_named(
+    async_engine: OmniLLMEngine, text_engine: OmniLLMEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """And not the one beside it."""
+    expected = run(text_engine, PROMPTS[:3], greedy(12))
+    for index, prompt in enumerate(PROMPTS[:3]):
+        async_engine.add_request(str(index), prompt, greedy(12))
+    async_engine.quarantine("1", 12)
+    runner = runner_of(async_engine)
+    good = getattr(runner, method)
+
+    def raise_alone(*args: object, **kwargs: object) -> object:
+        if [req_id.split("-")[0] for req_id in runner.input_batch.req_ids] == ["1"] and async_engine._core.is_computing:
+            monkeypatch.undo()
+            raise Broken
+        return good(*args, **kwargs)
+
+    monkeypatch.setattr(runner, method, raise_alone)
+    with pytest.raises(Broken):
+        step_until_idle(async_engine)
+    assert async_engine.failed_batch().keys() == {"1"}
+    assert async_engine.recover() == []
+    outputs = {output.request_id: output for output in step_until_idle(async_engine)}
+    assert_same([outputs[str(index)] for index in range(3)], expected)
+
+
+def test_scheduling_that_raises_names_no_request(
+    async_engine: OmniLLMEngine, text_engine: OmniLLMEngine, break_once: Callable[..., None]
+) -> None:
+    expected = run(text_engine, PROMPTS[:2], greedy(12))
+    for index, prompt in enumerate(PROMPTS[:2]):
+        async_engine.add_request(str(index), prompt, greedy(12))
+    break_once(async_engine._scheduler, "_order_requests", 5)
+    with pytest.raises(Broken):
+        step_until_idle(async_engine)
+    assert async_engine._core.is_computing and async_engine.failed_batch() == {}
+    assert async_engine.recover() == []
+    outputs = {output.request_id: output for output in step_until_idle(async_engine)}
+    assert_same([outputs[str(index)] for index in range(2)], expected)
+
+
+def test_requests_whose_tokens_were_lost_end(async_engine: OmniLLMEngine, break_once: Callable[..., None]) -> None:
+    for index, prompt in enumerate(PROMPTS[:2]):
+        async_engine.add_request(str(index), prompt, greedy(12))
+    break_once(async_engine.output_processor, "process_outputs", 6)
+    with pytest.raises(Broken):
+        step_until_idle(async_engine)
+    assert sorted(async_engine.recover()) == ["0", "1"]
+    assert not async_engine.has_unfinished_requests() and async_engine.kv_blocks()[0] == 0
+
+
+def test_guidance_is_refused(async_engine: OmniLLMEngine) -> None:
+    prompt = {**PROMPTS[0], "guidance": Guidance([1, 2, 3], 2.0)}
+    with pytest.raises(ValueError, match="set its async_scheduling to false"):
+        async_engine.add_request("0", prompt, greedy(4))
+
+
+@pytest.mark.parametrize("method", ["_update_states", "_model_forward", "_sample", "_bookkeeping_sync"])
+@pytest.mark.parametrize("num_good_calls", [0, 6])
+def test_loses_nothing_when_a_step_raises(
+    async_engine: OmniLLMEngine,
+    text_engine: OmniLLMEngine,
+    params: SamplingParams,
+    break_once: Callable[..., None],
+    method: str,
+    num_good_calls: int,
+) -> None:
+    """Neither that step nor the one before it, whose output was not fetched."""
+    expected = run(text_engine, PROMPTS[:2], params)
+    for index, prompt in enumerate(PROMPTS[:2]):
+        async_engine.add_request(str(index), prompt, params)
+    break_once(runner_of(async_engine), method, num_good_calls)
+    outputs = finish(async_engine)
+    assert_same([outputs[str(index)][-1] for index in range(2)], expected)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM stage engines, each started once and shared by all tests of a session."""
+"""vLLM stage engines, each started once and shared by all tests of a session; an end of the process that is none."""
 
+import faulthandler
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -84,3 +87,24 @@ def cleared(running: RunningEngine) -> RunningEngine:
     running.counter.batch_sizes.clear()
     running.counter.after.clear()
     return running
+
+
+class Ended:
+    """Replaces the end of the process: ends only the watchdog's thread."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.happened = threading.Event()
+
+    def __call__(self, message: str) -> NoReturn:
+        faulthandler.cancel_dump_traceback_later()
+        self.messages.append(message)
+        self.happened.set()
+        sys.exit()
+
+
+@pytest.fixture
+def ended() -> Iterator[Ended]:
+    """No timer of faulthandler outlives the test, whose process it would end."""
+    yield Ended()
+    faulthandler.cancel_dump_traceback_later()

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.stage.conftest import Ended
 from tests.stage.running_engine import PATIENCE
-from tests.stage.test_watchdog import Ended, ends_in_a_thread
+from tests.stage.test_watchdog import ends_in_a_thread
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance, WindowConfig
 from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.messages import (
@@ -321,9 +322,7 @@ def test_a_request_that_is_reported_lost_has_a_metric_and_a_span(peers: Peers) -
 
 
 @ends_in_a_thread
-def test_code_of_a_model_that_hangs_on_this_thread_is_overdue(tmp_path: Path) -> None:
-    ended = Ended()
-
+def test_code_of_a_model_that_hangs_on_this_thread_is_overdue(tmp_path: Path, ended: Ended) -> None:
     class Hanging(Joiner):
         def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
             assert request.request_id == "a" or ended.happened.wait(PATIENCE)

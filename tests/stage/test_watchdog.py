@@ -4,11 +4,10 @@
 import ctypes
 import faulthandler
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -24,6 +23,7 @@ from tests.orchestrator.pipelines import (
     texts,
 )
 from tests.orchestrator.test_failure import wait_until
+from tests.stage.conftest import Ended
 from tests.stage.running_engine import PATIENCE, RunningEngine
 from tests.stage.test_llm_engine import whole
 from vllm_omni.config.dit_config import DiTConfig
@@ -125,27 +125,6 @@ def test_without_a_limit_there_is_no_watchdog(start: Callable[[PipelineConfig], 
 
 
 ends_in_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-
-
-class Ended:
-    """Replaces the end of the process: ends only the watchdog's thread."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-        self.happened = threading.Event()
-
-    def __call__(self, message: str) -> NoReturn:
-        faulthandler.cancel_dump_traceback_later()
-        self.messages.append(message)
-        self.happened.set()
-        sys.exit()
-
-
-@pytest.fixture
-def ended() -> Iterator[Ended]:
-    """No timer of faulthandler outlives the test, whose process it would end."""
-    yield Ended()
-    faulthandler.cancel_dump_traceback_later()
 
 
 @ends_in_a_thread

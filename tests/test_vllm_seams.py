@@ -262,6 +262,26 @@ SIGNATURES = {
         "self, load_dummy_weights=..., *, model=...",
         f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
     ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model": (
+        "self, load_dummy_weights=..., *args, model=..., **kwargs",
+        f"{WORKER}.gpu_text_model_runner:GPUTextModelRunner",
+    ),
+    "vllm.v1.worker.gpu.states:RequestState.apply_staged_writes": (
+        "self",
+        f"{WORKER}.gpu_text_model_runner:GPUTextModelRunner",
+    ),
+    "vllm.v1.worker.gpu.model_states.interface:ModelState.apply_staged_writes": (
+        "self",
+        f"{WORKER}.gpu_text_model_runner:GPUTextModelRunner",
+    ),
+    "vllm.v1.worker.gpu.block_table:BlockTables.apply_staged_writes": (
+        "self",
+        f"{WORKER}.gpu_text_model_runner:GPUTextModelRunner",
+    ),
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.apply_staged_writes": (
+        "self",
+        f"{WORKER}.gpu_text_model_runner:GPUTextModelRunner",
+    ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states": (
         "self, scheduler_output",
         f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.hooked_models import register
 from tests.engine.running import Broken
-from vllm_omni.engine.engine_args import choose_v1_model_runner, create_engine_args
+from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.testing.hf_oracle import HFTextOracle
 
@@ -23,7 +23,6 @@ BLOCK_SIZE = 32
 def running_engines() -> Iterator[list[OmniLLMEngine]]:
     """Closed at the end of the session, last first."""
     register()
-    choose_v1_model_runner()
     gc.freeze()  # vLLM collects garbage while it starts, which takes a second with everything imported.
     engines: list[OmniLLMEngine] = []
     yield engines

@@ -42,8 +42,13 @@ def run(engine: OmniLLMEngine, prompts: list[dict], params: SamplingParams) -> l
     """All prompts at once; their last outputs, in the order of the prompts."""
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params)
+    return last_outputs(engine)
+
+
+def last_outputs(engine: OmniLLMEngine) -> list[RequestOutput]:
+    """Steps until no request is left; the last outputs of all, in the order of their ids, which are numbers."""
     finished = {output.request_id: output for output in step_until_idle(engine) if output.finished}
-    return [finished[str(index)] for index in range(len(prompts))]
+    return [finished[req_id] for req_id in sorted(finished, key=int)]
 
 
 def runner_of(engine: OmniLLMEngine) -> Any:

@@ -7,16 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from tests.engine.conftest import BLOCK_SIZE
-from tests.engine.running import Broken, finish, greedy, random_prompts, run, runner_of, step_until_idle
+from tests.engine.running import Broken, finish, greedy, last_outputs, random_prompts, run, runner_of, step_until_idle
 from vllm_omni.core.sched.omni_ar_scheduler import OmniAsyncARScheduler
+from vllm_omni.core.sched.output import StepRecord
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.errors import StageConfigError
 from vllm_omni.payloads import Guidance
+from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
+from vllm_omni.worker.gpu_text_model_runner import GPUTextModelRunner
 
 PROMPTS = [{"prompt_token_ids": prompt} for prompt in random_prompts(40, 7, 90, 33, 20, 64, seed=5)]
 
@@ -30,12 +37,17 @@ class Nothing:
     def wait_stream(self, stream: object) -> None: ...
 
 
-@pytest.fixture(scope="module")
-def async_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) -> Iterator[OmniLLMEngine]:
-    """Its requests preempt each other."""
+@pytest.fixture(scope="module", params=["first", "second"] if HAS_TRITON else ["first"])
+def async_engine(
+    request: pytest.FixtureRequest, start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path
+) -> Iterator[OmniLLMEngine]:
+    """Its requests preempt each other. On each of vLLM's model runners that can be had here."""
     with pytest.MonkeyPatch.context() as patch:
         if current_platform.is_cpu():
             turn_on_for_cpu(patch)
+        if request.param == "first":
+            envs.disable_envs_cache()  # vLLM caches the environment from an engine's start on.
+            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         engine = start_engine(
             tiny_qwen3,
             block_size=BLOCK_SIZE,
@@ -45,7 +57,18 @@ def async_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) -
             async_scheduling=True,
         )
         assert isinstance(engine._scheduler, OmniAsyncARScheduler)
+        assert isinstance(runner_of(engine), {"first": GPUARModelRunner, "second": GPUTextModelRunner}[request.param])
         yield engine
+
+
+@pytest.fixture
+def good_engine(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> OmniLLMEngine:
+    """Writes what is expected. What a seed draws depends on the model runner, and `text_engine` has the first one."""
+    return async_engine if has_second_runner(async_engine) else text_engine
+
+
+def has_second_runner(engine: OmniLLMEngine) -> bool:
+    return isinstance(runner_of(engine), GPUTextModelRunner)
 
 
 def turn_on_for_cpu(patch: pytest.MonkeyPatch) -> None:
@@ -86,8 +109,11 @@ def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> 
         assert len(output.prompt_logprobs or ()) == len(good.prompt_logprobs or ())
 
 
-def test_writes_the_same(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine, params: SamplingParams) -> None:
-    assert_same(run(async_engine, PROMPTS, params), run(text_engine, PROMPTS, params))
+def test_writes_the_same(
+    async_engine: OmniLLMEngine, text_engine: OmniLLMEngine, good_engine: OmniLLMEngine, params: SamplingParams
+) -> None:
+    expected = run(text_engine if params.seed is None else good_engine, PROMPTS, params)
+    assert_same(run(async_engine, PROMPTS, params), expected)
     assert async_engine.kv_blocks()[0] == 0
 
 
@@ -100,8 +126,7 @@ def test_ends_where_each_stops(async_engine: OmniLLMEngine, text_engine: OmniLLM
     for engine in (async_engine, text_engine):
         for index, (prompt, end) in enumerate(zip(PROMPTS, ends, strict=True)):
             engine.add_request(str(index), prompt, greedy(24, stop_token_ids=[end]))
-        outputs = {output.request_id: output for output in step_until_idle(engine)}
-        results.append([outputs[str(index)] for index in range(len(PROMPTS))])
+        results.append(last_outputs(engine))
     assert_same(*results)
     assert all(len(output.outputs[0].token_ids) <= 5 + index for index, output in enumerate(results[0]))
     assert async_engine.kv_blocks()[0] == 0
@@ -114,15 +139,14 @@ def test_abort_while_a_step_is_computed(async_engine: OmniLLMEngine, text_engine
     for _ in range(8):
         async_engine.step()
     async_engine.abort_request(["2"])
-    outputs = {output.request_id: output for output in step_until_idle(async_engine)}
-    assert_same([outputs["0"], outputs["1"]], expected)
+    assert_same(last_outputs(async_engine), expected)
     async_engine.add_request("0", PROMPTS[0], greedy(24))
     while async_engine.kv_blocks()[0] == 0:
         async_engine.step()
     async_engine.abort_request(["0"])
     while async_engine.has_work():
         async_engine.step()
-    assert async_engine.kv_blocks()[0] == 0 and runner_of(async_engine).requests == {}
+    assert async_engine.kv_blocks()[0] == 0 and runner_of(async_engine).discard_step() == []
 
 
 def test_waits_for_input(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> None:
@@ -144,27 +168,37 @@ def test_a_request_in_quarantine(async_engine: OmniLLMEngine, text_engine: OmniL
     batches: list[set[str]] = []
     async_engine.watch_steps(lambda step: batches.append(set(step.num_computed_tokens)), lambda step: None)
     async_engine.quarantine("1", 12)
-    outputs = {output.request_id: output for output in step_until_idle(async_engine)}
+    assert_same(last_outputs(async_engine), expected)
     async_engine.watch_steps(lambda step: None, lambda step: None)
-    assert_same([outputs[str(index)] for index in range(3)], expected)
     with_it = [batch for batch in batches if "1" in batch]
     assert with_it[0] == {"1"} and any(len(batch) == 3 for batch in with_it)
 
 
-@pytest.mark.parametrize("method", ["_model_forward", "_sample"])
+METHODS = {
+    "states": ("_update_states", "update_requests"),
+    "forward": ("_model_forward", "prepare_attn"),
+    "sampling": ("_sample", "sample"),
+    "bookkeeping": ("_bookkeeping_sync", "postprocess_sampled"),
+}
+"""Of the first and the second model runner, by what a step does there."""
+
+
+@pytest.mark.parametrize("part", ["forward", "sampling"])
 def test_the_step_that_raised_is_named(
-    async_engine: OmniLLMEngine, text_engine: OmniLLMEngine, monkeypatch: pytest.MonkeyPatch, method: str
+    async_engine: OmniLLMEngine, text_engine: OmniLLMEngine, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """And not the one beside it."""
     expected = run(text_engine, PROMPTS[:3], greedy(12))
     for index, prompt in enumerate(PROMPTS[:3]):
         async_engine.add_request(str(index), prompt, greedy(12))
     async_engine.quarantine("1", 12)
-    runner = runner_of(async_engine)
+    steps: list[StepRecord] = []
+    async_engine.watch_steps(steps.append, lambda step: None)
+    runner, method = runner_of(async_engine), METHODS[part][has_second_runner(async_engine)]
     good = getattr(runner, method)
 
     def raise_alone(*args: object, **kwargs: object) -> object:
-        if [req_id.split("-")[0] for req_id in runner.input_batch.req_ids] == ["1"] and async_engine._core.is_computing:
+        if steps and steps[-1].num_computed_tokens.keys() == {"1"} and async_engine._core.is_computing:
             monkeypatch.undo()
             raise Broken
         return good(*args, **kwargs)
@@ -174,8 +208,7 @@ def test_the_step_that_raised_is_named(
         step_until_idle(async_engine)
     assert async_engine.failed_batch().keys() == {"1"}
     assert async_engine.recover() == []
-    outputs = {output.request_id: output for output in step_until_idle(async_engine)}
-    assert_same([outputs[str(index)] for index in range(3)], expected)
+    assert_same(last_outputs(async_engine), expected)
 
 
 def test_scheduling_that_raises_names_no_request(
@@ -189,8 +222,7 @@ def test_scheduling_that_raises_names_no_request(
         step_until_idle(async_engine)
     assert async_engine._core.is_computing and async_engine.failed_batch() == {}
     assert async_engine.recover() == []
-    outputs = {output.request_id: output for output in step_until_idle(async_engine)}
-    assert_same([outputs[str(index)] for index in range(2)], expected)
+    assert_same(last_outputs(async_engine), expected)
 
 
 def test_requests_whose_tokens_were_lost_end(async_engine: OmniLLMEngine, break_once: Callable[..., None]) -> None:
@@ -209,20 +241,53 @@ def test_guidance_is_refused(async_engine: OmniLLMEngine) -> None:
         async_engine.add_request("0", prompt, greedy(4))
 
 
-@pytest.mark.parametrize("method", ["_update_states", "_model_forward", "_sample", "_bookkeeping_sync"])
+@pytest.mark.parametrize("part", METHODS)
 @pytest.mark.parametrize("num_good_calls", [0, 6])
 def test_loses_nothing_when_a_step_raises(
     async_engine: OmniLLMEngine,
-    text_engine: OmniLLMEngine,
+    good_engine: OmniLLMEngine,
     params: SamplingParams,
     break_once: Callable[..., None],
-    method: str,
+    part: str,
     num_good_calls: int,
 ) -> None:
     """Neither that step nor the one before it, whose output was not fetched."""
-    expected = run(text_engine, PROMPTS[:2], params)
+    expected = run(good_engine, PROMPTS[:2], params)
     for index, prompt in enumerate(PROMPTS[:2]):
         async_engine.add_request(str(index), prompt, params)
-    break_once(runner_of(async_engine), method, num_good_calls)
+    break_once(runner_of(async_engine), METHODS[part][has_second_runner(async_engine)], num_good_calls)
     outputs = finish(async_engine)
     assert_same([outputs[str(index)][-1] for index in range(2)], expected)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the second model runner needs Triton")
+@pytest.mark.parametrize("async_engine", ["second"], indirect=True)
+@pytest.mark.parametrize("part", ["block_tables.append_block_ids", "lora_state.add_request", "sampler.add_request"])
+def test_half_added_requests_leave_nothing(
+    async_engine: OmniLLMEngine, text_engine: OmniLLMEngine, break_once: Callable[..., None], part: str
+) -> None:
+    """The second runner stages what it writes to its tables; in one write to the device no row has an order."""
+    prompts, params = PROMPTS[:4], greedy(12, repetition_penalty=1.4, logit_bias={7: 2.0})
+    expected = run(text_engine, prompts, params)
+    for index, prompt in enumerate(prompts):
+        async_engine.add_request(str(index), prompt, params)
+    runner, (owner, method) = runner_of(async_engine), part.split(".")
+    break_once(getattr(runner, owner), method, 1)
+    with pytest.raises(Broken):
+        step_until_idle(async_engine)
+    states = (runner.req_states, *runner.sampler.logits_processors)
+    values = [value for state in states for value in vars(state).values()] + runner.block_tables.block_tables
+    tables = [value for value in values if isinstance(value, StagedWriteTensor)]
+    assert any(table._staged_write_indices for table in tables)
+    assert async_engine.recover() == []
+    assert not any(table._staged_write_indices for table in tables)
+    assert_same(last_outputs(async_engine), expected)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the second model runner needs Triton")
+@pytest.mark.parametrize("async_engine", ["second"], indirect=True)
+def test_a_model_with_hooks_says_how_to_run_it(
+    async_engine: OmniLLMEngine, start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path
+) -> None:
+    with pytest.raises(StageConfigError, match=r"HookedQwen3 has hooks.* async_scheduling to false"):
+        start_engine(tiny_qwen3, model_arch="HookedQwen3", async_scheduling=True, block_size=BLOCK_SIZE)

@@ -12,16 +12,15 @@ import pytest
 import torch
 from vllm import ModelRegistry, SamplingParams, envs
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 
-from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.engine import engine_args
+from vllm_omni.engine import engine_args, input_processor
 from vllm_omni.engine.engine_args import OmniEngineSettings, create_config_for_inputs, create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import InstalledModels, ModelPackage
 from vllm_omni.stage.engines.base import Outbox
 from vllm_omni.stage.engines.llm import LLMStageEngine
-from vllm_omni.stage.worker import make_stage_engine
 
 
 class TestRefused:
@@ -174,7 +173,7 @@ class TestDefaults:
 
 
 class TestModelRunner:
-    """vLLM would choose its second one on a GPU; ours extend the first, and only the environment chooses it."""
+    """Ours extend vLLM's first one. Stages of text take what vLLM would take on a GPU, its second one."""
 
     VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -212,19 +211,80 @@ class TestModelRunner:
             create_config_for_inputs(arguments)
         assert str(error.value).startswith(f"stage first (its model is {path}): Model architectures ['BrokenModel']")
 
-    def test_inputs_are_processed_for_the_stage_s_runner(self, tiny_qwen3):
-        arguments = create_engine_args(str(tiny_qwen3))
-        assert arguments.create_engine_config().use_v2_model_runner, "or else this shows nothing"
+    def use_second(self, model, **arguments):
+        return create_engine_args(str(model), **arguments).create_engine_config().use_v2_model_runner
+
+    @pytest.fixture
+    def overlap(self, monkeypatch):
+        """As on a GPU: on a CPU vLLM turns asynchronous scheduling off."""
+        monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda cls, config: None))
+
+    def test_text_takes_the_second(self, tiny_qwen3, overlap):
+        assert self.use_second(tiny_qwen3)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"engine_output_type": "latent"},
+            {"engine_type": "generation"},
+            {"async_scheduling": False},
+            {"logits_processors": ["tests.engine.test_engine_args:Anything"]},
+            {"tensor_parallel_size": 2, "async_scheduling": True},
+        ],
+        ids=lambda arguments: next(iter(arguments)),
+    )
+    def test_others_take_the_first(self, tiny_qwen3, overlap, arguments):
+        assert not self.use_second(tiny_qwen3, **arguments)
+
+    def test_a_model_of_a_package_takes_the_first(self, tiny_qwen3, overlap, monkeypatch):
+        """It may have hooks."""
+        models = InstalledModels({"p": ModelPackage(architectures={"Qwen3ForCausalLM": "p:Hooked"})}, {})
+        monkeypatch.setattr(engine_args, "find_models", lambda: models)
+        assert not self.use_second(tiny_qwen3)
+
+    def test_the_first_for_all(self, tiny_qwen3, overlap, monkeypatch):
+        monkeypatch.setenv(self.VARIABLE, "0")
+        assert not self.use_second(tiny_qwen3)
+
+    def test_inputs_are_processed_for_the_first(self, tiny_qwen3, overlap):
+        arguments = create_engine_args(str(tiny_qwen3), async_scheduling=False)
         processor = OmniInputProcessor(create_config_for_inputs(arguments))
         params = SamplingParams(max_tokens=1, prompt_logprobs=1, prompt_logprob_token_ids=[[1]])
         with pytest.raises(ValueError, match="requires the V2 model runner"):
             processor.process_inputs("0", {"prompt_token_ids": [1, 2]}, params)
-        processor.process_inputs("0", {"prompt_token_ids": [1]}, SamplingParams())
+        positions = {"mrope_positions": torch.arange(3).expand(3, 3)}
+        allowed = SamplingParams(allowed_token_ids=[1] * 1025)
+        processor.process_inputs("0", {"prompt_token_ids": [1, 2, 3], "additional_information": positions}, allowed)
 
-    def test_a_stages_process_selects_the_first_runner(self, tiny_qwen3):
-        make_stage_engine(OmniStageConfig(stage_id=0, engine_type="AR"), str(tiny_qwen3), Outbox())
-        assert os.environ[self.VARIABLE] == "0"
-        assert not create_engine_args(str(tiny_qwen3)).create_engine_config().use_v2_model_runner
+    @pytest.fixture
+    def second(self, tiny_qwen3, overlap):
+        return OmniInputProcessor(create_config_for_inputs(create_engine_args(str(tiny_qwen3))))
+
+    def test_inputs_are_processed_for_the_second(self, second):
+        params = SamplingParams(max_tokens=1, prompt_logprobs=1, prompt_logprob_token_ids=[[1]])
+        second.process_inputs("0", {"prompt_token_ids": [1, 2]}, params)
+
+    @pytest.mark.parametrize(
+        ("message", "params"),
+        [
+            ("allowed_token_ids: at most 1024 tokens, not 1025", {"allowed_token_ids": [1] * 1025}),
+            ("logit_bias: at most 2 tokens, not 3", {"logit_bias": dict.fromkeys([1, 2, 3], 1.0)}),
+            ("stop_token_ids with min_tokens: at most 128", {"stop_token_ids": [*range(129)], "min_tokens": 1}),
+            ("bad_words: at most 1024 tokens", {"bad_words": ["a" * 600, "b" * 600]}),
+        ],
+        ids=lambda value: value.split(":")[0] if isinstance(value, str) else "",
+    )
+    def test_what_would_raise_in_a_step_is_refused(self, second, message, params, monkeypatch):
+        monkeypatch.setattr(input_processor, "MAX_NUM_LOGIT_BIAS_TOKENS", 2)  # The vocabulary has fewer than 1,024.
+        with pytest.raises(ValueError, match=f"{message}.*async_scheduling is false"):
+            second.process_inputs("0", {"prompt_token_ids": [1]}, SamplingParams(**params))
+
+    def test_positions_are_refused(self, second):
+        positions = {"mrope_positions": torch.arange(3).expand(3, 3)}
+        with pytest.raises(ValueError, match="mrope_positions need"):
+            second.process_inputs(
+                "0", {"prompt_token_ids": [1, 2, 3], "additional_information": positions}, SamplingParams()
+            )
 
     def test_another_choice_is_refused(self, tiny_qwen3, monkeypatch):
         monkeypatch.setenv(self.VARIABLE, "1")

@@ -7,6 +7,8 @@ This is the only place that decides how a stage's engine is set up; it starts no
 import difflib
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
@@ -100,6 +102,7 @@ class OmniEngineSettings:
 
     @property
     def emits_only_tokens(self) -> bool:
+        """Whether tokens are all that leaves the engine."""
         return self.engine_type == "ar" and not self.emits_rows
 
     @classmethod
@@ -108,14 +111,62 @@ class OmniEngineSettings:
         return cls(**additional.get(_KEY, {}))
 
 
+class FirstRunnerConfig(VllmConfig):
+    """A stage's, for one of our model runners, which extend vLLM's first."""
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        return False
+
+
+class SecondRunnerConfig(VllmConfig):
+    """A stage's, for vLLM's second model runner."""
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        return True
+
+
 class StageEngineArgs(EngineArgs):
-    """vLLM's, with our scheduler for what vLLM decides about asynchronous scheduling."""
+    """vLLM's, with our scheduler for what vLLM decides about asynchronous scheduling, and the stage's model runner."""
 
     def create_engine_config(self, *args: Any, **kwargs: Any) -> VllmConfig:
-        config = super().create_engine_config(*args, **kwargs)
-        if config.scheduler_config.async_scheduling and self.scheduler_cls == _SCHEDULERS["ar"]:
+        with _first_runner_in_environment():
+            config = super().create_engine_config(*args, **kwargs)
+        is_async = config.scheduler_config.async_scheduling and self.scheduler_cls == _SCHEDULERS["ar"]
+        if is_async:
             config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER
+        # vLLM's function builds its own class, which reads the environment for it, and has no argument.
+        config.__class__ = SecondRunnerConfig if is_async and _needs_none_of_ours(config) else FirstRunnerConfig
         return config
+
+
+def _needs_none_of_ours(config: VllmConfig) -> bool:
+    """Whether vLLM would take its second model runner, and a stage of text needs nothing that only ours do.
+
+    Models of installed packages may have hooks, and custom logits processors are written for the first runner.
+    """
+    return (
+        config.use_v2_model_runner
+        and config.parallel_config.world_size == 1
+        and config.speculative_config is None
+        and not config.model_config.logits_processors
+        and find_models().architectures.keys().isdisjoint(config.model_config.architectures)
+    )
+
+
+@contextmanager
+def _first_runner_in_environment() -> Iterator[None]:
+    """Until its configuration is made, a stage has the first model runner, also for what vLLM refuses."""
+    before = os.environ.get(_V2_RUNNER_VARIABLE)
+    os.environ[_V2_RUNNER_VARIABLE] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_V2_RUNNER_VARIABLE]
+        else:
+            os.environ[_V2_RUNNER_VARIABLE] = before
 
 
 def create_engine_args(
@@ -252,24 +303,9 @@ def _turn_off_prefix_caching(arguments: dict[str, Any], settings: OmniEngineSett
 
 def _refuse_v2_model_runner() -> None:
     if not current_platform.is_cpu() and os.environ.get(_V2_RUNNER_VARIABLE, "0") not in ("0", "false", "False"):
-        raise StageConfigError(f"stages run on vLLM's first model runner: unset {_V2_RUNNER_VARIABLE}, or set it to 0")
-
-
-def choose_v1_model_runner() -> None:
-    """Chooses vLLM's first model runner, which ours extend, for this process and its children.
-
-    For a stage's process: vLLM reads the choice from the environment and has no argument for it.
-    """
-    if not current_platform.is_cpu():  # vLLM's own choice there.
-        os.environ[_V2_RUNNER_VARIABLE] = "0"
-
-
-class _StageVllmConfig(VllmConfig):
-    """Has the model runner of the stage's process, also in a process that did not call `choose_v1_model_runner`."""
-
-    @property
-    def use_v2_model_runner(self) -> bool:
-        return False
+        raise StageConfigError(
+            f"stages choose vLLM's model runner themselves: unset {_V2_RUNNER_VARIABLE}, or set it to 0"
+        )
 
 
 def message_of(error: Exception) -> str:
@@ -315,7 +351,6 @@ def create_config_for_inputs(engine_args: EngineArgs) -> VllmConfig:
         path = find_models().architectures.get(cast(StageConfigOverride, engine_args.hf_overrides).model_arch or "")
         model = "" if path is None else f" (its model is {path})"
         raise StageConfigError(f"stage {settings['model_stage']}{model}: {message_of(error)}") from error
-    config.__class__ = _StageVllmConfig  # vLLM's function builds its own class.
     # Several of such processes may feed an engine, each with a cache of its own of preprocessed media: vLLM then sends
     # an item itself, not a reference to what the engine's half of the cache has.
     config.parallel_config._api_process_count = 2

@@ -31,6 +31,11 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.utils.mistral import is_mistral_tokenizer
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.worker.gpu.sample.logit_bias import (
+    MAX_NUM_ALLOWED_TOKEN_IDS,
+    MAX_NUM_LOGIT_BIAS_TOKENS,
+    MAX_NUM_STOP_TOKEN_IDS,
+)
 
 from vllm_omni.engine.engine_args import OmniEngineSettings, message_of
 from vllm_omni.engine.images import fetch_images, show_images
@@ -171,6 +176,8 @@ class OmniInputProcessor(InputProcessor):
         self._check_length(num_tokens)
         self._check_token_ids(request)
         _check_mrope_positions(information, num_tokens)
+        if self.vllm_config.use_v2_model_runner:
+            _check_fits_second_runner(request.sampling_params, information)
         _identify_together(request.mm_features or [])
         payload = AdditionalInformationPayload.from_dict(information) if information else None
         if self.cache_config.enable_prefix_caching and not token_information:
@@ -300,3 +307,21 @@ def _check_mrope_positions(information: dict[str, Any], num_tokens: int) -> None
         raise ValueError(
             f"mrope_positions must be [3, {num_tokens}] or longer for this prompt, got {list(positions.shape)}"
         )
+
+
+def _check_fits_second_runner(params: SamplingParams | None, information: dict[str, Any]) -> None:
+    """vLLM's second model runner has tables of fixed size, and raises in a step where there is no room."""
+    assert params is not None, "stages take no pooling requests"
+    if "mrope_positions" in information:
+        raise ValueError("mrope_positions need a stage whose async_scheduling is false")
+    stop_token_ids = params.all_stop_token_ids if params.min_tokens else ()
+    for name, num_tokens, limit in (
+        ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("logit_bias", len(params.logit_bias or ()), MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("stop_token_ids with min_tokens", len(stop_token_ids), MAX_NUM_STOP_TOKEN_IDS),
+        ("bad_words", sum(map(len, params.bad_words_token_ids or ())), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
+    ):
+        if num_tokens > limit:
+            raise ValueError(
+                f"{name}: at most {limit} tokens, not {num_tokens}; a stage whose async_scheduling is false takes more"
+            )

@@ -194,13 +194,11 @@ def make_stage_engine(
     workers: RayWorkers | None = None,
     log_stats: bool = False,
 ) -> StageEngine:
-    """The engine of a stage, not started. For a stage's process: it chooses vLLM's model runner for all of it."""
+    """The engine of a stage, not started."""
     # Engines are imported here: each stage loads only its own libraries.
     if stage.runs_vllm:
-        from vllm_omni.engine.engine_args import choose_v1_model_runner
         from vllm_omni.stage.engines.llm import LLMStageEngine
 
-        choose_v1_model_runner()
         kind, engine_args = stage.kind.lower(), stage.vllm_engine_args
         return LLMStageEngine(
             outbox, stage.stage_id, model, kind, engine_args, workers, log_stats, transcribes=stage.transcribes

@@ -21,6 +21,7 @@ from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
 from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner
 from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
+from vllm_omni.worker.gpu_text_model_runner import GPUTextModelRunner
 
 _BROKEN_DEVICE = "the device cannot be used any more: "
 
@@ -45,9 +46,9 @@ class OmniGPUWorker(Worker):
     omni_runner_cls: ClassVar[type[OmniGPUModelRunner]]
 
     def _make_model_runner(self) -> GPUModelRunner:
-        if self.use_v2_model_runner:
-            raise RuntimeError("stages run on vLLM's first model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
         assert self.device is not None
+        if self.use_v2_model_runner:
+            return cast(GPUModelRunner, GPUTextModelRunner(self.vllm_config, self.device))
         return self._choose_model_runner()(self.vllm_config, self.device)
 
     def _choose_model_runner(self) -> type[OmniGPUModelRunner]:
@@ -64,8 +65,8 @@ class OmniGPUWorker(Worker):
 
     def discard_step(self) -> list[str]:
         """Discards the step that raised. Returns the ids of all requests that the runner holds."""
-        runner = self.model_runner
-        assert isinstance(runner, OmniGPUModelRunner)
+        runner: Any = self.model_runner
+        assert isinstance(runner, OmniGPUModelRunner | GPUTextModelRunner)
         return runner.discard_step()
 
 

@@ -31,7 +31,7 @@ CHROMIUM = shutil.which("chromium")
 RATE = 24000
 """Samples per second of `played`."""
 QUESTION = "what is in the picture"
-"""Spoken, the shipped model understands it whatever silence follows."""
+"""Spoken, the shipped model understands it with up to a second of silence behind it."""
 
 # A sound may have ended before the clock of its context says so: here it always has.
 LATE_CLOCK = """

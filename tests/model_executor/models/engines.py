@@ -12,7 +12,7 @@ from vllm.distributed import parallel_state
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from vllm_omni.engine.engine_args import choose_v1_model_runner, create_engine_args
+from vllm_omni.engine.engine_args import create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.plugin import register
 
@@ -21,7 +21,6 @@ TIGHT = {"block_size": 32, "num_gpu_blocks_override": 12, "max_model_len": 256, 
 
 def start_engine(model: Path, **engine_args: Any) -> OmniLLMEngine:
     register()
-    choose_v1_model_runner()
     make_expert_group()
     gc.freeze()  # vLLM collects garbage at every start
     defaults = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "enforce_eager": True}

@@ -24,6 +24,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # A test that would download files or report usage fails.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["DO_NOT_TRACK"] = "1"
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 gc.disable()  # While modules are imported it finds nothing and takes a fifth of the time.
 
 

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The voice and the recognizer, without a pipeline: the one understands the other."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -84,3 +89,12 @@ def test_the_recognizer_understands_the_voice(voice: Voice) -> None:
     words = recognizer.end(state)["text"].split()
     assert {"moon", "earth", "smaller", "planet"} <= set(words)
     assert recognizer.end([]) == {"text": ""}
+
+
+@pytest.mark.slow
+def test_nothing_is_reported(tmp_path: Path) -> None:
+    """What onnxruntime reports it notes in the temporary directory when it is imported, but not where CI runs."""
+    environment = {name: value for name in ("PATH", "HOME", "PYTHONPATH") if (value := os.environ.get(name))}
+    command = [sys.executable, "-c", "import vllm_omni.talk.voice, onnxruntime"]
+    subprocess.run(command, env=environment | {"TMPDIR": str(tmp_path)}, check=True)
+    assert not (tmp_path / ".ses").exists()

@@ -2,6 +2,7 @@
 """The voice of `talk`: Hibari, an English synthesizer of 6 million parameters that runs on one core."""
 
 import functools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import hibari
 
 require_packages("hibari", "onnxruntime")  # Where the pipeline is opened, before any stage starts.
+# Else onnxruntime, once imported, reports over the network what it is used for.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 class VoiceParameters(msgspec.Struct):

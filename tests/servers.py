@@ -35,6 +35,8 @@ SMALL_CSM = (
 ENDLESS = "100000"
 """Steps of a diffusion request that only an abort ends: those that a server allows by itself take seconds."""
 ENDLESS_STEPS = f"--stage.diffusion.engine_args.max_steps={ENDLESS}"
+SAME_PAINTING = "--stage.diffusion.default_sampling_params.seed=0"
+"""For `shapes-painter`, which is wrong for one seed in a hundred."""
 
 _VLLM = Path(sys.executable).with_name("vllm")
 """vLLM's own script, which runs our command for `--omni`."""

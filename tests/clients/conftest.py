@@ -8,7 +8,7 @@ import pytest
 
 from tests.clients.running import KEY, SPOKEN, skip_without_clients
 from tests.clients.tasks import Question, write_question
-from tests.servers import RunningServer
+from tests.servers import SAME_PAINTING, RunningServer
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def shapes_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningS
 @pytest.fixture(scope="session")
 def painter_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """`shapes-painter`: paints."""
-    yield from _serve("shapes-painter", tmp_path_factory)
+    yield from _serve("shapes-painter", tmp_path_factory, SAME_PAINTING)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from PIL import Image
 
 from coloured_shapes.checker import agrees, find_shapes
 from tests.entrypoints.playground import browser as web
-from tests.servers import ENDLESS, ENDLESS_STEPS, RunningServer
+from tests.servers import ENDLESS, ENDLESS_STEPS, SAME_PAINTING, RunningServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Playwright
@@ -51,7 +51,7 @@ def painting(page: Page) -> Image.Image:
 @pytest.fixture
 def painting_server(tmp_path: Path) -> Iterator[list[RunningServer]]:
     """A server for the shipped image model, which a test may replace."""
-    servers = [RunningServer("shapes-painter", ENDLESS_STEPS, log=tmp_path / "server.txt")]
+    servers = [RunningServer("shapes-painter", ENDLESS_STEPS, SAME_PAINTING, log=tmp_path / "server.txt")]
     yield servers
     servers[-1].stop()
 
@@ -85,7 +85,7 @@ def test_paints_stops_and_lives_on_when_the_server_dies(
 
         steps.fill(usual)
         painting_server.append(
-            RunningServer("shapes-painter", ENDLESS_STEPS, port=server.port, log=tmp_path / "again.txt")
+            RunningServer("shapes-painter", ENDLESS_STEPS, SAME_PAINTING, port=server.port, log=tmp_path / "again.txt")
         )
         paint(page)
         assert agrees(find_shapes(painting(page)), SENTENCE)

@@ -87,7 +87,7 @@ if [ "$failed" = 0 ]; then
 fi
 if [ "$failed" = 0 ]; then
     run "Tests" 780 "$venv/bin/python" -m pytest -m gpu --timeout=300 -q tests/gpu
-    run "Asynchronous scheduling" 240 "$venv/bin/python" -m pytest --timeout=300 -q tests/engine/test_async_scheduling.py
+    run "Asynchronous scheduling" 360 "$venv/bin/python" -m pytest --timeout=300 -q tests/engine/test_async_scheduling.py
     for checkpoint in qwen3_omni_moe qwen2_5_omni; do
         run "The pipeline and its slowest stage, $checkpoint" 180 "$venv/bin/python" benchmarks/efficiency.py \
             --quick --parts slowest --size large --checkpoint "$checkpoint"

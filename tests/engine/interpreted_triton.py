@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton's interpreter in place of vLLM's Triton for CPUs, for `pytest -p`: before vLLM is imported.
 
-vLLM's second model runner needs Triton, whose wheels compile for GPUs only. Interpreted, its kernels compute the same,
+vLLM's V2 model runner needs Triton, whose wheels compile for GPUs only. Interpreted, its kernels compute the same,
 one block after the other.
 """
 

@@ -37,7 +37,7 @@ class Nothing:
     def wait_stream(self, stream: object) -> None: ...
 
 
-@pytest.fixture(scope="module", params=["first", "second"] if HAS_TRITON else ["first"])
+@pytest.fixture(scope="module", params=["v1", "v2"] if HAS_TRITON else ["v1"])
 def async_engine(
     request: pytest.FixtureRequest, start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path
 ) -> Iterator[OmniLLMEngine]:
@@ -45,8 +45,8 @@ def async_engine(
     with pytest.MonkeyPatch.context() as patch:
         if current_platform.is_cpu():
             turn_on_for_cpu(patch)
-        if request.param == "first":
-            envs.disable_envs_cache()  # vLLM caches the environment from an engine's start on.
+        envs.disable_envs_cache()  # vLLM caches the environment from an engine's start on.
+        if request.param == "v1":
             patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         engine = start_engine(
             tiny_qwen3,
@@ -57,17 +57,17 @@ def async_engine(
             async_scheduling=True,
         )
         assert isinstance(engine._scheduler, OmniAsyncARScheduler)
-        assert isinstance(runner_of(engine), {"first": GPUARModelRunner, "second": GPUTextModelRunner}[request.param])
+        assert isinstance(runner_of(engine), {"v1": GPUARModelRunner, "v2": GPUTextModelRunner}[request.param])
         yield engine
 
 
 @pytest.fixture
 def good_engine(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> OmniLLMEngine:
-    """Writes what is expected. What a seed draws depends on the model runner, and `text_engine` has the first one."""
-    return async_engine if has_second_runner(async_engine) else text_engine
+    """Writes what is expected. What a seed draws depends on the model runner, and `text_engine` has V1."""
+    return async_engine if has_v2_runner(async_engine) else text_engine
 
 
-def has_second_runner(engine: OmniLLMEngine) -> bool:
+def has_v2_runner(engine: OmniLLMEngine) -> bool:
     return isinstance(runner_of(engine), GPUTextModelRunner)
 
 
@@ -180,7 +180,7 @@ METHODS = {
     "sampling": ("_sample", "sample"),
     "bookkeeping": ("_bookkeeping_sync", "postprocess_sampled"),
 }
-"""Of the first and the second model runner, by what a step does there."""
+"""Of the V1 and the V2 model runner, by what a step does there."""
 
 
 @pytest.mark.parametrize("part", ["forward", "sampling"])
@@ -194,7 +194,7 @@ def test_the_step_that_raised_is_named(
     async_engine.quarantine("1", 12)
     steps: list[StepRecord] = []
     async_engine.watch_steps(steps.append, lambda step: None)
-    runner, method = runner_of(async_engine), METHODS[part][has_second_runner(async_engine)]
+    runner, method = runner_of(async_engine), METHODS[part][has_v2_runner(async_engine)]
     good = getattr(runner, method)
 
     def raise_alone(*args: object, **kwargs: object) -> object:
@@ -255,18 +255,18 @@ def test_loses_nothing_when_a_step_raises(
     expected = run(good_engine, PROMPTS[:2], params)
     for index, prompt in enumerate(PROMPTS[:2]):
         async_engine.add_request(str(index), prompt, params)
-    break_once(runner_of(async_engine), METHODS[part][has_second_runner(async_engine)], num_good_calls)
+    break_once(runner_of(async_engine), METHODS[part][has_v2_runner(async_engine)], num_good_calls)
     outputs = finish(async_engine)
     assert_same([outputs[str(index)][-1] for index in range(2)], expected)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="the second model runner needs Triton")
-@pytest.mark.parametrize("async_engine", ["second"], indirect=True)
+@pytest.mark.skipif(not HAS_TRITON, reason="the V2 model runner needs Triton")
+@pytest.mark.parametrize("async_engine", ["v2"], indirect=True)
 @pytest.mark.parametrize("part", ["block_tables.append_block_ids", "lora_state.add_request", "sampler.add_request"])
 def test_half_added_requests_leave_nothing(
     async_engine: OmniLLMEngine, text_engine: OmniLLMEngine, break_once: Callable[..., None], part: str
 ) -> None:
-    """The second runner stages what it writes to its tables; in one write to the device no row has an order."""
+    """The V2 model runner stages what it writes to its tables; in one write to the device no row has an order."""
     prompts, params = PROMPTS[:4], greedy(12, repetition_penalty=1.4, logit_bias={7: 2.0})
     expected = run(text_engine, prompts, params)
     for index, prompt in enumerate(prompts):
@@ -284,8 +284,8 @@ def test_half_added_requests_leave_nothing(
     assert_same(last_outputs(async_engine), expected)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="the second model runner needs Triton")
-@pytest.mark.parametrize("async_engine", ["second"], indirect=True)
+@pytest.mark.skipif(not HAS_TRITON, reason="the V2 model runner needs Triton")
+@pytest.mark.parametrize("async_engine", ["v2"], indirect=True)
 def test_a_model_with_hooks_says_how_to_run_it(
     async_engine: OmniLLMEngine, start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path
 ) -> None:

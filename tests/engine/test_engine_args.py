@@ -173,7 +173,7 @@ class TestDefaults:
 
 
 class TestModelRunner:
-    """Ours extend vLLM's first one. Stages of text take what vLLM would take on a GPU, its second one."""
+    """Ours extend vLLM's V1. Stages of text take what vLLM would take on a GPU, its V2."""
 
     VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -211,7 +211,7 @@ class TestModelRunner:
             create_config_for_inputs(arguments)
         assert str(error.value).startswith(f"stage first (its model is {path}): Model architectures ['BrokenModel']")
 
-    def use_second(self, model, **arguments):
+    def use_v2(self, model, **arguments):
         return create_engine_args(str(model), **arguments).create_engine_config().use_v2_model_runner
 
     @pytest.fixture
@@ -219,8 +219,8 @@ class TestModelRunner:
         """As on a GPU: on a CPU vLLM turns asynchronous scheduling off."""
         monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda cls, config: None))
 
-    def test_text_takes_the_second(self, tiny_qwen3, overlap):
-        assert self.use_second(tiny_qwen3)
+    def test_text_takes_v2(self, tiny_qwen3, overlap):
+        assert self.use_v2(tiny_qwen3)
 
     @pytest.mark.parametrize(
         "arguments",
@@ -233,20 +233,20 @@ class TestModelRunner:
         ],
         ids=lambda arguments: next(iter(arguments)),
     )
-    def test_others_take_the_first(self, tiny_qwen3, overlap, arguments):
-        assert not self.use_second(tiny_qwen3, **arguments)
+    def test_others_take_v1(self, tiny_qwen3, overlap, arguments):
+        assert not self.use_v2(tiny_qwen3, **arguments)
 
-    def test_a_model_of_a_package_takes_the_first(self, tiny_qwen3, overlap, monkeypatch):
+    def test_a_model_of_a_package_takes_v1(self, tiny_qwen3, overlap, monkeypatch):
         """It may have hooks."""
         models = InstalledModels({"p": ModelPackage(architectures={"Qwen3ForCausalLM": "p:Hooked"})}, {})
         monkeypatch.setattr(engine_args, "find_models", lambda: models)
-        assert not self.use_second(tiny_qwen3)
+        assert not self.use_v2(tiny_qwen3)
 
-    def test_the_first_for_all(self, tiny_qwen3, overlap, monkeypatch):
+    def test_v1_for_all(self, tiny_qwen3, overlap, monkeypatch):
         monkeypatch.setenv(self.VARIABLE, "0")
-        assert not self.use_second(tiny_qwen3)
+        assert not self.use_v2(tiny_qwen3)
 
-    def test_inputs_are_processed_for_the_first(self, tiny_qwen3, overlap):
+    def test_inputs_are_processed_for_v1(self, tiny_qwen3, overlap):
         arguments = create_engine_args(str(tiny_qwen3), async_scheduling=False)
         processor = OmniInputProcessor(create_config_for_inputs(arguments))
         params = SamplingParams(max_tokens=1, prompt_logprobs=1, prompt_logprob_token_ids=[[1]])
@@ -257,12 +257,12 @@ class TestModelRunner:
         processor.process_inputs("0", {"prompt_token_ids": [1, 2, 3], "additional_information": positions}, allowed)
 
     @pytest.fixture
-    def second(self, tiny_qwen3, overlap):
+    def v2(self, tiny_qwen3, overlap):
         return OmniInputProcessor(create_config_for_inputs(create_engine_args(str(tiny_qwen3))))
 
-    def test_inputs_are_processed_for_the_second(self, second):
+    def test_inputs_are_processed_for_v2(self, v2):
         params = SamplingParams(max_tokens=1, prompt_logprobs=1, prompt_logprob_token_ids=[[1]])
-        second.process_inputs("0", {"prompt_token_ids": [1, 2]}, params)
+        v2.process_inputs("0", {"prompt_token_ids": [1, 2]}, params)
 
     @pytest.mark.parametrize(
         ("message", "params"),
@@ -274,15 +274,15 @@ class TestModelRunner:
         ],
         ids=lambda value: value.split(":")[0] if isinstance(value, str) else "",
     )
-    def test_what_would_raise_in_a_step_is_refused(self, second, message, params, monkeypatch):
+    def test_what_would_raise_in_a_step_is_refused(self, v2, message, params, monkeypatch):
         monkeypatch.setattr(input_processor, "MAX_NUM_LOGIT_BIAS_TOKENS", 2)  # The vocabulary has fewer than 1,024.
         with pytest.raises(ValueError, match=f"{message}.*async_scheduling is false"):
-            second.process_inputs("0", {"prompt_token_ids": [1]}, SamplingParams(**params))
+            v2.process_inputs("0", {"prompt_token_ids": [1]}, SamplingParams(**params))
 
-    def test_positions_are_refused(self, second):
+    def test_positions_are_refused(self, v2):
         positions = {"mrope_positions": torch.arange(3).expand(3, 3)}
         with pytest.raises(ValueError, match="mrope_positions need"):
-            second.process_inputs(
+            v2.process_inputs(
                 "0", {"prompt_token_ids": [1, 2, 3], "additional_information": positions}, SamplingParams()
             )
 

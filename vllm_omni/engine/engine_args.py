@@ -111,16 +111,16 @@ class OmniEngineSettings:
         return cls(**additional.get(_KEY, {}))
 
 
-class FirstRunnerConfig(VllmConfig):
-    """A stage's, for one of our model runners, which extend vLLM's first."""
+class V1RunnerConfig(VllmConfig):
+    """A stage's, for one of our model runners, which extend vLLM's V1 model runner."""
 
     @property
     def use_v2_model_runner(self) -> bool:
         return False
 
 
-class SecondRunnerConfig(VllmConfig):
-    """A stage's, for vLLM's second model runner."""
+class V2RunnerConfig(VllmConfig):
+    """A stage's, for vLLM's V2 model runner."""
 
     @property
     def use_v2_model_runner(self) -> bool:
@@ -131,20 +131,20 @@ class StageEngineArgs(EngineArgs):
     """vLLM's, with our scheduler for what vLLM decides about asynchronous scheduling, and the stage's model runner."""
 
     def create_engine_config(self, *args: Any, **kwargs: Any) -> VllmConfig:
-        with _first_runner_in_environment():
+        with _v1_runner_in_environment():
             config = super().create_engine_config(*args, **kwargs)
         is_async = config.scheduler_config.async_scheduling and self.scheduler_cls == _SCHEDULERS["ar"]
         if is_async:
             config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER
         # vLLM's function builds its own class, which reads the environment for it, and has no argument.
-        config.__class__ = SecondRunnerConfig if is_async and _needs_none_of_ours(config) else FirstRunnerConfig
+        config.__class__ = V2RunnerConfig if is_async and _can_use_v2_runner(config) else V1RunnerConfig
         return config
 
 
-def _needs_none_of_ours(config: VllmConfig) -> bool:
-    """Whether vLLM would take its second model runner, and a stage of text needs nothing that only ours do.
+def _can_use_v2_runner(config: VllmConfig) -> bool:
+    """Whether vLLM would take its V2 model runner, and the stage needs nothing that only our model runners have.
 
-    Models of installed packages may have hooks, and custom logits processors are written for the first runner.
+    Models of installed packages may have hooks, and custom logits processors are written for the V1 model runner.
     """
     return (
         config.use_v2_model_runner
@@ -156,8 +156,8 @@ def _needs_none_of_ours(config: VllmConfig) -> bool:
 
 
 @contextmanager
-def _first_runner_in_environment() -> Iterator[None]:
-    """Until its configuration is made, a stage has the first model runner, also for what vLLM refuses."""
+def _v1_runner_in_environment() -> Iterator[None]:
+    """Until its configuration is made, a stage has the V1 model runner, also for what vLLM refuses."""
     before = os.environ.get(_V2_RUNNER_VARIABLE)
     os.environ[_V2_RUNNER_VARIABLE] = "0"
     try:

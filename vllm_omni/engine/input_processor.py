@@ -177,7 +177,7 @@ class OmniInputProcessor(InputProcessor):
         self._check_token_ids(request)
         _check_mrope_positions(information, num_tokens)
         if self.vllm_config.use_v2_model_runner:
-            _check_fits_second_runner(request.sampling_params, information)
+            _check_fits_v2_runner(request.sampling_params, information)
         _identify_together(request.mm_features or [])
         payload = AdditionalInformationPayload.from_dict(information) if information else None
         if self.cache_config.enable_prefix_caching and not token_information:
@@ -309,8 +309,8 @@ def _check_mrope_positions(information: dict[str, Any], num_tokens: int) -> None
         )
 
 
-def _check_fits_second_runner(params: SamplingParams | None, information: dict[str, Any]) -> None:
-    """vLLM's second model runner has tables of fixed size, and raises in a step where there is no room."""
+def _check_fits_v2_runner(params: SamplingParams | None, information: dict[str, Any]) -> None:
+    """vLLM's V2 model runner has tables of fixed size, and raises in a step where there is no room."""
     assert params is not None, "stages take no pooling requests"
     if "mrope_positions" in information:
         raise ValueError("mrope_positions need a stage whose async_scheduling is false")

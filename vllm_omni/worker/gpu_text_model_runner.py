@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model runner of stages of text that need none of ours: vLLM's second one, which can discard a step."""
+"""The model runner of stages of text that need none of ours: vLLM's V2 model runner, which can discard a step."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from vllm_omni.worker.gpu_model_runner import ModelHooks
 
 
 class GPUTextModelRunner(GPUModelRunner):
-    """vLLM's second model runner. A token depends on the request's seed and the token's position only, so a step that
+    """vLLM's V2 model runner. A token depends on the request's seed and the token's position only, so a step that
     is computed again draws the same."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

@@ -35,19 +35,17 @@ def limited(engine, monkeypatch):
     return engine
 
 
-def add(engine, name, length, *, num_before=0, age=0.0, streams=True, is_last=False, priority=0):
-    """A window of request `name`, whose first output (or, of a first window, arrival) was `age` seconds ago."""
+def add(engine, name, length, *, index=0, due=0.0, streams=True, is_last=False, priority=0):
+    """A window of request `name` that is due in so many seconds; of a first window: whose request came then."""
     prompt = {
         "prompt_token_ids": [0] * length,
         "additional_information": {"codes": torch.zeros(length, dtype=torch.int64)},
     }
     engine.add_request(name, prompt, SamplingParams(max_tokens=1, detokenize=False), priority=priority)
-    since = time.monotonic() - age
-    index = 1 if num_before else 0
-    engine.set_window(name, RequestWindow(name, index, is_last, streams, num_before, since))
-    if index:  # as if its window before had been computed
+    engine.set_window(name, RequestWindow(name, index, is_last, streams, time.monotonic() + due))
+    if index:  # as if the window before it had been computed
         states = engine.model_executor.driver_worker.model_runner.states
-        states.save(RequestWindow(name, 0, False), {"num_codes": num_before})
+        states.save(RequestWindow(name, index - 1, False), {"num_codes": length})
 
 
 def batches(engine):
@@ -78,36 +76,36 @@ def test_without_a_declared_batch_a_step_takes_what_vllm_allows(engine):
 
 
 def test_first_windows_pass_later_ones(limited):
-    add(limited, "a", 30, num_before=60, age=100.0)
-    add(limited, "b", 30, num_before=60, age=100.0)
+    add(limited, "a", 30, index=1, due=-100.0)
+    add(limited, "b", 30, index=1, due=-100.0)
     add(limited, "c", 4)
     add(limited, "d", 8)
     assert batches(limited)[0] == "cd"
 
 
 def test_of_first_windows_the_one_that_came_first_is_first(limited):
-    add(limited, "b", 20, age=0.1)
-    add(limited, "a", 20, age=0.2)
+    add(limited, "b", 20, due=-0.1)
+    add(limited, "a", 20, due=-0.2)
     assert batches(limited) == ["a", "b"]
 
 
-def test_of_later_windows_the_slowest_stream_is_first(limited):
-    add(limited, "a", 20, num_before=40, age=1.0)  # 40 codes in a second
-    add(limited, "b", 20, num_before=90, age=3.0)  # 30
-    add(limited, "c", 20, num_before=8, age=0.1)  # 80
+def test_of_later_windows_the_one_that_is_due_first_is_first(limited):
+    add(limited, "a", 20, index=1, due=0.2)
+    add(limited, "b", 20, index=1, due=-0.1)
+    add(limited, "c", 20, index=1, due=0.4)
     assert batches(limited) == ["b", "a", "c"]
 
 
 def test_a_request_that_is_not_streamed_neither_delays_first_windows_nor_waits_forever(limited):
-    add(limited, "a", 20, age=2.0, streams=False, is_last=True)  # it will have had 10 codes for each second
-    add(limited, "b", 20, num_before=60, age=3.0)  # 20
-    add(limited, "c", 20, age=0.5, streams=False, is_last=True)  # 40
+    add(limited, "a", 20, due=-2.0, streams=False, is_last=True)
+    add(limited, "b", 20, index=1, due=-1.0)
+    add(limited, "c", 20, due=0.5, streams=False, is_last=True)
     add(limited, "d", 20)
     assert batches(limited) == ["d", "a", "b", "c"]
 
 
 def test_priority_comes_first(limited):
     add(limited, "a", 20)
-    add(limited, "b", 20, num_before=60, age=1.0, priority=-1)
+    add(limited, "b", 20, index=1, due=1.0, priority=-1)
     add(limited, "c", 20, priority=1)
     assert batches(limited) == ["b", "a", "c"]

@@ -16,6 +16,8 @@ from vllm_omni.stage.engines.base import Outbox
 from vllm_omni.stage.engines.llm import LLMStageEngine
 
 BLOCK_SIZE = 32
+SAMPLE_RATE = 100
+"""Of `vocoder`."""
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +25,10 @@ def start_llm(tiny_qwen3: Path) -> Iterator[Callable[..., RunningEngine]]:
     register()
     running: list[RunningEngine] = []
 
-    def start(engine_type: str, **engine_args: Any) -> RunningEngine:
+    def start(engine_type: str, sample_rate: int | None = None, **engine_args: Any) -> RunningEngine:
         defaults = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 4, "enforce_eager": True}
-        engine = LLMStageEngine(Outbox(), 1, str(tiny_qwen3), engine_type, defaults | engine_args)
+        engine_args = defaults | engine_args
+        engine = LLMStageEngine(Outbox(), 1, str(tiny_qwen3), engine_type, engine_args, sample_rate=sample_rate)
         engine.start()
         running.append(RunningEngine(engine))
         return running[-1]
@@ -59,13 +62,13 @@ def collecting(collecting_session: RunningEngine) -> RunningEngine:
 
 @pytest.fixture(scope="session")
 def vocoder_session(start_llm: Callable[..., RunningEngine]) -> RunningEngine:
-    arguments = {"engine_output_type": "audio", "model_arch": "DoublingVocoder"}
+    arguments = {"engine_output_type": "audio", "model_arch": "DoublingVocoder", "sample_rate": SAMPLE_RATE}
     return start_llm("generation", **arguments, max_model_len=64, max_num_batched_tokens=64)
 
 
 @pytest.fixture
 def vocoder(vocoder_session: RunningEngine) -> RunningEngine:
-    """One-step generation, at most 64 placeholders a step."""
+    """One-step generation, at most 64 placeholders a step; a code is two samples, at 100 in a second."""
     return cleared(vocoder_session)
 
 

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A one-step stage runs the windows of a request in order, each in one batch with those of other requests."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.stage.conftest import SAMPLE_RATE
 from tests.stage.running_engine import RunningEngine, chunk, new_request
+from vllm_omni.core.sched.output import RequestWindow
 from vllm_omni.inputs import StageInput
 from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.engines import llm_request
 from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Result, Stream
+from vllm_omni.stage.engines.llm_request import PlayingTime
 
 PARAMS = SamplingParams(max_tokens=1, detokenize=False)
 
@@ -223,3 +229,43 @@ def test_merged_windows_are_no_larger_than_a_batch(vocoder):
     assert [len(item.output.tensors.get("place", ())) for item in vocoder.items["a"]] == [4, 50, 25]
     torch.testing.assert_close(output.tensors["audio"], audio(0, 79))
     assert_nothing_is_left(vocoder)
+
+
+@pytest.fixture
+def dues(vocoder, monkeypatch):
+    """When windows are due, by their id; the clock stands at 1000.0 seconds."""
+    due: dict[str, float] = {}
+
+    def set_window(engine_id: str, window: RequestWindow) -> None:
+        due[engine_id] = window.due
+        original(engine_id, window)
+
+    original = vocoder.engine._engine.set_window
+    monkeypatch.setattr(vocoder.engine._engine, "set_window", set_window)
+    monkeypatch.setattr(vocoder.engine, "_playing_time", PlayingTime(SAMPLE_RATE))
+    monkeypatch.setattr(llm_request, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    clock = [1000.0]
+    return due, clock
+
+
+def test_a_window_is_due_when_those_before_it_have_been_played(vocoder, dues):
+    due, clock = dues
+    vocoder.put(begin("a", window(0, 10)), chunk("a", window(10, 30)), chunk("a", window(30, 35)))
+    vocoder.wait_asleep()
+    assert due == pytest.approx({"a/0": 1000.0, "a/1": 1000.2, "a/2": 1000.6})
+    clock[0] = 1010.0  # The client has waited since 1000.7, and plays what comes now.
+    vocoder.put(chunk("a", window(35, 40)))
+    vocoder.wait_asleep()
+    vocoder.put(chunk("a", window(40, 41), is_last=True))
+    vocoder.finish("a")
+    assert (due["a/3"], due["a/4"]) == pytest.approx((1000.7, 1010.1))
+
+
+def test_a_request_that_is_not_streamed_is_due_when_it_could_have_been_played(vocoder, dues):
+    due, _ = dues
+    vocoder.put(begin("a", window(0, 10), is_last=True, streams_output=False))
+    vocoder.finish("a")
+    assert due == {"a/0": 1000.0}  # Nothing is known of how long its codes play.
+    vocoder.put(begin("b", window(0, 50), streams_output=False), chunk("b", window(50, 60), is_last=True))
+    vocoder.finish("b")
+    assert due["b/0"] == pytest.approx(1001.0) and due["b/1"] == pytest.approx(1001.2)

@@ -201,7 +201,15 @@ def make_stage_engine(
 
         kind, engine_args = stage.kind.lower(), stage.vllm_engine_args
         return LLMStageEngine(
-            outbox, stage.stage_id, model, kind, engine_args, workers, log_stats, transcribes=stage.transcribes
+            outbox,
+            stage.stage_id,
+            model,
+            kind,
+            engine_args,
+            workers,
+            log_stats,
+            transcribes=stage.transcribes,
+            sample_rate=stage.sample_rate,
         )
     if stage.kind == "function":
         from vllm_omni.stage.engines.function import BatchFunctionStageEngine, FunctionStageEngine

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler of stages that turn a whole request, or a window of one, into its output in one step."""
 
-import time
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -23,8 +22,8 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
 
     1. by priority;
     2. the first windows of streamed requests, in order of arrival: a client waits for the first sound;
-    3. the request whose output has been made slowest, which is the first that a player would have to wait for. For a
-       request that is not streamed this is the rate that it has if it is computed now, so it is not overtaken forever.
+    3. the window that is due first: the one that a player would first have to wait for. A request that is not streamed
+       is due when it could have been played to its end, so it is not overtaken forever.
 
     Attributes:
         batch_tokens: Tokens of a step, unless its first prompt alone has more. By default as many as fit into it.
@@ -51,8 +50,7 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
 
     def _order_requests(self) -> None:
         super()._order_requests()
-        now = time.monotonic()
-        waiting = sorted(self.waiting, key=lambda request: _urgency(request, now))
+        waiting = sorted(self.waiting, key=_urgency)
         self.waiting = create_request_queue(self.policy)
         for request in waiting:
             self.waiting.add_request(request)
@@ -91,12 +89,9 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
         self._refused = []
 
 
-def _urgency(request: Request, now: float) -> tuple[int, bool, float]:
+def _urgency(request: Request) -> tuple[int, bool, float]:
     """The key of the order: least first."""
     window = request.window if isinstance(request, OmniRequest) else None
     if window is None:
         return request.priority, False, request.arrival_time
-    if window.streams and window.is_first:
-        return request.priority, False, window.since
-    num_tokens = window.num_before or request.num_prompt_tokens
-    return request.priority, True, num_tokens / max(now - window.since, 1e-6)
+    return request.priority, not (window.streams and window.is_first), window.due

@@ -23,16 +23,15 @@ class RequestWindow:
         index: Counts the request's windows, from 0.
         is_last: No window follows.
         streams: The output is read while it is made.
-        num_before: Tokens of the windows before it.
-        since: When the request's first output was made; before that: when it arrived (`time.monotonic()`).
+        due: When a player has played the windows before it; of a first window: when the request arrived
+            (`time.monotonic()`).
     """
 
     request_id: str
     index: int
     is_last: bool
     streams: bool = False
-    num_before: int = 0
-    since: float = 0.0
+    due: float = 0.0
 
     @property
     def is_first(self) -> bool:

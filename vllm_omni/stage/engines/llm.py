@@ -29,7 +29,7 @@ from vllm_omni.stage.engines.base import (
     StageEngine,
     StreamChunk,
 )
-from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest
+from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest, PlayingTime
 from vllm_omni.stage.spec import RayWorkers
 from vllm_omni.worker.gpu_worker import is_device_broken
 
@@ -56,10 +56,12 @@ class LLMStageEngine(StageEngine):
         log_stats: bool = False,
         *,
         transcribes: bool = False,
+        sample_rate: int | None = None,
     ) -> None:
         """
         Args:
             transcribes: Its requests are sounds, and its model one that vLLM transcribes with.
+            sample_rate: Samples per second of its output, if that is sound.
         """
         super().__init__(outbox)
         self._stage_id = stage_id
@@ -74,6 +76,7 @@ class LLMStageEngine(StageEngine):
             from vllm_omni.stage.engines.transcribing_request import TranscribingRequest  # imports vLLM's server
 
             self._request_class = TranscribingRequest
+        self._playing_time = PlayingTime(sample_rate)
         self._engine: OmniLLMEngine
         self._requests: dict[str, LLMRequest] = {}
         self._last_end = 0.0  # of a step, as time.perf_counter()
@@ -128,8 +131,13 @@ class LLMStageEngine(StageEngine):
             error = InvalidRequestError("a request with this id is running", request_id)
             self.outbox.put(Error.from_exception(request_id, error, invalid=True))
             return
-        request = self._requests[request_id] = self._request_class(self._engine, self._stage_id, item)
+        request = self._requests[request_id] = self._make_request(item)
         self._advance(request, lambda: request.start(item), ValueError, VLLMClientError)
+
+    def _make_request(self, item: NewRequest) -> LLMRequest:
+        if issubclass(self._request_class, GenerationRequest):
+            return self._request_class(self._engine, self._stage_id, item, self._playing_time)
+        return self._request_class(self._engine, self._stage_id, item)
 
     def _extend(self, chunk: StreamChunk) -> None:
         request = self._requests[chunk.request_id]

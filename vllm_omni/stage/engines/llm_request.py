@@ -141,17 +141,56 @@ class ARRequest(LLMRequest):
         return [] if _is_empty(piece) else [self._stream(piece)]
 
 
+class PlayingTime:
+    """How long a one-step stage's outputs play, and by those so far, how long others will."""
+
+    def __init__(self, sample_rate: int | None) -> None:
+        """
+        Args:
+            sample_rate: Samples per second of the output `audio`. None: outputs are no sound, and take no time.
+        """
+        self._sample_rate = sample_rate
+        self._num_tokens = 0
+        self._seconds = 0.0
+
+    def add(self, piece: StageOutput, num_tokens: int) -> float:
+        """
+        Args:
+            piece: Its `audio`, if it has any, is `[samples]`.
+            num_tokens: Of the input that became this output.
+
+        Returns:
+            Seconds.
+        """
+        audio = piece.tensors.get("audio")
+        seconds = 0.0 if audio is None or self._sample_rate is None else audio.shape[-1] / self._sample_rate
+        self._num_tokens += num_tokens
+        self._seconds += seconds
+        return seconds
+
+    def estimate(self, num_tokens: int) -> float:
+        """Seconds of an output of so many tokens; 0 before the first output."""
+        return num_tokens * self._seconds / max(self._num_tokens, 1)
+
+
 class GenerationRequest(LLMRequest):
     """A request that is one request of the engine for each window of its input, in order."""
 
-    def __init__(self, engine: OmniLLMEngine, stage_id: int, item: NewRequest) -> None:
+    def __init__(
+        self, engine: OmniLLMEngine, stage_id: int, item: NewRequest, playing_time: PlayingTime | None = None
+    ) -> None:
+        """
+        Args:
+            playing_time: The stage's. None: its own, of outputs that are no sound.
+        """
         super().__init__(engine, stage_id, item)
+        self._playing_time = playing_time or PlayingTime(None)
         self._request = item.request
         self._is_input_complete = False
         self._waiting: deque[StageInput | None] = deque()
         self._running: RequestWindow | None = None
         self._num_done = 0
-        self._since = time.monotonic()
+        self._played_until = time.monotonic()  # by a client that plays from the first output on
         self._has_stream = False
         self._finish_reason = "stop"
         self._pieces: list[StageOutput] = []
@@ -179,8 +218,6 @@ class GenerationRequest(LLMRequest):
         self._pieces.append(self._as_window(output))
         self._running = None
         self._num_done += 1
-        if self._num_done == 1:
-            self._since = time.monotonic()
         return self._continue()
 
     def abort(self) -> None:
@@ -196,8 +233,7 @@ class GenerationRequest(LLMRequest):
                 index=self._num_done,
                 is_last=self._is_input_complete and not self._waiting,
                 streams=self._streams_output,
-                num_before=self._num_input_tokens,
-                since=self._since,
+                due=self._due(stage_input),
             )
             self._run(window, stage_input)
         if self._is_input_complete and self._running is None:
@@ -207,6 +243,12 @@ class GenerationRequest(LLMRequest):
         if self._streams_output:
             pieces, self._pieces = self._pieces, pieces
         return [self._stream(piece) for piece in pieces]
+
+    def _due(self, stage_input: StageInput | None) -> float:
+        """When a window has to be computed. If nobody plays the output: when it could have been played."""
+        if self._streams_output or stage_input is None:
+            return self._played_until
+        return self._played_until + self._playing_time.estimate(len(stage_input.prompt_token_ids))
 
     def _next_input(self) -> StageInput | None:
         """The next window, with those behind it that fit into one batch."""
@@ -236,9 +278,11 @@ class GenerationRequest(LLMRequest):
             self._has_stream = False
 
     def _as_window(self, output: Any) -> StageOutput:
-        num_input_tokens = self._num_input_tokens + len(output.prompt_token_ids or ())
+        num_tokens = len(output.prompt_token_ids or ())
+        num_input_tokens = self._num_input_tokens + num_tokens
         piece = self._as_piece(output, is_first=self._num_done == 0)
         self._num_input_tokens = num_input_tokens
+        self._played_until = max(self._played_until, time.monotonic()) + self._playing_time.add(piece, num_tokens)
         piece.completions = []  # The request has one completion, which ends with the last window.
         return piece
 

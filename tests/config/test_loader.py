@@ -213,6 +213,7 @@ def test_windows_of_sentences() -> None:
     ("edge", "source", "target", "words"),
     [
         ({"left_context": 1}, {}, {}, "left_context 1: sentences have none; remove it"),
+        ({"right_context": 2}, {}, {}, "right_context 2: sentences have none; remove it"),
         ({"first_window_size": -2}, {}, {}, "first_window_size -2 is neither"),
         (
             {},

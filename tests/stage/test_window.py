@@ -84,11 +84,21 @@ def test_fields_other_than_the_unit_are_not_cut() -> None:
     assert (last.completions, units_of(last, "codes")) == ([], [2, 3])
 
 
-def test_windows_grow() -> None:
-    config = WindowConfig(window_size=25, first_window_size=4, window_growth=1.5, unit="codes")
+@pytest.mark.parametrize(
+    ("first", "right_context", "expected"),
+    [
+        (4, 0, [4, 6, 9, 14, 21, 25, 21]),
+        (8, 4, [8, 6, 9, 14, 21, 25, 17]),  # of the first window 4 can be played, of the others 6, 9, 14, ...
+        (4, 9, [4, 6, 2, 3, 5, 8, 12, 18, 25, 17]),  # nothing of the first, 1 of the second, 2, 3, 5, ...
+    ],
+)
+def test_windows_grow(first: int, right_context: int, expected: list[int]) -> None:
+    config = WindowConfig(
+        window_size=25, first_window_size=first, window_growth=1.5, right_context=right_context, unit="codes"
+    )
     state = WindowState(config)
     windows = [window for piece in pieces([1] * 100) for window in state.add(piece)]
-    assert [len(units_of(window, "codes")) for window in windows] == [4, 6, 9, 14, 21, 25, 21]
+    assert [len(units_of(window, "codes")) for window in windows] == expected
 
 
 def spoken(*texts: str) -> Iterator[StageOutput]:

@@ -218,8 +218,9 @@ def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -
         )
     if window.window_growth is not None and window.window_growth <= 1:
         raise StageConfigError(f"{where}: window_growth {window.window_growth} does not grow; it must be above 1")
-    if window.left_context < 0:
-        raise StageConfigError(f"{where}: left_context {window.left_context} is negative")
+    for name in ("left_context", "right_context"):
+        if (context := getattr(window, name)) < 0:
+            raise StageConfigError(f"{where}: {name} {context} is negative")
 
 
 def _check_sentences(
@@ -231,8 +232,9 @@ def _check_sentences(
     if processor is not None and processor.window.unit != SENTENCES:
         path = stage.custom_process_input_func
         raise StageConfigError(f"{where}: unit {SENTENCES}: {path} reads windows of {processor.window.unit}")
-    if window.left_context:
-        raise StageConfigError(f"{where}: left_context {window.left_context}: {SENTENCES} have none; remove it")
+    for name in ("left_context", "right_context"):
+        if context := getattr(window, name):
+            raise StageConfigError(f"{where}: {name} {context}: {SENTENCES} have none; remove it")
     reads = stage.reads if stage.reads is not None or processor is None else processor.reads
     if reads is not None and "completions" not in reads:
         raise StageConfigError(f"{where}: unit {SENTENCES}: {stage.label} does not read completions; add it to reads")

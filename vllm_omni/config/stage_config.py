@@ -240,6 +240,8 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         window_growth: Ratio of the sizes of successive windows, above 1, until `window_size` is reached. Default: the
             second window has `window_size`.
         left_context: Units before a window that are sent again with it. Default: declared by the consumer.
+        right_context: Units at the end of a window whose output comes with the next one, which is to be made while that
+            of this one is played: windows grow without them. Default: declared by the consumer.
         unit: `tokens`, `sentences` of a text, or the name of a tensor, whose rows are counted. Default: declared by the
             consumer.
         only_if_streaming: Use windows for streaming clients (`stream=True`) only, and one window for other requests.
@@ -252,6 +254,7 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     first_window_size: int | None = None
     window_growth: float | None = None
     left_context: int | None = None
+    right_context: int | None = None
     unit: str | None = None
     only_if_streaming: bool = False
 
@@ -363,6 +366,7 @@ class WindowConfig(msgspec.Struct, frozen=True, kw_only=True):
     first_window_size: int = -1
     window_growth: float | None = None
     left_context: int = 0
+    right_context: int = 0
     unit: str = "tokens"
     only_if_streaming: bool = False
 
@@ -515,6 +519,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             first_window_size=size if first == -1 and unit != SENTENCES else first,
             window_growth=edge.window_growth or declared.window_growth,
             left_context=declared.left_context if edge.left_context is None else edge.left_context,
+            right_context=declared.right_context if edge.right_context is None else edge.right_context,
             unit=unit,
             only_if_streaming=edge.only_if_streaming,
         )

@@ -32,8 +32,8 @@ class StageInputProcessor(ABC):
     None: everything."""
 
     window: ClassVar[WindowConfig | None] = None
-    """The windows of its input where the edge has a window size: `unit`, `left_context`, `first_window_size`,
-    `window_growth`. None: it reads whole results only."""
+    """The windows of its input where the edge has a window size: `unit`, `left_context`, `right_context`,
+    `first_window_size`, `window_growth`. None: it reads whole results only."""
 
     min_first_window_size: ClassVar[int] = 1
     """The fewest units of the first window."""

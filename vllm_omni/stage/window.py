@@ -17,16 +17,26 @@ Unit = TypeVar("Unit")
 
 
 class WindowSizes:
-    """The sizes of the windows of one stream: the first one, growing ones, and then always `window_size`."""
+    """The sizes of the windows of one stream: the first one, growing ones, and then always `window_size`.
+
+    A window grows from what the one before it gives to play, which is less than that window by the right context, once:
+    later windows give what they hold back, too.
+    """
 
     def __init__(self, config: WindowConfig) -> None:
         self._config = config
         self.current = 1 if config.first_is_clause else config.first_window_size
+        self._num_units = self.current  # of the windows so far
 
     def advance(self) -> None:
         config = self._config
-        grown = config.window_size if config.window_growth is None else math.ceil(self.current * config.window_growth)
-        self.current = min(grown, config.window_size)
+        if config.window_growth is None:
+            self.current = config.window_size
+        else:
+            played = min(self.current, self._num_units - config.right_context)
+            grown = math.ceil(config.window_growth * (played if played > 0 else self.current))
+            self.current = min(grown, config.window_size)
+        self._num_units += self.current
 
 
 class WindowState:

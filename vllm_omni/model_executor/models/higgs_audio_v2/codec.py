@@ -11,6 +11,7 @@ from transformers import HiggsAudioV2TokenizerConfig
 from transformers.models.dac.modeling_dac import Snake1d
 from vllm.config import VllmConfig
 
+from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.layers.delay_pattern import DelayPattern
 from vllm_omni.model_executor.layers.frames_to_codec import FramesToCodec
@@ -106,7 +107,12 @@ class OmniHiggsAudioCodec(LookaheadVocoder):
 
 class RowsToCodec(FramesToCodec):
     """Passes delayed rows to the codec, without those of start ids and of end ids. The last window leaves in any case:
-    the codec still has frames that wait for what follows."""
+    the codec still has frames that wait for what follows.
+
+    The context is that of the published codec: rows that a frame is spread over, and frames that its sound depends on.
+    """
+
+    window: ClassVar[WindowConfig] = WindowConfig(unit="codes", right_context=7 + 10)
 
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
         made = super().process(request, sources)

@@ -103,7 +103,7 @@ class TalkerToToken2Wav(StageInputProcessor):
     """
 
     reads: ClassVar[tuple[str, ...]] = ("completions",)
-    window: ClassVar[WindowConfig] = WindowConfig(unit="tokens")
+    window: ClassVar[WindowConfig] = WindowConfig(unit="tokens", right_context=12)  # one block of the solver
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
         super().__init__(hf_config)

@@ -171,6 +171,10 @@ SIGNATURES = {
         "self, request_ids, internal=...",
         f"{ENGINE}.omni_llm_engine:OmniLLMEngine",
     ),
+    "vllm.engine.arg_utils:EngineArgs.create_model_config": (
+        "self",
+        f"{ENGINE}.engine_args:StageEngineArgs",
+    ),
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": (
         "self, usage_context=..., headless=...",
         f"{ENGINE}.engine_args:StageEngineArgs",

@@ -70,13 +70,15 @@ def oracle(tiny_qwen3: Path) -> HFTextOracle:
 
 @pytest.fixture(scope="session")
 def latent_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) -> OmniLLMEngine:
-    """Hands out the hidden state of every row; prompts are cut into chunks of at most 32 tokens a step."""
+    """Hands out the hidden state of every row; prompts are cut into chunks of at most 32 tokens a step. Also on a GPU
+    without asynchronous scheduling."""
     return start_engine(
         tiny_qwen3,
         engine_output_type="latent",
         max_num_batched_tokens=32,
         block_size=BLOCK_SIZE,
         enable_prompt_embeds=True,
+        async_scheduling=False,
     )
 
 

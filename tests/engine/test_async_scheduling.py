@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stage of text that is scheduled while the step before is computed writes what it writes when scheduled after it."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from vllm import envs
-from vllm.config import VllmConfig
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -16,6 +13,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from tests.engine.conftest import BLOCK_SIZE
+from tests.engine.overlap import turn_on_for_cpu
 from tests.engine.running import Broken, finish, greedy, last_outputs, random_prompts, run, runner_of, step_until_idle
 from vllm_omni.core.sched.omni_ar_scheduler import OmniAsyncARScheduler
 from vllm_omni.core.sched.output import StepRecord
@@ -26,15 +24,6 @@ from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 from vllm_omni.worker.gpu_text_model_runner import GPUTextModelRunner
 
 PROMPTS = [{"prompt_token_ids": prompt} for prompt in random_prompts(40, 7, 90, 33, 20, 64, seed=5)]
-
-
-class Nothing:
-    """An event or a stream of a device that computes at once."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-    def record(self, *args: object) -> None: ...
-    def synchronize(self) -> None: ...
-    def wait_stream(self, stream: object) -> None: ...
 
 
 @pytest.fixture(scope="module", params=["v1", "v2"] if HAS_TRITON else ["v1"])
@@ -69,21 +58,6 @@ def good_engine(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> Omni
 
 def has_v2_runner(engine: OmniLLMEngine) -> bool:
     return isinstance(runner_of(engine), GPUTextModelRunner)
-
-
-def turn_on_for_cpu(patch: pytest.MonkeyPatch) -> None:
-    """On a CPU vLLM turns it off, and torch has no events and streams."""
-    check = current_platform.check_and_update_config
-
-    def check_the_rest(config: VllmConfig) -> None:
-        is_async = config.scheduler_config.async_scheduling
-        check(config)
-        config.scheduler_config.async_scheduling = is_async
-
-    patch.setattr(type(current_platform), "check_and_update_config", staticmethod(check_the_rest))
-    for name in ("Event", "Stream", "current_stream"):
-        patch.setattr(torch.cuda, name, Nothing)
-    patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
 
 
 PARAMS = {

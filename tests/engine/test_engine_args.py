@@ -14,6 +14,7 @@ from vllm import ModelRegistry, SamplingParams, envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from tests.engine import feedback_models, hooked_models
 from vllm_omni.engine import engine_args, input_processor
 from vllm_omni.engine.engine_args import OmniEngineSettings, create_config_for_inputs, create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
@@ -23,6 +24,12 @@ from vllm_omni.stage.engines.base import Outbox
 from vllm_omni.stage.engines.llm import LLMStageEngine
 
 
+@pytest.fixture
+def overlap(monkeypatch):
+    """As on a GPU: on a CPU vLLM turns asynchronous scheduling off."""
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda cls, config: None))
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -30,7 +37,7 @@ class TestRefused:
             ({"dtpye": "float32"}, "'dtpye'; did you mean 'dtype'"),
             ({"max_modellen": 3}, "did you mean 'max_model_len'"),
             ({"engine_type": "diffusion"}, "'diffusion' is not one of ar, generation"),
-            ({"engine_output_type": "latent", "async_scheduling": True}, "nothing but tokens"),
+            ({"engine_type": "generation", "async_scheduling": True}, "only autoregressive stages"),
             ({"engine_output_type": "latent", "speculative_config": {"method": "ngram"}}, "rejected tokens"),
         ],
     )
@@ -50,7 +57,7 @@ class TestAsyncScheduling:
         [
             ({}, None),
             ({"async_scheduling": True}, True),
-            ({"engine_output_type": "latent"}, False),
+            ({"engine_output_type": "latent"}, None),
             ({"engine_type": "generation"}, False),
             ({"skip_tokenizer_init": True, "generation_config": "vllm"}, False),
             ({"tensor_parallel_size": 2}, False),
@@ -58,8 +65,23 @@ class TestAsyncScheduling:
             ({"scheduler_cls": "my.Scheduler"}, False),
         ],
     )
-    def test_vllm_decides_of_a_text_only(self, tiny_qwen3, arguments, expected):
+    def test_vllm_decides_of_a_text(self, tiny_qwen3, arguments, expected):
         assert create_engine_args(str(tiny_qwen3), **arguments).async_scheduling is expected
+
+    @pytest.mark.parametrize(("model_arch", "expected"), [(None, True), ("HookedQwen3", False), ("EchoQwen3", False)])
+    def test_not_where_a_step_needs_the_last_one(self, tiny_qwen3, overlap, model_arch, expected):
+        hooked_models.register()
+        feedback_models.register()
+        arguments = {"engine_output_type": "latent", "model_arch": model_arch}
+        config = create_engine_args(str(tiny_qwen3), **arguments).create_engine_config()
+        assert config.scheduler_config.async_scheduling is expected
+        assert (config.scheduler_config.scheduler_cls == engine_args._ASYNC_SCHEDULER) is expected
+        asked = create_engine_args(str(tiny_qwen3), async_scheduling=True, **arguments)
+        if expected:
+            assert asked.create_engine_config().scheduler_config.async_scheduling
+        else:
+            with pytest.raises(StageConfigError, match=f"the next step of {model_arch} needs the last one; remove it"):
+                asked.create_engine_config()
 
     def test_never_on_a_cpu(self, tiny_qwen3):
         config = create_engine_args(str(tiny_qwen3)).create_engine_config().scheduler_config
@@ -213,11 +235,6 @@ class TestModelRunner:
 
     def use_v2(self, model, **arguments):
         return create_engine_args(str(model), **arguments).create_engine_config().use_v2_model_runner
-
-    @pytest.fixture
-    def overlap(self, monkeypatch):
-        """As on a GPU: on a CPU vLLM turns asynchronous scheduling off."""
-        monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda cls, config: None))
 
     def test_text_takes_v2(self, tiny_qwen3, overlap):
         assert self.use_v2(tiny_qwen3)

@@ -39,9 +39,10 @@ def test_a_host_copy_waits_once(device: SimulatedDevice) -> None:
 def test_rows_of_a_step_leave_the_device(device: SimulatedDevice) -> None:
     spans = [RequestSpan("a", 0, 3, 0, 5, 5, SamplingParams()), RequestSpan("b", 3, 4, 2, 2, 3, SamplingParams())]
     tracker = RowTracker(emits_prompt_rows=True)
-    rows = SelectedRows({"hidden": torch.arange(8.0, device=DEVICE).view(4, 2)}, tracker.select(spans)).wait()
-    (nothing, leaving) = tracker.emit(spans, rows)
-    assert nothing is None and leaving is not None
+    rows = SelectedRows({"hidden": torch.arange(8.0, device=DEVICE).view(4, 2)}, tracker.select(spans))
+    (nothing, (leaving,)) = tracker.emit(spans, rows.parts)
+    assert nothing == [] and device.num_waits == 0 and leaving == {}
+    rows.wait()
     assert is_host(leaving["hidden"]) and leaving["hidden"].tolist() == [[6, 7]]
 
 

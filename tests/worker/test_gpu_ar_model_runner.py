@@ -6,23 +6,33 @@ import random
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_omni.model_executor.interfaces import RequestSpan
-from vllm_omni.worker.gpu_ar_model_runner import RowTracker, SelectedRows
+from vllm_omni.worker.gpu_ar_model_runner import LeavingRows, RowTracker, SelectedRows
 
 
 def span(req_id, start, position, num_rows, num_prompt, num_tokens):
     return RequestSpan(req_id, start, start + num_rows, position, num_prompt, num_tokens, SamplingParams())
 
 
-def step(tracker, *requests):
+def start(tracker, *requests):
     """One step. Requests are `(req_id, position, num_rows, num_prompt, num_tokens)`; a row's value is its position."""
     spans, positions = [], []
     for req_id, position, num_rows, num_prompt, num_tokens in requests:
         spans.append(span(req_id, len(positions), position, num_rows, num_prompt, num_tokens))
         positions += range(position, position + num_rows)
-    rows = SelectedRows({"position": torch.tensor(positions)[:, None]}, tracker.select(spans)).wait()
-    out = tracker.emit(spans, rows)
+    selected = SelectedRows({"position": torch.tensor(positions)[:, None]}, tracker.select(spans))
+    return LeavingRows(selected, tracker.emit(spans, selected.parts))
+
+
+def step(tracker, *requests):
+    return leave(start(tracker, *requests))
+
+
+def leave(rows):
+    """The positions of each request's rows, once they have arrived."""
+    out = rows.add_to(ModelRunnerOutput(req_ids=[], req_id_to_index={})).pooler_output
     return [None if rows is None else rows["position"][:, 0].tolist() for rows in out]
 
 
@@ -49,6 +59,23 @@ class TestAllRows:
         assert step(tracker, ("a", 0, 2, 5, 5)) == [None]
         assert step(tracker, ("a", 0, 3, 5, 5)) == [None]
         assert step(tracker, ("a", 3, 2, 5, 5)) == [[0, 1, 2, 3, 4]]
+
+    def test_rows_that_arrive_while_the_next_step_is_computed(self):
+        tracker = RowTracker(emits_prompt_rows=True)
+        first = start(tracker, ("a", 0, 2, 5, 5), ("b", 0, 1, 1, 1))
+        second = start(tracker, ("a", 2, 2, 5, 5), ("b", 1, 1, 1, 2))
+        assert leave(first) == [None, [0]]
+        third = start(tracker, ("b", 2, 1, 1, 3), ("a", 4, 1, 5, 5))
+        assert leave(second) == [None, [1]]
+        fourth = start(tracker, ("a", 5, 1, 5, 6))
+        assert leave(third) == [[2], [0, 1, 2, 3, 4]] and leave(fourth) == [[5]]
+
+    def test_a_request_that_ends_while_its_rows_arrive_leaves_nothing(self):
+        tracker = RowTracker(emits_prompt_rows=True)
+        first = start(tracker, ("a", 0, 2, 5, 5))
+        tracker.remove("a")
+        assert leave(first) == [None]
+        assert step(tracker, ("a", 0, 2, 2, 2)) == [[0, 1]]
 
     def test_a_removed_request_starts_anew(self):
         tracker = RowTracker(emits_prompt_rows=True)
@@ -105,10 +132,14 @@ def test_any_schedule_gives_every_row_once(seed, emits_prompt_rows):
 class TestSelectedRows:
     def test_every_row_is_in_memory_of_its_own(self):
         outputs = {"a": torch.zeros(4, 2), "b": torch.zeros(4)}
-        rows = SelectedRows(outputs, [(0, 1), (2, 2), (2, 4)]).wait()
-        assert [sorted(request_rows) for request_rows in rows] == [["a", "b"], [], ["a", "b"]]
+        rows = SelectedRows(outputs, [(0, 1), (2, 2), (2, 4)])
+        rows.wait()
+        assert [sorted(part) for part in rows.parts] == [["a", "b"], [], ["a", "b"]]
         outputs["a"].fill_(1)
-        assert rows[2]["a"].sum() == 0 and rows[2]["a"].untyped_storage().nbytes() == rows[2]["a"].nbytes
+        part = rows.parts[2]["a"]
+        assert part.sum() == 0 and part.untyped_storage().nbytes() == part.nbytes
 
     def test_nothing_to_copy(self):
-        assert SelectedRows({"a": torch.zeros(4, 2)}, [(1, 1), (4, 4)]).wait() == [{}, {}]
+        rows = SelectedRows({"a": torch.zeros(4, 2)}, [(1, 1), (4, 4)])
+        rows.wait()
+        assert rows.parts == [{}, {}]

@@ -17,6 +17,7 @@ from vllm.config import (
     ECTransferConfig,
     KVEventsConfig,
     KVTransferConfig,
+    ModelConfig,
     PoolerConfig,
     ProfilerConfig,
     ReasoningConfig,
@@ -66,6 +67,8 @@ ROW_CACHE_BYTES = 4 << 30
 USAGE_CONTEXT = UsageContext.OPENAI_API_SERVER
 """vLLM's defaults of `max_num_seqs` and `max_num_batched_tokens` depend on it: a stage has those of vLLM's server."""
 _V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+_HOOKS_BETWEEN_STEPS = ("postprocess", "make_feedback_strategy")
+"""Methods of models (`SupportsPostprocess`, `SupportsFeedback`) that leave something for the next step."""
 
 
 EngineType = Literal["ar", "generation"]
@@ -100,11 +103,6 @@ class OmniEngineSettings:
         """Whether outputs of the model leave the engine besides tokens."""
         return self.engine_type == "ar" and self.engine_output_type != "text"
 
-    @property
-    def emits_only_tokens(self) -> bool:
-        """Whether tokens are all that leaves the engine."""
-        return self.engine_type == "ar" and not self.emits_rows
-
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> "OmniEngineSettings":
         additional = cast(dict[str, Any], vllm_config.additional_config)
@@ -130,6 +128,24 @@ class V2RunnerConfig(VllmConfig):
 class StageEngineArgs(EngineArgs):
     """vLLM's, with our scheduler for what vLLM decides about asynchronous scheduling, and the stage's model runner."""
 
+    def create_model_config(self) -> ModelConfig:
+        config = super().create_model_config()
+        settings = OmniEngineSettings(**self.additional_config[_KEY])
+        if settings.emits_rows and self.async_scheduling is not False:
+            from vllm.model_executor.model_loader import get_model_cls  # takes a second
+
+            self._follow_model(get_model_cls(config))
+        return config
+
+    def _follow_model(self, model: type) -> None:
+        """Turns asynchronous scheduling off for a model whose next step needs more of a step than its token, which the
+        runner has on the device."""
+        if not any(hasattr(model, name) for name in _HOOKS_BETWEEN_STEPS):
+            return
+        if self.async_scheduling:
+            raise StageConfigError(f"async_scheduling: the next step of {model.__name__} needs the last one; remove it")
+        self.async_scheduling = False
+
     def create_engine_config(self, *args: Any, **kwargs: Any) -> VllmConfig:
         with _v1_runner_in_environment():
             config = super().create_engine_config(*args, **kwargs)
@@ -148,6 +164,7 @@ def _can_use_v2_runner(config: VllmConfig) -> bool:
     """
     return (
         config.use_v2_model_runner
+        and not OmniEngineSettings.from_vllm_config(config).emits_rows
         and config.parallel_config.world_size == 1
         and config.speculative_config is None
         and not config.model_config.logits_processors
@@ -235,7 +252,7 @@ def _schedules_async(arguments: dict[str, Any], settings: OmniEngineSettings) ->
     Stages that sample something else may have guidance, which needs each token before the next step. Errors of workers
     in other processes, and of drafts, would come too late.
     """
-    is_text = settings.emits_only_tokens and settings.uses_generation_config
+    is_text = settings.engine_type == "ar" and settings.uses_generation_config
     is_plain = _world_size(arguments) == 1 and not arguments.get("speculative_config")
     return None if is_text and is_plain and "scheduler_cls" not in arguments else False
 
@@ -282,9 +299,9 @@ def _refuse_unknown(arguments: dict[str, Any]) -> None:
 
 
 def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:
-    if arguments.get("async_scheduling") and not settings.emits_only_tokens:
+    if arguments.get("async_scheduling") and settings.engine_type != "ar":
         raise StageConfigError(
-            "async_scheduling: only stages that emit nothing but tokens can be scheduled asynchronously; remove it"
+            "async_scheduling: only autoregressive stages can be scheduled asynchronously; remove it"
         )
     if not settings.emits_rows:
         return

@@ -4,6 +4,9 @@
 A row is the model's output at one position of a request. Every row leaves the engine exactly once: a request that was
 preempted, or whose step raised, computes again rows that have left, and a chunked prefill computes rows in steps that
 sample nothing, which vLLM must not see as outputs.
+
+With asynchronous scheduling the rows of a step arrive on the CPU while the next one is computed, with its tokens. Which
+rows leave with which step is decided before that.
 """
 
 from collections import defaultdict
@@ -13,6 +16,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from vllm_omni.core.sched.output import OmniModelRunnerOutput
@@ -56,7 +60,8 @@ class GPUARModelRunner(OmniGPUModelRunner):
             self._run_postprocess(state, spans)
         if tracker is None or rows is None:
             return output
-        return OmniModelRunnerOutput.from_base(output, pooler_output=tracker.emit(spans, rows.wait()))
+        leaving = LeavingRows(rows, tracker.emit(spans, rows.parts))
+        return OutputWithRows(output, leaving) if isinstance(output, AsyncModelRunnerOutput) else leaving.add_to(output)
 
     def _remove_input(self, req_id: str) -> None:
         super()._remove_input(req_id)
@@ -95,22 +100,22 @@ class RowTracker:
     def __init__(self, emits_prompt_rows: bool) -> None:
         self._emits_prompt_rows = emits_prompt_rows
         self._next_position: dict[str, int] = {}
-        self._pending: dict[str, dict[str, list[torch.Tensor]]] = {}
+        self._pending: defaultdict[str, list[Outputs]] = defaultdict(list)
 
     def select(self, spans: list[RequestSpan]) -> list[tuple[int, int]]:
         """Selects for each span the rows `[start, stop)` of the flat batch that have not left yet; may be empty."""
         return [(span.stop - (self._num_new(span) if span.emits_rows else 0), span.stop) for span in spans]
 
-    def emit(self, spans: list[RequestSpan], rows: list[Outputs]) -> list[Outputs | None]:
+    def emit(self, spans: list[RequestSpan], parts: list[Outputs]) -> list[list[Outputs]]:
         """
         Args:
             spans: As for `select`.
-            rows: For each span its selected rows, in memory of their own.
+            parts: For each span its selected rows. They need not have arrived.
 
         Returns:
-            For each span everything that leaves with this step: None while the prompt is incomplete.
+            For each span the parts that leave with this step: none while the prompt is incomplete.
         """
-        return [self._emit_one(span, span_rows) for span, span_rows in zip(spans, rows, strict=True)]
+        return [self._emit_one(span, part) for span, part in zip(spans, parts, strict=True)]
 
     def remove(self, req_id: str) -> None:
         self._next_position.pop(req_id, None)
@@ -122,41 +127,68 @@ class RowTracker:
         first = max(first, self._next_position.get(span.req_id, 0), span.num_tokens - 1 if has_tokens else 0)
         return min(max(span.position + span.num_rows - first, 0), span.num_rows)
 
-    def _emit_one(self, span: RequestSpan, rows: Outputs) -> Outputs | None:
+    def _emit_one(self, span: RequestSpan, part: Outputs) -> list[Outputs]:
         if not span.samples:
             end = span.position + span.num_rows
             self._next_position[span.req_id] = max(end, self._next_position.get(span.req_id, 0))
-            self._add_pending(span.req_id, rows)
-            return None
-        if span.req_id in self._pending:
-            self._add_pending(span.req_id, rows)
-            rows = {name: torch.cat(chunks) for name, chunks in self._pending[span.req_id].items()}
+            self._pending[span.req_id].append(part)
+            return []
+        parts = [*self._pending.get(span.req_id, ()), part]
         self.remove(span.req_id)
-        return rows or None
-
-    def _add_pending(self, req_id: str, rows: Outputs) -> None:
-        pending = self._pending.setdefault(req_id, defaultdict(list))
-        for name, chunk in rows.items():
-            pending[name].append(chunk)
+        return parts
 
 
 class SelectedRows:
-    """The selected rows of one step, while they are copied to the CPU."""
+    """The selected rows of one step, while they are copied to the CPU.
+
+    Attributes:
+        parts: The rows of each request, in memory of their own, after `wait`; an empty dict for no rows.
+    """
 
     def __init__(self, outputs: Outputs, selected: list[tuple[int, int]]) -> None:
+        self.parts: list[Outputs] = [{} for _ in selected]
         self._names = list(outputs)
         self._sizes = [stop - start for start, stop in selected]
         leaving = outputs.values() if any(self._sizes) else ()
         self._copy = HostCopy([_select(output, selected) for output in leaving])
 
-    def wait(self) -> list[Outputs]:
-        """The rows of each request, in memory of their own; an empty dict for no rows."""
-        rows: list[Outputs] = [{} for _ in self._sizes]
+    def wait(self) -> None:
         for name, tensor in zip(self._names, self._copy.wait(), strict=False):
-            for request_rows, part in zip(rows, tensor.split(self._sizes), strict=True):
-                if len(part):
-                    request_rows[name] = part.clone()
-        return rows
+            for part, rows in zip(self.parts, tensor.split(self._sizes), strict=True):
+                if len(rows):
+                    part[name] = rows.clone()
+
+
+class LeavingRows:
+    """The rows that leave with a step: those that it has computed, and those of steps before it."""
+
+    def __init__(self, selected: SelectedRows, parts: list[list[Outputs]]) -> None:
+        self._selected = selected
+        self._parts = parts
+
+    def add_to(self, output: ModelRunnerOutput) -> OmniModelRunnerOutput:
+        """Waits for the rows, after those of the steps before."""
+        self._selected.wait()
+        rows = [_join([part for part in parts if part]) for parts in self._parts]
+        return OmniModelRunnerOutput.from_base(output, pooler_output=rows)
+
+
+class OutputWithRows(AsyncModelRunnerOutput):
+    """The output of a step, while it is copied to the CPU. Outputs are fetched in the order of their steps."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, rows: LeavingRows) -> None:
+        self._output = output
+        self._rows = rows
+
+    def get_output(self) -> OmniModelRunnerOutput:
+        return self._rows.add_to(self._output.get_output())
+
+
+def _join(parts: list[Outputs]) -> Outputs | None:
+    """Parts of the rows of one request, one after the other; None for no rows."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _select(output: torch.Tensor, selected: list[tuple[int, int]]) -> torch.Tensor:

@@ -35,6 +35,7 @@ from vllm_omni.distributed.node_messages import (
 )
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.distributed.sockets import arrived
+from vllm_omni.distributed.wake_up import WakeUp
 from vllm_omni.metrics.logs import get_logger
 from vllm_omni.orchestrator.fork_server import ForkServer, StageProcess, wait_for_all
 
@@ -66,9 +67,8 @@ class NodeServer:
             opened.callback(self._run_dir.remove)
             self._server = ForkServer()
             opened.callback(self._server.close)
-            self._wake_reader, self._wake_writer = socket.socketpair()
-            opened.callback(self._wake_reader.close)
-            opened.callback(self._wake_writer.close)
+            self._wake_up = WakeUp()
+            opened.callback(self._wake_up.close)
             context = zmq.Context()
             opened.callback(context.destroy, linger=1000)
             self._socket = context.socket(zmq.DEALER)
@@ -104,14 +104,13 @@ class NodeServer:
     def _poll(self, timeout: float) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+        poller.register(self._wake_up.fileno(), zmq.POLLIN)
         poller.register(self._lifeline.fileno(), zmq.POLLIN)
         for process in self._processes.values():
             for fd in process.filenos():
                 poller.register(fd, zmq.POLLIN)
         ready = dict(poller.poll(int(1000 * timeout)))
-        if self._wake_reader.fileno() in ready:
-            self._wake_reader.recv(4096)
+        self._wake_up.clear()
         if self._lifeline.fileno() in ready:
             self._is_running = False
 
@@ -144,7 +143,7 @@ class NodeServer:
         except (OSError, EOFError) as error:
             result = str(error)
         self._forked.append((message.number, result))
-        self._wake_writer.send(b"\0")
+        self._wake_up.set()
 
     def _report_forks(self) -> None:
         while self._forked:

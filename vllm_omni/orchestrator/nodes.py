@@ -7,7 +7,6 @@ A thread of its own exchanges messages with the `NodeServer`s; a supervisor does
 import collections
 import contextlib
 import itertools
-import os
 import socket
 import threading
 import time
@@ -36,6 +35,7 @@ from vllm_omni.distributed.node_messages import (
     unheard_s,
 )
 from vllm_omni.distributed.sockets import arrived
+from vllm_omni.distributed.wake_up import WakeUp
 from vllm_omni.metrics.logs import get_logger
 from vllm_omni.orchestrator.fork_server import StageProcess
 
@@ -123,7 +123,7 @@ class Nodes:
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self._outgoing: collections.deque[tuple[str, ToNode]] = collections.deque()
-        self._wake_reader, self._wake_writer = os.pipe()
+        self._wake_up = WakeUp()
         self._is_closed = self._is_cancelled = False
         self._thread = threading.Thread(target=self._run, name="omni-nodes", daemon=True)
         self._thread.start()
@@ -190,29 +190,24 @@ class Nodes:
         for node in list(self._nodes):
             self._put(node, Shutdown())
         self._is_closed = True
-        self._wake()
+        self._wake_up.set()
         self._thread.join()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
+        self._wake_up.close()
 
     def _put(self, node: str, message: ToNode) -> None:
         self._outgoing.append((node, message))
-        self._wake()
-
-    def _wake(self) -> None:
-        os.write(self._wake_writer, b"\0")
+        self._wake_up.set()
 
     # The thread.
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_reader, zmq.POLLIN)
+        poller.register(self._wake_up.fileno(), zmq.POLLIN)
         next_keep_alive = listened_at = time.monotonic()
         while not self._is_closed or self._outgoing:
-            ready = dict(poller.poll(int(1000 * KEEP_ALIVE_S / 2)))
-            if self._wake_reader in ready:
-                os.read(self._wake_reader, 4096)
+            poller.poll(int(1000 * KEEP_ALIVE_S / 2))
+            self._wake_up.clear()
             for name, data in arrived(self._socket):
                 self._on_message(name.decode(), decode_at_orchestrator(data))
             while self._outgoing:

@@ -41,6 +41,7 @@ from vllm_omni.distributed.messages import (
 from vllm_omni.distributed.network import Network, NetworkSpec
 from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.distributed.run_dir import RunDir, orchestrator_address
+from vllm_omni.distributed.wake_up import WakeUp
 from vllm_omni.errors import PipelineClosedError, PipelineStartError, StageStartError
 from vllm_omni.inputs import StageInput
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
@@ -220,7 +221,7 @@ class Orchestrator:
         with self._lock:
             if not self._closing:
                 self._closing = True
-                self._wake()
+                self._wake_up.set()
         if threading.current_thread() is self._thread:  # The garbage collector may call this on any thread.
             return
         if not self._started.done():
@@ -233,11 +234,7 @@ class Orchestrator:
             if self._closing:
                 raise PipelineClosedError(f"{self._why_ended}; make a new one")
             self._commands.append(command)
-            self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # The pipe holds wake-ups already.
-            os.write(self._wake_writer, b"\0")
+            self._wake_up.set()
 
     # The orchestrator's thread.
 
@@ -273,10 +270,8 @@ class Orchestrator:
         if self._cluster is not None:
             cleanup.callback(self._cluster.close)
         cleanup.callback(self._server.close)
-        self._wake_reader, self._wake_writer = os.pipe()
-        for fd in (self._wake_reader, self._wake_writer):
-            cleanup.callback(os.close, fd)
-            os.set_blocking(fd, False)
+        self._wake_up = WakeUp()
+        cleanup.callback(self._wake_up.close)
         self._run_dir = RunDir()
         cleanup.callback(self._run_dir.remove)
         _check_open_files(_OPEN_FILES + _OPEN_FILES_PER_STAGE * len(self._config.instances))
@@ -385,13 +380,13 @@ class Orchestrator:
         served = [] if self._network is None else [self._network.server.socket]
         for readable in (*self._inbound.readables, *served):
             poller.register(readable, zmq.POLLIN)
-        poller.register(self._wake_reader, zmq.POLLIN)
+        poller.register(self._wake_up.fileno(), zmq.POLLIN)
         for fd in self._supervisor.filenos():
             poller.register(fd, zmq.POLLIN)
         timeout = None if due is None else math.ceil(max(0.0, due - time.monotonic()) * 1000)
         ready = dict(poller.poll(timeout))
-        if self._wake_reader in ready:
-            os.read(self._wake_reader, 65536)
+        if self._wake_up.fileno() in ready:
+            self._wake_up.clear()
         # Messages that a stage sent before it died are valid, so they come first.
         self._take_messages()
         if self._network is not None:

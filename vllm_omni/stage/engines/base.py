@@ -6,7 +6,6 @@ The engine runs on a thread of its own, the main thread in a process with one st
 """
 
 import contextlib
-import os
 import queue
 import threading
 import traceback
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from vllm_omni.distributed.wake_up import WakeUp
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.stats import CacheCounts, MetricFamily
@@ -130,13 +130,11 @@ class Outbox:
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[OutboxItem] = queue.SimpleQueue()
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
+        self._wake_up = WakeUp()
         self._is_woken = False  # The reader will read the queue anyway: `put` need not wake it.
 
     def fileno(self) -> int:
-        return self._reader
+        return self._wake_up.fileno()
 
     def put(self, item: OutboxItem) -> None:
         self._items.put(item)
@@ -156,12 +154,10 @@ class Outbox:
 
     def _wake(self) -> None:
         self._is_woken = True
-        with contextlib.suppress(BlockingIOError):  # The pipe is full of wake-ups.
-            os.write(self._writer, b"\0")
+        self._wake_up.set()
 
     def take_all(self) -> list[OutboxItem]:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._reader, 65536)
+        self._wake_up.clear()
         self._is_woken = False  # Before the items are taken: later items wake the reader again.
         items: list[OutboxItem] = []
         while not self._items.empty():

@@ -43,8 +43,12 @@ def test_wakes_a_thread_that_sleeps(wake_up: WakeUp, poller: select.poll) -> Non
     assert woken == [wake_up.fileno()]
 
 
-def test_leaves_no_file_open(wake_up: WakeUp) -> None:
-    assert not os.get_inheritable(wake_up.fileno())
+def test_leaves_no_file_open_and_writes_to_no_other(wake_up: WakeUp) -> None:
+    fd = wake_up.fileno()
+    assert not os.get_inheritable(fd)
     wake_up.close()
-    with pytest.raises(OSError):
-        os.fstat(wake_up.fileno())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    with pytest.raises(ValueError, match="file descriptor"):
+        wake_up.set()
+    assert wake_up.fileno() == -1

@@ -2,6 +2,7 @@
 """Steps that overlap, on a CPU: exact, and no faster."""
 
 import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,7 +19,16 @@ class Nothing:
     def wait_stream(self, stream: object) -> None: ...
 
 
-def turn_on_for_cpu(patch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def overlapping_steps() -> Iterator[pytest.MonkeyPatch]:
+    """Engines that are started meanwhile can schedule asynchronously, here too."""
+    with pytest.MonkeyPatch.context() as patch:
+        if current_platform.is_cpu():
+            _turn_on_for_cpu(patch)
+        yield patch
+
+
+def _turn_on_for_cpu(patch: pytest.MonkeyPatch) -> None:
     """On a CPU vLLM turns it off, and torch has no events and streams."""
     check = current_platform.check_and_update_config
 

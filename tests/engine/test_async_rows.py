@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from vllm.outputs import RequestOutput
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from tests.engine.conftest import BLOCK_SIZE
-from tests.engine.overlap import turn_on_for_cpu
+from tests.engine.overlap import overlapping_steps
 from tests.engine.running import finish, greedy, last_outputs, random_prompts, run, runner_of, step_until_idle
 from vllm_omni.core.sched.omni_ar_scheduler import OmniAsyncARScheduler
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
@@ -24,9 +23,7 @@ STREAMED = RequestOutputKind.DELTA
 @pytest.fixture(scope="module")
 def async_engine(start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path) -> Iterator[OmniLLMEngine]:
     """Its requests preempt each other, and long prompts have several steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        if current_platform.is_cpu():
-            turn_on_for_cpu(patch)
+    with overlapping_steps():
         engine = start_engine(
             tiny_qwen3,
             engine_output_type="latent",

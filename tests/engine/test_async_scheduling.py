@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 from vllm import envs
 from vllm.outputs import RequestOutput
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from tests.engine.conftest import BLOCK_SIZE
-from tests.engine.overlap import turn_on_for_cpu
+from tests.engine.overlap import overlapping_steps
 from tests.engine.running import Broken, finish, greedy, last_outputs, random_prompts, run, runner_of, step_until_idle
 from vllm_omni.core.sched.omni_ar_scheduler import OmniAsyncARScheduler
 from vllm_omni.core.sched.output import StepRecord
@@ -31,9 +30,7 @@ def async_engine(
     request: pytest.FixtureRequest, start_engine: Callable[..., OmniLLMEngine], tiny_qwen3: Path
 ) -> Iterator[OmniLLMEngine]:
     """Its requests preempt each other. On each of vLLM's model runners that can be had here."""
-    with pytest.MonkeyPatch.context() as patch:
-        if current_platform.is_cpu():
-            turn_on_for_cpu(patch)
+    with overlapping_steps() as patch:
         envs.disable_envs_cache()  # vLLM caches the environment from an engine's start on.
         if request.param == "v1":
             patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")

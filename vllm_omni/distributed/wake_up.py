@@ -17,9 +17,14 @@ class WakeUp:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
+        """-1 after `close`, as of a socket."""
         return self._fd
 
     def set(self) -> None:
+        """
+        Raises:
+            ValueError: It is closed.
+        """
         os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
@@ -27,4 +32,5 @@ class WakeUp:
             os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        os.close(self._fd)
+        fd, self._fd = self._fd, -1  # Another thread must not write to the next file with this number.
+        os.close(fd)

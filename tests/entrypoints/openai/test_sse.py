@@ -7,9 +7,14 @@ from collections.abc import AsyncGenerator
 from http import HTTPStatus
 
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.types import Message
 
+from tests.entrypoints.openai.small_apps import make_app, send
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
-from vllm_omni.entrypoints.openai.sse import ErrorLine, Line, comment_line, sse_line, with_error
+from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext
+from vllm_omni.entrypoints.openai.sse import ErrorLine, Line, comment_line, late, sse_line, with_error
 from vllm_omni.errors import RequestTimeoutError
 
 FAILED = {"error": {"message": "it failed", "code": 500}}
@@ -52,3 +57,53 @@ def test_an_error_is_the_last_line(error: Exception, message: str) -> None:
 def test_a_defect_is_not_an_answer() -> None:
     with pytest.raises(KeyError):
         asyncio.run(collected(with_error(stream(error=KeyError("a")))))
+
+
+def late_app(outputs: AsyncGenerator[Line, None]) -> FastAPI:
+    """`/v1/late` streams the outputs of one request to the engine."""
+    app = make_app()
+
+    @app.get("/v1/late")
+    async def endpoint(request: Request) -> Response:
+        context = RequestContext.of(request)
+        context.outputs.append(Peekable(outputs))
+        return late(StreamingResponse(context.outputs[0]), context)
+
+    return app
+
+
+def test_a_late_response_has_the_status_of_an_early_error_and_every_output() -> None:
+    refused = OmniHTTPError("the queue is full", HTTPStatus.TOO_MANY_REQUESTS, retry_after_s=2)
+    answer = send(late_app(stream(error=refused)), "GET", "/v1/late")
+    assert answer.status_code == HTTPStatus.TOO_MANY_REQUESTS and answer.headers["retry-after"] == "2"
+    assert answer.json()["error"]["message"] == "the queue is full"
+
+    answer = send(late_app(stream("a", "b")), "GET", "/v1/late")
+    assert answer.status_code == HTTPStatus.OK and answer.text == "ab"
+
+
+def test_a_client_that_leaves_before_a_late_response_begins_closes_its_request() -> None:
+    is_waiting, is_closed = asyncio.Event(), asyncio.Event()
+    sent: list[Message] = []
+
+    async def waiting() -> AsyncGenerator[Line, None]:
+        is_waiting.set()
+        try:
+            await asyncio.Event().wait()
+            yield ""
+        finally:
+            is_closed.set()
+
+    async def receive() -> Message:
+        await is_waiting.wait()
+        return {"type": "http.disconnect"}
+
+    async def send_message(message: Message) -> None:
+        sent.append(message)
+
+    async def main() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/v1/late", "headers": [], "query_string": b""}
+        await asyncio.wait_for(late_app(waiting())(scope, receive, send_message), timeout=10)
+
+    asyncio.run(main())
+    assert is_closed.is_set() and not sent

@@ -34,7 +34,7 @@ from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineC
 from vllm_omni.entrypoints.openai.http_errors import describe_errors
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import Modality
-from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, late
 from vllm_omni.entrypoints.openai.stage_params import (
     diffusion_settings,
     explicit_fields,
@@ -168,16 +168,14 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
     ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
+        """As vLLM's. Await the context's `started` before you read a stream: early errors are lines in it otherwise."""
         assert isinstance(request, OmniChatCompletionRequest)
         request.messages = self.transcripts.fill_in(request.messages)
         if self.asr_stage is not None:
             request.messages = await self.asr_stage.as_text(request.messages)
         context = RequestContext.current()
         context.options = read_options(request, self.client, self.default_modalities)
-        answer = await super().create_chat_completion(request, raw_request)
-        if isinstance(answer, AsyncGenerator):
-            await context.started()
-        return answer
+        return await super().create_chat_completion(request, raw_request)
 
     def _engine_reasoning_kwargs(
         self,
@@ -355,4 +353,4 @@ router = APIRouter()
 )
 async def create_chat_completion(request: OmniChatCompletionRequest, raw_request: Request) -> Any:
     """Text, speech, images or videos as the answer to a conversation, whole or as a stream."""
-    return await vllm_create_chat_completion(request, raw_request)
+    return late(await vllm_create_chat_completion(request, raw_request), RequestContext.of(raw_request))

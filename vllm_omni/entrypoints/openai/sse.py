@@ -8,12 +8,13 @@ from contextlib import aclosing
 from typing import Any, TypeAlias, cast
 
 import msgspec
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.errors import OmniError
 
 Line: TypeAlias = str | bytes
@@ -40,6 +41,28 @@ class ClosingResponse(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._parts):
             await super().__call__(scope, receive, send)
+
+
+class LateResponse(StreamingResponse):
+    """Begins when each of its requests to the engine has an output: an error before it has an HTTP status.
+
+    All else is ready by then, so that the first token does not wait for it.
+    """
+
+    context: RequestContext
+
+    async def stream_response(self, send: Send) -> None:
+        await self.context.started()
+        await super().stream_response(send)
+
+
+def late(response: Response, context: RequestContext) -> Response:
+    """Makes a streamed answer of vLLM's a `LateResponse`."""
+    if isinstance(response, StreamingResponse):
+        response.__class__ = LateResponse
+        assert isinstance(response, LateResponse)
+        response.context = context
+    return response
 
 
 def sse_response(

@@ -162,6 +162,8 @@ class ServingTranscriptions(TranscriptionHandler):
         chat = request.as_chat(stage_prompt(self._chat.client, task))
         try:
             answer = await self._chat.create_chat_completion(chat, raw_request)
+            if isinstance(answer, AsyncGenerator):
+                await RequestContext.of(raw_request).started()
         except (VLLMValidationError, VLLMUnprocessableEntityError) as error:
             if error.parameter == "audio_url":
                 error.parameter = "file"

@@ -107,6 +107,7 @@ async def deltas_of(
         if isinstance(answer, ErrorResponse):
             raise ChatError(answer.error.message, str(answer.error.code), answer.error.param)
         assert isinstance(answer, AsyncGenerator)
+        await context.started()
         async with aclosing(read_deltas(answer, context)) as deltas:
             async for delta in deltas:
                 yield delta

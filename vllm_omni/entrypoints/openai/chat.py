@@ -168,7 +168,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
     ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
-        """As vLLM's. Await the context's `started` before you read a stream: early errors are lines in it otherwise."""
+        """Answers a chat. Who reads a stream first awaits the context's `started`, or early errors are lines in it."""
         assert isinstance(request, OmniChatCompletionRequest)
         request.messages = self.transcripts.fill_in(request.messages)
         if self.asr_stage is not None:

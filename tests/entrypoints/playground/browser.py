@@ -130,6 +130,17 @@ def tabs(page: Page) -> list[str]:
     return page.get_by_role("tab").all_inner_texts()
 
 
+def fill_new(field: Locator, text: str) -> None:
+    """Types into a field that a tab or an accordion has just revealed.
+
+    Gradio sets such a field to its first value once more, some frames after it appears: three, seen on an idle and on a
+    busy machine. No person types that fast.
+    """
+    field.wait_for()
+    field.page.evaluate("async () => { for (let i = 0; i < 10; i++) await new Promise(requestAnimationFrame); }")
+    field.fill(text)
+
+
 def send(page: Page, text: str = "") -> None:
     """Sends a message, with the files that are attached."""
     box = page.locator("#chat-box textarea")

@@ -70,7 +70,7 @@ def ask_for_a_long_answer(page: Page) -> None:
     page.get_by_text("Settings").click()
     penalty = page.get_by_label("repetition_penalty").nth(1)
     usual = penalty.input_value()
-    penalty.fill("0.1")
+    web.fill_new(penalty, "0.1")
     web.send(page, "Say: a red circle")
     page.locator("#chat-player audio").wait_for()
     penalty.fill(usual)
@@ -131,7 +131,7 @@ def _text(answer: Any) -> str:
 
 def test_an_error_says_what_the_server_said(page: Page) -> None:
     page.get_by_role("button", name="Settings").click()
-    page.get_by_label("temperature").first.fill("-1")
+    web.fill_new(page.get_by_label("temperature").first, "-1")
     web.send(page, "Say: a red circle")
     error = web.answers(page).get_by_text("The server answered 400")
     error.wait_for()
@@ -147,7 +147,7 @@ def test_a_stage_is_sampled_as_chosen(page: Page, talking_server: RunningServer)
     expected = answer.choices[0].message.content
     assert expected and expected != "A red circle."
     page.get_by_role("button", name="Settings").click()
-    page.get_by_label("max_tokens").first.fill("2")
+    web.fill_new(page.get_by_label("max_tokens").first, "2")
     web.send(page, "Say: a red circle")
     web.answers(page).get_by_text(expected, exact=True).wait_for()
     page.get_by_label("temperature").nth(1).fill("hot")
@@ -180,7 +180,7 @@ def test_on_a_phone(browser: Browser, talking_server: RunningServer) -> None:
 
 def test_reads_a_text_aloud(page: Page) -> None:
     page.get_by_role("tab", name="Speech").click()
-    page.locator("#speech-text textarea").fill("a red circle")
+    web.fill_new(page.locator("#speech-text textarea"), "a red circle")
     page.locator("#speech-speak").click()
     page.locator("#speech-player audio").wait_for()
     heard = Recognizer().words(web.wait_until_played(page), web.RATE)

@@ -16,7 +16,7 @@ from tests.entrypoints.openai.audio_stage import AUDIO_STAGE, NUM_SAMPLES
 from tests.entrypoints.openai.fake_server import FakeServer, over_http
 from tests.entrypoints.openai.small_apps import make_app
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai.server_process import http_protocol
+from vllm_omni.entrypoints.openai.http_protocol import http_protocol
 
 PATH = "/v1/audio/speech"
 LONG = {"input": "400 pieces", "response_format": "pcm"}

@@ -118,6 +118,16 @@ class RequestContext:
         Raises:
             OmniHTTPError: One of them failed; the others are aborted.
         """
+        try:
+            if len(self.outputs) == 1:  # That of most: its first token does not wait for a task.
+                await self.outputs[0].peek()
+            else:
+                await self._all_started()
+        except BaseException:
+            await self.abort()
+            raise
+
+    async def _all_started(self) -> None:
         peeks = [asyncio.create_task(outputs.peek()) for outputs in self.outputs]  # They start together.
         try:
             await asyncio.gather(*peeks)
@@ -125,7 +135,6 @@ class RequestContext:
             for peek in peeks:
                 peek.cancel()
             await asyncio.gather(*peeks, return_exceptions=True)
-            await self.abort()
             raise
 
     async def abort(self) -> None:

@@ -25,7 +25,6 @@ from typing import Any, Self
 
 import uvloop
 import vllm.envs as envs
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 
@@ -33,7 +32,8 @@ from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import media_input
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, flag, limits_from
+from vllm_omni.entrypoints.openai.http_protocol import http_protocol
+from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
 from vllm_omni.orchestrator.fork_server import ForkServer
 
 logger = logging.getLogger("vllm.omni.server")
@@ -50,8 +50,6 @@ _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 _TUNABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 UNSENT_BYTES = 1 << 17
-
-_Protocol: Any = AutoHTTPProtocol  # One of uvicorn's, by what is installed.
 
 _EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -115,45 +113,6 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
         **options,
     )
     await shutdown
-
-
-def http_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, that closes the connection of a client that has read nothing for `send_timeout_s`."""
-
-    class Protocol(_Protocol):
-        _check: asyncio.TimerHandle | None = None
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._watch()
-
-        def resume_writing(self) -> None:
-            self._end_watch()
-            super().resume_writing()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._end_watch()
-            super().connection_lost(exc)
-
-        def _watch(self) -> None:
-            unsent = self.transport.get_write_buffer_size()
-            self._check = self.loop.call_later(send_timeout_s, self._compare, unsent)
-
-        def _compare(self, unsent: int) -> None:
-            if self.transport.get_write_buffer_size() < unsent:
-                self._watch()
-                return
-            logger.warning(
-                "a client (%s) has read nothing for %g s (%s): its connection is closed",
-                self.client[0] if self.client else "unknown", send_timeout_s, flag("send_timeout_s"),
-            )  # fmt: skip
-            self.transport.abort()
-
-        def _end_watch(self) -> None:
-            if self._check is not None:
-                self._check.cancel()
-
-    return Protocol
 
 
 def return_large_blocks() -> None:

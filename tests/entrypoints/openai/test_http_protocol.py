@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What leaves the web server, and when: the heads of answers, and the lines of the access log."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+import httpx
+import pytest
+from fastapi.responses import StreamingResponse
+
+from tests.entrypoints.openai.fake_server import over_http
+from tests.entrypoints.openai.small_apps import make_app
+from vllm_omni.entrypoints.openai.http_protocol import HeadSender, LateLogger, http_protocol
+
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+
+
+class RecordedTransport:
+    def __init__(self) -> None:
+        self.events: list[bytes | str] = []
+
+    def write(self, data: bytes) -> None:
+        self.events.append(data)
+
+    def close(self) -> None:
+        self.events.append("closed")
+
+    def get_write_buffer_size(self) -> int:
+        return 7
+
+
+def make_sender() -> tuple[HeadSender, list[bytes | str]]:
+    transport = RecordedTransport()
+    return HeadSender(cast(Any, transport), asyncio.get_running_loop()), transport.events
+
+
+def test_a_head_is_sent_with_what_follows_it() -> None:
+    async def answer() -> list[bytes | str]:
+        sender, sent = make_sender()
+        assert sender.get_write_buffer_size() == 7
+        for body in (b"a", b"b"):  # Two answers of one connection.
+            sender.write(HEAD)
+            assert sent[-1:] != [HEAD]
+            sender.write(body)
+            sender.write(b"more")
+        await asyncio.sleep(0)
+        return sent
+
+    assert asyncio.run(answer()) == [HEAD + b"a", b"more", HEAD + b"b", b"more"]
+
+
+def test_a_head_that_nothing_follows_is_sent_after_its_turn() -> None:
+    async def answer() -> list[bytes | str]:
+        sender, sent = make_sender()
+        sender.write(HEAD)
+        await asyncio.sleep(0)
+        assert sent == [HEAD]
+        sender.write(b"a")
+        sender.write(HEAD)
+        sender.write(HEAD)  # No head is lost.
+        sender.close()
+        await asyncio.sleep(0)
+        return sent
+
+    assert asyncio.run(answer()) == [HEAD, b"a", HEAD + HEAD, "closed"]
+
+
+def test_a_head_alone_is_sent_before_the_connection_is_closed() -> None:
+    async def answer() -> list[bytes | str]:
+        sender, sent = make_sender()
+        sender.write(HEAD)
+        sender.close()
+        await asyncio.sleep(0)
+        return sent
+
+    assert asyncio.run(answer()) == [HEAD, "closed"]
+
+
+def test_a_line_of_the_log_is_written_after_the_turn(caplog: pytest.LogCaptureFixture) -> None:
+    async def answer() -> None:
+        with caplog.at_level(logging.INFO, "test.access"):
+            LateLogger(logging.getLogger("test.access"), asyncio.get_running_loop()).info("%s %d", "GET", 200)
+            assert not caplog.messages
+            await asyncio.sleep(0)
+
+    asyncio.run(answer())
+    assert caplog.messages == ["GET 200"]
+
+
+def test_answers_over_http() -> None:
+    app = make_app()
+    has_head = asyncio.Event()
+
+    async def parts() -> AsyncGenerator[bytes, None]:
+        await has_head.wait()  # Of the client: the head does not wait for the first part.
+        yield b"part"
+
+    @app.get("/slow")
+    async def slow() -> StreamingResponse:
+        return StreamingResponse(parts())
+
+    @app.get("/go")
+    async def go() -> str:
+        has_head.set()
+        return "gone"
+
+    with (
+        over_http(app, http=http_protocol(60)) as url,
+        httpx.Client(base_url=url) as client,
+        client.stream("GET", "/slow") as answer,
+    ):
+        assert answer.status_code == 200
+        for _ in range(2):  # On one connection.
+            assert client.get("/go").json() == "gone"
+        assert answer.read() == b"part"

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How answers leave the web server: uvicorn's protocol, with what ours adds to it. Knows no endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from vllm_omni.entrypoints.openai.server_args import flag
+
+logger = logging.getLogger("vllm.omni.server")
+
+_Protocol: Any = AutoHTTPProtocol  # One of uvicorn's, by what is installed.
+
+_HEAD = b"HTTP/"
+
+
+def http_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, that sends the head of an answer with its beginning, and closes the connection of a client
+    that has read nothing for `send_timeout_s`."""
+
+    class Protocol(_Protocol):
+        access_logger: Any
+        _check: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self.transport = HeadSender(transport, self.loop)
+            self.access_logger = LateLogger(self.access_logger, self.loop)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._watch()
+
+        def resume_writing(self) -> None:
+            self._end_watch()
+            super().resume_writing()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._end_watch()
+            super().connection_lost(exc)
+
+        def _watch(self) -> None:
+            unsent = self.transport.get_write_buffer_size()
+            self._check = self.loop.call_later(send_timeout_s, self._compare, unsent)
+
+        def _compare(self, unsent: int) -> None:
+            if self.transport.get_write_buffer_size() < unsent:
+                self._watch()
+                return
+            logger.warning(
+                "a client (%s) has read nothing for %g s (%s): its connection is closed",
+                self.client[0] if self.client else "unknown", send_timeout_s, flag("send_timeout_s"),
+            )  # fmt: skip
+            self.transport.abort()
+
+        def _end_watch(self) -> None:
+            if self._check is not None:
+                self._check.cancel()
+
+    return Protocol
+
+
+class LateLogger:
+    """Writes a line after the current turn of the event loop: the first token does not wait for the access log."""
+
+    def __init__(self, logger: logging.Logger, loop: asyncio.AbstractEventLoop) -> None:
+        self._logger, self._loop = logger, loop
+
+    def info(self, message: str, *args: Any) -> None:
+        self._loop.call_soon(self._logger.info, message, *args)
+
+
+class HeadSender:
+    """A transport that sends the head of an answer with what follows it in the same turn of the event loop, or alone at
+    its end. The client wakes once for both: before it has the first token, it would take a core to read the head."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if data.startswith(_HEAD) and not self._head:
+            self._head = data
+            self._loop.call_soon(self._send_head)
+        else:
+            head, self._head = self._head, b""
+            self._transport.write(head + data if head else data)
+
+    def close(self) -> None:
+        self._send_head()
+        self._transport.close()
+
+    def _send_head(self) -> None:
+        if self._head:
+            self.write(b"")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What leaves the web server, and when: the heads of answers, and the lines of the access log."""
+"""What leaves the web server, and when: the headers of answers, and the lines of the access log."""
 
 import asyncio
 import logging
@@ -12,9 +12,9 @@ from fastapi.responses import StreamingResponse
 
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.small_apps import make_app
-from vllm_omni.entrypoints.openai.http_protocol import HeadSender, LateLogger, http_protocol
+from vllm_omni.entrypoints.openai.http_protocol import HeadersTransport, LateLogger, http_protocol
 
-HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+HEADERS = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
 class RecordedTransport:
@@ -31,54 +31,54 @@ class RecordedTransport:
         return 7
 
 
-def make_sender() -> tuple[HeadSender, list[bytes | str]]:
+def make_transport() -> tuple[HeadersTransport, list[bytes | str]]:
     transport = RecordedTransport()
-    return HeadSender(cast(Any, transport), asyncio.get_running_loop()), transport.events
+    return HeadersTransport(cast(Any, transport), asyncio.get_running_loop()), transport.events
 
 
-def test_a_head_is_sent_with_what_follows_it() -> None:
+def test_headers_are_sent_with_what_follows_them() -> None:
     async def answer() -> list[bytes | str]:
-        sender, sent = make_sender()
-        assert sender.get_write_buffer_size() == 7
+        transport, sent = make_transport()
+        assert transport.get_write_buffer_size() == 7
         for body in (b"a", b"b"):  # Two answers of one connection.
-            sender.write(HEAD)
-            assert sent[-1:] != [HEAD]
-            sender.write(body)
-            sender.write(b"more")
+            transport.write(HEADERS)
+            assert sent[-1:] != [HEADERS]
+            transport.write(body)
+            transport.write(b"more")
         await asyncio.sleep(0)
         return sent
 
-    assert asyncio.run(answer()) == [HEAD + b"a", b"more", HEAD + b"b", b"more"]
+    assert asyncio.run(answer()) == [HEADERS + b"a", b"more", HEADERS + b"b", b"more"]
 
 
-def test_a_head_that_nothing_follows_is_sent_after_its_turn() -> None:
+def test_headers_that_nothing_follows_are_sent_after_the_iteration() -> None:
     async def answer() -> list[bytes | str]:
-        sender, sent = make_sender()
-        sender.write(HEAD)
+        transport, sent = make_transport()
+        transport.write(HEADERS)
         await asyncio.sleep(0)
-        assert sent == [HEAD]
-        sender.write(b"a")
-        sender.write(HEAD)
-        sender.write(HEAD)  # No head is lost.
-        sender.close()
+        assert sent == [HEADERS]
+        transport.write(b"a")
+        transport.write(HEADERS)
+        transport.write(HEADERS)  # None are lost.
+        transport.close()
         await asyncio.sleep(0)
         return sent
 
-    assert asyncio.run(answer()) == [HEAD, b"a", HEAD + HEAD, "closed"]
+    assert asyncio.run(answer()) == [HEADERS, b"a", HEADERS + HEADERS, "closed"]
 
 
-def test_a_head_alone_is_sent_before_the_connection_is_closed() -> None:
+def test_headers_alone_are_sent_before_the_connection_is_closed() -> None:
     async def answer() -> list[bytes | str]:
-        sender, sent = make_sender()
-        sender.write(HEAD)
-        sender.close()
+        transport, sent = make_transport()
+        transport.write(HEADERS)
+        transport.close()
         await asyncio.sleep(0)
         return sent
 
-    assert asyncio.run(answer()) == [HEAD, "closed"]
+    assert asyncio.run(answer()) == [HEADERS, "closed"]
 
 
-def test_a_line_of_the_log_is_written_after_the_turn(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_of_the_log_is_written_after_the_iteration(caplog: pytest.LogCaptureFixture) -> None:
     async def answer() -> None:
         with caplog.at_level(logging.INFO, "test.access"):
             LateLogger(logging.getLogger("test.access"), asyncio.get_running_loop()).info("%s %d", "GET", 200)
@@ -91,10 +91,10 @@ def test_a_line_of_the_log_is_written_after_the_turn(caplog: pytest.LogCaptureFi
 
 def test_answers_over_http() -> None:
     app = make_app()
-    has_head = asyncio.Event()
+    has_headers = asyncio.Event()
 
     async def parts() -> AsyncGenerator[bytes, None]:
-        await has_head.wait()  # Of the client: the head does not wait for the first part.
+        await has_headers.wait()  # Of the client: the headers do not wait for the first part.
         yield b"part"
 
     @app.get("/slow")
@@ -103,7 +103,7 @@ def test_answers_over_http() -> None:
 
     @app.get("/go")
     async def go() -> str:
-        has_head.set()
+        has_headers.set()
         return "gone"
 
     with (

@@ -15,12 +15,12 @@ logger = logging.getLogger("vllm.omni.server")
 
 _Protocol: Any = AutoHTTPProtocol  # One of uvicorn's, by what is installed.
 
-_HEAD = b"HTTP/"
+_STATUS_LINE = b"HTTP/"
 
 
 def http_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, that sends the head of an answer with its beginning, and closes the connection of a client
-    that has read nothing for `send_timeout_s`."""
+    """uvicorn's protocol, that sends an answer's headers with its beginning, and closes the connection of a client that
+    has read nothing for `send_timeout_s`."""
 
     class Protocol(_Protocol):
         access_logger: Any
@@ -28,7 +28,7 @@ def http_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            self.transport = HeadSender(transport, self.loop)
+            self.transport = HeadersTransport(transport, self.loop)
             self.access_logger = LateLogger(self.access_logger, self.loop)
 
         def pause_writing(self) -> None:
@@ -65,7 +65,7 @@ def http_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
 
 
 class LateLogger:
-    """Writes a line after the current turn of the event loop: the first token does not wait for the access log."""
+    """Writes a line after the event loop's current iteration: the first token does not wait for the access log."""
 
     def __init__(self, logger: logging.Logger, loop: asyncio.AbstractEventLoop) -> None:
         self._logger, self._loop = logger, loop
@@ -74,29 +74,30 @@ class LateLogger:
         self._loop.call_soon(self._logger.info, message, *args)
 
 
-class HeadSender:
-    """A transport that sends the head of an answer with what follows it in the same turn of the event loop, or alone at
-    its end. The client wakes once for both: before it has the first token, it would take a core to read the head."""
+class HeadersTransport:
+    """A transport that sends an answer's headers with what follows them in the same iteration of the event loop, or
+    alone at its end. The client wakes once for both: before it has the first token, it would take a core to read the
+    headers."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
-        self._head = b""
+        self._headers = b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        if data.startswith(_HEAD) and not self._head:
-            self._head = data
-            self._loop.call_soon(self._send_head)
+        if data.startswith(_STATUS_LINE) and not self._headers:
+            self._headers = data
+            self._loop.call_soon(self._send_headers)
         else:
-            head, self._head = self._head, b""
-            self._transport.write(head + data if head else data)
+            headers, self._headers = self._headers, b""
+            self._transport.write(headers + data if headers else data)
 
     def close(self) -> None:
-        self._send_head()
+        self._send_headers()
         self._transport.close()
 
-    def _send_head(self) -> None:
-        if self._head:
+    def _send_headers(self) -> None:
+        if self._headers:
             self.write(b"")

@@ -4,7 +4,7 @@
 import asyncio
 import base64
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.errors import StageConfigError
-from vllm_omni.events import CompletedEvent
+from vllm_omni.errors import RequestTimeoutError, StageConfigError
+from vllm_omni.events import CompletedEvent, ErrorEvent
 
 BOTH = ["text", "image"]
 SIZE = {"height": 32, "width": 48, "num_inference_steps": 2}
@@ -166,6 +166,21 @@ def test_text_of_a_pipeline_without_final_text_is_refused(silent: AsyncOmniLLM) 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "modalities")
     assert "it outputs image" in refused.json()["error"]["message"]
     assert chat(silent, "/v1/completions", prompt="a").status_code == 400
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", {}), ("/v1/completions", {"prompt": ["a", "b"]})])
+def test_an_error_before_a_stream_has_its_status(
+    showing: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    async def fail(prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[ErrorEvent, None]:
+        error = RequestTimeoutError("too late", request_id=request_id)
+        yield ErrorEvent(request_id=request_id, sequence=0, ts=0.0, error=error)
+
+    streamed = chat(showing, path, stream=True, **body)
+    assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
+    monkeypatch.setattr(showing, "generate", fail)
+    answer = chat(showing, path, stream=True, **body)
+    assert answer.status_code == 504 and "too late" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("tools", "message"), [([{}], "the field 'function' is missing"), ([1], "has a wrong type")])

@@ -45,8 +45,8 @@ from vllm_omni.stage.watchdog import TIMEOUT_OPTION
 # vLLM's other paths need what a pipeline does not have: other tasks, profilers, caches to reset.
 VLLM_PATHS = frozenset(
     {
-        "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/load", "/version", "/metrics", "/docs",
-        "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/static",
+        "/v1/models", "/tokenize", "/detokenize", "/load", "/version", "/metrics", "/docs", "/docs/oauth2-redirect",
+        "/redoc", "/openapi.json", "/static",
     }
 )  # fmt: skip
 CHAT_PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -67,15 +67,15 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     level = root.level
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
     root.setLevel(level)  # One of the imports of vLLM's endpoints changes it, which hides warnings of other libraries.
-    refused = _refused_paths(client)
-    paths = VLLM_PATHS.difference(refused)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in paths]
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in VLLM_PATHS]
     app.title = "vLLM-Omni"
-    for path, message in refused.items():
-        _refuse(app, path, message)
     for endpoints in (chat, speech, custom_voices, transcriptions, images, videos, realtime, description):
         app.include_router(endpoints.router)
     app.include_router(router)
+    refused = _refused_paths(client)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in refused]
+    for path, message in refused.items():
+        _refuse(app, path, message)
     app.middleware_stack = None  # vLLM has built it; it is built again with ours, at the first request.
     register_error_handlers(app)
     add_middleware(app, args)

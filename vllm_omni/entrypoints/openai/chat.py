@@ -17,6 +17,7 @@ from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion as vllm_create_chat_completion
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.api_router import create_completion as vllm_create_completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, OpenAIBaseModel
@@ -133,17 +134,14 @@ class OmniServing(GenerateBaseServing):
 
 
 class OmniServingCompletion(OmniServing, OpenAIServingCompletion):
-    """vLLM's, sampling as the stage is configured, with an HTTP status for early errors in a stream, too. Text only."""
+    """vLLM's, sampling as the stage is configured. Text only."""
 
     async def create_completion(
         self, request: CompletionRequest, raw_request: Request | None = None
     ) -> AsyncGenerator[str, None] | CompletionResponse | ErrorResponse:
-        context = RequestContext.current()
-        context.options = RequestOptions(explicit_fields=explicit_fields(request))
-        answer: Any = await super().create_completion(request, raw_request)
-        if isinstance(answer, AsyncGenerator):
-            await context.started()
-        return answer
+        """Completes texts. Who reads a stream first awaits the context's `started`, or early errors are lines in it."""
+        RequestContext.current().options = RequestOptions(explicit_fields=explicit_fields(request))
+        return await super().create_completion(request, raw_request)
 
 
 class OmniServingChat(OmniServing, OpenAIServingChat):
@@ -344,13 +342,19 @@ def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient, modalit
 
 
 router = APIRouter()
+_ROUTE: dict[str, Any] = {
+    "dependencies": [Depends(validate_json_request)],
+    "responses": {HTTPStatus.OK.value: {"content": {MEDIA_TYPE: {}}}, **describe_errors()},
+}
 
 
-@router.post(
-    "/v1/chat/completions",
-    dependencies=[Depends(validate_json_request)],
-    responses={HTTPStatus.OK.value: {"content": {MEDIA_TYPE: {}}}, **describe_errors()},
-)
+@router.post("/v1/chat/completions", **_ROUTE)
 async def create_chat_completion(request: OmniChatCompletionRequest, raw_request: Request) -> Any:
     """Text, speech, images or videos as the answer to a conversation, whole or as a stream."""
     return late(await vllm_create_chat_completion(request, raw_request), RequestContext.of(raw_request))
+
+
+@router.post("/v1/completions", **_ROUTE)
+async def create_completion(request: CompletionRequest, raw_request: Request) -> Any:
+    """The continuation of one or more texts, whole or as a stream."""
+    return late(await vllm_create_completion(request, raw_request), RequestContext.of(raw_request))

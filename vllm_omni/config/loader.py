@@ -23,6 +23,7 @@ from vllm_omni.config.stage_config import (
 )
 from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
+from vllm_omni.extras import install_command
 
 _READABLE = ("prompt", "prompt_token_ids", "completions", "tensors", "data")
 
@@ -242,7 +243,7 @@ def _check_sentences(
 
 def _check_nixl(where: str, runtime: RuntimeConfig) -> None:
     if importlib.util.find_spec("nixl") is None:
-        raise StageConfigError(f"{where}: {NIXL} needs NIXL: pip install 'vllm-omni[nixl]'")
+        raise StageConfigError(f"{where}: {NIXL} needs NIXL: {install_command('nixl')}")
     if runtime.encrypt != "control":
         raise StageConfigError(f"{where}: {NIXL} does not encrypt what it sends; use it with runtime.encrypt: control")
 

@@ -13,6 +13,7 @@ from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, fetch_weights, resolve_pipeline
 from vllm_omni.errors import StageConfigError
+from vllm_omni.extras import install_command
 from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.model_executor.registry import OMNI_MODELS
 from vllm_omni.orchestrator.cluster import Cluster
@@ -85,7 +86,7 @@ def open_cluster(config: PipelineConfig, timeout: float) -> Cluster:
     try:
         from vllm_omni.orchestrator.ray_cluster import RayCluster
     except ModuleNotFoundError as error:
-        raise StageConfigError("distributed_backend 'ray' needs Ray: pip install 'vllm-omni[ray]'") from error
+        raise StageConfigError(f"distributed_backend 'ray' needs Ray: {install_command('ray')}") from error
     return RayCluster(config, timeout)
 
 

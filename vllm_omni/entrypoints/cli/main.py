@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from vllm_omni import __version__
 from vllm_omni.errors import OmniError, UsageError
+from vllm_omni.extras import install_command
 from vllm_omni.vllm_requirement import find_vllm, require_vllm
 
 USAGE = """\
@@ -146,7 +147,7 @@ def _playground(arguments: list[str]) -> None:
     try:
         import gradio  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UsageError("the playground needs Gradio: pip install 'vllm-omni[ui]'") from error
+        raise UsageError(f"the playground needs Gradio: {install_command('ui')}") from error
     from vllm_omni.entrypoints.playground.command import run_playground
 
     run_playground(arguments)

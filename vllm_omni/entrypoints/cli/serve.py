@@ -28,6 +28,7 @@ from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import list_voices, load_processors
 from vllm_omni.entrypoints.resolve import has_vllm_stages, resolve_pipeline
 from vllm_omni.errors import UsageError
+from vllm_omni.extras import install_command
 from vllm_omni.model_executor.prompt_processor import load_prompt_processors
 from vllm_omni.orchestrator.fork_server import ForkServer
 
@@ -144,7 +145,7 @@ def _check(parsed: ParsedCommand) -> None:
 
 def _check_playground(args: argparse.Namespace) -> None:
     if not importlib.util.find_spec("gradio"):
-        raise UsageError("--playground needs Gradio: pip install 'vllm-omni[ui]'")
+        raise UsageError(f"--playground needs Gradio: {install_command('ui')}")
     if args.uds:
         raise UsageError("--playground: browsers cannot reach --uds; run `vllm-omni playground` beside a --port")
     if api_keys(args) and not args.playground_auth:

@@ -19,6 +19,7 @@ import torch
 
 from vllm_omni.entrypoints.openai.audio_formats import SpeechFilter
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
+from vllm_omni.extras import install_command
 
 SAMPLE_RATE = 16000
 _WINDOW, _CONTEXT = 512, 64
@@ -60,7 +61,7 @@ def check(settings: dict[str, Any], at: str) -> None:
         if not 0 <= settings.get(name, 0) <= _MAX_MS:
             raise EventError(f"{name} must be from 0 to {_MAX_MS}", f"{at}.{name}")
     if not is_installed():
-        raise EventError("turn detection needs silero-vad: pip install 'vllm-omni[realtime]', or set it to null", at)
+        raise EventError(f"turn detection needs silero-vad: {install_command('realtime')}; or set it to null", at)
 
 
 def is_installed() -> bool:

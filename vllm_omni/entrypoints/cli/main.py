@@ -5,6 +5,7 @@ Commands other than those below are vLLM's. A command imports vLLM when it runs,
 `doctor` also work without vLLM.
 """
 
+import atexit
 import difflib
 import errno
 import gc
@@ -12,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from vllm_omni import __version__
 from vllm_omni.errors import OmniError, UsageError
@@ -44,6 +46,7 @@ _NEAR = 0.75
 
 def main() -> None:
     """Runs the command line in `sys.argv`; exits with 1 if that failed, with 2 if it is wrong."""
+    atexit.register(_end_quietly)
     words = sys.argv[1:]
     arguments = [argument for argument in words if argument != "--omni"]
     command = arguments[0] if arguments else "--help"
@@ -59,6 +62,13 @@ def main() -> None:
         _fail(f"--omni is for {', '.join(_COMMANDS)}; leave it out for {command}", 2)
     else:
         _run(_run_vllm, arguments)
+
+
+def _end_quietly() -> None:
+    """Triton prints a page about its own leaks when the interpreter has ended."""
+    with suppress(ValueError, OSError):  # The streams may be closed.
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _version_line() -> str:
@@ -85,11 +95,15 @@ def _fail(message: str, code: int) -> None:
 def _serve(arguments: list[str]) -> None:
     require_vllm()
     from vllm_omni.entrypoints import omni_base
+    from vllm_omni.metrics.logs import get_logger, log_quietly
 
     # Importing vLLM takes seconds: the fork server is forked from this process after it. Not if the command starts
     # no stage, or if only the parsed flags set the fork server's environment.
     late = ("-h", "--help", "--log-", "--config")
     is_late = any(argument.startswith(late) for argument in arguments)
+    if not is_late:
+        log_quietly()
+        get_logger(__name__).info("%s: importing vLLM", _version_line())
     server = None if is_late else omni_base.start_fork_server(from_this_process=True)
     try:
         gc.disable()  # While modules are imported it finds nothing, and takes a fifth of the time.

@@ -8,7 +8,9 @@ import pytest
 from vllm.platforms import current_platform
 
 import vllm_omni
+from vllm_omni.entrypoints.cli import doctor
 from vllm_omni.entrypoints.cli import main as cli
+from vllm_omni.errors import OmniError
 from vllm_omni.vllm_requirement import find_vllm
 
 
@@ -96,3 +98,47 @@ def test_a_missing_vllm_is_an_error_line_and_no_traceback(run, monkeypatch, comm
     monkeypatch.setattr(cli, "require_vllm", refuse)
     result = run(*command)
     assert (result.code, result.err) == (1, "vllm-omni: error: vllm_omni needs vLLM 0.32\n")
+
+
+def import_of(module, error):
+    """A command whose imports end with this error in a module, as for a library built for another torch."""
+
+    def command(arguments):
+        exec("raise error", {"__name__": module, "error": error})
+
+    return command
+
+
+def within(error, command):
+    def failing(arguments):
+        try:
+            command(arguments)
+        except Exception as cause:
+            raise error from cause
+
+    return failing
+
+
+NO_OPERATOR = import_of("torchvision._meta_registrations", RuntimeError("operator torchvision::nms does not exist"))
+
+
+@pytest.mark.parametrize("command", [NO_OPERATOR, within(OmniError("cannot be opened"), NO_OPERATOR)])
+def test_a_library_for_another_torch_has_doctors_remedy(run, monkeypatch, command):
+    broken = {"torchvision": "RuntimeError: operator torchvision::nms does not exist"}
+    monkeypatch.setattr(doctor, "import_error", broken.get)
+    monkeypatch.setitem(cli._COMMANDS, "demo", command)
+    result = run("demo")
+    assert result.code == 1
+    line, remedy = result.err.splitlines()
+    assert line == f"FAIL  torchvision     does not import: {broken['torchvision']}"
+    assert remedy.strip().startswith("-> install the build for this torch: pip install --force-reinstall")
+
+
+@pytest.mark.parametrize(
+    "command", [import_of("vllm_omni.x", KeyError("x")), import_of("torchvision.x", KeyError("x"))]
+)
+def test_other_errors_keep_their_traceback(run, monkeypatch, command):
+    monkeypatch.setattr(doctor, "import_error", lambda module: None)
+    monkeypatch.setitem(cli._COMMANDS, "demo", command)
+    with pytest.raises(KeyError):
+        run("demo")

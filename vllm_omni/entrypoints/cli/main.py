@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -80,11 +81,32 @@ def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
     """Prints errors that a user can fix as one message; other errors keep their traceback."""
     try:
         command(arguments)
-    except OmniError as error:
+    except Exception as error:
+        if _report_broken_companions(error):
+            sys.exit(1)
+        if not isinstance(error, OmniError):
+            raise
         logging.getLogger("vllm.omni").debug("The command failed.", exc_info=True)
         _fail(str(error), 2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
+
+
+def _report_broken_companions(error: BaseException) -> bool:
+    """Prints what `doctor` finds, if the error is of a library that was built for another torch; whether it is."""
+    from vllm_omni.entrypoints.cli.doctor import COMPANIONS, check_companions
+
+    modules = set()
+    cause: BaseException | None = error
+    while cause is not None:
+        modules |= {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(cause.__traceback__)}
+        cause = cause.__cause__ or cause.__context__
+    if not {module.partition(".")[0] for module in modules} & set(COMPANIONS):
+        return False
+    broken = [finding for finding in check_companions() if finding.level != "OK"]
+    for finding in broken:
+        finding.print(sys.stderr)
+    return bool(broken)
 
 
 def _fail(message: str, code: int) -> None:

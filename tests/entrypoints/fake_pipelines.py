@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines of fake stages, which need no model and start fast."""
 
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
@@ -70,6 +71,21 @@ def is_idle(llm: OmniBase) -> bool:
     """Whether no stage has a request, after it has processed all messages that were sent to it."""
     stats = fresh_stats(llm._pipeline.orchestrator)
     return len(stats) > 0 and all(s.num_running == s.queue_depth == 0 for s in stats)
+
+
+@contextmanager
+def submissions(llm: OmniBase) -> Iterator[threading.Event]:
+    """An event that is set when a request was submitted in this block. To ask `is_idle` again and again would never end
+    for one that ends between two answers."""
+    orchestrator = llm._pipeline.orchestrator
+    submit, was_submitted = orchestrator.submit, threading.Event()
+
+    def watched_submit(request: PipelineRequest, **options: Any) -> None:
+        submit(request, **options)
+        was_submitted.set()
+
+    with mock.patch.object(orchestrator, "submit", watched_submit):
+        yield was_submitted
 
 
 def wait_until_free(llm: OmniBase) -> None:

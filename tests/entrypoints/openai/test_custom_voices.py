@@ -18,6 +18,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from tests.entrypoints.fake_pipelines import submissions
 from tests.entrypoints.openai.media_apps import MODEL, app_of, send, server_args, use, with_flags
 from tests.entrypoints.wav_files import as_uri, float_wav
 from tests.model_executor.models.csm.prompts import sound
@@ -26,7 +27,6 @@ from vllm_omni.entrypoints.openai.audio_formats import to_pcm16
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_input import install
 from vllm_omni.model_executor.models.csm.prompt import CsmPromptProcessor
-from vllm_omni.orchestrator.request import PipelineRequest
 
 GROUP = "llm"
 SPEECH, VOICES = "/v1/audio/speech", "/v1/audio/voices"
@@ -368,26 +368,17 @@ def test_a_language_reaches_a_model_that_has_a_choice(
     assert seen == [{"prompt": TEXT, "language": language}]
 
 
-def test_requests_survive_deletes(fresh_app: FastAPI, offline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_survive_deletes(fresh_app: FastAPI, offline: Any) -> None:
     """A request that has started keeps its voice; of concurrent deletes one is right, and the name is free again."""
-    orchestrator = fresh_app.state.engine_client.llm._pipeline.orchestrator
-    submit = orchestrator.submit
-    has_started = threading.Event()
-
-    def watched_submit(request: PipelineRequest, **options: Any) -> None:
-        submit(request, **options)
-        has_started.set()
-
-    monkeypatch.setattr(orchestrator, "submit", watched_submit)
 
     async def main(client: openai.AsyncOpenAI) -> None:
         http_client = client._client
         for _ in range(3):
-            has_started.clear()
             assert (await http_client.post(VOICES, json=UPLOAD)).status_code == 200
             body = {"input": TEXT, "voice": "narrator", "response_format": "pcm"}
-            speeches = [asyncio.create_task(http_client.post(SPEECH, json=body)) for _ in range(4)]
-            assert await asyncio.to_thread(has_started.wait, 60)
+            with submissions(fresh_app.state.engine_client.llm) as submitted:
+                speeches = [asyncio.create_task(http_client.post(SPEECH, json=body)) for _ in range(4)]
+                assert await asyncio.to_thread(submitted.wait, 60)
             deletes = await asyncio.gather(*(http_client.delete(f"{VOICES}/narrator") for _ in range(4)))
             assert sorted(answer.status_code for answer in deletes) == [200, 404, 404, 404]
             spoken = 0

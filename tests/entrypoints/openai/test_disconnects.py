@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.entrypoints.fake_pipelines import WRITER, is_idle, running, set_deadline
+from tests.entrypoints.fake_pipelines import WRITER, is_idle, running, set_deadline, submissions
 from tests.entrypoints.openai.fake_server import AppRequest, FakeServer
 from tests.entrypoints.openai.media_apps import use
 from tests.entrypoints.openai.small_apps import send
@@ -45,9 +45,9 @@ async def check_it_serves(server: FakeServer) -> None:
 
 def test_a_client_abort_before_the_answer_frees_everything(server: FakeServer, llm: AsyncOmniLLM) -> None:
     async def main() -> None:
-        request = AppRequest(server.app, "/v1/generate", question(**LONG))
-        while is_idle(llm):
-            await asyncio.sleep(0)
+        with submissions(llm) as submitted:
+            request = AppRequest(server.app, "/v1/generate", question(**LONG))
+            assert await asyncio.to_thread(submitted.wait, 60)
         await request.disconnect()
         assert is_idle(llm)
         await check_it_serves(server)
@@ -228,9 +228,9 @@ def test_a_shutdown_refuses_new_requests_and_finishes_running_ones(tmp_path: Pat
 
 def test_a_shutdown_without_timeout_aborts_running_requests(tmp_path: Path) -> None:
     async def main(server: FakeServer) -> None:
-        request = AppRequest(server.app, "/v1/generate", question(**LONG))
-        while is_idle(server.client.llm):
-            await asyncio.sleep(0)
+        with submissions(server.client.llm) as submitted:
+            request = AppRequest(server.app, "/v1/generate", question(**LONG))
+            assert await asyncio.to_thread(submitted.wait, 60)
         await asyncio.to_thread(server.client.shutdown)
         answer = await request.end()
         assert (request.status, answer["error"]["code"]) == (503, 503)

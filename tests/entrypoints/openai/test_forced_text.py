@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from vllm.inputs import EngineInput
 from vllm.sampling_params import SamplingParams
 
-from tests.entrypoints.fake_pipelines import is_idle
+from tests.entrypoints.fake_pipelines import is_idle, submissions
 from tests.entrypoints.openai.fake_server import AppRequest
 from tests.entrypoints.openai.media_apps import app_of
 from tests.entrypoints.openai.small_apps import send
@@ -162,11 +162,11 @@ def test_wrong_requests_are_refused(qwen3_app: FastAPI, fields: dict[str, Any], 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_client_abort_frees_everything(qwen3_app: FastAPI, talking_async_llm: AsyncOmniLLM, waits: bool) -> None:
     async def main() -> None:
-        visit = AppRequest(qwen3_app, "/v1/audio/speech", {"input": "hello"})
-        if waits:
-            await visit.first_chunk()
-        while is_idle(talking_async_llm):
-            await asyncio.sleep(0)
+        with submissions(talking_async_llm) as submitted:
+            visit = AppRequest(qwen3_app, "/v1/audio/speech", {"input": "hello"})
+            if waits:
+                await visit.first_chunk()
+            assert await asyncio.to_thread(submitted.wait, 60)
         await visit.disconnect()
         assert is_idle(talking_async_llm)
 

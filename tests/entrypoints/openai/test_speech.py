@@ -15,7 +15,7 @@ import openai
 import pytest
 import soundfile
 
-from tests.entrypoints.fake_pipelines import STAGES, is_idle, record_events, running
+from tests.entrypoints.fake_pipelines import STAGES, is_idle, record_events, running, submissions
 from tests.entrypoints.openai.audio_stage import AUDIO_STAGE, NUM_SAMPLES, RATE, piece
 from tests.entrypoints.openai.fake_server import AppRequest, FakeServer, over_http
 from tests.entrypoints.openai.small_apps import send
@@ -150,9 +150,9 @@ def test_audio_is_sent_while_more_is_made(
 @pytest.mark.parametrize("fields", [{}, {"stream_format": "sse"}, {"speed": 4.0}])
 def test_a_client_abort_frees_everything(server: FakeServer, llm: AsyncOmniLLM, fields: dict[str, Any]) -> None:
     async def main() -> None:
-        visit = AppRequest(server.app, PATH, {"input": "endless", **fields})
-        while is_idle(llm):
-            await asyncio.sleep(0)
+        with submissions(llm) as submitted:
+            visit = AppRequest(server.app, PATH, {"input": "endless", **fields})
+            assert await asyncio.to_thread(submitted.wait, 60)
         await visit.disconnect()
         assert is_idle(llm)
 

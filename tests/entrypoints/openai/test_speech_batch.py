@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from tests.entrypoints.fake_pipelines import is_idle, running
+from tests.entrypoints.fake_pipelines import is_idle, running, submissions
 from tests.entrypoints.openai.audio_stage import AUDIO_STAGE, RATE
 from tests.entrypoints.openai.fake_server import AppRequest, FakeServer
 from tests.entrypoints.openai.small_apps import send
@@ -74,9 +74,9 @@ def test_texts_that_find_no_room_are_refused_and_the_others_spoken(server: FakeS
 
 def test_a_client_abort_ends_all(server: FakeServer, llm: AsyncOmniLLM) -> None:
     async def main() -> None:
-        visit = AppRequest(server.app, PATH, {"inputs": ["endless", "endless"]})
-        while is_idle(llm):
-            await asyncio.sleep(0)
+        with submissions(llm) as submitted:
+            visit = AppRequest(server.app, PATH, {"inputs": ["endless", "endless"]})
+            assert await asyncio.to_thread(submitted.wait, 60)
         await visit.disconnect()
         assert is_idle(llm)
 

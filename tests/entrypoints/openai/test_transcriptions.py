@@ -13,7 +13,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from tests.entrypoints.fake_pipelines import STAGES, is_idle, running
+from tests.entrypoints.fake_pipelines import STAGES, is_idle, running, submissions
 from tests.entrypoints.openai.fake_server import AppRequest, FakeServer
 from tests.entrypoints.openai.media_apps import MODEL, app_of, send, server_args, use, with_flags
 from vllm_omni import AsyncOmniLLM
@@ -164,12 +164,12 @@ def test_a_client_abort_ends_the_request(talking_async_llm: AsyncOmniLLM, tiny_q
     app = make_app(talking_async_llm, tiny_qwen3_omni_moe, num_tokens=900)
 
     async def main(stream: bool) -> None:
-        visit = AppRequest(app, PATH, {"file": URI, "stream": stream})
-        if stream:
-            await visit.first_chunk()
-            assert visit.status == 200 and b"transcript.text.delta" in visit.chunks[0]
-        while is_idle(talking_async_llm):
-            await asyncio.sleep(0)
+        with submissions(talking_async_llm) as submitted:
+            visit = AppRequest(app, PATH, {"file": URI, "stream": stream})
+            if stream:
+                await visit.first_chunk()
+                assert visit.status == 200 and b"transcript.text.delta" in visit.chunks[0]
+            assert await asyncio.to_thread(submitted.wait, 60)
         await visit.disconnect()
         assert is_idle(talking_async_llm)
 

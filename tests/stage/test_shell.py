@@ -19,6 +19,7 @@ from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     AbortMessage,
+    AliveMessage,
     DataMessage,
     ErrorMessage,
     Frames,
@@ -44,6 +45,7 @@ from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.payloads import AdditionalInformationPayload
+from vllm_omni.stage import shell
 from vllm_omni.stage.engines.base import (
     AbortRequest,
     NewRequest,
@@ -123,9 +125,9 @@ class Peers:
         self.orchestrator.bind(orchestrator_address(run_dir))
         self.is_lost = threading.Event()
         self.tracer = RecordingTracer()
-        shell = StageShell(spec, lifeline, self.is_lost.set, self.outbox, StageRecorder(2, "joiner"), self.tracer)
-        shell.attach(self.engine, processor or Joiner(None), timer)
-        self.thread = threading.Thread(target=shell.run)
+        stage = StageShell(spec, lifeline, self.is_lost.set, self.outbox, StageRecorder(2, "joiner"), self.tracer)
+        stage.attach(self.engine, processor or Joiner(None), timer)
+        self.thread = threading.Thread(target=stage.run)
         self.thread.start()
         self.socket = self._context.socket(zmq.PUSH)
         self._payloads = PayloadSender(make_connector(CONNECTOR, run_dir, ORCHESTRATOR, 2))
@@ -199,6 +201,16 @@ def peers(tmp_path: Path) -> Iterator[Peers]:
     with contextlib.closing(Peers(tmp_path)) as peers:
         peers.start()
         yield peers
+
+
+def test_an_idle_stage_reports_that_it_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its start on; and it still works."""
+    monkeypatch.setattr(shell, "HEARTBEAT_S", 0.01)
+    with contextlib.closing(Peers(tmp_path)) as peers:
+        assert not peers.orchestrator.poll(100)
+        peers.start()
+        assert [type(peers.receive()) for _ in range(3)] == [AliveMessage] * 3
+        peers.start_requests("r")
 
 
 def words(item: NewRequest | AbortRequest | Stop) -> list[str]:

@@ -43,8 +43,9 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         max_inflight: Requests that the engine holds, running or waiting. Default: what it can use.
         max_queued: Requests that may wait in the stage for its engine. Beyond that its sources wait.
         step_timeout_s: Seconds that a step of the engine, taking in a request, or the work of the IO thread may take;
-            then the process is killed and restarted. A step that may compile gets 600 s more: the first one of each
-            shape, and any of a diffusion stage with `compile`. 0: no limit.
+            then the process is killed and restarted, as is one that does not answer for so long. A step that may
+            compile gets 600 s more: the first one of each shape, and any of a diffusion stage with `compile`. 0: no
+            limit.
         requires_multimodal_data: The stage reads the multimodal data of prompts. First stages always do; of the others
             only a diffusion stage can, and receives the prompt's images.
     """

@@ -118,8 +118,8 @@ class OmniBase:
         return self._pipeline.orchestrator.error
 
     def health(self) -> list[StageHealth]:
-        """The state of each stage in stage order: `starting`, `ready`, `restarting` or `dead`; once the pipeline is not
-        open any more, all are dead."""
+        """The state of each stage in stage order: `starting`, `ready`, `unresponsive`, `restarting` or `dead`; once the
+        pipeline is not open any more, all are dead."""
         return self._pipeline.orchestrator.health()
 
     def stats(self) -> list[StageStats]:

@@ -25,6 +25,7 @@ from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.curve import CurveKeys
 from vllm_omni.distributed.inbound import Inbound
 from vllm_omni.distributed.messages import (
+    AliveMessage,
     ErrorMessage,
     FaultMessage,
     MessageError,
@@ -54,6 +55,7 @@ from vllm_omni.orchestrator.nodes import Nodes
 from vllm_omni.orchestrator.omni_stage import OmniStage, StageHandle, StageState
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
+from vllm_omni.orchestrator.silence import SilenceWatch
 from vllm_omni.orchestrator.spec_factory import Site, SpecFactory
 from vllm_omni.orchestrator.supervisor import StageHealth, Supervisor
 from vllm_omni.placement.spec import StagePlacement
@@ -261,6 +263,7 @@ class Orchestrator:
         while not self._closing:
             self._run_commands()
             self._supervisor.act_on_time()
+            self._silence.act_on_time()
             self._router.end_overdue(time.monotonic())
             self._router.admit()
             self._poll(self._next_due())
@@ -314,6 +317,7 @@ class Orchestrator:
             self._on_stage_down,
             self._router.on_stage_waits,
         )
+        self._silence = SilenceWatch(self._supervisor)
         cleanup.callback(self._supervisor.stop_all)
         cleanup.callback(self._end_requests)
 
@@ -349,7 +353,7 @@ class Orchestrator:
         except StageStartError:
             self._check_open()
             raise
-        while not all(stage.is_ready for stage in self._stages.values()):
+        while not all(stage.is_up for stage in self._stages.values()):
             due = self._supervisor.due
             self._poll(deadline if due is None else min(deadline, due))
             self._supervisor.act_on_time()
@@ -366,17 +370,17 @@ class Orchestrator:
             if stage.death:
                 where = f" on node {stage.node_name}" if stage.node_name else ""
                 raise StageStartError(f"{stage.label} failed to start{where}: {stage.death}", stage.stage_id)
-            if not stage.is_ready and time.monotonic() >= deadline:
+            if not stage.is_up and time.monotonic() >= deadline:
                 raise StageStartError(
                     f"{stage.label} was not ready after {self._init_timeout:g} s; raise init_timeout",
                     stage.stage_id,
                 )
 
-    def _next_due(self) -> float | None:
-        times = [self._supervisor.due, self._router.due]
-        return min((due for due in times if due is not None), default=None)
+    def _next_due(self) -> float:
+        times = [self._supervisor.due, self._router.due, self._silence.due]
+        return min(due for due in times if due is not None)
 
-    def _poll(self, due: float | None) -> None:
+    def _poll(self, due: float) -> None:
         """Sleeps until a message, a wake-up, a death or `due`; handles messages and deaths."""
         poller = zmq.Poller()
         served = [] if self._network is None else [self._network.server.socket]
@@ -385,8 +389,9 @@ class Orchestrator:
         poller.register(self._wake_up.fileno(), zmq.POLLIN)
         for fd in self._supervisor.filenos():
             poller.register(fd, zmq.POLLIN)
-        timeout = None if due is None else math.ceil(max(0.0, due - time.monotonic()) * 1000)
-        ready = dict(poller.poll(timeout))
+        wait_s = max(0.0, due - time.monotonic())
+        ready = dict(poller.poll(math.ceil(wait_s * 1000)))
+        self._silence.listened(wait_s)
         if self._wake_up.fileno() in ready:
             self._wake_up.clear()
         # Messages that a stage sent before it died are valid, so they come first.
@@ -432,6 +437,7 @@ class Orchestrator:
 
     def _on_message(self, message: OrchestratorInbound, frames: list[memoryview]) -> None:
         stage = self._stages[message.instance_id]
+        self._silence.heard(stage)
         match message:
             case ReadyMessage():
                 self._on_ready(stage, message)
@@ -451,6 +457,8 @@ class Orchestrator:
                 self._observer.engine_metrics(stage.stage_id, stage.instance.replica, message.families)
             case FaultMessage():
                 self._on_fault(message.peer, message.error)
+            case AliveMessage():
+                pass
 
     def _on_fault(self, peer: int | None, error: str) -> None:
         """Kills a stage whose messages cannot be read: its requests would never end."""

@@ -224,7 +224,7 @@ class StageStatus(BaseModel):
         description="The stage, as the stage configuration names it; with `.0`, `.1`, ... where it has replicas.",
         examples=["stage0"],
     )
-    status: str = Field(description="`starting`, `ready`, `restarting` or `dead`.", examples=["ready"])
+    status: str = Field(description="`starting`, `ready`, `unresponsive`, `restarting` or `dead`.", examples=["ready"])
     step_timeout_s: float | None = Field(
         None, description="Seconds after which a step that hangs ends its process.", examples=[300.0]
     )
@@ -255,7 +255,8 @@ class HealthResponse(BaseModel):
 @router.get("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
 async def health(raw_request: Request) -> JSONResponse:
-    """Whether the server takes requests: 200 if so, 503 while a stage starts, restarts or is dead, or it shuts down."""
+    """Whether the server takes requests: 200 if so, 503 while a stage starts, restarts, is dead or does not answer, or
+    it shuts down."""
     client: OmniEngineClient = raw_request.app.state.engine_client
     replicas = client.llm.health()
     stages = [

@@ -22,9 +22,12 @@ from vllm_omni.distributed.curve import Authenticator, CurveKeys
 from vllm_omni.distributed.messages import ORCHESTRATOR, PeerUpMessage
 from vllm_omni.distributed.node_messages import (
     NODE_TIMEOUT_S,
+    Fork,
+    Forked,
     FromNode,
     Hello,
     KeepAlive,
+    Kill,
     ToNode,
     decode_at_node,
     encode,
@@ -113,6 +116,24 @@ def test_a_message_that_is_none_does_not_end_the_thread(fake_node: tuple[Nodes, 
         node.socket.send_multipart(frames)
     node.send(Hello(node="n", run_dir="/run"))
     assert cluster.wait_for("fake", 60) == "/run" and cluster._dropped.count == 3
+
+
+def test_a_process_that_is_forked_too_late_is_killed(
+    fake_node: tuple[Nodes, FakeNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold its device until the end of the pipeline."""
+    monkeypatch.setattr(nodes, "NODE_TIMEOUT_S", 60.0)
+    cluster, node = fake_node
+    node.send(Hello(node="n", run_dir="/run"))
+    cluster.wait_for("fake", 60)
+    with pytest.raises(TimeoutError, match="node n did not start the process"):
+        cluster.fork("fake", b"spec", timeout=-60.0)
+    late = node.receive()
+    assert isinstance(late, Fork) and node.receive() == Kill(late.number), "it may have been forked just now"
+    node.send(Forked(late.number))
+    assert node.receive() == Kill(late.number)
+    threading.Thread(target=lambda: node.send(Forked(node.receive().number))).start()
+    assert cluster.fork("fake", b"spec", timeout=60.0).node == "n"
 
 
 @pytest.fixture(scope="module")

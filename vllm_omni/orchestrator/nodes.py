@@ -172,6 +172,7 @@ class Nodes:
         # Longer than the node waits itself, so that its answer is the one that is reported.
         if not answered.wait(timeout + NODE_TIMEOUT_S):
             found.processes.pop(number, None)
+            self._put(node, Kill(number))  # If it is forked later, that is answered with another one.
             raise TimeoutError(f"node {found.name} did not start the process in {timeout:.0f} s")
         if error := found.errors.pop(number, ""):
             raise EOFError(error)
@@ -250,6 +251,8 @@ class Nodes:
                 if message.error:
                     node.processes.pop(message.number, None)
                     node.errors[message.number] = message.error
+                elif message.number not in node.processes:
+                    self._send(name, Kill(message.number))
                 if (starting := node.starting.pop(message.number, None)) is not None:
                     starting.set()
             case Ending():

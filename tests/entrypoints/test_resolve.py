@@ -309,7 +309,7 @@ def test_a_wrong_configuration_of_vllms_is_one_line(tiny_qwen3: Path) -> None:
         resolve_pipeline(OmniArgs(model=str(tiny_qwen3), engine_args=arguments))
 
 
-@pytest.mark.parametrize("model", ["/no/where", "./dit", "a/b/c"])
+@pytest.mark.parametrize("model", ["/no/where", "./dit", "a/b/c", "~nobody-of-this-name/dit"])
 def test_a_stages_own_checkpoint_must_exist(model: str) -> None:
     with pytest.raises(StageConfigError, match=rf"stage 1 \(dit\): engine_args\.model: there is no '{model}'"):
         resolve_checkpoints(pipeline(dit={"model": model}), "")

@@ -3,6 +3,7 @@
 
 import dataclasses
 import inspect
+import os
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -317,7 +318,7 @@ def _resolve_checkpoint(own: Any, model: str, revision: str | None, where: str) 
         raise StageConfigError(f"{where}: {own!r} is no checkpoint; write a path or a name on the hub")
     if (made := _made_checkpoint(own, model)) is not None:
         return str(made(with_weights=False))
-    for path in (Path(model) / own, Path(own).expanduser(), _hub_folder(model, own, revision, _WEIGHTS)):
+    for path in (Path(model) / own, Path(os.path.expanduser(own)), _hub_folder(model, own, revision, _WEIGHTS)):
         if path is not None and path.exists():
             return str(path.resolve())
     if _is_path(own):

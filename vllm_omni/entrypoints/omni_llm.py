@@ -109,8 +109,9 @@ class OmniLLM(OmniBase):
         Raises:
             InvalidRequestError: A prompt or a parameter is wrong. All prompts of this call are aborted.
             RequestError: A prompt failed inside a stage. The others completed: see the error's `results`.
-            PipelineClosedError: `close()` was called.
+            PipelineClosedError: `close()` was called, or this process is a fork of the one that opened the pipeline.
         """
+        self._pipeline.orchestrator.check_process()
         settings = _settings(prompts, lora_request=lora_request, priority=priority)
         batch = _Batch(self, settings, sampling_params_list, stream, keep_outputs)
         events = batch.events(use_tqdm=not stream if use_tqdm is None else use_tqdm)

@@ -64,6 +64,7 @@ logger = logging.getLogger("vllm.omni.orchestrator")
 
 _CLOSED = "the pipeline was closed"
 _FAILED = "the pipeline ended on an internal error (see the log)"
+_FORKED = "the pipeline belongs to the process that this one is a fork of"
 _OPEN_FILES, _OPEN_FILES_PER_STAGE = 16, 8
 """Upper bounds: for ZMQ's context, and for the sockets, connections and start of each stage."""
 
@@ -111,6 +112,7 @@ class Orchestrator:
         self._specs = SpecFactory(config, model, self._connector, otlp_traces_endpoint, log_stats)
         self._placements = placements or {}
         self._cluster = cluster
+        self._pid = os.getpid()
         self._started: Future[None] = Future()
         self._closing = False
         self._start_time = time.monotonic()
@@ -150,8 +152,9 @@ class Orchestrator:
 
         Raises:
             PipelineFullError: There is no room, and `wait` is false, or the request was cancelled.
-            PipelineClosedError: The pipeline is closed.
+            PipelineClosedError: The pipeline is closed, or belongs to another process.
         """
+        self.check_process()
         self._admission.put(request, wait, cancelled)
         with contextlib.suppress(PipelineClosedError):  # The request ends with those that wait.
             self._command(lambda: self._router.watch_deadline(request))
@@ -167,27 +170,37 @@ class Orchestrator:
         Args:
             num_coming: Requests that the caller is preparing, and submits before this one.
         """
+        self.check_process()
         self._admission.check_room(num_coming)
 
     def release(self, request_id: str) -> None:
         """Makes room for another request. Called when the caller has received a request's last event."""
-        self._admission.release(request_id)
+        if not self._is_forked:
+            self._admission.release(request_id)
 
     def cancel(self, request_ids: list[str]) -> None:
         """Aborts and releases requests whose events are not read any more. No effect on those that have ended."""
         with contextlib.suppress(PipelineClosedError):
             self.abort(request_ids)
         for request_id in request_ids:
-            self._admission.release(request_id)
+            self.release(request_id)
 
     def abort(self, request_ids: list[str]) -> None:
         """Aborts these requests; those still running end with `RequestAbortedError`."""
         self._command(lambda: self._router.abort(request_ids))
 
+    def check_process(self) -> None:
+        """
+        Raises:
+            PipelineClosedError: This process is a fork of the pipeline's.
+        """
+        if self._is_forked:
+            raise PipelineClosedError(f"{_FORKED}; make a new one")
+
     @property
     def is_running(self) -> bool:
-        """False once it is closed, or has ended on an error of its own."""
-        return not self._closing and self._thread.is_alive()
+        """False once it is closed, or has ended on an error of its own; and in a fork of its process."""
+        return not self._closing and self._thread.is_alive()  # A fork has none of the threads.
 
     @property
     def error(self) -> BaseException | None:
@@ -202,7 +215,14 @@ class Orchestrator:
         return [replace(stage, state=StageState.DEAD.value, last_death=self._why_ended) for stage in health]
 
     @property
+    def _is_forked(self) -> bool:
+        """Whether this process is a fork of the pipeline's: without its threads, perhaps with locks that they held."""
+        return os.getpid() != self._pid
+
+    @property
     def _why_ended(self) -> str:
+        if self._is_forked:
+            return _FORKED
         return _CLOSED if self._error is None else _FAILED
 
     def activity(self) -> dict[str, int]:
@@ -215,12 +235,15 @@ class Orchestrator:
         Raises:
             PipelineClosedError: The pipeline is closed.
         """
+        self.check_process()
         if self._closing:
             raise PipelineClosedError(f"{self._why_ended}; make a new one")
         return sorted(self._stats.values(), key=lambda stats: (stats.stage_id, stats.replica))
 
     def close(self) -> None:
-        """Stops all stages and removes their files. May be called twice."""
+        """Stops all stages and removes their files. May be called twice. No effect in a fork of its process."""
+        if self._is_forked:
+            return
         with self._lock:
             if not self._closing:
                 self._closing = True
@@ -233,6 +256,7 @@ class Orchestrator:
 
     def _command(self, command: Callable[[], None]) -> None:
         """Runs a function on the orchestrator's thread, soon."""
+        self.check_process()
         with self._lock:
             if self._closing:
                 raise PipelineClosedError(f"{self._why_ended}; make a new one")

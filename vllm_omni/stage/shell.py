@@ -83,7 +83,7 @@ class StageShell:
         local.bind(self._address)
         self._outlet = Outlet(spec, self._context, self._network)
         self._feeders = Feeders(spec, self._context, self._outlet.send, self._network)
-        self._requests = RequestHandler(spec, self._outlet, self._feeders, recorder, tracer)
+        self._requests = RequestHandler(spec, self._outlet, self._feeders, recorder, tracer, outbox.put)
         sockets, fetcher = [local], None
         if self._network is not None:
             sockets, fetcher = [local, self._network.inbound], self._network.fetcher
@@ -183,6 +183,8 @@ class StageShell:
                     self._requests.on_error(item, abort_engine=False)
                 case Started():
                     self._on_started()
+                case _:
+                    item()
 
     def _on_started(self) -> None:
         self._requests.capacity = self._spec.max_inflight or self._engine.capacity

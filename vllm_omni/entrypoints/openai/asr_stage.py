@@ -13,7 +13,6 @@ from contextlib import aclosing
 from typing import Any
 
 import numpy as np
-from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -85,7 +84,8 @@ class ASRStage:
                     yield event.text
 
     async def transcript(self, url: str, parameter: str, settings: Mapping[str, Any]) -> str:
-        """The transcript of a sound of a conversation; with the settings and errors of `transcribe`."""
+        """The transcript of a sound of a conversation, empty if it has no words; with the settings and errors of
+        `transcribe`."""
         key = (
             RequestContext.current().owner,
             hashlib.sha256(url.encode()).digest(),
@@ -121,7 +121,7 @@ class ASRStage:
         sounds = list(_find_sounds(messages))
         texts = await asyncio.gather(
             *(
-                self._read_sound(url, f"messages[{i}].content[{j}]", given)
+                self.transcript(url, f"messages[{i}].content[{j}]", given)
                 for (i, j, url), given in zip(sounds, settings or [{}] * len(sounds), strict=True)
             )
         )
@@ -131,12 +131,6 @@ class ASRStage:
         for (i, j, _), text in zip(sounds, texts, strict=True):
             made[i]["content"][j] = {"type": "text", "text": text}
         return made
-
-    async def _read_sound(self, url: str, where: str, settings: Mapping[str, Any]) -> str:
-        text = await self.transcript(url, where, settings)
-        if not text:
-            raise VLLMValidationError("this sound has no speech", parameter=where)
-        return text
 
 
 def _find_sounds(messages: Sequence[Any]) -> Iterator[tuple[int, int, str]]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
 from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
-from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Message
+from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item, Message
 from vllm_omni.entrypoints.openai.realtime.output_items import (
     Call,
     Outlet,
@@ -24,6 +24,7 @@ from vllm_omni.entrypoints.openai.realtime.output_items import (
     WrittenMessage,
 )
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
+from vllm_omni.entrypoints.openai.realtime.transcription import stage_transcript
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
@@ -37,6 +38,7 @@ class Response:
     Attributes:
         id: Its id.
         is_in_conversation: Whether its items belong to the conversation.
+        is_pending: Whether the words of its turn are not known yet; the client does not know of it.
     """
 
     def __init__(
@@ -48,15 +50,19 @@ class Response:
         conversation: Conversation | None,
         conversation_id: str | None,
         metadata: dict[str, str] | None = None,
+        turn: Item | None = None,
     ) -> None:
         """
         Args:
             settings: The configuration of the response.
             asr_settings: For each sound of the messages, in their order; see `ASRStage.as_text`.
             conversation: Gets the output items; None: a response that is out of band.
+            turn: The user's turn that it answers if the ASR stage finds words in it; None: it has no condition.
         """
         self.id = new_id("resp")
         self.is_in_conversation = conversation is not None
+        self.is_pending = turn is not None
+        self._turn = turn
         self._session, self._settings = session, settings
         self._conversation_id = conversation_id
         self._outlet = Outlet(session, self.id, conversation, settings["audio"]["output"])
@@ -77,11 +83,13 @@ class Response:
         self._finish_reason: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._has_started = asyncio.Event()
+        self._unanswered_at: float | None = None  # Its turn has no words.
 
     @property
     def played_at(self) -> float | None:
-        """When its message was played, as the time of the event loop; None: it has no message."""
-        return None if self._message is None else self._message.played_at
+        """When its message was played, or its turn was found to have no words, as the time of the event loop; None:
+        neither."""
+        return self._unanswered_at if self._message is None else self._message.played_at
 
     def start(self) -> asyncio.Task[None]:
         """Runs it in a task."""
@@ -89,7 +97,7 @@ class Response:
         return self._task
 
     async def cancel(self, reason: CancelReason) -> None:
-        """Aborts it; returns when its last event was sent. Nothing, if it is ending already."""
+        """Aborts it; returns when its last event was sent: none, if it is pending. Nothing, if it is ending already."""
         assert self._task is not None
         await self._has_started.wait()  # A task that is cancelled before would not run at all.
         if self._cancel_reason is None and self._status == "in_progress":
@@ -103,9 +111,27 @@ class Response:
         await end(self._task)
 
     async def _run(self) -> None:
+        self._has_started.set()
+        try:
+            if self._turn is not None and not await self._has_words(self._turn):
+                self._unanswered_at = asyncio.get_running_loop().time()
+                return
+        except asyncio.CancelledError:
+            if self._cancel_reason is None:
+                raise
+            return
+        self.is_pending = False
+        await self._answer()
+
+    async def _has_words(self, turn: Item) -> bool:
+        try:
+            return bool(await stage_transcript(self._session, turn))
+        except ChatError:
+            return True  # The answer fails with the same error, and the client gets it.
+
+    async def _answer(self) -> None:
         reader = asyncio.create_task(self._read())
         try:
-            self._has_started.set()
             await self._session.send("response.created", response=self._as_dict())
             await self._send_deltas()
             self._status, self._details = self._ended()

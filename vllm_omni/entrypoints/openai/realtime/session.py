@@ -253,9 +253,9 @@ class Session:
             return
         item_id = self._turn_id or new_id("item")
         await self._send("input_audio_buffer.speech_stopped", audio_end_ms=turn.at_ms, item_id=item_id)
-        await self._commit_sound(self._buffer.take(turn.at_ms), item_id)
+        item = await self._commit_sound(self._buffer.take(turn.at_ms), item_id)
         if settings["create_response"]:
-            await self._respond(None)
+            await self._respond(None, None if self._chat.asr_stage is None else item)
 
     async def _answer_silence(self) -> None:
         """The user has said nothing for `idle_timeout_ms`: the silence is a turn, and the model may ask for one."""
@@ -277,7 +277,7 @@ class Session:
             )
         await self._commit_sound(self._buffer.take(), self._turn_id or new_id("item"))
 
-    async def _commit_sound(self, sound: Sound, item_id: str, *, has_no_words: bool = False) -> None:
+    async def _commit_sound(self, sound: Sound, item_id: str, *, has_no_words: bool = False) -> Item:
         self._turn_id = None
         self._idle.stop()
         content = [{"type": "input_audio", "transcript": None}]
@@ -287,6 +287,7 @@ class Session:
         await self._add(item, None)
         if (settings := self._values["audio"]["input"]["transcription"]) is not None:
             self._watch(self._transcriptions.start(item, sound, settings))
+        return item
 
     async def _clear(self, event: Any) -> None:
         self._buffer.clear()
@@ -330,8 +331,11 @@ class Session:
     async def _create_response(self, event: Any) -> None:
         await self._respond(event.response)
 
-    async def _respond(self, params: RealtimeResponseCreateParams | None) -> None:
+    async def _respond(self, params: RealtimeResponseCreateParams | None, turn: Item | None = None) -> None:
+        """`turn`: see `Response`."""
         in_conversation = params is None or params.conversation != "none"
+        if in_conversation and (active := self._active()) and active.is_pending:
+            await active.close()  # The new one answers its turn, too.
         if in_conversation and (active := self._active()):
             raise EventError(
                 f"the conversation has an active response, {active.id}; wait for its end, or cancel it",
@@ -352,6 +356,7 @@ class Session:
                 self._conversation if in_conversation else None,
                 self._conversation_id if in_conversation else None,
                 None if params is None else params.metadata,
+                turn,
             )
         except (VLLMClientError, ValueError) as error:
             raise EventError(f"the response cannot be made: {error}", "response") from error
@@ -369,10 +374,12 @@ class Session:
 
     async def _cancel_response(self, event: Any) -> None:
         response = self._active() if event.response_id is None else self._responses.get(event.response_id)
-        if response is None:
+        is_unknown = response is None or response.is_pending
+        if response is not None:
+            await response.cancel("client_cancelled")
+        if is_unknown:
             raise EventError(
                 "Cancellation failed: there is no active response",  # OpenAI's words: LiveKit ignores it by them.
                 None if event.response_id is None else "response_id",
                 "response_cancel_not_active",
             )
-        await response.cancel("client_cancelled")

@@ -21,6 +21,20 @@ _EVENT = "conversation.item.input_audio_transcription"
 _MAX_AT_ONCE = 4  # By the model; further ones wait.
 
 
+async def stage_transcript(session: SessionContext, item: Item) -> str:
+    """The text of a turn by the ASR stage, empty if it has no words. Run it in a task of its own, as `deltas_of`.
+
+    Raises:
+        ChatError: It failed.
+    """
+    assert session.chat.asr_stage is not None
+    RequestContext.start().owner = session.owner
+    try:
+        return await session.chat.asr_stage.transcript(item.sounds[0].uri(), "item.content", item.asr_settings or {})
+    except Exception as error:
+        raise as_chat_error(error) from error
+
+
 class InputTranscriptions:
     """Those of one session."""
 
@@ -69,13 +83,8 @@ class InputTranscriptions:
         """The text of a sound, by the ASR stage if there is one, or by the model. Raises `ChatError`."""
         if item.has_no_words:
             return
-        if (stage := self._session.chat.asr_stage) is not None:
-            RequestContext.start().owner = self._session.owner
-            try:
-                text = await stage.transcript(sound.uri(), "item.content", item.asr_settings or {})
-            except Exception as error:
-                raise as_chat_error(error) from error
-            yield text
+        if self._session.chat.asr_stage is not None:
+            yield await stage_transcript(self._session, item)
             return
         transcript.usage = token_usage(UsageInfo())
         request = transcription_request(settings, sound.uri()).as_chat(

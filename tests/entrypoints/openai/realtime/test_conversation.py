@@ -12,7 +12,13 @@ import pytest
 from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
 from vllm_omni.entrypoints.openai.realtime import protocol
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
-from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item, read_item, to_messages
+from vllm_omni.entrypoints.openai.realtime.conversation import (
+    Conversation,
+    Item,
+    read_item,
+    spoken_length,
+    to_messages,
+)
 from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
@@ -31,7 +37,7 @@ def message(role: str, *content: dict[str, Any], **fields: Any) -> Item:
 
 def spoken(text: str, sent_ms: float, made_ms: float) -> Item:
     made = message("assistant", {"type": "output_audio", "transcript": text})
-    made.sent_ms, made.made_ms, made.num_chars = sent_ms, made_ms, len(text)
+    made.sent_ms, made.made_ms, made.text_length = sent_ms, made_ms, spoken_length(text)
     return made
 
 
@@ -112,6 +118,27 @@ def test_speech_is_cut_where_it_was_not_played() -> None:
         message("assistant", {"type": "output_text", "text": "a"}).truncate(0, 0)
 
 
+@pytest.mark.parametrize(
+    ("text", "share", "heard"),
+    [
+        ("你好、世界。今天天气很好", 0.5, "你好、世界。"),
+        ("こんにちは、トーキョーです。", 0.5, "こんにちは、ト"),
+        ("สวัสดีครับผมชื่อน้ำ", 0.25, "สวัส"),  # The vowel above the next consonant is not cut off.
+        ("我喜欢Python编程", 0.5, "我喜欢"),
+        ("Yes. 我喜欢你", 0.5, "Yes. 我"),  # A character takes longer than a letter.
+        ("안녕하세요 세상아", 0.7, "안녕하세요"),
+        ("Un, deux,\ntrois", 0.8, "Un, deux,"),
+    ],
+)
+def test_words_are_not_cut_and_scripts_without_spaces_are(text: str, share: float, heard: str) -> None:
+    answer = spoken(text, sent_ms=4000, made_ms=4000)
+    answer.truncate(0, round(4000 * share))
+    assert answer.content[0]["transcript"] == heard
+    assert to_messages("", [answer]) == [{"role": "assistant", "content": heard}]
+    answer.truncate(0, 0)
+    assert answer.content[0]["transcript"] == ""
+
+
 def test_the_input_buffer() -> None:
     buffer = InputBuffer(ULAW)
     for start in range(0, 8000, 800):
@@ -158,7 +185,7 @@ def test_speech_that_is_being_made_is_as_long_as_its_text(monkeypatch: pytest.Mo
         while not response._outputs:
             await asyncio.sleep(0)
         (output,) = response._outputs
-        assert output.item.num_chars == len(text) and 2000 < output.item.made_ms < 4000
+        assert output.item.text_length == len(text) and 2000 < output.item.made_ms < 4000
         goes_on.set()
         await task
         assert output.item.made_ms == 1000

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import regex
 from openai.types.realtime.response_item_reference import ResponseItemReference
 
 from vllm_omni.entrypoints.openai.audio_formats import wav_header
@@ -25,6 +27,11 @@ _CONTENT = {
     "assistant": {"output_text": "text", "output_audio": "transcript"},
 }
 """Types of content by role, each with the field that it needs."""
+
+_UNSPACED = r"\p{lb=SA}\p{lb=ID}\p{lb=CJ}\p{lb=NS}"
+"""The classes of line breaking (UAX 14) of scripts without spaces, as Chinese, Japanese and Thai; of emoji, too."""
+_UNIT = regex.compile(rf"\s+|(?=[{_UNSPACED}])\X|[^\s{_UNSPACED}]+")
+"""Spaces, a character of such a script with its marks, or a word of another."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,8 @@ class Item:
         sounds: Those of a user's message, by index of its content.
         asr_settings: What the session set of the ASR stage's parameters when it was added; None: it was not added.
         has_no_words: Its sounds are silence, in which an ASR stage finds no text.
-        made_ms, num_chars: Of an assistant's speech: its length, estimated while it is made, and that of its text.
+        made_ms, text_length: Of an assistant's speech: its length, estimated while it is made, and the
+            `spoken_length` of its text.
         sent_ms: What of it the client has got.
     """
 
@@ -66,7 +74,7 @@ class Item:
     asr_settings: dict[str, Any] | None = None
     has_no_words: bool = False
     made_ms: float = 0.0
-    num_chars: int = 0
+    text_length: int = 0
     sent_ms: float = 0.0
 
     @property
@@ -98,7 +106,8 @@ class Item:
     def truncate(self, content_index: int, audio_end_ms: int) -> None:
         """Removes the part of an assistant's speech, and of its text, that was not played.
 
-        The text has no times: it is cut at the word where so much of the speech ends, if all of it is spoken evenly.
+        The text has no times: it is cut where so much of the speech ends, if all of it is spoken evenly, at the end of
+        a word, or of a character where the script has no spaces.
 
         Raises:
             EventError: The item is not speech, or shorter.
@@ -110,13 +119,11 @@ class Item:
             raise EventError(
                 f"audio_end_ms is {audio_end_ms}, and {self.sent_ms:.0f} ms of speech were sent", "audio_end_ms"
             )
-        num_chars = round(self.num_chars * audio_end_ms / self.made_ms) if self.made_ms else 0
-        text = part["transcript"]
-        if num_chars < len(text):
-            heard = text[:num_chars]
-            part["transcript"] = heard if text[num_chars].isspace() else heard.rpartition(" ")[0]
+        length = round(self.text_length * audio_end_ms / self.made_ms) if self.made_ms else 0
+        if length < spoken_length(part["transcript"]):
+            part["transcript"] = _cut(part["transcript"], length)
         self.sent_ms = float(audio_end_ms)
-        self.made_ms, self.num_chars = self.sent_ms, len(part["transcript"])
+        self.made_ms, self.text_length = self.sent_ms, spoken_length(part["transcript"])
 
 
 def read_item(item: Any, sound_format: SoundFormat, at: str) -> Item:
@@ -287,6 +294,22 @@ def _part(item: Item, index: int, part: dict[str, Any]) -> dict[str, Any]:
         image = {"url": part["image_url"], **({"detail": part["detail"]} if "detail" in part else {})}
         return {"type": "image_url", "image_url": image}
     return {"type": "text", "text": part["text"]}
+
+
+def spoken_length(text: str) -> int:
+    """How long it takes to speak a text, in letters of English: about three for a wide character, as of Chinese."""
+    return sum(3 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def _cut(text: str, length: int) -> str:
+    """The words of a text that end within so much of its `spoken_length`."""
+    end = 0
+    for unit in _UNIT.finditer(text):
+        length -= spoken_length(unit.group())
+        if length < 0:
+            break
+        end = unit.end()
+    return text[:end].rstrip()
 
 
 def _base64(data: bytes) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
 from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
-from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item, Message
+from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item, Message, spoken_length
 from vllm_omni.entrypoints.openai.realtime.output_items import (
     Call,
     Outlet,
@@ -28,7 +28,7 @@ from vllm_omni.entrypoints.openai.realtime.transcription import stage_transcript
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
-_MS_PER_CHAR = 1000 / 15
+_MS_PER_LETTER = 1000 / 15
 """Of speech that is not complete yet: about 150 words of English in a minute."""
 
 
@@ -76,7 +76,7 @@ class Response:
         self._message: SpokenMessage | WrittenMessage | None = None
         self._calls: dict[int, Call] = {}
         self._early_speech: list[bytes] = []
-        self._made_ms, self._num_chars, self._is_made = 0.0, 0, False
+        self._made_ms, self._text_length, self._is_made = 0.0, 0, False
         self._usage: dict[str, Any] = {}
         self._mm_token_counts: Mapping[str, int] = {}
         self._num_cached_tokens = 0
@@ -170,7 +170,7 @@ class Response:
 
     def _note(self, delta: ChatDelta) -> None:
         """How much was made, which may be more than is sent."""
-        self._num_chars += len(delta.text)
+        self._text_length += spoken_length(delta.text)
         self._made_ms += 1000 * len(delta.audio) / 2 / self._session.sample_rate / self._speed
         self._note_in_item()
 
@@ -181,8 +181,9 @@ class Response:
     def _note_in_item(self) -> None:
         """Speech that is still being made lags behind its text, and will be longer."""
         if self._message is not None:
-            expected_ms = 0.0 if self._is_made else self._num_chars * _MS_PER_CHAR / self._speed
-            self._message.item.made_ms, self._message.item.num_chars = max(self._made_ms, expected_ms), self._num_chars
+            expected_ms = 0.0 if self._is_made else self._text_length * _MS_PER_LETTER / self._speed
+            self._message.item.made_ms = max(self._made_ms, expected_ms)
+            self._message.item.text_length = self._text_length
 
     async def _send_deltas(self) -> None:
         while (delta := await self._deltas.get()) is not None:

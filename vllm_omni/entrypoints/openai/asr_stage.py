@@ -109,22 +109,16 @@ class ASRStage:
         async with aclosing(self.transcribe(sound, settings, new_id("transcription"))) as deltas:
             return "".join([delta async for delta in deltas]).strip()
 
-    async def as_text(self, messages: Sequence[Any], settings: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
+    async def as_text(self, messages: Sequence[Any]) -> list[Any]:
         """Messages with the transcript in the place of each sound.
 
         Args:
             messages: As `read_messages` returns them.
-            settings: Values of the stage's parameters for each sound, in their order; empty: none for any.
 
         Raises as `transcript`.
         """
         sounds = list(_find_sounds(messages))
-        texts = await asyncio.gather(
-            *(
-                self.transcript(url, f"messages[{i}].content[{j}]", given)
-                for (i, j, url), given in zip(sounds, settings or [{}] * len(sounds), strict=True)
-            )
-        )
+        texts = await asyncio.gather(*(self.transcript(url, f"messages[{i}].content[{j}]", {}) for i, j, url in sounds))
         made = list(messages)
         for i in {i for i, _, _ in sounds}:
             made[i] = {**messages[i], "content": list(messages[i]["content"])}

@@ -12,6 +12,7 @@ vLLM's own rules remain: `--allowed-media-domains`, `--allowed-local-media-path`
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import ipaddress
 import itertools
@@ -106,6 +107,9 @@ class OmniMediaConnector(MediaConnector):
             return super().load_from_url(url, guarded, fetch_timeout=fetch_timeout)
 
     async def load_from_url_async(self, url: str, media_io: MediaIO[Any], *, fetch_timeout: int | None = None) -> Any:
+        kept = RequestContext.current().kept_sounds.get(url)
+        if kept is not None and isinstance(media_io, AudioMediaIO):  # It has passed the limits of its session.
+            return await asyncio.to_thread(kept)
         guarded, label = self._guard(url, media_io)
         with _client_errors(label, kind_of(media_io)):
             return await super().load_from_url_async(url, guarded, fetch_timeout=fetch_timeout)

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 from starlette.requests import HTTPConnection
 
 from vllm_omni.inputs import SpokenText
@@ -58,6 +59,8 @@ class RequestContext:
     Attributes:
         owner: The SHA-256 of the API key that the request was sent with; empty where the server has no keys.
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
+        kept_sounds: What decodes the sounds of a realtime session, by their addresses in its messages; as
+            `MediaFetcher.sound`.
         options: What it sets for the pipeline.
         outputs: Those of its requests to the engine, in the order of their submission.
         shows_text_end: Whether the chunk that ends a text has its finish reason, also if other outputs follow.
@@ -68,6 +71,7 @@ class RequestContext:
 
     owner: bytes = b""
     num_media_parts: int = 0
+    kept_sounds: Mapping[str, Callable[[], tuple[np.ndarray, float]]] = field(default_factory=dict)
     options: RequestOptions = RequestOptions()
     outputs: list[Peekable[Any]] = field(default_factory=list)
     shows_text_end: bool = False

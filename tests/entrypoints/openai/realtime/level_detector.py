@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A turn detector without a model: sound is speech, and digital silence ends it at once."""
 
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ class LevelDetector:
 
     num_kept_ms = 0
 
-    def __init__(self, settings: dict[str, Any], sample_rate: int, start_ms: int) -> None:
+    def __init__(self, settings: dict[str, Any], sample_rate: int, start_ms: int, threads: Executor) -> None:
         self._step, self._at_ms, self._is_speech = sample_rate // 10, start_ms, False
 
     async def feed(self, samples: np.ndarray) -> list[Turn]:

@@ -4,6 +4,7 @@
 import asyncio
 import base64
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ PCM, ULAW = FORMATS["audio/pcm"], FORMATS["audio/pcmu"]
 
 
 def item(sound_format: Any = PCM, **fields: Any) -> Item:
-    return read_item(protocol.read_item(fields, ("item",)), sound_format, "item")
+    return read_item(protocol.read_item(fields, ("item",)), sound_format, {}, "item")
 
 
 def message(role: str, *content: dict[str, Any], **fields: Any) -> Item:
@@ -58,8 +59,8 @@ def test_items_are_messages() -> None:
     assert [call["id"] for call in messages[3]["tool_calls"]] == ["a", "b"]
     assert messages[3]["content"] == "Let me look." and messages[4]["tool_call_id"] == "a"
     heard, seen = messages[2]["content"]
-    wav = base64.b64decode(heard["audio_url"]["url"].partition(",")[2])
-    assert wav[:4] == b"RIFF" and np.array_equal(np.frombuffer(wav[44:], "<i2"), np.arange(800))
+    assert heard["audio_url"]["url"] == user.sounds[0].address
+    np.testing.assert_array_equal(user.sounds[0].samples, np.arange(800))
     assert seen == {"type": "image_url", "image_url": {"url": image}}
     assert "audio" not in user.data["content"][0] and user.with_sound()["content"][0]["audio"] == sound
 
@@ -173,13 +174,13 @@ def test_speech_that_is_being_made_is_as_long_as_its_text(monkeypatch: pytest.Mo
         async def send(*_: Any, **__: Any) -> None: ...
 
         monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.response.deltas_of", deltas_of)
-        handler: Any = None
+        handler: Any = SimpleNamespace(asr_stage=None)
         session = SessionContext(send=send, chat=handler, owner=b"", sample_rate=24_000, lead_s=10.0)
         settings = {
-            "model": "m", "output_modalities": ["audio"], "tools": [], "max_output_tokens": "inf",
+            "model": "m", "instructions": "", "output_modalities": ["audio"], "tools": [], "max_output_tokens": "inf",
             "audio": {"output": {"format": {"type": "audio/pcm"}, "voice": "marin", "speed": 1.0}},
         }  # fmt: skip
-        response = Response(session, settings, [{"role": "user", "content": "count"}], [], None, None)
+        response = Response(session, settings, [message("user", {"type": "input_text", "text": "count"})], None, None)
         task = response.start()
         await waits.wait()
         while not response._outputs:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import regex
 from openai.types.realtime.response_item_reference import ResponseItemReference
+from vllm.utils import random_uuid
 
-from vllm_omni.entrypoints.openai.audio_formats import wav_header
 from vllm_omni.entrypoints.openai.realtime.audio import SoundFormat
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
 
@@ -34,25 +34,28 @@ _UNIT = regex.compile(rf"\s+|(?=[{_UNSPACED}])\X|[^\s{_UNSPACED}]+")
 """Spaces, a character of such a script with its marks, or a word of another."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sound:
     """What a user said.
 
     Attributes:
         samples: int16 `[n]`.
+        text: What the model reads in its place: an ASR stage's text. None: it hears it, or the text is not known yet.
+        address: Names it in messages, where only its session can use it.
     """
 
     samples: np.ndarray
     format: SoundFormat
+    text: str | None = None
+    address: str = field(default_factory=lambda: f"sound:{random_uuid()}")
 
     @property
     def seconds(self) -> float:
         return len(self.samples) / self.format.sample_rate
 
-    def uri(self) -> str:
-        """A WAV file."""
-        pcm = self.samples.astype("<i2").tobytes()
-        return "data:audio/wav;base64," + _base64(wav_header(self.format.sample_rate, 1, len(pcm)) + pcm)
+    def decoded(self) -> tuple[np.ndarray, float]:
+        """float32 `[n]` in [-1, 1], and its samples per second."""
+        return self.samples.astype(np.float32) / 32768.0, self.format.sample_rate
 
 
 @dataclass
@@ -62,8 +65,7 @@ class Item:
     Attributes:
         data: In the form of OpenAI's events, without sound.
         sounds: Those of a user's message, by index of its content.
-        asr_settings: What the session set of the ASR stage's parameters when it was added; None: it was not added.
-        has_no_words: Its sounds are silence, in which an ASR stage finds no text.
+        asr_settings: What the session set of the ASR stage's parameters when it was added.
         made_ms, text_length: Of an assistant's speech: its length, estimated while it is made, and the
             `spoken_length` of its text.
         sent_ms: What of it the client has got.
@@ -71,8 +73,7 @@ class Item:
 
     data: dict[str, Any]
     sounds: dict[int, Sound] = field(default_factory=dict)
-    asr_settings: dict[str, Any] | None = None
-    has_no_words: bool = False
+    asr_settings: dict[str, Any] = field(default_factory=dict)
     made_ms: float = 0.0
     text_length: int = 0
     sent_ms: float = 0.0
@@ -126,12 +127,13 @@ class Item:
         self.made_ms, self.text_length = self.sent_ms, spoken_length(part["transcript"])
 
 
-def read_item(item: Any, sound_format: SoundFormat, at: str) -> Item:
+def read_item(item: Any, sound_format: SoundFormat, asr_settings: dict[str, Any], at: str) -> Item:
     """An item that a client creates.
 
     Args:
         item: One of OpenAI's types for messages, function calls or their outputs.
         sound_format: Of its sounds.
+        asr_settings: See `Item`.
         at: Its place in the event.
 
     Raises:
@@ -141,7 +143,7 @@ def read_item(item: Any, sound_format: SoundFormat, at: str) -> Item:
     data["id"] = data.get("id") or new_id("item")
     if data["type"] == "function_call":
         data["call_id"] = data.get("call_id") or new_id("call")
-    made = Item(data)
+    made = Item(data, asr_settings=asr_settings)
     if data["type"] != "message":
         return made
     known = _CONTENT[data["role"]]
@@ -231,8 +233,8 @@ class Conversation:
         """Raises as `get`."""
         del self._items[self._index(item_id, "item_id")]
 
-    def select(self, items: Sequence[Any], sound_format: SoundFormat) -> list[Item]:
-        """The input of one response: items of its own, and references to those of the conversation.
+    def select(self, items: Sequence[Any], sound_format: SoundFormat, asr_settings: dict[str, Any]) -> list[Item]:
+        """The input of one response: items of its own, see `read_item`, and references to those of the conversation.
 
         Raises:
             EventError: There is no such item, or one is wrong.
@@ -241,7 +243,7 @@ class Conversation:
         return [
             self.get(item.id, f"{name}.id")
             if isinstance(item, ResponseItemReference)
-            else read_item(item, sound_format, name)
+            else read_item(item, sound_format, asr_settings, name)
             for item, name in zip(items, names, strict=True)
         ]
 
@@ -253,7 +255,8 @@ class Conversation:
 
 
 def to_messages(instructions: str, items: Iterable[Item]) -> list[Message]:
-    """The messages of a chat request. Function calls belong to the assistant's message before them."""
+    """The messages of a chat request, with the addresses of sounds. Function calls belong to the assistant's message
+    before them."""
     messages: list[Message] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -274,22 +277,17 @@ def to_messages(instructions: str, items: Iterable[Item]) -> list[Message]:
     return messages
 
 
-def to_asr_settings(items: Iterable[Item], current: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each sound of `to_messages` is transcribed with, in their order; `current`: if its item has no settings."""
-    heard = [item for item in items if not item.has_no_words]
-    return [current if item.asr_settings is None else item.asr_settings for item in heard for _ in item.sounds]
-
-
 def _tool_call(data: dict[str, Any]) -> dict[str, Any]:
     function = {"name": data["name"], "arguments": data["arguments"]}
     return {"id": data["call_id"], "type": "function", "function": function}
 
 
 def _part(item: Item, index: int, part: dict[str, Any]) -> dict[str, Any]:
-    if part["type"] == "input_audio" and item.has_no_words:
-        return {"type": "text", "text": ""}
     if part["type"] == "input_audio":
-        return {"type": "audio_url", "audio_url": {"url": item.sounds[index].uri()}}
+        sound = item.sounds[index]
+        if sound.text is not None:
+            return {"type": "text", "text": sound.text}
+        return {"type": "audio_url", "audio_url": {"url": sound.address}, "uuid": sound.address}
     if part["type"] == "input_image":
         image = {"url": part["image_url"], **({"detail": part["detail"]} if "detail" in part else {})}
         return {"type": "image_url", "image_url": image}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from vllm_omni.entrypoints.openai.realtime.audio import SoundFormat
@@ -18,7 +20,7 @@ class InputBuffer:
 
     def __init__(self, sound_format: SoundFormat) -> None:
         self.format = sound_format
-        self._pieces: list[np.ndarray] = []
+        self._pieces: deque[np.ndarray] = deque()
         self._start = 0
         self._num_samples = 0
 
@@ -53,7 +55,8 @@ class InputBuffer:
 
     def clear(self) -> None:
         self._start += self._num_samples
-        self._pieces, self._num_samples = [], 0
+        self._num_samples = 0
+        self._pieces.clear()
 
     def drop_before(self, at_ms: int) -> None:
         """Removes what is before a position."""
@@ -65,6 +68,10 @@ class InputBuffer:
 
     def _drop(self, num_samples: int) -> None:
         if num_samples > 0:
-            rest = np.concatenate([np.zeros(0, np.int16), *self._pieces])[num_samples:].copy()
-            self._start += min(num_samples, self._num_samples)
-            self._pieces, self._num_samples = [rest], len(rest)
+            num_samples = min(num_samples, self._num_samples)
+            self._start += num_samples
+            self._num_samples -= num_samples
+            while self._pieces and num_samples >= len(self._pieces[0]):
+                num_samples -= len(self._pieces.popleft())
+            if num_samples:
+                self._pieces[0] = self._pieces[0][num_samples:]

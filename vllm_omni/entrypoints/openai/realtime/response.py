@@ -14,7 +14,12 @@ from typing import Any, Literal
 from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
 from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
-from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item, Message, spoken_length
+from vllm_omni.entrypoints.openai.realtime.conversation import (
+    Conversation,
+    Item,
+    spoken_length,
+    to_messages,
+)
 from vllm_omni.entrypoints.openai.realtime.output_items import (
     Call,
     Outlet,
@@ -24,7 +29,7 @@ from vllm_omni.entrypoints.openai.realtime.output_items import (
     WrittenMessage,
 )
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
-from vllm_omni.entrypoints.openai.realtime.transcription import stage_transcript
+from vllm_omni.entrypoints.openai.realtime.transcription import write_texts
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
@@ -45,8 +50,7 @@ class Response:
         self,
         session: SessionContext,
         settings: Values,
-        messages: Sequence[Message],
-        asr_settings: Sequence[Values],
+        items: Sequence[Item],
         conversation: Conversation | None,
         conversation_id: str | None,
         metadata: dict[str, str] | None = None,
@@ -55,7 +59,7 @@ class Response:
         """
         Args:
             settings: The configuration of the response.
-            asr_settings: For each sound of the messages, in their order; see `ASRStage.as_text`.
+            items: What the model reads.
             conversation: Gets the output items; None: a response that is out of band.
             turn: The user's turn that it answers if the ASR stage finds words in it; None: it has no condition.
         """
@@ -67,7 +71,9 @@ class Response:
         self._conversation_id = conversation_id
         self._outlet = Outlet(session, self.id, conversation, settings["audio"]["output"])
         self._metadata = metadata
-        self._request, self._asr_settings = make_request(settings, messages), asr_settings
+        self._items = items
+        self._sounds = [sound for item in items for sound in item.sounds.values()]
+        self._request = make_request(settings, self._messages())
         self._status = "in_progress"
         self._details: dict[str, Any] | None = None
         self._cancel_reason: CancelReason | None = None
@@ -125,9 +131,13 @@ class Response:
 
     async def _has_words(self, turn: Item) -> bool:
         try:
-            return bool(await stage_transcript(self._session, turn))
+            await write_texts(self._session, [turn])
         except ChatError:
             return True  # The answer fails with the same error, and the client gets it.
+        return any(sound.text for sound in turn.sounds.values())
+
+    def _messages(self) -> list[Any]:
+        return to_messages(self._settings["instructions"], self._items)
 
     async def _answer(self) -> None:
         reader = asyncio.create_task(self._read())
@@ -154,7 +164,10 @@ class Response:
         has_text, has_calls = False, False
         try:
             session = self._session
-            async with aclosing(deltas_of(session.chat, self._request, session.owner, self._asr_settings)) as answer:
+            if session.chat.asr_stage is not None:
+                await write_texts(session, self._items)
+                self._request.messages = self._messages()
+            async with aclosing(deltas_of(session.chat, self._request, session.owner, self._sounds)) as answer:
                 async for delta in answer:
                     self._note(delta)
                     has_text |= bool(delta.text.strip())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ logger = logging.getLogger("vllm.omni.server")
 PATH = "/v1/realtime"
 
 _RETRY_S = 10
+_NUM_THREADS = 4  # That detect turns.
 _NO_CONVERSATION = "this model holds no conversation: it does not answer in text"
 
 
@@ -88,6 +90,8 @@ class ServingRealtime:
         stage = final_stage(chat.client.config, "audio")
         self._sample_rate = (stage and stage.sample_rate) or DEFAULT_SAMPLE_RATE
         self._num_sessions = 0
+        # Their own: minutes of sound that several clients send at once would take all threads of the event loop.
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "realtime")
 
     def create_secret(self, request: ClientSecretRequest, owner: bytes) -> ClientSecret:
         """
@@ -150,6 +154,7 @@ class ServingRealtime:
             self._limits,
             owner=RequestContext.of(websocket).owner,
             sample_rate=self._sample_rate,
+            threads=self._threads,
         )
 
 

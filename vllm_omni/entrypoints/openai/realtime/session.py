@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
 from typing import Any
 
 import msgspec
@@ -26,8 +27,6 @@ from vllm_omni.entrypoints.openai.realtime.conversation import (
     Sound,
     decode_sound,
     read_item,
-    to_asr_settings,
-    to_messages,
 )
 from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
@@ -63,6 +62,7 @@ class Session:
         *,
         owner: bytes,
         sample_rate: int,
+        threads: Executor,
     ) -> None:
         """
         Args:
@@ -70,10 +70,11 @@ class Session:
             values: The configuration that it starts with.
             owner: See `RequestContext`.
             sample_rate: Of the model's speech, in Hz.
+            threads: See `TurnDetector`.
         """
         self.id = new_id("sess")
         self._websocket, self._rules, self._limits = websocket, rules, limits
-        self._chat, self._owner = chat, owner
+        self._chat, self._owner, self._threads = chat, owner, threads
         self._expires_at = time.time() + limits.max_realtime_session_s
         self._conversation, self._conversation_id = Conversation(), new_id("conv")
         self._context = SessionContext(
@@ -197,7 +198,7 @@ class Session:
     def _detect(self, settings: Values | None) -> None:
         self._detector = None
         if settings is not None:
-            self._detector = TurnDetector(settings, self._buffer.format.sample_rate, self._buffer.end_ms)
+            self._detector = TurnDetector(settings, self._buffer.format.sample_rate, self._buffer.end_ms, self._threads)
         self._turn_id = None
         self._idle.restart()
 
@@ -264,7 +265,9 @@ class Session:
         self._buffer.drop_before(start_ms)
         times = {"audio_start_ms": start_ms, "audio_end_ms": end_ms}
         await self._send("input_audio_buffer.timeout_triggered", **times, item_id=item_id)
-        await self._commit_sound(self._buffer.take(), item_id, has_no_words=self._chat.asr_stage is not None)
+        sound = self._buffer.take()
+        sound.text = None if self._chat.asr_stage is None else ""
+        await self._commit_sound(sound, item_id)
         if self._values["audio"]["input"]["turn_detection"]["create_response"]:
             await self._respond(None)
 
@@ -277,12 +280,12 @@ class Session:
             )
         await self._commit_sound(self._buffer.take(), self._turn_id or new_id("item"))
 
-    async def _commit_sound(self, sound: Sound, item_id: str, *, has_no_words: bool = False) -> Item:
+    async def _commit_sound(self, sound: Sound, item_id: str) -> Item:
         self._turn_id = None
         self._idle.stop()
         content = [{"type": "input_audio", "transcript": None}]
         data = {"id": item_id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user"}
-        item = Item({**data, "content": content}, {0: sound}, has_no_words=has_no_words)
+        item = Item({**data, "content": content}, {0: sound}, self._rules.asr_settings(self._values))
         await self._send("input_audio_buffer.committed", previous_item_id=self._conversation.last_id, item_id=item_id)
         await self._add(item, None)
         if (settings := self._values["audio"]["input"]["transcription"]) is not None:
@@ -297,14 +300,13 @@ class Session:
     # The conversation.
 
     async def _create_item(self, event: Any) -> None:
-        item = read_item(event.item, self._buffer.format, "item")
+        item = read_item(event.item, self._buffer.format, self._rules.asr_settings(self._values), "item")
         if item.sounds and not self._rules.accepts_audio:
             raise EventError("this model does not accept audio; send text", "item.content", "unsupported")
         self._check_room("item.content", seconds=item.seconds, num_chars=item.num_chars_kept)
         await self._add(item, event.previous_item_id)
 
     async def _add(self, item: Item, previous_id: str | None) -> None:
-        item.asr_settings = self._rules.asr_settings(self._values)
         previous = self._conversation.add(item, previous_id)
         await self._send("conversation.item.added", previous_item_id=previous, item=item.data)
         await self._send("conversation.item.done", previous_item_id=previous, item=item.data)
@@ -346,13 +348,13 @@ class Session:
         settings = self._rules.for_response(self._values, params)
         items = list(self._conversation)
         if params is not None and params.input is not None:
-            items = self._conversation.select(params.input, self._buffer.format)
+            asr_settings = self._rules.asr_settings(self._values)
+            items = self._conversation.select(params.input, self._buffer.format, asr_settings)
         try:
             response = Response(
                 self._context,
                 settings,
-                to_messages(settings["instructions"], items),
-                to_asr_settings(items, self._rules.asr_settings(self._values)),
+                items,
                 self._conversation if in_conversation else None,
                 self._conversation_id if in_conversation else None,
                 None if params is None else params.metadata,

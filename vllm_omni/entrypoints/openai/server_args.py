@@ -112,7 +112,8 @@ class RealtimeLimits:
     """Bytes of a client's realtime event. The default fits OpenAI's 15 MiB of sound as base64."""
 
     max_realtime_audio_s: float = 600.0
-    """Seconds of users' sound that a realtime session keeps."""
+    """Seconds of users' sound that a realtime session keeps in its items, the newest, and as much that is not
+    committed."""
 
     max_realtime_text_bytes: int = 64 * MIB
     """Bytes of texts and images that clients put into a realtime session."""

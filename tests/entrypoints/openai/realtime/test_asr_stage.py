@@ -230,6 +230,36 @@ def test_silence_after_a_cough_is_measured(server: FakeServer, monkeypatch: pyte
     converse(server.app, main, model="fake", manual=False)
 
 
+def test_a_session_hears_after_its_limit_of_sound(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of earlier turns the text is left."""
+    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
+    values = (0.2, 0.3, 0.4, 0.5)
+
+    async def speak(session: Session) -> tuple[list[str], Any]:
+        await session.configure(audio={"input": {"turn_detection": {"type": "server_vad"}}}, output_modalities=["text"])
+        responses = []
+        for value in values:
+            await send(session, np.concatenate([level(value), PAUSE]))
+            responses.append((await session.until("response.done"))[-1].response)
+        first = next(event.item for event in session.events if event.type == "conversation.item.added")
+        await session.connection.conversation.item.retrieve(item_id=first.id)
+        kept = (await session.until("conversation.item.retrieved"))[-1].item
+        return [response.output[0].content[0].text for response in responses], kept.content[0].audio
+
+    async def write(session: Session) -> list[str]:
+        await session.configure(output_modalities=["text"])
+        texts = []
+        for value in values:
+            await session.say(f"It is {value}.")
+            texts.append((await session.respond())[-1].response.output[0].content[0].text)
+        return texts
+
+    app = FakeServer(server.client.llm, "--max-realtime-audio-s=1").app
+    heard, kept = converse(app, speak, model="fake", manual=False)
+    assert kept == ""
+    assert heard == converse(server.app, write, model="fake")
+
+
 def test_a_response_that_waits_for_words_is_cancelled_without_a_trace(
     server: FakeServer, llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

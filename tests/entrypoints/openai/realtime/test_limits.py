@@ -69,16 +69,22 @@ def test_seconds_of_sound(realtime_app: FastAPI) -> None:
         buffer = session.connection.input_audio_buffer
         await buffer.append(audio=SECOND)
         await buffer.commit()
+        first = (await session.until("conversation.item.done"))[-1].item
+        # Of the buffer the newest sound is kept.
+        for level in (1, 2, 3):
+            await buffer.append(audio=base64.b64encode(np.full(24_000, level, "<i2").tobytes()).decode())
+        await buffer.commit()
         item = (await session.until("conversation.item.done"))[-1].item
-        await buffer.append(audio=SECOND)
-        await buffer.append(audio=SECOND)
+        assert (await session.next()).item_id == first.id and session.events[-1].type == "conversation.item.deleted"
+        await session.connection.conversation.item.retrieve(item_id=item.id)
+        kept = (await session.until("conversation.item.retrieved"))[-1].item.content[0].audio
+        samples = np.frombuffer(base64.b64decode(kept), "<i2")
+        np.testing.assert_array_equal(samples, np.repeat([1, 2, 3], [12_000, 24_000, 24_000]))
+        content: Any = [{"type": "input_audio", "audio": base64.b64encode(bytes(48_000 * 3)).decode()}]
+        await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
         error = await session.error()
         assert error.code == "audio_limit_exceeded" and "--max-realtime-audio-s" in error.message
-        await session.connection.conversation.item.delete(item_id=item.id)
-        await session.until("conversation.item.deleted")
-        await buffer.append(audio=SECOND)
-        await buffer.clear()
-        await session.until("input_audio_buffer.cleared")
+        assert (await session.respond(output_modalities=["text"]))[-1].response.output
 
     converse(with_flags(realtime_app, "--max-realtime-audio-s=2.5"), main)
 

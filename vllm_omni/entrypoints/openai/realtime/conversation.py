@@ -104,6 +104,18 @@ class Item:
             content[index]["audio"] = _base64(sound.format.encode(sound.samples))
         return {**self.data, "content": content} if content else self.data
 
+    def drop_sounds(self) -> bool:
+        """Keeps the texts of its sounds in their place; False, and nothing, if one is not known."""
+        texts = {
+            i: self.content[i].get("transcript") if sound.text is None else sound.text
+            for i, sound in self.sounds.items()
+        }
+        if None in texts.values():
+            return False
+        nothing = np.zeros(0, np.int16)
+        self.sounds = {i: Sound(nothing, sound.format, texts[i]) for i, sound in self.sounds.items()}
+        return True
+
     def truncate(self, content_index: int, audio_end_ms: int) -> None:
         """Removes the part of an assistant's speech, and of its text, that was not played.
 
@@ -232,6 +244,18 @@ class Conversation:
     def delete(self, item_id: str) -> None:
         """Raises as `get`."""
         del self._items[self._index(item_id, "item_id")]
+
+    def keep_newest_sounds(self, limit_s: float, newest: Item) -> list[Item]:
+        """Drops the oldest sounds until `limit_s` seconds are left, and returns those items that were removed whole,
+        since their texts are not known. Not `newest`, wherever it was added."""
+        removed = []
+        for item in [item for item in self._items if item.seconds and item is not newest]:
+            if self.seconds <= limit_s:
+                break
+            if not item.drop_sounds():
+                self.delete(item.id)
+                removed.append(item)
+        return removed
 
     def select(self, items: Sequence[Any], sound_format: SoundFormat, asr_settings: dict[str, Any]) -> list[Item]:
         """The input of one response: items of its own, see `read_item`, and references to those of the conversation.

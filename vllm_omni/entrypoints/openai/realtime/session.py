@@ -212,10 +212,12 @@ class Session:
         start_ms = self._buffer.end_ms
         self._buffer.append(samples)
         if self._detector is None:
+            self._buffer.keep_last(self._max_ms)
             return
         for turn in await self._detector.feed(samples):
             await self._follow(turn)
         if self._turn_id is not None:
+            self._buffer.keep_last(self._max_ms)
             return
         timeout_ms = self._values["audio"]["input"]["turn_detection"].get("idle_timeout_ms")
         if self._idle.feed(start_ms, self._buffer.end_ms, timeout_ms):
@@ -234,12 +236,17 @@ class Session:
                 "text_limit_exceeded",
             )
         limit_s = self._limits.max_realtime_audio_s
-        if self._conversation.seconds + self._buffer.seconds + seconds > limit_s:
+        if seconds > limit_s:
             raise EventError(
-                f"a session keeps {limit_s:g} s of sound ({flag('max_realtime_audio_s')}); delete items",
+                f"the item has {seconds:.0f} s of sound, and a session keeps {limit_s:g} s "
+                f"({flag('max_realtime_audio_s')})",
                 param,
                 "audio_limit_exceeded",
             )
+
+    @property
+    def _max_ms(self) -> int:
+        return int(1000 * self._limits.max_realtime_audio_s)
 
     async def _follow(self, turn: Turn) -> None:
         """Speech has started, which interrupts a response, or has stopped, which asks for one."""
@@ -310,6 +317,8 @@ class Session:
         previous = self._conversation.add(item, previous_id)
         await self._send("conversation.item.added", previous_item_id=previous, item=item.data)
         await self._send("conversation.item.done", previous_item_id=previous, item=item.data)
+        for unknown in self._conversation.keep_newest_sounds(self._limits.max_realtime_audio_s, item):
+            await self._send("conversation.item.deleted", item_id=unknown.id)
 
     async def _retrieve_item(self, event: Any) -> None:
         item = self._conversation.get(event.item_id, code="item_retrieve_invalid_item_id")  # Pipecat waits for it.

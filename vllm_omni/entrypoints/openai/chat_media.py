@@ -7,9 +7,9 @@ import asyncio
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
@@ -28,6 +28,8 @@ from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.stage.spoken_reply import read_spoken
 
 MAX_UNSENT_BYTES = 1 << 20
+
+Item = TypeVar("Item")
 
 LIFETIME_S = 3600
 MAX_TRANSCRIPT_BYTES = 16 << 20
@@ -206,7 +208,7 @@ class MediaStream(ChatMedia):
         self._blank = ""  # White space, which is part of the transcript if text follows.
         self._has_unspoken = False
         self._speaks = "audio" in self._options.modalities
-        self._lines = _LineQueue()
+        self._lines: UnsentQueue[Line] = UnsentQueue(len)
         self._encoders: dict[int, AudioEncoder] = {}
         # Clients join deltas, so role and id are sent once. vLLM's first line has the role.
         self._has_role = self._options.shows_text
@@ -338,25 +340,28 @@ class MediaStream(ChatMedia):
         return self._encoders[stage_id]
 
 
-class _LineQueue(asyncio.Queue[Line | None]):
-    """The lines that have not been sent; has room below `MAX_UNSENT_BYTES`. A slow client makes its request wait."""
+class UnsentQueue(asyncio.Queue[Item | None], Generic[Item]):
+    """What has not been sent; has room below `MAX_UNSENT_BYTES`. A slow client makes its request wait."""
 
-    _num_bytes = 0
-    _is_closed = False
+    def __init__(self, num_bytes_of: Callable[[Item], int]) -> None:
+        super().__init__()
+        self._num_bytes_of = num_bytes_of
+        self._num_bytes = 0
+        self._is_closed = False
 
     def full(self) -> bool:
         return self._num_bytes >= MAX_UNSENT_BYTES and not self._is_closed
 
     def close(self) -> None:
-        """The reader gets None after the last line."""
+        """The reader gets None after the last item."""
         self._is_closed = True
         self.put_nowait(None)
 
-    def _put(self, item: Line | None) -> None:
-        self._num_bytes += len(item or "")
+    def _put(self, item: Item | None) -> None:
+        self._num_bytes += 0 if item is None else self._num_bytes_of(item)
         super()._put(item)
 
-    def _get(self) -> Line | None:
+    def _get(self) -> Item | None:
         item = super()._get()
-        self._num_bytes -= len(item or "")
+        self._num_bytes -= 0 if item is None else self._num_bytes_of(item)
         return item

@@ -8,12 +8,14 @@ import logging
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
 
 from vllm_omni.entrypoints.openai.server_args import flag
 
 logger = logging.getLogger("vllm.omni.server")
 
 _Protocol: Any = AutoHTTPProtocol  # One of uvicorn's, by what is installed.
+_WebSocketProtocol: Any = AutoWebSocketsProtocol
 
 _STATUS_LINE = b"HTTP/"
 
@@ -22,14 +24,35 @@ def http_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
     """uvicorn's protocol, that sends an answer's headers with its beginning, and closes the connection of a client that
     has read nothing for `send_timeout_s`."""
 
-    class Protocol(_Protocol):
+    class Protocol(_watched(_Protocol, send_timeout_s)):  # type: ignore[misc]
         access_logger: Any
-        _check: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self.transport = HeadersTransport(transport, self.loop)
             self.access_logger = LateLogger(self.access_logger, self.loop)
+
+    return Protocol
+
+
+def web_socket_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, whose messages wait until the system has all of those before, and that closes the connection
+    as `http_protocol`."""
+
+    class Protocol(_watched(_WebSocketProtocol, send_timeout_s)):  # type: ignore[misc]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            transport.set_write_buffer_limits(high=0)
+
+    return Protocol
+
+
+def _watched(base: Any, send_timeout_s: float) -> Any:
+    """One of uvicorn's protocols, that closes the connection of a client that has read nothing for so long."""
+
+    class Protocol(base):
+        transport: asyncio.Transport
+        _check: asyncio.TimerHandle | None = None
 
         def pause_writing(self) -> None:
             super().pause_writing()

@@ -147,6 +147,11 @@ class RequestContext:
             await outputs.aclose()
 
 
+def client_of(connection: HTTPConnection) -> bytes | str:
+    """Whose limits count for a request: its owner, or its address where there are no keys."""
+    return RequestContext.of(connection).owner or (connection.client.host if connection.client else "")
+
+
 def _nothing() -> None:
     pass
 

@@ -67,7 +67,8 @@ class ServerLimits:
     Default: half of --max-total-request-bytes."""
 
     send_timeout_s: float = 60.0
-    """Seconds after which the connection of a client that reads nothing of its answer is closed."""
+    """Seconds after which the connection of a client that reads nothing of its answer, or a realtime session whose
+    client does not take an event, is closed."""
 
     video_dir: str | None = None
     """Existing directory for the files of generated videos, and of images that are answered as URLs. Default: the
@@ -107,6 +108,10 @@ class RealtimeLimits:
 
     max_realtime_sessions: int = 128
     """Realtime sessions at once; a further one is answered with 429."""
+
+    max_client_realtime_sessions: int | None = None
+    """The same for one API key, or, on a server without keys, for one address. Default: half of
+    --max-realtime-sessions."""
 
     max_realtime_message_bytes: int = 24 * MIB
     """Bytes of a client's realtime event. The default fits OpenAI's 15 MiB of sound as base64."""

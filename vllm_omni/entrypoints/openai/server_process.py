@@ -32,7 +32,7 @@ from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import media_input
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.http_protocol import http_protocol
+from vllm_omni.entrypoints.openai.http_protocol import http_protocol, web_socket_protocol
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH
 from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
 from vllm_omni.metrics.logs import log_warnings
@@ -114,6 +114,7 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
         timeout_graceful_shutdown=_FLUSH_S,
+        ws=web_socket_protocol(limits_from(args, ServerLimits).send_timeout_s),
         ws_max_size=limits_from(args, RealtimeLimits).max_realtime_message_bytes,
         **options,
     )

@@ -15,6 +15,7 @@ from websockets.exceptions import InvalidStatus
 
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import MODEL, app_of, send, with_flags
+from tests.entrypoints.openai.realtime.fake_chat import FakeChat, session_app
 from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, speech_of
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -37,7 +38,8 @@ def test_sessions_at_once(realtime_app: FastAPI) -> None:
         async with opened(url) as session:
             await session.say("Hello")
 
-    with over_http(with_flags(realtime_app, "--max-realtime-sessions=2")) as url:
+    flags = ("--max-realtime-sessions=2", "--max-client-realtime-sessions=2")
+    with over_http(with_flags(realtime_app, *flags)) as url:
         asyncio.run(main(url))
 
 
@@ -50,6 +52,28 @@ def test_another_model(realtime_app: FastAPI) -> None:
         assert caught.value.response.status_code == 404 and MODEL.encode() in (caught.value.response.body or b"")
 
     with over_http(realtime_app) as url:
+        asyncio.run(main(url))
+
+
+def test_sessions_of_one_key() -> None:
+    """Another key has room."""
+    app = session_app(FakeChat(), api_key=["one", "other"], max_realtime_sessions=4)
+
+    async def main(url: str) -> None:
+        async with opened(url, key="one", model="fake"), opened(url, key="one", model="fake") as session:
+            with pytest.raises(InvalidStatus) as caught:
+                async with opened(url, key="one", model="fake"):
+                    pass
+            answer = caught.value.response
+            assert answer.status_code == 429 and b"--max-client-realtime-sessions" in (answer.body or b"")
+            async with opened(url, key="other", model="fake") as other:
+                await other.say("Hello")
+            await session.connection.close()
+            for _ in range(2):
+                async with opened(url, key="one", model="fake") as session:
+                    await session.say("Hello")
+
+    with over_http(app) as url:
         asyncio.run(main(url))
 
 

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
+from vllm_omni.entrypoints.openai.chat_media import UnsentQueue
 from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import (
@@ -77,7 +78,8 @@ class Response:
         self._status = "in_progress"
         self._details: dict[str, Any] | None = None
         self._cancel_reason: CancelReason | None = None
-        self._deltas: asyncio.Queue[ChatDelta | ChatError | None] = asyncio.Queue()
+        self._deltas: UnsentQueue[ChatDelta] = UnsentQueue(_num_bytes_of)
+        self._error: ChatError | None = None
         self._outputs: list[Output] = []
         self._message: SpokenMessage | WrittenMessage | None = None
         self._calls: dict[int, Call] = {}
@@ -160,7 +162,6 @@ class Response:
 
     async def _read(self) -> None:
         """Reads the deltas as they are made. An answer that is only function calls ends with them, unspoken."""
-        last: ChatError | None = None
         has_text, has_calls = False, False
         try:
             session = self._session
@@ -172,14 +173,14 @@ class Response:
                     self._note(delta)
                     has_text |= bool(delta.text.strip())
                     has_calls |= bool(delta.tool_calls)
-                    self._deltas.put_nowait(delta)
+                    await self._deltas.put(delta)
                     if has_calls and not has_text and delta.finish_reason:
                         break
             self._is_made = True
             self._note_in_item()
         except Exception as error:
-            last = as_chat_error(error)
-        self._deltas.put_nowait(last)
+            self._error = as_chat_error(error)
+        self._deltas.close()
 
     def _note(self, delta: ChatDelta) -> None:
         """How much was made, which may be more than is sent."""
@@ -200,12 +201,12 @@ class Response:
 
     async def _send_deltas(self) -> None:
         while (delta := await self._deltas.get()) is not None:
-            if isinstance(delta, ChatError):
-                raise delta
             self._usage = delta.usage or self._usage
             self._mm_token_counts, self._num_cached_tokens = delta.mm_token_counts, delta.num_cached_tokens
             self._finish_reason = delta.finish_reason or self._finish_reason
             await self._take(delta)
+        if self._error is not None:
+            raise self._error
         if isinstance(self._message, SpokenMessage):
             await self._message.end_speech()
 
@@ -288,3 +289,7 @@ class Response:
             },
             "output_token_details": {"text_tokens": written - spoken, "audio_tokens": spoken},
         }
+
+
+def _num_bytes_of(delta: ChatDelta) -> int:
+    return len(delta.text) + len(delta.audio) + sum(len(str(call)) for call in delta.tool_calls)

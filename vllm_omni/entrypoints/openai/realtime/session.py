@@ -11,7 +11,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from typing import Any
+from contextlib import suppress
+from typing import Any, Literal
 
 import msgspec
 from openai.types.realtime import RealtimeResponseCreateParams
@@ -19,6 +20,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from vllm.exceptions import VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
 from vllm_omni.entrypoints.openai.realtime.conversation import (
@@ -63,6 +66,8 @@ class Session:
         owner: bytes,
         sample_rate: int,
         threads: Executor,
+        media: MediaFetcher,
+        send_timeout_s: float,
     ) -> None:
         """
         Args:
@@ -71,9 +76,12 @@ class Session:
             owner: See `RequestContext`.
             sample_rate: Of the model's speech, in Hz.
             threads: See `TurnDetector`.
+            media: Reads the images of items.
+            send_timeout_s: How long an event may wait until the client has taken those before it.
         """
         self.id = new_id("sess")
         self._websocket, self._rules, self._limits = websocket, rules, limits
+        self._media, self._send_timeout_s = media, send_timeout_s
         self._chat, self._owner, self._threads = chat, owner, threads
         self._expires_at = time.time() + limits.max_realtime_session_s
         self._conversation, self._conversation_id = Conversation(), new_id("conv")
@@ -83,7 +91,7 @@ class Session:
         self._responses: dict[str, Response] = {}
         self._transcriptions = InputTranscriptions(self._context, values["model"])
         self._runner: asyncio.Task[Any] | None = None
-        self._has_failed = False
+        self._ended_by: Literal["error", "unread event"] | None = None
         self._turn_id: str | None = None  # The id of the item that is spoken.
         self._idle = IdleTimeout()
         self._values: Values = {}
@@ -111,9 +119,10 @@ class Session:
         except WebSocketDisconnect:
             pass
         except asyncio.CancelledError:
-            if not self._has_failed:
+            if self._ended_by is None:
                 raise
-            await self._websocket.close(_FAILED, "internal error")
+            if self._ended_by == "error":
+                await self._close(_FAILED, "internal error")
         finally:
             await self._abort()
 
@@ -142,7 +151,7 @@ class Session:
     async def _expire(self, reason: str, code: int) -> None:
         await self._abort()
         await self._send_error(EventError(f"the session has ended: {reason}", code="session_expired"))
-        await self._websocket.close(code, "session expired")
+        await self._close(code, "session expired")
 
     async def _handle(self, text: str | bytes) -> None:
         try:
@@ -159,7 +168,18 @@ class Session:
     async def _send(self, event_type: str, **fields: Any) -> None:
         """Sends an event; it has the fields as they are now."""
         data = msgspec.json.encode({"type": event_type, "event_id": new_id("event"), **fields}).decode()
-        await self._websocket.send_text(data)
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._websocket.send_text(data)
+        except TimeoutError as error:
+            if asyncio.current_task() is not self._runner:
+                self._end("unread event")
+            raise WebSocketDisconnect(1006, "the client does not read") from error
+
+    async def _close(self, code: int, reason: str) -> None:
+        with suppress(TimeoutError, WebSocketDisconnect):
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._websocket.close(code, reason)
 
     async def _send_error(self, error: EventError) -> None:
         await self._send("error", error=error.as_dict())
@@ -170,11 +190,14 @@ class Session:
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) and not isinstance(error, WebSocketDisconnect):
                 logger.error("a realtime session failed", exc_info=error)
-                self._has_failed = True
-                assert self._runner is not None
-                self._runner.cancel()
+                self._end("error")
 
         task.add_done_callback(ended)
+
+    def _end(self, reason: Literal["error", "unread event"]) -> None:
+        assert self._runner is not None
+        self._ended_by = reason
+        self._runner.cancel()
 
     # The session.
 

@@ -25,7 +25,7 @@ from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.realtime.response import Response
 
-PCM, ULAW = FORMATS["audio/pcm"], FORMATS["audio/pcmu"]
+PCM = FORMATS["audio/pcm"]
 
 
 def item(sound_format: Any = PCM, **fields: Any) -> Item:
@@ -141,9 +141,10 @@ def test_words_are_not_cut_and_scripts_without_spaces_are(text: str, share: floa
 
 
 def test_the_input_buffer() -> None:
-    buffer = InputBuffer(ULAW)
+    pcm: Any = SimpleNamespace(sample_rate=8000, num_bytes=2, decode=PCM.decode)
+    buffer = InputBuffer(pcm)
     for start in range(0, 8000, 800):
-        buffer.append(np.arange(start, start + 800, dtype=np.int16))
+        buffer.append(PCM.encode(np.arange(start, start + 800, dtype=np.int16)))
     assert buffer.seconds == 1.0 and buffer.end_ms == 1000
     buffer.keep_last(500)
     buffer.drop_before(750)

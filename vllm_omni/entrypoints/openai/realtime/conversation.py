@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ import regex
 from openai.types.realtime.response_item_reference import ResponseItemReference
 from vllm.utils import random_uuid
 
+from vllm_omni.entrypoints.openai import media_input
+from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
 from vllm_omni.entrypoints.openai.realtime.audio import SoundFormat
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
 
@@ -92,6 +93,11 @@ class Item:
         return sum(sound.seconds for sound in self.sounds.values())
 
     @property
+    def images(self) -> dict[int, str]:
+        """The addresses of its images, by index of its content."""
+        return {i: part["image_url"] for i, part in enumerate(self.content) if part.get("type") == "input_image"}
+
+    @property
     def num_chars_kept(self) -> int:
         """The characters of its texts and images."""
         parts = [self.data, *self.content]
@@ -167,24 +173,32 @@ def read_item(item: Any, sound_format: SoundFormat, asr_settings: dict[str, Any]
         if known[kind] not in part:
             raise EventError(f"{kind} needs {known[kind]}", f"{name}.{known[kind]}", "missing_required_parameter")
         if kind == "input_audio":
-            samples = decode_sound(part.pop("audio"), sound_format, f"{name}.audio")
-            made.sounds[i] = Sound(samples, sound_format)
+            made.sounds[i] = _decode_sound(part.pop("audio"), sound_format, f"{name}.audio")
     return made
 
 
-def decode_sound(audio: str, sound_format: SoundFormat, param: str) -> np.ndarray:
-    """int16 `[n]` of base64.
-
+def decode_base64(audio: str, param: str) -> bytes:
+    """
     Raises:
-        EventError: It is not base64, or has half a sample.
+        EventError: It is not base64.
     """
     try:
-        data = base64.b64decode(audio, validate=True)
-    except (binascii.Error, ValueError) as error:
+        return media_input.decode_base64(audio)
+    except ValueError as error:
         raise EventError(f"{param} is not base64: {error}", param) from error
+
+
+def _decode_sound(audio: str, sound_format: SoundFormat, param: str) -> Sound:
+    data = decode_base64(audio, param)
     if len(data) % sound_format.num_bytes:
         raise EventError(f"{param} has {len(data)} bytes; a sample has {sound_format.num_bytes}", param)
-    return sound_format.decode(data)
+    sound = Sound(sound_format.decode(data), sound_format)
+    if sound.seconds < MIN_AUDIO_SECONDS:
+        raise EventError(
+            f"{param} has {1000 * sound.seconds:.0f} ms of sound; send at least {1000 * MIN_AUDIO_SECONDS:.0f} ms",
+            param,
+        )
+    return sound
 
 
 class Conversation:

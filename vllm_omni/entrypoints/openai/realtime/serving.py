@@ -88,7 +88,7 @@ class ServingRealtime:
         self._chat = chat
         self._model_names = served_names(state)
         self._limits = limits_from(args, RealtimeLimits)
-        self._rules = SessionRules(chat.client, chat.asr_stage)
+        self._rules = SessionRules(chat.client, chat.asr_stage, limits_from(args, RequestLimits).max_media_parts)
         stage = final_stage(chat.client.config, "audio")
         self._sample_rate = (stage and stage.sample_rate) or DEFAULT_SAMPLE_RATE
         self._media = MediaFetcher(chat.client, args)

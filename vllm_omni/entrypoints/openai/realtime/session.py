@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 from openai.types.realtime import RealtimeResponseCreateParams
+from openai.types.realtime.response_item_reference import ResponseItemReference
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from vllm.exceptions import VLLMClientError
 
@@ -23,12 +24,13 @@ from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
+from vllm_omni.entrypoints.openai.realtime.chat_stream import as_chat_error
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
 from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
     Item,
     Sound,
-    decode_sound,
+    decode_base64,
     read_item,
 )
 from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
@@ -37,6 +39,7 @@ from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, r
 from vllm_omni.entrypoints.openai.realtime.response import Response
 from vllm_omni.entrypoints.openai.realtime.transcription import InputTranscriptions
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, Turn, TurnDetector
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
 
 MIN_TURN_S = 0.1  # As OpenAI's.
@@ -159,10 +162,13 @@ class Session:
         except EventError as error:
             await self._send_error(error)
             return
+        await self._attempt(self._handlers[event.type](event), event.event_id)
+
+    async def _attempt(self, step: Awaitable[None], event_id: str | None) -> None:
         try:
-            await self._handlers[event.type](event)
+            await step
         except EventError as error:
-            error.event_id = event.event_id
+            error.event_id = event_id
             await self._send_error(error)
 
     async def _send(self, event_type: str, **fields: Any) -> None:
@@ -230,15 +236,13 @@ class Session:
     async def _append(self, event: Any) -> None:
         if not self._rules.accepts_audio:
             raise EventError("this model does not accept audio; send text", "audio", "unsupported")
-        samples = decode_sound(event.audio, self._buffer.format, "audio")
-        self._check_room("audio", seconds=len(samples) / self._buffer.format.sample_rate)
         start_ms = self._buffer.end_ms
-        self._buffer.append(samples)
+        samples = self._buffer.append(decode_base64(event.audio, "audio"))
         if self._detector is None:
             self._buffer.keep_last(self._max_ms)
             return
         for turn in await self._detector.feed(samples):
-            await self._follow(turn)
+            await self._attempt(self._follow(turn), event.event_id)  # An error of one leaves the others.
         if self._turn_id is not None:
             self._buffer.keep_last(self._max_ms)
             return
@@ -284,7 +288,11 @@ class Session:
             return
         item_id = self._turn_id or new_id("item")
         await self._send("input_audio_buffer.speech_stopped", audio_end_ms=turn.at_ms, item_id=item_id)
-        item = await self._commit_sound(self._buffer.take(turn.at_ms), item_id)
+        sound = self._buffer.take(turn.at_ms)
+        if sound.seconds < MIN_AUDIO_SECONDS:  # The client has committed or cleared it.
+            self._turn_id = None
+            return
+        item = await self._commit_sound(sound, item_id)
         if settings["create_response"]:
             await self._respond(None, None if self._chat.asr_stage is None else item)
 
@@ -308,6 +316,7 @@ class Session:
                 f"{1000 * MIN_TURN_S:.0f} ms",
                 code="input_audio_buffer_commit_empty",
             )
+        self._check_room("audio")
         await self._commit_sound(self._buffer.take(), self._turn_id or new_id("item"))
 
     async def _commit_sound(self, sound: Sound, item_id: str) -> Item:
@@ -334,7 +343,23 @@ class Session:
         if item.sounds and not self._rules.accepts_audio:
             raise EventError("this model does not accept audio; send text", "item.content", "unsupported")
         self._check_room("item.content", seconds=item.seconds, num_chars=item.num_chars_kept)
+        await self._check_images(item, sum(len(other.images) for other in self._conversation), "item")
         await self._add(item, event.previous_item_id)
+
+    async def _check_images(self, item: Item, num_others: int, at: str) -> None:
+        """Refuses images that no response could read; `num_others`: those that it would read with them."""
+        for number, (index, url) in enumerate(item.images.items(), num_others + 1):
+            param = f"{at}.content[{index}].image_url"
+            if number > self._rules.max_images:
+                raise EventError(
+                    f"this model reads {self._rules.max_images} images at once; delete items", param, "unsupported"
+                )
+            RequestContext.start().owner = self._owner
+            try:
+                await self._media.images([url], param)
+            except Exception as error:
+                refusal = as_chat_error(error)
+                raise EventError(refusal.message, param, refusal.code, refusal.type) from error
 
     async def _add(self, item: Item, previous_id: str | None) -> None:
         previous = self._conversation.add(item, previous_id)
@@ -382,6 +407,11 @@ class Session:
         if params is not None and params.input is not None:
             asr_settings = self._rules.asr_settings(self._values)
             items = self._conversation.select(params.input, self._buffer.format, asr_settings)
+            num_images = 0
+            for i, item in enumerate(items):
+                if not isinstance(params.input[i], ResponseItemReference):
+                    await self._check_images(item, num_images, f"response.input[{i}]")
+                num_images += len(item.images)
         try:
             response = Response(
                 self._context,

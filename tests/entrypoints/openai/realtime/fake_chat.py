@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 from fastapi import FastAPI
+from vllm.exceptions import VLLMValidationError
 
 from tests.entrypoints.openai.small_apps import make_app
+from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.realtime.serving import ServingRealtime, router
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.sse import sse_line
@@ -36,12 +39,15 @@ class FakeASRStage:
 
 
 class FakeChat:
-    """A chat handler.
+    """A chat handler, that reads the media of its messages.
 
     Attributes:
         requests: Those so far.
         answer: Makes the deltas of an answer of its messages, as OpenAI's. By default they repeat the last text.
+        media: Reads images; set with the application.
     """
+
+    media: MediaFetcher
 
     def __init__(self, *, hears: bool = False) -> None:
         stages = [SimpleNamespace(final_output=True, final_output_type="audio", sample_rate=24_000)]
@@ -52,6 +58,7 @@ class FakeChat:
             config=config,
             voices=Voices(["ann"], {}),
             has_renderer=True,
+            stage=SimpleNamespace(transcription_prompt="Transcribe."),
             renderer=SimpleNamespace(mm_processor=SimpleNamespace(info=SimpleNamespace(allowed_mm_limits=MAX_PARTS))),
             check_admission=lambda: None,
         )
@@ -61,6 +68,12 @@ class FakeChat:
 
     async def create_chat_completion(self, request: Any) -> AsyncGenerator[str, None]:
         self.requests.append(request)
+        parts = [part for message in request.messages for part in _parts_of(message)]
+        await self.media.images([part["image_url"]["url"] for part in parts if part["type"] == "image_url"], "messages")
+        kept = RequestContext.current().kept_sounds
+        sounds = [kept[part["audio_url"]["url"]]() for part in parts if part["type"] == "audio_url"]
+        if any(len(samples) < MIN_AUDIO_SECONDS * rate for samples, rate in sounds):
+            raise VLLMValidationError("a sound is too short")
         return self._lines(self.answer(request.messages))
 
     async def _lines(self, deltas: list[dict[str, Any]]) -> AsyncGenerator[str, None]:
@@ -68,6 +81,11 @@ class FakeChat:
             yield sse_line({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         yield sse_line({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": usage})
+
+
+def _parts_of(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
 
 
 def repeat(messages: list[Any]) -> list[dict[str, Any]]:
@@ -82,4 +100,5 @@ def session_app(chat: FakeChat, **flags: Any) -> FastAPI:
     app.include_router(router)
     app.state.openai_serving_models = SimpleNamespace(base_model_paths=[SimpleNamespace(name=MODEL)])
     app.state.omni_realtime = ServingRealtime(chat, app.state, app.state.args)  # type: ignore[arg-type]
+    chat.media = MediaFetcher(chat.client, app.state.args)  # type: ignore[arg-type]
     return app

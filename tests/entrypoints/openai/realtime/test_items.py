@@ -36,8 +36,8 @@ async def sound_of(session: Session, item: Any) -> bytes:
 
 @pytest.mark.parametrize(
     "url",
-    ["data:image/png;base64,AAAA", PICTURE[:-40], "data:,", "x", "http://127.0.0.1:1/a.png", "file:///etc/hostname"],
-    ids=["no picture", "cut", "empty", "no address", "private", "local"],
+    ["data:image/png;base64,AAAA", PICTURE[:-40], "data:,", "x", "file:///etc/hostname"],
+    ids=["no picture", "cut", "empty", "no address", "local"],
 )
 def test_a_broken_picture_is_refused(url: str) -> None:
     async def main(session: Session) -> None:

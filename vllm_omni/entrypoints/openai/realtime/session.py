@@ -370,7 +370,7 @@ class Session:
 
     async def _retrieve_item(self, event: Any) -> None:
         item = self._conversation.get(event.item_id, code="item_retrieve_invalid_item_id")  # Pipecat waits for it.
-        await self._send("conversation.item.retrieved", item=item.with_sound())
+        await self._send("conversation.item.retrieved", item=await asyncio.to_thread(item.with_sound))
 
     async def _truncate_item(self, event: Any) -> None:
         self._conversation.get(event.item_id).truncate(event.content_index, event.audio_end_ms)

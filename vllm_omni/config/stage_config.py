@@ -6,7 +6,7 @@ of any model.
 """
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import Any, Literal
 
@@ -96,6 +96,8 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         final_output_type: The type of that output: `text`, `audio`, `image`, ...
         sample_rate: Samples per second of an audio output.
         reads: Fields of its sources' outputs that the stage reads (replaces `StageInputProcessor.reads`).
+        only_if: A field of the checkpoint's configuration. Where it is false, the stage is left out, and so are those
+            that read its output: the checkpoint has no weights for them.
         default_sampling_params: Fields of vLLM's `SamplingParams`; of a diffusion stage, of `DiffusionSamplingParams`;
             of a `FunctionStage`, of its `parameters`; of an `AR` stage that accepts audio, also of
             `TranscriptionParameters`.
@@ -122,6 +124,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     final_output_type: str | None = None
     sample_rate: int | None = None
     reads: list[str] | None = None
+    only_if: str | None = None
     default_sampling_params: dict[str, Any] = {}
     transcription_prompt: str = "Transcribe the {language} audio into text."
     translation_prompt: str = "Translate the {language} audio into English text."
@@ -441,6 +444,26 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             name = instance.stage.stage_id if process is True else process or SHARED_PROCESS
             groups.setdefault((name, instance.replica), []).append(instance)
         return list(groups.values())
+
+    def without(self, stage_ids: Iterable[int]) -> "PipelineConfig":
+        """This configuration without some stages and those that read their outputs.
+
+        A stage that nobody reads any more emits text only.
+        """
+        left_out: set[int] = set()
+        todo = list(stage_ids)
+        while todo:
+            left_out.add(stage_id := todo.pop())
+            todo += self.targets[stage_id]
+        edges = [edge for edge in self.runtime.edges if not {edge.source, edge.to} & left_out]
+        stages = []
+        for stage in self.stage_args:
+            readers = set(self.targets[stage.stage_id])
+            if readers and readers <= left_out and stage.kind == "AR":
+                engine_args = stage.engine_args | {"engine_output_type": "text"}
+                stage = msgspec.structs.replace(stage, engine_args=engine_args)
+            stages += [] if stage.stage_id in left_out else [stage]
+        return self.with_stage_args(stages).with_runtime(edges=edges)
 
     @property
     def output_types(self) -> list[str]:

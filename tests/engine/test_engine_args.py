@@ -36,6 +36,8 @@ class TestRefused:
         [
             ({"dtpye": "float32"}, "'dtpye'; did you mean 'dtype'"),
             ({"max_modellen": 3}, "did you mean 'max_model_len'"),
+            ({"temperature": 0.5}, "unknown engine argument 'temperature'; it belongs to default_sampling_params"),
+            ({"gpu_mem": 0.5}, r"unknown engine argument 'gpu_mem'$"),
             ({"engine_type": "diffusion"}, "'diffusion' is not one of ar, generation"),
             ({"engine_type": "generation", "async_scheduling": True}, "only autoregressive stages"),
             ({"engine_output_type": "latent", "speculative_config": {"method": "ngram"}}, "rejected tokens"),

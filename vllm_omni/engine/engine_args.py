@@ -4,7 +4,6 @@
 This is the only place that decides how a stage's engine is set up; it starts nothing.
 """
 
-import difflib
 import os
 import sys
 import threading
@@ -29,8 +28,10 @@ from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 
+from vllm_omni.config.utils import nearest
 from vllm_omni.engine.hf_override import StageConfigOverride
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import find_models
@@ -296,8 +297,8 @@ def _refuse_unknown(arguments: dict[str, Any]) -> None:
     known = [field.name for field in fields(EngineArgs)]
     for name in arguments:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise StageConfigError(f"unknown engine argument {name!r}; did you mean {nearest!r}?")
+            hint = "; it belongs to default_sampling_params" if name in SamplingParams.__struct_fields__ else ""
+            raise StageConfigError(f"unknown engine argument {name!r}{hint or nearest(name, known)}")
 
 
 def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:
@@ -365,7 +366,7 @@ def create_config_for_inputs(engine_args: EngineArgs) -> VllmConfig:
     """
     try:
         config = create_config_without_engine(engine_args)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # TypeError: vLLM computes with values before it checks them.
         settings = engine_args.additional_config[_KEY]
         path = find_models().architectures.get(cast(StageConfigOverride, engine_args.hf_overrides).model_arch or "")
         model = "" if path is None else f" (its model is {path})"

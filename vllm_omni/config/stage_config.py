@@ -93,7 +93,8 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             others begin at the stages without sources and this key.
         is_comprehension: OpenAI's sampling fields apply to this stage.
         final_output: Whether the caller receives the stage's output.
-        final_output_type: The type of that output: `text`, `audio`, `image`, ...
+        final_output_type: The type of that output: `text`, `audio`, `image`, `video` or `latent`; a function may name
+            another.
         sample_rate: Samples per second of an audio output.
         reads: Fields of its sources' outputs that the stage reads (replaces `StageInputProcessor.reads`).
         only_if: A field of the checkpoint's configuration. Where it is false, the stage is left out, and so are those
@@ -264,6 +265,7 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 NIXL = "NixlConnector"
+SHM_THRESHOLD = "shm_threshold_bytes"
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -280,7 +282,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def shm_threshold_bytes(self) -> int:
-        return self.extra["shm_threshold_bytes"]
+        return self.extra[SHM_THRESHOLD]
 
 
 class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -524,7 +526,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             f"from_stage_{stage.stage_id}"
         )
         connector = ConnectorConfig(name="SharedMemoryConnector") if name is None else self.runtime.connectors[name]
-        extra = {"shm_threshold_bytes": shm_threshold_bytes} | connector.extra
+        extra = {SHM_THRESHOLD: shm_threshold_bytes} | connector.extra
         return msgspec.structs.replace(connector, extra=extra)
 
     def window(self, source: int, target: int, declared: WindowConfig | None) -> WindowConfig:

@@ -170,13 +170,17 @@ def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path:
 
 
 def _read_hf_config(model: str, engine_args: Mapping[str, Any]) -> PretrainedConfig:
+    """
+    Raises:
+        StageConfigError: It cannot be read: transformers raises errors of all types for values that it does not expect.
+    """
     try:
         return load_hf_config(model, engine_args)
-    except (OSError, ValueError) as error:
-        problem = str(error).strip().split("\n")[0]
+    except Exception as error:
+        problem = "; ".join(str(error).strip().split("\n")[:2]) or type(error).__name__
         # There is one, of an unknown model.
         hint = f"\n{find_models().describe()}" if isinstance(error, ValueError) else ""
-        raise StageConfigError(f"{model}: the checkpoint cannot be read: {problem}{hint}") from error
+        raise StageConfigError(f"{model}: the checkpoint's config.json cannot be read: {problem}{hint}") from error
 
 
 def _is_path(name: str) -> bool:

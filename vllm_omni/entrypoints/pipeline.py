@@ -12,7 +12,7 @@ from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, fetch_weights, resolve_pipeline
-from vllm_omni.errors import StageConfigError
+from vllm_omni.errors import PipelineStartError, StageConfigError
 from vllm_omni.extras import install_command
 from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.model_executor.registry import OMNI_MODELS
@@ -94,7 +94,7 @@ def make_observers(config: PipelineConfig, args: OmniArgs) -> list[PipelineObser
     """The enabled observers.
 
     Raises:
-        OSError: `trace_file` cannot be written.
+        PipelineStartError: `trace_file` cannot be written.
         VllmRequirementError: OpenTelemetry is enabled but not installed.
     """
     # Imported on demand, because they import OpenTelemetry or Prometheus; first the observers that may raise.
@@ -106,7 +106,10 @@ def make_observers(config: PipelineConfig, args: OmniArgs) -> list[PipelineObser
     if args.trace_file is not None:
         from vllm_omni.metrics.timeline import Timeline
 
-        observers.append(Timeline(args.trace_file, config))
+        try:
+            observers.append(Timeline(args.trace_file, config))
+        except OSError as error:
+            raise PipelineStartError(f"trace_file {args.trace_file}: cannot be written ({error.strerror})") from error
     if args.log_stats:
         from vllm_omni.metrics.prometheus import PrometheusObserver
         from vllm_omni.metrics.text import SummaryLog

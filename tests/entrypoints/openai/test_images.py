@@ -279,6 +279,18 @@ def test_a_decompression_bomb_is_not_decoded(app: FastAPI, side: int) -> None:
     assert answer.status_code == 400 and "pixels" in answer.json()["error"]["message"]
 
 
+def test_an_image_that_has_no_room_now_is_sent_later(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit = {"data": {"prompt": "at night", "size": "32x32", **SMALL}, "files": {"image": ("a.png", png())}}
+    budget = app.state.omni_handlers["image"].media._connector._budget
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "_max_total_bytes", 32 * 32 * 4 - 1)
+        refused = send(app, "POST", "/v1/images/edits", **edit)
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+    assert "--max-total-decoded-bytes" in refused.json()["error"]["message"]
+    assert send(app, "POST", "/v1/images/edits", **edit).status_code == 200
+    assert budget.taken_bytes == 0
+
+
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "http://127.0.0.1/x.png", "ftp://host/x", "/etc/passwd"])
 def test_private_files_and_addresses_are_refused(app: FastAPI, url: str) -> None:
     answer = send(app, "POST", "/v1/images/edits", json={"prompt": "x", "image": url})

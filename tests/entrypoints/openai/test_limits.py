@@ -60,6 +60,8 @@ def test_an_invalid_limit_is_refused(flags: tuple[str, str]) -> None:
 def test_limits_that_contradict_each_other_are_refused(flag: str) -> None:
     with pytest.raises(ValueError, match=f"{flag} 9 .* --max-request-bytes 10"):
         check_limits(parse("--max-request-bytes", "10", flag, "9"))
+    with pytest.raises(ValueError, match=r"--max-total-decoded-bytes 9 .* --max-decoded-bytes 10"):
+        check_limits(parse("--max-decoded-bytes", "10", "--max-total-decoded-bytes", "9"))
 
 
 def test_a_body_with_too_large_a_content_length_is_not_read() -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai import request_context
+from vllm_omni.entrypoints.openai.media_budget import MediaBudget
 from vllm_omni.entrypoints.openai.media_input import AddressGuard, GuardedHTTPConnection, OmniMediaConnector
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits
@@ -23,7 +24,9 @@ from vllm_omni.entrypoints.openai.server_args import RequestLimits
 def connector() -> Iterator[OmniMediaConnector]:
     """In a request; tests of other files run outside of one."""
     token = request_context._current.set(RequestContext())
-    yield OmniMediaConnector(connection=GuardedHTTPConnection(AddressGuard()), limits=RequestLimits())
+    yield OmniMediaConnector(
+        connection=GuardedHTTPConnection(AddressGuard()), limits=RequestLimits(), budget=MediaBudget(1 << 30, 1 << 30)
+    )
     request_context._current.reset(token)
 
 

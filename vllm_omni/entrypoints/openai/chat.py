@@ -28,6 +28,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.engine.input_processor import describe_refusal
+from vllm_omni.engine.media_tokens import MediaTokens
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat_media import ChatMedia, MediaStream, Transcripts, split_outputs
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
@@ -161,7 +162,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         """Completes what `from_vllm` returned."""
         self.default_modalities = default_modalities
         self.transcripts = Transcripts()
-        self.online_renderer = cast(OnlineRenderer, _Renderer(self.online_renderer))
+        self.online_renderer = cast(OnlineRenderer, _Renderer(self.online_renderer, self.client))
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
@@ -227,15 +228,18 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
 
 
 class _Renderer:
-    """vLLM's renderer, that accepts `HARMLESS_MM_KWARGS` of every client."""
+    """vLLM's renderer, that accepts `HARMLESS_MM_KWARGS` of every client, and has tokens of media counted."""
 
-    def __init__(self, renderer: OnlineRenderer) -> None:
+    def __init__(self, renderer: OnlineRenderer, client: OmniEngineClient) -> None:
         self._renderer = renderer
+        processor = client.renderer.mm_processor
+        self._media_tokens = processor and MediaTokens(processor, client.model_config.max_model_len)
         self._trusting_renderer = copy.copy(renderer)
         self._trusting_renderer.trust_request_mm_kwargs = True
 
     async def render_chat(self, request: ChatCompletionRequest) -> Any:
         is_harmless = set(request.mm_processor_kwargs or {}) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs
+        RequestContext.current().media_tokens = self._media_tokens if is_harmless else None
         try:
             return await (self._trusting_renderer if is_harmless else self._renderer).render_chat(request)
         except VLLMClientError:

@@ -5,8 +5,10 @@ vLLM's own rules remain: `--allowed-media-domains`, `--allowed-local-media-path`
 
 - Addresses: the one that is connected to is checked, of every redirect too. So a host name that resolves to another
   address the next time (DNS rebinding) and an encoded address (decimal, octal, IPv4 within IPv6) are refused.
+- Memory: what a part takes when it is decoded is taken of a budget before, by its header, see `media_budget.py`.
 - Formats: FFmpeg opens every format that it recognizes. Some (playlists) name other files and hosts, and it depends on
-  FFmpeg's build whether it opens them. So it gets only containers that hold their media themselves.
+  FFmpeg's build whether it opens them. So it gets only containers that hold their media themselves. Nor are images
+  read that contain another image, whose size their header does not say.
 """
 
 from __future__ import annotations
@@ -14,28 +16,32 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import itertools
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import aiohttp
 import av
 import numpy as np
 import pybase64
+import soundfile
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.connector import Connection
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
+from vllm import envs
 from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
-from vllm.multimodal.image import open_image
+from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS
 from vllm.multimodal.media import (
     MEDIA_CONNECTOR_REGISTRY,
     AudioMediaIO,
@@ -45,10 +51,13 @@ from vllm.multimodal.media import (
     VideoMediaIO,
 )
 from vllm.multimodal.media.base import MediaIO
+from vllm.multimodal.video import VideoLoader
 
 from vllm_omni.engine.images import OmniImageIO
+from vllm_omni.entrypoints.openai.media_budget import MediaBudget, MediaShare
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag, limits_from
+from vllm_omni.entrypoints.openai.server_args import RequestLimits, ServerLimits, flag, limits_from
+from vllm_omni.errors import OmniError
 
 logger = logging.getLogger("vllm.omni.server")
 
@@ -56,6 +65,15 @@ CONNECTOR_NAME = "omni"
 
 MIN_AUDIO_SECONDS = 0.025
 """The shortest sound that is read: a window of the models' spectrograms."""
+
+IMAGE_PIXEL_BYTES, FRAME_PIXEL_BYTES, SAMPLE_BYTES = 4, 3, 4
+"""As Pillow, vLLM's readers of videos, and those of sounds keep them."""
+
+_IMAGE_FORMATS = tuple({*ALLOWED_IMAGE_FORMATS} - {"BLP", "ICNS", "ICO", "IPTC"})
+"""Without those that may contain another image, of any size."""
+
+_ENDLESS = 1 << 40
+"""More samples of a sound than a file may have: libsndfile's number for one whose header does not say it."""
 
 _BASE64 = ";base64,"
 _MAX_DATA_HEADER = 1000
@@ -86,7 +104,9 @@ _CONTAINER_NAMES = "WAV, MP3, FLAC, Ogg, AAC, MP4, WebM, Matroska, AVI, QuickTim
 def install(args: argparse.Namespace) -> None:
     """Registers our connector with vLLM, at the program's start. A connector that the user chose stays."""
     connection = GuardedHTTPConnection(AddressGuard(args.allowed_media_domains or ()))
-    make = partial(OmniMediaConnector, connection=connection, limits=limits_from(args, RequestLimits))
+    limits = limits_from(args, RequestLimits)
+    budget = MediaBudget(limits.max_decoded_bytes, limits_from(args, ServerLimits).max_total_decoded_bytes)
+    make = partial(OmniMediaConnector, connection=connection, limits=limits, budget=budget)
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR_NAME)(make)
     chosen = os.environ.setdefault("VLLM_MEDIA_CONNECTOR", CONNECTOR_NAME)
     if chosen != CONNECTOR_NAME:
@@ -96,10 +116,11 @@ def install(args: argparse.Namespace) -> None:
 class OmniMediaConnector(MediaConnector):
     """Counts and checks every media part. A wrong one is the client's error, which names the part."""
 
-    def __init__(self, *args: Any, limits: RequestLimits, **kwargs: Any) -> None:
-        """Takes the arguments of `MediaConnector`, and the limits of a request."""
+    def __init__(self, *args: Any, limits: RequestLimits, budget: MediaBudget, **kwargs: Any) -> None:
+        """Takes the arguments of `MediaConnector`, the limits of a request, and the server's budget."""
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._budget = budget
 
     def load_from_url(self, url: str, media_io: MediaIO[Any], *, fetch_timeout: int | None = None) -> Any:
         guarded, label = self._guard(url, media_io)
@@ -132,7 +153,7 @@ class OmniMediaConnector(MediaConnector):
             )
         address = f"{url[:48]!r}{'...' if len(url) > 48 else ''}"
         label = f"media part {context.num_media_parts} of the request, {kind_of(media_io)} {address}"
-        return GuardedMediaIO(media_io, self._limits, label), label
+        return GuardedMediaIO(media_io, self._limits, label, self._budget, context), label
 
 
 @contextlib.contextmanager
@@ -146,7 +167,7 @@ def _client_errors(label: str, kind: str) -> Iterator[None]:
     except VLLMValidationError as error:
         error.parameter = error.parameter or f"{kind}_url"  # Of an `AddressGuard`.
         raise
-    except VLLMClientError:
+    except (VLLMClientError, OmniError):
         raise
     except (OSError, aiohttp.ClientError, TimeoutError) as error:
         reason = str(error) or "it took too long"
@@ -171,20 +192,37 @@ class GuardedMediaIO(MediaIO[Any]):
         media_io: Reads media that has passed the checks.
         limits: Checked before decoding.
         label: Names the media in messages.
+        budget: Of decoded media.
+        context: Of the request.
+        is_frame: Whether it reads the images of a video.
     """
 
-    def __init__(self, media_io: MediaIO, limits: RequestLimits, label: str) -> None:
+    def __init__(
+        self,
+        media_io: MediaIO,
+        limits: RequestLimits,
+        label: str,
+        budget: MediaBudget,
+        context: RequestContext,
+        is_frame: bool = False,
+    ) -> None:
         self._media_io: MediaIO[Any] = media_io
         if isinstance(media_io, ImageMediaIO):
             self._media_io = OmniImageIO.from_vllm(media_io)
         self._limits = limits
         self._label = label
+        self._budget = budget
+        self._context = context
+        self._is_frame = is_frame
         self._parameter = f"{kind_of(media_io)}_url"
-        self._check = {"image": self._check_image, "audio": check_container, "video": self._check_video}[
+        self._read = {"image": self._read_image, "audio": self._read_sound, "video": self._read_video}[
             kind_of(media_io)
         ]
-        if isinstance(media_io, VideoMediaIO):  # A video may be a list of images.
-            media_io.image_io = GuardedMediaIO(media_io.image_io, limits, label)  # type: ignore[assignment]
+        if isinstance(media_io, VideoMediaIO):
+            media_io.video_loader = _reporting(type(media_io.video_loader))()
+            # A video may be a list of images.
+            image_io = GuardedMediaIO(media_io.image_io, limits, label, budget, context, is_frame=True)
+            media_io.image_io = image_io  # type: ignore[assignment]
 
     def get_max_bytes(self) -> int:
         own = self._media_io.get_max_bytes()
@@ -196,22 +234,15 @@ class GuardedMediaIO(MediaIO[Any]):
             VLLMValidationError: It is too large, of another kind, or broken.
         """
         self._check_num_bytes(len(data))
-        with self._client_errors():
-            self._check(data)
-            if isinstance(self._media_io, VideoMediaIO) and (whole := with_length(data)) is not data:
-                self._check(data := whole)
-            media = self._media_io.load_bytes(data)
-            if isinstance(self._media_io, VideoMediaIO) and not len(media.media[0]):
-                media = MediaWithBytes(read_single_frame(data), data)
-        if isinstance(self._media_io, AudioMediaIO):
-            self._check_seconds(len(media[0]) / media[1])
-        return media
+        with self._client_errors(), self._shared() as share:
+            return self._read(data, share)
 
     def load_base64(self, media_type: str, data: str) -> Any:
         self._check_num_bytes(len(data) * 3 // 4)
         with self._client_errors():
             if media_type.lower() == "video/jpeg":
-                return self._media_io.load_base64(media_type, data)
+                with self._shared() as share:
+                    return _counted(self._media_io.load_base64(media_type, data), share)
             decoded = decode_base64(data)
         return self.load_bytes(decoded)
 
@@ -228,7 +259,7 @@ class GuardedMediaIO(MediaIO[Any]):
         """Errors of reading the media as the client's."""
         try:
             yield
-        except (VLLMClientError, ImportError, MemoryError):
+        except (VLLMClientError, OmniError, ImportError, MemoryError):
             raise
         except Exception as error:  # Decoders raise many types (SyntaxError, cv2.error, struct.error, ...).
             logger.debug("%s cannot be read", self._label, exc_info=True)
@@ -249,12 +280,63 @@ class GuardedMediaIO(MediaIO[Any]):
                 "whose header says that it is empty has none)"
             )
 
-    def _check_image(self, data: bytes) -> None:
-        """Reads the header only."""
-        with open_image(BytesIO(data)) as image:
-            self._check_pixels(image, self._limits.max_image_pixels, "max_image_pixels")
+    @contextlib.contextmanager
+    def _shared(self) -> Iterator[MediaShare]:
+        """A share of the budget, which is released if this block fails."""
+        share = MediaShare(self._budget, self._context)
+        try:
+            yield share
+        except BaseException:
+            share.release()
+            raise
 
-    def _check_video(self, data: bytes) -> None:
+    def _read_image(self, data: bytes, share: MediaShare) -> Any:
+        try:
+            header = Image.open(BytesIO(data), formats=_IMAGE_FORMATS)
+        except UnidentifiedImageError:
+            raise ValueError("it is in none of the known formats (PNG, JPEG, WebP, GIF, TIFF, ...)") from None
+        with header as image:
+            self._check_pixels(image, self._limits.max_image_pixels, "max_image_pixels")
+            if not self._is_frame:
+                self._count_tokens("image", 1, image)
+            share.take(image.width * image.height * IMAGE_PIXEL_BYTES)
+        image = self._media_io.load_bytes(data)
+        share.release_with(image.media)
+        return image
+
+    def _read_sound(self, data: bytes, share: MediaShare) -> Any:
+        check_container(data)
+        num_samples = count_samples(data)
+        share.take(envs.VLLM_MAX_AUDIO_DECODE_BYTES if num_samples is None else num_samples * SAMPLE_BYTES)
+        media_io = self._media_io
+        if num_samples is None:  # libsndfile, which vLLM uses first, takes it for endless.
+            media_io = AudioMediaIO(audio_backend="pyav")
+        sound = media_io.load_bytes(data)
+        self._check_seconds(len(sound[0]) / sound[1])
+        share.take(sound[0].nbytes)
+        share.release_with(sound[0])
+        return sound
+
+    def _read_video(self, data: bytes, share: MediaShare) -> Any:
+        stream = self._check_video(data)
+        if (whole := with_length(data)) is not data:
+            stream = self._check_video(data := whole)
+
+        def take(num_frames: int) -> None:
+            self._count_tokens("video", num_frames, stream)
+            share.take(num_frames * stream.width * stream.height * FRAME_PIXEL_BYTES)
+
+        token = _on_sampling.set(take)
+        try:
+            video = self._media_io.load_bytes(data)
+        finally:
+            _on_sampling.reset(token)
+        if not len(video.media[0]):
+            take(1)
+            video = MediaWithBytes(read_single_frame(data), data)
+        return _counted(video, share)
+
+    def _check_video(self, data: bytes) -> av.VideoStream:
         """Reads the header only."""
         check_container(data)
         with av.open(BytesIO(data), "r") as container:
@@ -268,11 +350,67 @@ class GuardedMediaIO(MediaIO[Any]):
         if seconds > self._limits.max_video_seconds:
             limit = f"{self._limits.max_video_seconds:g} s, which is the limit ({flag('max_video_seconds')})"
             raise self._refusal(f"lasts {seconds:.0f} s, more than {limit}")
+        return stream
+
+    def _count_tokens(
+        self, kind: Literal["image", "video"], num_frames: int, size: Image.Image | av.VideoStream
+    ) -> None:
+        context = self._context
+        if (tokens := context.media_tokens) is None:
+            return
+        num_tokens = tokens.count(kind, num_frames, size.height, size.width)
+        context.num_media_tokens += num_tokens
+        if context.num_media_tokens > tokens.max_tokens:
+            raise VLLMValidationError(
+                f"the images and videos of this request have more than {tokens.max_tokens} tokens, which is the length "
+                "of the model's context; send fewer or smaller images, or shorter videos",
+                parameter="messages",
+            )
 
     def _check_pixels(self, image: Image.Image | av.VideoStream, limit: int, name: str) -> None:
         if image.width * image.height > limit:
             size = f"{image.width}x{image.height}"
             raise self._refusal(f"is {size}, more than {limit} pixels, which is the limit ({flag(name)})")
+
+
+_on_sampling: ContextVar[Callable[[int], None]] = ContextVar("on_sampling")
+
+
+@functools.cache
+def _reporting(loader: type[VideoLoader]) -> type[VideoLoader]:
+    """A reader of videos of vLLM that reports how many frames it will decode, when it has read the header."""
+
+    class Reporting(loader):  # type: ignore[valid-type, misc]
+        @classmethod
+        def compute_frames_index_to_sample(cls, *args: Any, **kwargs: Any) -> list[int]:
+            indices = super().compute_frames_index_to_sample(*args, **kwargs)
+            _on_sampling.get()(len(indices))
+            return indices
+
+    return Reporting
+
+
+def _counted(video: Any, share: MediaShare) -> Any:
+    """A video that was read, whose frames' memory the share has from now on."""
+    frames = video.media[0]
+    share.take(frames.nbytes)
+    share.release_with(frames)
+    return video
+
+
+def count_samples(data: bytes) -> int | None:
+    """The samples of all channels of a sound, by its header; None: it does not say how long it is."""
+    try:
+        info = soundfile.info(BytesIO(data))
+        return info.frames * info.channels if info.frames < _ENDLESS else None
+    except soundfile.LibsndfileError:  # For FFmpeg; raises if that cannot read it either.
+        with av.open(BytesIO(data), "r") as container:
+            if not container.streams.audio:
+                raise ValueError("it has no audio stream") from None
+            stream = container.streams.audio[0]
+            if not container.duration:
+                return None
+            return int(container.duration / av.time_base * stream.rate * stream.channels)
 
 
 def decode_base64(data: str) -> bytes:

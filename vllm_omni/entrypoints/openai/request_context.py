@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from starlette.requests import HTTPConnection
 
+from vllm_omni.engine.media_tokens import MediaTokens
 from vllm_omni.inputs import SpokenText
 
 SCOPE_KEY = "omni_context"
@@ -61,6 +62,9 @@ class RequestContext:
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
         kept_sounds: What decodes the sounds of a realtime session, by their addresses in its messages; as
             `MediaFetcher.sound`.
+        num_decoded_bytes: Of these when they are decoded, see `MediaBudget`.
+        num_media_tokens: Of their images and videos in the prompt.
+        media_tokens: Counts these; None: they are not for a prompt, or it is not known how they are read.
         options: What it sets for the pipeline.
         outputs: Those of its requests to the engine, in the order of their submission.
         shows_text_end: Whether the chunk that ends a text has its finish reason, also if other outputs follow.
@@ -72,6 +76,9 @@ class RequestContext:
     owner: bytes = b""
     num_media_parts: int = 0
     kept_sounds: Mapping[str, Callable[[], tuple[np.ndarray, float]]] = field(default_factory=dict)
+    num_decoded_bytes: int = 0
+    num_media_tokens: int = 0
+    media_tokens: MediaTokens | None = None
     options: RequestOptions = RequestOptions()
     outputs: list[Peekable[Any]] = field(default_factory=list)
     shows_text_end: bool = False

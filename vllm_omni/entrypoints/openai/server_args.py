@@ -35,6 +35,11 @@ class RequestLimits:
     max_media_bytes: int = 128 * MIB
     """Bytes of one image, audio clip or video as it is sent or fetched, before it is decoded."""
 
+    max_decoded_bytes: int = 2 * GIB
+    """Bytes of all media of a request when they are decoded, counted before that: 4 for a pixel of an image, 3 for one
+    of a frame that is read of a video, 4 for a sample of each channel of a sound. The default fits 44 photographs of 12
+    megapixels, or three minutes of 1080p at two frames a second."""
+
     max_image_pixels: int = 8192 * 4320
     """Pixels of an image. The default is an 8K picture."""
 
@@ -65,6 +70,10 @@ class ServerLimits:
     max_client_request_bytes: int | None = None
     """The same for one API key, or, on a server without keys, for one address; not less than --max-request-bytes.
     Default: half of --max-total-request-bytes."""
+
+    max_total_decoded_bytes: int = 4 * GIB
+    """The same as --max-decoded-bytes for all requests whose prompts are being made; a request beyond that is answered
+    with 429. At least --max-decoded-bytes."""
 
     send_timeout_s: float = 60.0
     """Seconds after which the connection of a client that reads nothing of its answer, or a realtime session whose
@@ -190,14 +199,17 @@ def check_limits(args: argparse.Namespace) -> None:
     Raises:
         ValueError: Two limits contradict each other.
     """
-    largest = limits_from(args, RequestLimits).max_request_bytes
-    limits = limits_from(args, ServerLimits)
-    for name in ("max_total_request_bytes", "max_client_request_bytes"):
-        value = getattr(limits, name)
+    of_one, of_all = limits_from(args, RequestLimits), limits_from(args, ServerLimits)
+    for name, smaller in (
+        ("max_total_request_bytes", "max_request_bytes"),
+        ("max_client_request_bytes", "max_request_bytes"),
+        ("max_total_decoded_bytes", "max_decoded_bytes"),
+    ):
+        value, largest = getattr(of_all, name), getattr(of_one, smaller)
         if value is not None and value < largest:
             raise ValueError(
-                f"{flag(name)} {value} is less than {flag('max_request_bytes')} {largest}: the largest request could "
-                "never be read; raise the first or lower the second"
+                f"{flag(name)} {value} is less than {flag(smaller)} {largest}: the largest request could never be "
+                "read; raise the first or lower the second"
             )
 
 

@@ -72,8 +72,9 @@ IMAGE_PIXEL_BYTES, FRAME_PIXEL_BYTES, SAMPLE_BYTES = 4, 3, 4
 _IMAGE_FORMATS = tuple({*ALLOWED_IMAGE_FORMATS} - {"BLP", "ICNS", "ICO", "IPTC"})
 """Without those that may contain another image, of any size."""
 
-_ENDLESS = 1 << 40
-"""More samples of a sound than a file may have: libsndfile's number for one whose header does not say it."""
+_FLAC = b"fLaC"
+_FLAC_COUNT = 18
+"""The offset of the 8 bytes of a FLAC file whose last 36 bits are its number of samples; 0: unknown."""
 
 _BASE64 = ";base64,"
 _MAX_DATA_HEADER = 1000
@@ -84,7 +85,7 @@ _ID3 = b"ID3"
 _CONTAINERS: tuple[tuple[int, bytes], ...] = (
     (0, b"RIFF"),  # WAV, AVI
     (0, b"RF64"),
-    (0, b"fLaC"),
+    (0, _FLAC),
     (0, b"OggS"),  # Vorbis, Opus, Theora
     (0, b"\x1a\x45\xdf\xa3"),  # Matroska, WebM
     (0, b"FORM"),  # AIFF
@@ -306,12 +307,13 @@ class GuardedMediaIO(MediaIO[Any]):
 
     def _read_sound(self, data: bytes, share: MediaShare) -> Any:
         check_container(data)
-        num_samples = count_samples(data)
-        share.take(envs.VLLM_MAX_AUDIO_DECODE_BYTES if num_samples is None else num_samples * SAMPLE_BYTES)
-        media_io = self._media_io
-        if num_samples is None:  # libsndfile, which vLLM uses first, takes it for endless.
-            media_io = AudioMediaIO(audio_backend="pyav")
-        sound = media_io.load_bytes(data)
+        data = with_num_samples(data)
+        try:
+            info = soundfile.info(BytesIO(data))
+            share.take(info.frames * info.channels * SAMPLE_BYTES)
+            sound = self._media_io.load_bytes(data)
+        except soundfile.LibsndfileError:
+            sound = read_by_ffmpeg(data, share)
         self._check_seconds(len(sound[0]) / sound[1])
         share.take(sound[0].nbytes)
         share.release_with(sound[0])
@@ -398,19 +400,35 @@ def _counted(video: Any, share: MediaShare) -> Any:
     return video
 
 
-def count_samples(data: bytes) -> int | None:
-    """The samples of all channels of a sound, by its header; None: it does not say how long it is."""
-    try:
-        info = soundfile.info(BytesIO(data))
-        return info.frames * info.channels if info.frames < _ENDLESS else None
-    except soundfile.LibsndfileError:  # For FFmpeg; raises if that cannot read it either.
-        with av.open(BytesIO(data), "r") as container:
-            if not container.streams.audio:
-                raise ValueError("it has no audio stream") from None
-            stream = container.streams.audio[0]
-            if not container.duration:
-                return None
-            return int(container.duration / av.time_base * stream.rate * stream.channels)
+def read_by_ffmpeg(data: bytes, share: MediaShare) -> tuple[np.ndarray, int]:
+    """A sound of a format that libsndfile does not read: float32 `[samples]`, channels averaged, and its sample rate.
+
+    vLLM's reader of these returns integers unscaled, and interleaved channels as one.
+
+    Raises:
+        ValueError: It has no sound, or more than vLLM's limits.
+    """
+    resampler = av.AudioResampler(format="fltp")
+    pieces = [np.empty(0, np.float32)]
+    with av.open(BytesIO(data), "r") as container:
+        if not container.streams.audio:
+            raise ValueError("it has no audio stream")
+        stream = container.streams.audio[0]
+        expected = int((container.duration or 0) / av.time_base * stream.rate) * stream.channels * SAMPLE_BYTES
+        share.take(min(expected or envs.VLLM_MAX_AUDIO_DECODE_BYTES, envs.VLLM_MAX_AUDIO_DECODE_BYTES))
+        seconds, num_bytes = 0.0, 0
+        for frame in container.decode(stream):
+            for piece in resampler.resample(frame):
+                pieces.append(piece.to_ndarray().mean(axis=0))
+                seconds += piece.samples / piece.sample_rate
+                num_bytes += piece.samples * len(piece.layout.channels) * SAMPLE_BYTES
+            for name, value, limit in (
+                ("VLLM_MAX_AUDIO_DECODE_DURATION_S", seconds, envs.VLLM_MAX_AUDIO_DECODE_DURATION_S),
+                ("VLLM_MAX_AUDIO_DECODE_BYTES", num_bytes, envs.VLLM_MAX_AUDIO_DECODE_BYTES),
+            ):
+                if value > limit:
+                    raise ValueError(f"it has more sound than {name} allows ({limit})")
+        return np.concatenate(pieces), stream.rate
 
 
 def decode_base64(data: str) -> bytes:
@@ -437,6 +455,17 @@ def with_length(data: bytes) -> bytes:
                     packet.stream = copy
                     target.mux(packet)
     return file.getvalue()
+
+
+def with_num_samples(data: bytes) -> bytes:
+    """A FLAC file that was written into a pipe, and does not say how long it is, as one that does."""
+    at = _after_tags(data) + _FLAC_COUNT
+    fields = int.from_bytes(data[at : at + 8])
+    if data[at - _FLAC_COUNT :][:4] != _FLAC or fields & (1 << 36) - 1:
+        return data
+    with av.open(BytesIO(data), "r") as file:
+        num_samples = sum(packet.duration or 0 for packet in file.demux(file.streams.audio[0]))
+    return data[:at] + (fields | num_samples).to_bytes(8) + data[at + 8 :]
 
 
 def read_single_frame(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:

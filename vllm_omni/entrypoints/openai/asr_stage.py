@@ -85,15 +85,17 @@ class ASRStage:
 
     async def transcript(self, url: str, parameter: str, settings: Mapping[str, Any]) -> str:
         """The transcript of a sound of a conversation, empty if it has no words; with the settings and errors of
-        `transcribe`."""
-        key = (
-            RequestContext.current().owner,
-            hashlib.sha256(url.encode()).digest(),
-            tuple(sorted(settings.items())),
-        )
+        `transcribe`.
+
+        A sound at an address is fetched each time, because it may have changed.
+        """
+        sound = None if url[:5].lower() == "data:" else await self._media.sound(url, parameter)
+        digest = await asyncio.to_thread(_digest, url, sound)
+        key = (RequestContext.current().owner, digest, tuple(sorted(settings.items())))
         task = self._transcripts.get(key)
         if task is None:
-            task = self._transcripts[key] = asyncio.create_task(self._fetch_transcript(url, parameter, settings))
+            task = asyncio.create_task(self._fetch_transcript(url, sound, parameter, settings))
+            self._transcripts[key] = task
         self._transcripts.move_to_end(key)
         if len(self._transcripts) > MAX_TRANSCRIPTS:
             self._transcripts.popitem(last=False)
@@ -104,8 +106,11 @@ class ASRStage:
                 self._transcripts.pop(key, None)  # It is tried again.
             raise
 
-    async def _fetch_transcript(self, url: str, parameter: str, settings: Mapping[str, Any]) -> str:
-        sound = await self._media.sound(url, parameter)
+    async def _fetch_transcript(
+        self, url: str, sound: tuple[np.ndarray, float] | None, parameter: str, settings: Mapping[str, Any]
+    ) -> str:
+        if sound is None:
+            sound = await self._media.sound(url, parameter)
         async with aclosing(self.transcribe(sound, settings, new_id("transcription"))) as deltas:
             return "".join([delta async for delta in deltas]).strip()
 
@@ -125,6 +130,14 @@ class ASRStage:
         for (i, j, _), text in zip(sounds, texts, strict=True):
             made[i]["content"][j] = {"type": "text", "text": text}
         return made
+
+
+def _digest(url: str, sound: tuple[np.ndarray, float] | None) -> bytes:
+    """Of a sound, or of the data URI that contains it."""
+    if sound is None:
+        return hashlib.sha256(url.encode()).digest()
+    samples, sample_rate = sound
+    return hashlib.sha256(f"{sample_rate} ".encode() + samples.tobytes()).digest()
 
 
 def _find_sounds(messages: Sequence[Any]) -> Iterator[tuple[int, int, str]]:

@@ -169,10 +169,10 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
     ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
         """Answers a chat. Who reads a stream first awaits the context's `started`, or early errors are lines in it."""
         assert isinstance(request, OmniChatCompletionRequest)
-        request.messages = self.transcripts.fill_in(request.messages)
+        context = RequestContext.current()
+        request.messages = self.transcripts.fill_in(request.messages, context.owner)
         if self.asr_stage is not None:
             request.messages = await self.asr_stage.as_text(request.messages)
-        context = RequestContext.current()
         context.options = read_options(request, self.client, self.default_modalities)
         return await super().create_chat_completion(request, raw_request)
 

@@ -39,8 +39,8 @@ MAX_TRANSCRIPT_BYTES = 16 << 20
 class Transcripts:
     """Texts of earlier speech, for later turns that name it by `audio.id`, as in OpenAI's API.
 
-    Those of the last hour, at most `MAX_TRANSCRIPT_BYTES` of each API key. Ids are random: one client cannot guess
-    another's. For the event loop.
+    Those of the last hour, at most `MAX_TRANSCRIPT_BYTES` of each API key, for requests with that key. Ids are random:
+    without keys one client cannot guess another's. For the event loop.
     """
 
     def __init__(self) -> None:
@@ -59,22 +59,22 @@ class Transcripts:
             self._num_bytes[owner] -= sys.getsizeof(oldest)
         return int(now + LIFETIME_S)
 
-    def fill_in(self, messages: Sequence[Any]) -> list[Any]:
-        """The messages, with the text of those that have only an `audio`.
+    def fill_in(self, messages: Sequence[Any], owner: bytes) -> list[Any]:
+        """The messages of a request, with the text of those that have only an `audio`.
 
         Raises:
-            VLLMValidationError: There is no audio with its id, or it has expired, and it has no transcript.
+            VLLMValidationError: The owner has no audio with its id, or it has expired, and it has no transcript.
         """
-        return [self._with_text(message, i) for i, message in enumerate(messages)]
+        return [self._with_text(message, i, owner) for i, message in enumerate(messages)]
 
-    def _with_text(self, message: Any, index: int) -> Any:
+    def _with_text(self, message: Any, index: int, owner: bytes) -> Any:
         audio = message.get("audio") if isinstance(message, dict) else None
         if audio is None or message.get("content"):
             return message
         own = audio if isinstance(audio, dict) else {}
         audio_id, transcript = own.get("id"), own.get("transcript")
-        found = [kept[audio_id] for kept in self._kept.values() if isinstance(audio_id, str) and audio_id in kept]
-        expiry, kept_transcript = found[0] if found else (0.0, "")
+        known = self._kept.get(owner, {})
+        expiry, kept_transcript = known.get(audio_id, (0.0, "")) if isinstance(audio_id, str) else (0.0, "")
         if expiry > time.time():
             transcript = kept_transcript
         if not isinstance(transcript, str):

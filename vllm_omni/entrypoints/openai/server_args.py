@@ -89,6 +89,10 @@ class ServerLimits:
     max_stored_video_bytes: int = 8 * GIB
     """Bytes of files of generated videos that are kept for each API key; for a new one its oldest are removed."""
 
+    max_total_stored_video_bytes: int = 32 * GIB
+    """The same for all keys together: beyond it a key's own oldest are removed for a new one; if that is not enough
+    the video fails."""
+
     video_expires_after_s: float = 3600.0
     """Seconds that a video job and its file are kept after it has ended."""
 
@@ -98,6 +102,10 @@ class ServerLimits:
     max_stored_image_bytes: int = GIB
     """Bytes of such files that are kept for each API key; for new ones its oldest are removed."""
 
+    max_total_stored_image_bytes: int = 4 * GIB
+    """The same for all keys together: beyond it a key's own oldest are removed for new ones; if that is not enough
+    the answer is 507."""
+
     image_expires_after_s: float = 3600.0
     """Seconds that such a file is kept."""
 
@@ -106,6 +114,9 @@ class ServerLimits:
 
     max_stored_voice_bytes: int = 256 * MIB
     """Bytes of decoded recordings of uploaded voices that are kept, in memory, for each API key."""
+
+    max_total_stored_voice_bytes: int = GIB
+    """The same for all keys together; an upload beyond it is answered with 507."""
 
     voice_expires_after_s: float = 24 * 3600.0
     """Seconds that an uploaded voice is kept."""

@@ -21,6 +21,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.realtime import client_secrets
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets
+from vllm_omni.errors import PipelineFullError
 
 GROUP = "app"
 SECRETS = "/v1/realtime/client_secrets"
@@ -230,3 +231,13 @@ def test_a_model_that_does_not_hear_or_speak(text_async_llm: AsyncOmniLLM, tiny_
         assert (await session.respond())[-1].response.output[0].content[0].text
 
     converse(app_of(client, tiny_qwen3), main, manual=False)
+
+
+def test_the_configurations_of_the_keys_of_all_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_secrets, "MAX_TOTAL_SECRET_BYTES", 2000)
+    keys = ClientSecrets()
+    made = keys.create(60, b"one", {"instructions": "x" * 1500})
+    with pytest.raises(PipelineFullError, match="client secrets are too large"):
+        keys.create(60, b"other", {"instructions": "x" * 500})
+    assert keys.find(made.value) is made
+    assert keys.create(60, b"other", {"instructions": "x" * 300})

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import soundfile
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from tests.entrypoints.fake_pipelines import running
 from tests.entrypoints.openai.fake_server import FakeServer
@@ -18,6 +19,7 @@ from tests.entrypoints.openai.small_apps import send
 from tests.entrypoints.spoken_functions import ASR, NUM_SAMPLES, SPEAKING, WRITING_STAGE, level
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
+from vllm_omni.entrypoints.openai.transcription_request import TranscriptionRequest
 
 STAGES = (WRITING_STAGE, SPEAKING | {"accepts": "text"}, ASR)
 TEXT = "It has 16000 samples. It is en."
@@ -60,6 +62,16 @@ def test_a_stream(server: FakeServer) -> None:
     assert {event["type"] for event in events[:-1]} == {"transcript.text.delta"}
     assert events[-1]["type"] == "transcript.text.done" and events[-1]["usage"]["seconds"] == 1.0
     assert "".join(event["delta"] for event in events[:-1]) == events[-1]["text"] == TEXT
+
+
+@pytest.mark.parametrize(
+    ("given", "language"),
+    [("de", "german"), ("DE-at", "german"), ("de_AT", "german"), ("German", "german"), ("castilian", "spanish"),
+     ("yue", "cantonese"), ("auto", "")],
+)  # fmt: skip
+def test_a_language_has_a_code_or_a_name(given: str, language: str) -> None:
+    request = TranscriptionRequest(file="data:x", language=given, user="a person")
+    assert request.language == (TO_LANGUAGE_CODE[language] if language else None)
 
 
 def test_what_is_refused(server: FakeServer) -> None:

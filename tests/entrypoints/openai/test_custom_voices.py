@@ -16,6 +16,7 @@ import httpx2
 import numpy as np
 import openai
 import pytest
+import torch
 from fastapi import FastAPI
 
 from tests.entrypoints.fake_pipelines import submissions
@@ -253,6 +254,18 @@ def test_a_wrong_upload_is_refused(app: FastAPI, fields: dict[str, Any], param: 
     strict = with_flags(app, "--max-voice-seconds", "1")
     refused(send(strict, "POST", VOICES, json=body), param, *words)
     assert send(strict, "GET", VOICES).json()["uploaded_voices"] == []
+
+
+@pytest.mark.parametrize("level", [0.0, 0.5])
+def test_silence_is_no_voice(fresh_app: FastAPI, level: float) -> None:
+    """Nor is a constant, which a muted microphone may give."""
+    noise = 1e-4 * torch.randn(12_000, generator=torch.Generator().manual_seed(0))
+    silence = as_uri(float_wav((noise + level, 24_000)))
+    refused(send(fresh_app, "POST", VOICES, json={**UPLOAD, "audio_sample": silence}), "audio_sample", "is silent")
+    body = {"input": TEXT, "ref_audio": silence, "ref_text": REF_TEXT}
+    refused(send(fresh_app, "POST", SPEECH, json=body), "ref_audio", "is silent")
+    assert send(fresh_app, "GET", VOICES).json()["uploaded_voices"] == []
+    assert send(fresh_app, "POST", VOICES, json=UPLOAD).status_code == 200
 
 
 @pytest.mark.parametrize("path", [SPEECH, VOICES])

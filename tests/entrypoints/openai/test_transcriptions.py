@@ -201,7 +201,7 @@ def refused(answer: httpx2.Response, param: str | None, *words: str, status: int
         ({"known_speaker_names[]": "a"}, "known_speaker_names", ["who speaks"]),
         ({"keywords[]": "a"}, "keywords", ["prompt"]),
         ({"languages[]": "en"}, "languages", ["language"]),
-        ({"language": "english"}, "body.language", ["ISO 639-1"]),
+        ({"language": "klingon"}, "body.language", ["ISO 639-1"]),
         ({"temperature": "1.1"}, "body.temperature", []),
         ({"prompt": "x" * 5000}, "body.prompt", []),
         ({"chunking_strategy[type]": "server_vad"}, "chunking_strategy", ["as a whole"]),

@@ -28,6 +28,9 @@ from vllm_omni.entrypoints.openai.stage_params import SETTINGS, diffusion_settin
 MAX_IMAGES = 16
 """Of one request, as in OpenAI's API."""
 
+MIN_VOICE_RANGE = 0.002
+"""Of the samples of a recorded voice, from the lowest to the highest; all have 2."""
+
 NO_EFFECT = "Accepted for OpenAI's clients; has no effect here."
 
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
@@ -226,6 +229,15 @@ class MediaFetcher:
         except (VLLMValidationError, VLLMUnprocessableEntityError) as error:
             error.parameter = parameter
             raise
+
+    async def voice(self, url: str, parameter: str) -> tuple[np.ndarray, float]:
+        """A `sound` that is to be imitated; silence has no voice, nor has an offset."""
+        samples, sample_rate = await self.sound(url, parameter)
+        if np.ptp(samples) < MIN_VOICE_RANGE:
+            raise VLLMValidationError(
+                "the recording is silent; record a voice, or raise its volume", parameter=parameter
+            )
+        return samples, sample_rate
 
 
 async def _read_form(request: Request, file_field: str) -> dict[str, Any]:

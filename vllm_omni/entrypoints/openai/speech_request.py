@@ -221,7 +221,7 @@ class SpeechPromptReader:
         turns: list[SpeechTurn] = given.get("context", [])
         voices = [self._client.voices.read(turn.voice, f"context[{i}].voice") for i, turn in enumerate(turns)]
         if isinstance(given.get("ref_audio"), str):
-            given["ref_audio"] = await self._media.sound(given["ref_audio"], "ref_audio")
+            given["ref_audio"] = await self._media.voice(given["ref_audio"], "ref_audio")
         if turns:
             sounds = [await self._media.sound(turn.audio, f"context[{i}].audio") for i, turn in enumerate(turns)]
             given["context"] = [_as_turn(*each) for each in zip(turns, sounds, voices, strict=True)]

@@ -56,6 +56,16 @@ def test_settings_may_be_a_dict_or_an_object(processors: dict[str, DiffusionInpu
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(as_dict), type=DiffusionRequest) == as_dict
 
 
+def test_a_schedule_that_has_no_single_step(tiny_diffusion: Callable[[str], Path]) -> None:
+    """Its pixels would not be numbers."""
+    painter = make_processor(tiny_diffusion("qwen_image"), None)
+    with pytest.raises(ValueError, match="num_inference_steps 1: this model's scheduler needs 2 or more"):
+        process(painter, {"num_inference_steps": 1})
+    assert process(painter, {"num_inference_steps": 2}).params.num_inference_steps == 2
+    assert process(painter, {"num_inference_steps": 1, "extra_args": {"sigmas": [0.5]}})
+    assert process(make_processor(tiny_diffusion("z_image"), None), {"num_inference_steps": 1})
+
+
 def test_the_stages_defaults_apply_to_unset_fields(tmp_path: Path) -> None:
     defaults = {"height": 64, "seed": 9, "num_outputs_per_prompt": 2, "extra_args": {"cfg_truncation": 0.5}}
     processor = make_processor(tmp_path, "ZImagePipeline", defaults=defaults)

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.input_images import read_images
-from vllm_omni.diffusion.pipeline_info import PipelineInfo, takes_alpha, takes_several_images
+from vllm_omni.diffusion.pipeline_info import PipelineInfo, fewest_steps, takes_alpha, takes_several_images
 from vllm_omni.diffusion.request_settings import (
     call_arguments,
     check_limits,
@@ -49,6 +49,7 @@ class DiffusionInputProcessor:
         self._config = parse_dit_config(stage.dit_engine_args, where)
         self._info = PipelineInfo.load(model, self._config)
         self._takes_alpha = self._info.takes_images and takes_alpha(model, self._info.index, self._config.revision)
+        self._fewest_steps = fewest_steps(model, self._info.index, self._config.revision)
         self._class_name = self._info.pipeline_class.__name__
         self._is_first = not stage.engine_input_source
         self.reads_images = self._is_first or stage.runtime.requires_multimodal_data
@@ -123,6 +124,9 @@ class DiffusionInputProcessor:
     def _check_settings(self, params: DiffusionSamplingParams, pipeline_class: type) -> None:
         check_values(params)
         call_arguments(pipeline_class, params)
+        steps = params.num_inference_steps
+        if steps is not None and steps < self._fewest_steps and "sigmas" not in params.extra_args:
+            raise ValueError(f"num_inference_steps {steps}: this model's scheduler needs {self._fewest_steps} or more")
         made = self._info.output_type
         if params.fps is not None and made != "video":
             raise ValueError(f"fps is for videos, and {self._class_name} makes {made}; remove it")

@@ -229,6 +229,7 @@ def _is_optional(annotation: Any) -> bool:
     return type(None) in _alternatives(annotation) or (isinstance(annotation, str) and "None" in annotation)
 
 
+_TERMINAL = "shift_terminal"
 VAE_CHANNELS = "input_channels"
 """The name that VAEs with transparency have for their number of channels."""
 # VAEs' names for the frames of one latent frame.
@@ -243,26 +244,37 @@ def temporal_factor(model: str, index: dict[str, Any], revision: str | None = No
     Args:
         index: The checkpoint's `model_index.json`.
     """
-    values = _vae_values(_TEMPORAL_FACTORS, model, index, revision)
+    values = _component_values("vae", _TEMPORAL_FACTORS, model, index, revision)
     return next((value for value in values if isinstance(value, int) and value > 0), 1)
 
 
 def takes_alpha(model: str, index: dict[str, Any], revision: str | None = None) -> bool:
     """Whether a checkpoint's VAE encodes images with their transparency. Takes the arguments of `temporal_factor`."""
-    return _vae_values((VAE_CHANNELS,), model, index, revision) == [4]
+    return _component_values("vae", (VAE_CHANNELS,), model, index, revision) == [4]
 
 
-def _vae_values(names: Sequence[str], model: str, index: dict[str, Any], revision: str | None) -> list[Any]:
-    """Settings of a checkpoint's VAE: those of these names that its class has, if it is one of diffusers' own."""
+def fewest_steps(model: str, index: dict[str, Any], revision: str | None = None) -> int:
+    """Of a denoising. Takes the arguments of `temporal_factor`.
+
+    A scheduler with a terminal noise stretches its schedule from the first step to the last: it divides by zero if they
+    are the same.
+    """
+    return 2 if any(_component_values("scheduler", (_TERMINAL,), model, index, revision)) else 1
+
+
+def _component_values(
+    component: str, names: Sequence[str], model: str, index: dict[str, Any], revision: str | None
+) -> list[Any]:
+    """Settings of a component of a checkpoint: those of these names that its class has, if it is one of diffusers'."""
     import diffusers
 
-    library, name = index.get("vae") or (None, None)
+    library, name = index.get(component) or (None, None)
     if library != "diffusers" or not hasattr(diffusers, str(name)):
         return []
-    vae_class = getattr(diffusers, str(name))
-    parameters = inspect.signature(vae_class.__init__).parameters
+    component_class = getattr(diffusers, str(name))
+    parameters = inspect.signature(component_class.__init__).parameters
     known = {name: parameters[name].default for name in names if name in parameters}
-    config = vae_class.load_config(model, subfolder="vae", revision=revision) if known else {}
+    config = component_class.load_config(model, subfolder=component, revision=revision) if known else {}
     return [config.get(name, default) for name, default in known.items()]
 
 

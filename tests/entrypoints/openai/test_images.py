@@ -168,6 +168,15 @@ def test_null_and_unfilled_fields_are_absent(app: FastAPI) -> None:
     assert "take no mask" in send(app, "POST", "/v1/images/edits", data=given, files=mask).text
 
 
+def test_the_names_of_a_list_of_files(app: FastAPI) -> None:
+    fields = {"prompt": "at night", "size": "32x32", **SMALL}
+    for name in ("image", "image[]", "image[0]"):
+        assert send(app, "POST", "/v1/images/edits", data=fields, files={name: ("a.png", png())}).status_code == 200
+    two = [(f"image[{i}]", ("a.png", png())) for i in range(2)]
+    answer = send(app, "POST", "/v1/images/edits", data=fields, files=two)
+    assert answer.status_code == 400 and "takes one input image" in answer.text
+
+
 def test_an_upload_without_a_name_is_refused_with_the_remedy(app: FastAPI) -> None:
     head = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na hen\r\n'
     part = b'--x\r\nContent-Disposition: form-data; name="image"\r\n\r\n' + png() + b"\r\n--x--\r\n"

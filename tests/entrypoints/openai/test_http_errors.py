@@ -135,9 +135,19 @@ def test_all_valid_json_is_accepted() -> None:
         assert response.json() == {"text": text, "number": -1.5e300}
 
 
-def test_another_content_type_than_json_is_refused() -> None:
-    for headers in ({"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}, {}):
-        assert send(make_app(), "POST", "/v1/echo", content=b'{"text": "a"}', headers=headers).status_code == 400
+def test_a_body_of_an_unknown_form_is_refused() -> None:
+    body = b'{"text": "a"}'
+    for headers, words in (
+        ({}, "Content-Type: application/json"),
+        ({"content-type": "text/plain"}, "application/json, not text/plain"),
+        (JSON | {"content-encoding": "gzip"}, "Content-Encoding gzip"),
+    ):
+        refused = send(make_app(), "POST", "/v1/echo", content=body, headers=headers)
+        assert refused.status_code == 415 and words in refused.json()["error"]["message"], refused.text
+    assert refused.headers["accept-encoding"] == "identity"
+    plain = send(make_app(), "POST", "/v1/echo", content=body, headers=JSON | {"content-encoding": "identity"})
+    assert plain.json()["text"] == "a"
+    assert send(make_app(), "POST", "/v1/echo").json()["error"]["message"] == "the body is missing"
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ class Room:
 
     async def hold(self, body: bytes, **headers: str) -> "asyncio.Task[httpx.Response]":
         """A request that is being answered."""
+        headers = {"content-type": "application/octet-stream", **headers}
         task = asyncio.create_task(self.client.post("/v1/hold", content=body, headers=headers))
         await self.arrived.wait()
         return task

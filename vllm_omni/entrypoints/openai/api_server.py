@@ -35,6 +35,7 @@ from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
+from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
@@ -76,6 +77,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in refused]
     for path, message in refused.items():
         _refuse(app, path, message)
+    bound_json_routes(app)
     app.middleware_stack = None  # vLLM has built it; it is built again with ours, at the first request.
     register_error_handlers(app)
     add_middleware(app, args)

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Literal, Self, cast
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion as vllm_create_chat_completion
@@ -21,7 +21,6 @@ from vllm.entrypoints.openai.completion.api_router import create_completion as v
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, OpenAIBaseModel
-from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.parser.abstract_parser import Parser
 from vllm.renderers.online_renderer import OnlineRenderer
@@ -347,7 +346,6 @@ def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient, modalit
 
 router = APIRouter()
 _ROUTE: dict[str, Any] = {
-    "dependencies": [Depends(validate_json_request)],
     "responses": {HTTPStatus.OK.value: {"content": {MEDIA_TYPE: {}}}, **describe_errors()},
 }
 

@@ -14,6 +14,7 @@ import numpy as np
 from starlette.requests import HTTPConnection
 
 from vllm_omni.engine.media_tokens import MediaTokens
+from vllm_omni.entrypoints.openai.json_body import JsonBody
 from vllm_omni.inputs import SpokenText
 
 SCOPE_KEY = "omni_context"
@@ -58,6 +59,7 @@ class RequestContext:
     variable (`current`).
 
     Attributes:
+        json: The body, if it is JSON, until the endpoint takes it.
         owner: The SHA-256 of the API key that the request was sent with; empty where the server has no keys.
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
         kept_sounds: What decodes the sounds of a realtime session, by their addresses in its messages; as
@@ -73,6 +75,7 @@ class RequestContext:
         spoken_text: Which part of the reply is spoken; None: all of it.
     """
 
+    json: JsonBody | None = None
     owner: bytes = b""
     num_media_parts: int = 0
     kept_sounds: Mapping[str, Callable[[], tuple[np.ndarray, float]]] = field(default_factory=dict)
@@ -103,6 +106,11 @@ class RequestContext:
     def current(cls) -> RequestContext:
         """The context of the HTTP request that this task works for; outside of one a context of its own."""
         return _current.get(None) or cls()
+
+    def take_json(self) -> JsonBody | None:
+        """The body, if it is JSON that nobody has taken. Who takes it decides how long it is held."""
+        body, self.json = self.json, None
+        return body
 
     @contextmanager
     def answering(self) -> Iterator[None]:

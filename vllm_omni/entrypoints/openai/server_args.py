@@ -29,6 +29,10 @@ class RequestLimits:
     max_request_bytes: int = 256 * MIB
     """Bytes of a request's body; a larger one is answered with 413."""
 
+    max_request_values: int = 2_000_000
+    """Values of a request's JSON, of which an object counts as 10; more are answered with 413. The default fits prompts
+    of as many token ids."""
+
     max_media_parts: int = 64
     """Images, audio clips and videos that a request may have, all together."""
 
@@ -135,6 +139,9 @@ class RealtimeLimits:
 
     max_realtime_message_bytes: int = 24 * MIB
     """Bytes of a client's realtime event. The default fits OpenAI's 15 MiB of sound as base64."""
+
+    max_realtime_message_values: int = 200_000
+    """Values of a client's realtime event, of which an object counts as 10."""
 
     max_realtime_audio_s: float = 600.0
     """Seconds of users' sound that a realtime session keeps in its items, the newest, and as much that is not

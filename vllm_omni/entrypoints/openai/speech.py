@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field
 from starlette.datastructures import State
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
@@ -286,7 +286,6 @@ async def create_speech(
 
 @router.post(
     "/v1/audio/speech/batch",
-    dependencies=[Depends(validate_json_request)],
     responses={HTTPStatus.OK.value: {"model": SpeechBatch}, **describe_errors(HTTPStatus.INTERNAL_SERVER_ERROR)},
 )
 @with_cancellation

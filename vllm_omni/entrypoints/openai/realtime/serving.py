@@ -13,11 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, Literal
 
-from fastapi import APIRouter, Depends, Request, WebSocket
+from fastapi import APIRouter, Request, WebSocket
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
-from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE
@@ -189,7 +188,6 @@ async def realtime(websocket: WebSocket) -> None:
 
 @router.post(
     f"{PATH}/client_secrets",
-    dependencies=[Depends(validate_json_request)],
     responses={HTTPStatus.OK.value: {"model": ClientSecretResponse}, **describe_errors()},
 )
 async def create_client_secret(request: ClientSecretRequest, raw_request: Request) -> JSONResponse:

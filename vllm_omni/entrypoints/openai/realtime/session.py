@@ -158,7 +158,7 @@ class Session:
 
     async def _handle(self, text: str | bytes) -> None:
         try:
-            event = read_event(text)
+            event = read_event(text, self._limits.max_realtime_message_values)
         except EventError as error:
             await self._send_error(error)
             return

@@ -108,11 +108,12 @@ class RequestModel(BaseModel):
         kind = raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind in _FORMS:
             body = JsonBody(await _read_form(raw_request, cls.file_field))
-        elif kind in ("", "application/json"):  # No body at all has no type.
+        elif kind == "application/json":
             body = RequestContext.of(raw_request).take_json() or JsonBody({})
         else:
             raise HTTPException(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send application/json or {_FORMS[0]}, not {kind[:_MAX_NAME]}"
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                f"send application/json or {_FORMS[0]}, not {kind[:_MAX_NAME] or 'nothing'}",
             )
         return await validated(validator_of(cls), body)
 

@@ -168,8 +168,8 @@ class ApiKeyMiddleware(AuthenticationMiddleware):
         self._secrets, self._has_playground, self._public = secrets, has_playground, public
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        # A browser's preflight request has no key.
-        if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
+        # A browser's preflight request, which has no key, is answered outside of this.
+        if scope["type"] not in ("http", "websocket"):
             return self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in OPEN_PATHS or (self._has_playground and f"{path}/".startswith(PLAYGROUND_PATH)):

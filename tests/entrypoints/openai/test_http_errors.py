@@ -56,7 +56,9 @@ def test_a_full_pipeline_answers_with_a_retry_time(seconds: float, header: str) 
     assert response.headers["retry-after"] == header
 
 
-def test_only_a_dead_stage_has_a_retry_time() -> None:
+def test_what_another_try_may_help_has_a_retry_time() -> None:
+    for closed in (PipelineClosedError("closed"), RequestAbortedError("aborted", "r")):
+        assert send(failing_with(closed), "GET", "/v1/fail").headers["retry-after"] == "1"
     assert "retry-after" in send(failing_with(StageDeadError("died", "r", 1)), "GET", "/v1/fail").headers
     assert send(failing_with(StageDeadError("dead", "r", 1, 30.0)), "GET", "/v1/fail").headers["retry-after"] == "30"
     never = StageDeadError("dead", "r", 1, None)

@@ -221,7 +221,9 @@ class OmniEngineClient(_UnsupportedEngineClient):
         """
         started, context = time.monotonic(), RequestContext.current()
         with self._gate:
-            events = self.llm.generate(prompt, sampling_params_list, request_id, hold=context.hold, **options)
+            events = self.llm.generate(
+                prompt, sampling_params_list, request_id, hold=context.hold, place=context.take_place(), **options
+            )
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, ErrorEvent):
@@ -348,14 +350,19 @@ class OmniEngineClient(_UnsupportedEngineClient):
         return PipelineClosedError("the server is shutting down")
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuses a request before it is rendered and its media are fetched.
+        """Refuses a request before it is rendered and its media are fetched, or takes its place in the queue, which it
+        has until its next request to the engine. So what an endpoint does before that costs no request its place.
 
         Raises:
             PipelineFullError: The queue is full.
             PipelineClosedError: The server is shutting down.
         """
         self._gate.check()
-        self.llm.check_room()
+        context = RequestContext.current()
+        if not context.is_answering:
+            self.llm.check_room()
+        elif context.place is None:
+            context.place = self.llm.reserve()
 
     async def check_health(self) -> None:
         """`/health` checks each stage."""

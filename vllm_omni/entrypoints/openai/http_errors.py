@@ -48,6 +48,8 @@ _STATUS: dict[type[OmniError], HTTPStatus] = {
     PipelineClosedError: HTTPStatus.SERVICE_UNAVAILABLE,
     RequestAbortedError: HTTPStatus.SERVICE_UNAVAILABLE,
 }
+_CLOSED_RETRY_S = 1.0
+"""Of a server that shuts down: another one, or the next one at its address, may take the request."""
 
 
 _COMMON = (
@@ -92,7 +94,8 @@ def to_http_error(error: OmniError | OmniHTTPError) -> OmniHTTPError:
     if isinstance(error, StageDeadError):
         text = "the stage that held the request failed and restarts; send the request again"
         return OmniHTTPError(text, status, error.retry_after_s)
-    return OmniHTTPError(str(error), status)
+    is_closed = isinstance(error, PipelineClosedError | RequestAbortedError)
+    return OmniHTTPError(str(error), status, _CLOSED_RETRY_S if is_closed else None)
 
 
 def _log_failure(error: OmniError) -> str:

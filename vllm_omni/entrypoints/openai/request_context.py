@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from starlette.requests import HTTPConnection
@@ -16,6 +16,9 @@ from starlette.requests import HTTPConnection
 from vllm_omni.engine.media_tokens import MediaTokens
 from vllm_omni.entrypoints.openai.json_body import JsonBody
 from vllm_omni.inputs import SpokenText
+
+if TYPE_CHECKING:
+    from vllm_omni.entrypoints.async_omni_llm import Place
 
 SCOPE_KEY = "omni_context"
 """Of the context in the ASGI scope."""
@@ -73,6 +76,7 @@ class RequestContext:
         mm_token_counts: Tokens of the rendered prompt by type of media.
         num_cached_tokens: Tokens of the prompt that the engine found in its prefix cache, in a stream.
         spoken_text: Which part of the reply is spoken; None: all of it.
+        place: In the pipeline's queue, for its next request to the engine.
     """
 
     json: JsonBody | None = None
@@ -88,6 +92,7 @@ class RequestContext:
     mm_token_counts: Mapping[str, int] = field(default_factory=dict)
     num_cached_tokens: int = 0
     spoken_text: SpokenText | None = None
+    place: Place | None = None
     _release: Callable[[], None] | None = None  # None: there is no answer whose sending ends.
 
     @classmethod
@@ -119,8 +124,20 @@ class RequestContext:
         try:
             yield
         finally:
+            if place := self.take_place():
+                place.release()
             release, self._release = self._release, None
             release()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether this block runs."""
+        return self._release is not None
+
+    def take_place(self) -> Place | None:
+        """The place, which the caller then releases."""
+        place, self.place = self.place, None
+        return place
 
     def hold(self, release: Callable[[], None]) -> None:
         """Has a slot of the pipeline released when the answer has been sent, or at once if there is none to send.

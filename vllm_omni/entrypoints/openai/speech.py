@@ -164,7 +164,6 @@ class ServingSpeech(MediaEndpoint):
                 parameter="inputs",
             )
         settings = await self._read(request, raw_request)
-        self.client.check_admission()
         speaking = [self._speak(index, text, settings, raw_request) for index, text in enumerate(request.inputs)]
         results = await asyncio.gather(*speaking, return_exceptions=True)
         answer = SpeechBatch(
@@ -200,6 +199,7 @@ class ServingSpeech(MediaEndpoint):
                 f"stage {self.client.stage.name!r} writes the input and does not sample; give it null",
                 parameter=f"sampling_params_list[{self._writer}]",
             )
+        self.client.check_admission()
         information = await self._reader.read(request, RequestContext.of(raw_request).owner)
         ignored = self._reader.ignored(request)
         return _Settings(request=request, information=information, params=params, ignored=ignored)

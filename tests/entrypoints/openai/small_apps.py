@@ -21,6 +21,7 @@ DEFAULTS = {"api_key": None, "log_error_stack": False, "playground": False, "pub
 class Question(BaseModel):
     text: str
     number: float = 0.0
+    parts: list[dict[str, int]] = []
     extra: Any = None
 
 

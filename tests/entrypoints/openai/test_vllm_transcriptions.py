@@ -127,12 +127,12 @@ def test_subtitles() -> None:
     ("fields", "param", "words"),
     [
         ({"response_format": "diarized_json"}, "response_format", "verbose_json, srt or vtt"),
-        ({"response_format": "xml"}, "body.response_format", "'vtt'"),
+        ({"response_format": "xml"}, "response_format", "'vtt'"),
         ({"response_format": "srt", "stream": "true"}, "stream", "not streamed"),
         ({"response_format": "verbose_json", "timestamp_granularities[]": "word"}, "timestamp_granularities", "word"),
         ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "word"),
         ({"include[]": "logprobs"}, "include", "log probabilities"),
-        ({"language": "klingon"}, "body.language", "ISO 639-1"),
+        ({"language": "klingon"}, "language", "ISO 639-1"),
     ],
 )
 def test_what_cannot_be_done_is_refused(app: FastAPI, fields: dict[str, Any], param: str, words: str) -> None:

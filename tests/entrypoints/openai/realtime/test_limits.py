@@ -191,7 +191,7 @@ def test_wrong_requests_for_keys(realtime_app: FastAPI) -> None:
         ({"session": {"type": "realtime", "audio": {"output": {"voice": "nobody"}}}}, "session.audio.output.voice"),
         ({"session": {"type": "transcription"}}, "session.type"),
         ({"session": {"type": "realtime", "colour": "red"}}, "session.colour"),
-        ({"expires_after": {"anchor": "created_at", "seconds": 1}}, "body.expires_after.seconds"),
+        ({"expires_after": {"anchor": "created_at", "seconds": 1}}, "expires_after.seconds"),
     ]:
         answer = send(realtime_app, "POST", SECRETS, json=body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

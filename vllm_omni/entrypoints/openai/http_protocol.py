@@ -7,14 +7,16 @@ import asyncio
 import logging
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
 
 from vllm_omni.entrypoints.openai.server_args import flag
 
 logger = logging.getLogger("vllm.omni.server")
 
-_Protocol: Any = AutoHTTPProtocol  # One of uvicorn's, by what is installed.
+_Protocol: Any = H11Protocol  # mypy takes no base class that is not typed
+"""uvicorn's in Python. That in C loses the body of a request with `Upgrade: h2c`, which Java's client sends, and sends
+chunks to clients of HTTP/1.0; it takes 80 us less of a request, and 3 us of a chunk."""
 _WebSocketProtocol: Any = AutoWebSocketsProtocol
 
 _STATUS_LINE = b"HTTP/"
@@ -31,6 +33,11 @@ def http_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
             super().connection_made(transport)
             self.transport = HeadersTransport(transport, self.loop)
             self.access_logger = LateLogger(self.access_logger, self.loop)
+
+        def _should_upgrade(self) -> bool:
+            """Only to a WebSocket, which begins with GET. Any other offer may be ignored."""
+            offered: bytes | None = self._get_upgrade()
+            return self.scope["method"] == "GET" and offered == b"websocket" and self._should_upgrade_to_ws()
 
     return Protocol
 

@@ -88,6 +88,16 @@ def test_writes_the_same(
     assert async_engine.kv_blocks()[0] == 0
 
 
+def test_writes_forced_tokens_as_with_a_grammar(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> None:
+    forced = [[9, 300, 9], [40, 41], [7] * 30]
+    prompts = [{**prompt, "forced_token_ids": each} for prompt, each in zip(PROMPTS, forced, strict=False)]
+    for engine in (async_engine, text_engine):
+        outputs = run(engine, prompts, greedy(40, ignore_eos=False))
+        written = [list(output.outputs[0].token_ids[:-1]) for output in outputs]
+        assert written == forced[: len(prompts)]
+        assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+
+
 def test_ends_where_each_stops(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> None:
     """A step more is computed of a request that ends with its token."""
     ends = [

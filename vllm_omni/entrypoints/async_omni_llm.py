@@ -119,7 +119,7 @@ class AsyncOmniLLM(OmniBase):
             )
 
         with place or self.reserve():
-            if self._num_preprocessing or not self.builder.is_rendered_text(prompt):
+            if self._num_preprocessing or not self.builder.is_quick(prompt, sampling_params_list):
                 request = await self._preprocess(build)
             else:  # A thread would take longer to begin than this takes.
                 request = build()
@@ -176,24 +176,25 @@ class AsyncOmniLLM(OmniBase):
         except Exception as error:
             events.put(error)
 
-    def check_room(self) -> None:
-        """Raises the errors that `generate` would raise for any prompt.
+    def check_room(self, num_sequences: int = 1) -> None:
+        """Raises the errors that `generate` would raise for any prompt of so many sequences.
 
         Raises:
             PipelineFullError: The queue is full.
             PipelineClosedError: `close()` was called.
         """
-        self._pipeline.orchestrator.check_room(len(self._places))
+        num_coming = sum(place.num_sequences for place in self._places)
+        self._pipeline.orchestrator.check_room(num_coming, num_sequences)
 
-    def reserve(self) -> Place:
+    def reserve(self, num_sequences: int = 1) -> Place:
         """Takes a place in the queue for a request that is still to be made. So requests have their places in the order
         in which they came, however long each takes to be made.
 
         Raises:
             PipelineFullError, PipelineClosedError: As `check_room`.
         """
-        self.check_room()
-        return Place(self._places)
+        self.check_room(num_sequences)
+        return Place(self._places, num_sequences)
 
     async def _preprocess(self, build: Callable[[], PipelineRequest]) -> PipelineRequest:
         """Runs `build` in the preprocessing thread."""
@@ -212,7 +213,8 @@ class AsyncOmniLLM(OmniBase):
 class Place:
     """A place in a queue, that is free again at the end of a `with` block or by `release`. For the event loop."""
 
-    def __init__(self, taken: set[Place]) -> None:
+    def __init__(self, taken: set[Place], num_sequences: int) -> None:
+        self.num_sequences = num_sequences
         self._taken = taken
         taken.add(self)
 

@@ -180,11 +180,17 @@ class RequestBuilder:
                 decoders[stage_id] = decoder
         return decoders
 
-    def is_rendered_text(self, prompt: str | OmniPrompt) -> bool:
-        """Whether a prompt is text that vLLM's server has tokenized: its request is built in a fraction of a
-        millisecond."""
+    def is_quick(
+        self,
+        prompt: str | OmniPrompt,
+        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams = None,
+    ) -> bool:
+        """Whether a prompt is text that vLLM's server has tokenized, without a grammar, which vLLM would parse: its
+        request is built in a fraction of a millisecond."""
+        params = sampling_params_list if isinstance(sampling_params_list, Sequence) else [sampling_params_list]
         return (
-            isinstance(prompt, Mapping)
+            not any(isinstance(each, SamplingParams) and each.structured_outputs for each in params)
+            and isinstance(prompt, Mapping)
             and prompt.keys() == {"engine_input", "modalities"}
             and prompt["engine_input"].get("type") == "token"  # A raw prompt has no type.
             and not self.prompt_processors

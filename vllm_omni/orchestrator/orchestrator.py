@@ -164,14 +164,15 @@ class Orchestrator:
         with contextlib.suppress(PipelineClosedError):
             self._command(lambda: self._router.extend(request, stage_id, stage_input, is_last))
 
-    def check_room(self, num_coming: int = 0) -> None:
+    def check_room(self, num_coming: int = 0, num_sequences: int = 1) -> None:
         """Raises what `submit` would raise without `wait`: for callers to check before they prepare a request.
 
         Args:
-            num_coming: Requests that the caller is preparing, and submits before this one.
+            num_coming: Sequences of requests that the caller is preparing, and submits before this one.
+            num_sequences: Of this one.
         """
         self.check_process()
-        self._admission.check_room(num_coming)
+        self._admission.check_room(num_coming, num_sequences)
 
     def release(self, request_id: str) -> None:
         """Makes room for another request. Called when the caller has received a request's last event."""

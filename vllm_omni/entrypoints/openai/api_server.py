@@ -39,6 +39,7 @@ from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
+from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
 from vllm_omni.stage.watchdog import TIMEOUT_OPTION
@@ -64,6 +65,7 @@ router = APIRouter()
 
 async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     """The application for a pipeline; `args` are those of `vllm serve`."""
+    client.limits = limits_from(args, RequestLimits)
     root = logging.getLogger()
     level = root.level
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from vllm_omni.entrypoints.cli_args import add_cli_args, parse_json_object
 
+KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -58,6 +59,17 @@ class RequestLimits:
 
     max_speech_inputs: int = 32
     """Texts of a batch of speech. They are spoken at the same time."""
+
+    max_n: int = 128
+    """Answers (`n`, also of beam search) that a request may ask for. The default is OpenAI's limit."""
+
+    max_grammar_bytes: int = 64 * KIB
+    """Bytes of the grammar of a structured output: of a JSON schema, the tools that a model has to choose from,
+    `choice`, a regular expression or EBNF. A grammar is compiled before its request starts."""
+
+    max_grammar_values: int = 5000
+    """Keys and values of a JSON schema, nested ones too, values of `choice`, and alternatives of a regular expression
+    or EBNF."""
 
     min_body_rate: int = 1024
     """Bytes a second of a request's body; one that comes more slowly for 30 seconds is answered with 408."""

@@ -600,7 +600,8 @@ def _as_sampling_params(
 
 
 def make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
-    """vLLM's sampling parameters; `structured_outputs` may also be a dict of its fields."""
+    """vLLM's sampling parameters; `structured_outputs` may also be a dict of its fields, and the keys of `logit_bias`
+    strings."""
     constraint = values.get("structured_outputs")
     if isinstance(constraint, Mapping):
         known = [field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init]
@@ -608,4 +609,14 @@ def make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
             if key not in known:
                 raise ValueError(f"unknown key {key!r} in structured_outputs{nearest(key, known)}")
         values = {**values, "structured_outputs": StructuredOutputsParams(**constraint)}
+    if values.get("logit_bias") is not None:
+        values = {**values, "logit_bias": _read_logit_bias(values["logit_bias"])}
     return SamplingParams(**values)
+
+
+def _read_logit_bias(given: Any) -> dict[int, float]:
+    """Biases by token id. The keys of a JSON object are strings."""
+    try:
+        return {int(token): float(bias) for token, bias in given.items()}
+    except (AttributeError, ValueError, TypeError) as error:
+        raise ValueError('logit_bias must be an object of token ids and biases, such as {"17": -100}') from error

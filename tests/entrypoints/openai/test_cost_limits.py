@@ -29,6 +29,11 @@ def app(text_async_llm: AsyncOmniLLM, tiny_qwen3: Path) -> FastAPI:
     return app_of(OmniEngineClient(text_async_llm), tiny_qwen3)
 
 
+@pytest.fixture(scope="module")
+def omni_app(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
+    return app_of(OmniEngineClient(talking_async_llm), tiny_qwen3_omni_moe)
+
+
 @pytest.fixture(autouse=True)
 def _the_next_request_is_answered(app: FastAPI) -> Iterator[None]:
     yield
@@ -112,3 +117,19 @@ def test_a_grammar_that_matches_no_text_is_the_clients_error(
         assert stream and '"code":400' in response.text.replace(" ", ""), response.text
     else:
         error_of(response)
+
+
+def test_logit_bias_of_each_stage(omni_app: FastAPI) -> None:
+    body: dict[str, Any] = {"modalities": ["text", "audio"]}
+
+    def ask(*stages: Any) -> Any:
+        return chat(omni_app, **body, sampling_params_list=list(stages))
+
+    thinker, talker = {"logit_bias": {"17": 100}}, {"logit_bias": {"5": -100}, "max_tokens": 4}
+    answer = ask(thinker, talker, None)
+    assert answer.status_code == 200, answer.text
+    plain = ask(None, {"max_tokens": 4}, None).json()["choices"][0]["message"]
+    assert answer.json()["choices"][0]["message"]["audio"]["transcript"] != plain["audio"]["transcript"]
+    for wrong in ({"a": 1}, {"5": "b"}, [5], {"99999999": 1}):
+        assert "logit_bias" in error_of(ask(None, {"logit_bias": wrong, "max_tokens": 4}, None))["message"], wrong
+        assert "logit_bias" in error_of(ask({"logit_bias": wrong}, {"max_tokens": 4}, None))["message"], wrong

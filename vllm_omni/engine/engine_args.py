@@ -60,6 +60,7 @@ _CONFIGS: dict[str, type] = {
     "ec_transfer_config": ECTransferConfig,
 }
 """Arguments that vLLM reads as objects and does not make of a dict itself, as it does with all other configurations."""
+_READ_WITH_TOKENIZER = ("reasoning_parser", "reasoning_parser_plugin", "reasoning_config", "structured_outputs_config")
 _ENCODER_CACHE = "vllm_omni.core.sched.encoder_cache.CountingEncoderCacheManager"
 # By class path, because vLLM rewrites the name "uni" to "mp" on the CPU.
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -232,6 +233,9 @@ def create_engine_args(
     arguments = (
         _defaults(settings) | {"async_scheduling": _schedules_async(vllm_engine_args, settings)} | vllm_engine_args
     )
+    if arguments.get("skip_tokenizer_init"):
+        for name in _READ_WITH_TOKENIZER:  # They are meant for the stages that write text.
+            arguments.pop(name, None)
     if _world_size(arguments) == 1:
         arguments.setdefault("distributed_executor_backend", _UNIPROC_EXECUTOR)
     if arguments.get("otlp_traces_endpoint"):

@@ -41,6 +41,10 @@ class TestRefused:
             ({"engine_type": "diffusion"}, "'diffusion' is not one of ar, generation"),
             ({"engine_type": "generation", "async_scheduling": True}, "only autoregressive stages"),
             ({"engine_output_type": "latent", "speculative_config": {"method": "ngram"}}, "rejected tokens"),
+            (
+                {"engine_output_type": "latent", "kv_transfer_config": {"kv_role": "kv_both"}},
+                "kv_transfer_config needs",
+            ),
         ],
     )
     def test_arguments(self, arguments, message):

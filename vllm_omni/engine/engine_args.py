@@ -61,6 +61,10 @@ _CONFIGS: dict[str, type] = {
 }
 """Arguments that vLLM reads as objects and does not make of a dict itself, as it does with all other configurations."""
 _READ_WITH_TOKENIZER = ("reasoning_parser", "reasoning_parser_plugin", "reasoning_config", "structured_outputs_config")
+_ONLY_WITHOUT_ROWS = {
+    "speculative_config": "rows of rejected tokens would leave the engine",
+    "kv_transfer_config": "there would be no rows of tokens whose keys and values a connector has found",
+}
 _ENCODER_CACHE = "vllm_omni.core.sched.encoder_cache.CountingEncoderCacheManager"
 # By class path, because vLLM rewrites the name "uni" to "mp" on the CPU.
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -312,9 +316,11 @@ def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings)
         )
     if not settings.emits_rows:
         return
-    needs_text = f"needs engine_output_type 'text', not {settings.engine_output_type!r}"
-    if arguments.get("speculative_config"):
-        raise StageConfigError(f"speculative_config {needs_text}: rows of rejected tokens would leave the engine")
+    for name, reason in _ONLY_WITHOUT_ROWS.items():
+        if arguments.get(name):
+            raise StageConfigError(
+                f"{name} needs engine_output_type 'text', not {settings.engine_output_type!r}: {reason}"
+            )
 
 
 def _turn_off_prefix_caching(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:

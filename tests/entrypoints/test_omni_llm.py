@@ -16,7 +16,7 @@ from tests.forked_programs import imported
 from tests.orchestrator.pipelines import fresh_stats
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError, PipelineClosedError, StageConfigError
-from vllm_omni.events import ARSegmentEvent
+from vllm_omni.events import ARSegmentEvent, ErrorEvent
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.testing.hf_oracle import HFOracle
@@ -148,6 +148,44 @@ def test_a_request_that_fails_in_a_stage_does_not_affect_others(llm: OmniLLM, ti
         torch.testing.assert_close(
             output.multimodal_output["audio"], reference[1].multimodal_output["audio"], rtol=0, atol=1e-5
         )
+
+
+@pytest.fixture
+def mixed(tiny_qwen3_omni_moe: Path) -> list[Any]:
+    """Prompts of which two are refused, and one fails in a stage."""
+    good = make_prompt(tiny_qwen3_omni_moe, "text")
+    return [good, {"prompt_token_ids": [5, 99999]}, good, make_chat(1020), {"prompt": "x", "modalities": []}, good]
+
+
+def test_each_prompt_fails_alone(llm: OmniLLM, mixed: list[Any]) -> None:
+    reference = llm.generate(mixed[0], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match=r"^prompt 1: .*99999") as error:
+        llm.generate(mixed, GREEDY, use_tqdm=False)
+    good = [output.outputs[0].text for output in error.value.results if output.final_output_type == "text"]
+    assert good == [reference[0].outputs[0].text] * 3 and len(error.value.results) == 6
+
+
+def test_errors_are_returned(llm: OmniLLM, mixed: list[Any]) -> None:
+    outputs = llm.generate(mixed, GREEDY, use_tqdm=False, on_error="return")
+    errors = [str(output.error) if output.error else None for output in outputs]
+    assert [error and error[:9] for error in errors] == [
+        None, None, "prompt 1:", None, None, "prompt 3:", "prompt 4:", None, None
+    ]  # fmt: skip
+    assert "stage 1 (talker)" in str(errors[5]) and outputs[5].error.stage_id == 1  # type: ignore[union-attr]
+    speech = ["text", "audio"]
+    assert [output.final_output_type for output in outputs] == [*speech, "", *speech, "", "", *speech]
+    assert outputs[2].outputs == [] and outputs[2].multimodal_output == {}
+    (alone,) = llm.generate(mixed[1], GREEDY, use_tqdm=False, on_error="return")
+    assert str(alone.error).startswith("Token id 99999")
+    with pytest.raises(InvalidRequestError, match="on_error must be"):
+        llm.generate(mixed, GREEDY, on_error="ignore")  # type: ignore[call-overload]
+
+
+def test_a_stream_has_the_errors_of_refused_prompts(llm: OmniLLM, mixed: list[Any]) -> None:
+    ends = [event for event in llm.generate(mixed, GREEDY, stream=True) if event.is_terminal]
+    assert len(ends) == len({event.request_id for event in ends}) == len(mixed)
+    failed = {str(event.error)[:9] for event in ends if isinstance(event, ErrorEvent)}
+    assert failed == {"prompt 1:", "prompt 3:", "prompt 4:"}
 
 
 def test_eight_streaming_requests_equal_complete_results(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:

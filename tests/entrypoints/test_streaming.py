@@ -188,9 +188,13 @@ def test_two_iterators_are_read_in_turn(llm: OmniLLM) -> None:
         check_events(own)
 
 
-def test_a_wrong_prompt_raises_and_aborts_the_others(llm: OmniLLM) -> None:
-    with pytest.raises(InvalidRequestError, match="cannot output 'audios'"):
-        list(llm.generate([long_prompt(), fake_prompt(modalities=["audios"])], stream=True))
+def test_a_wrong_prompt_ends_alone(llm: OmniLLM) -> None:
+    prompts = [fake_prompt("a"), fake_prompt(modalities=["audios"]), fake_prompt("b")]
+    events = list(llm.generate(prompts, stream=True))
+    ends = {event.prompt_index: event for event in events if event.is_terminal}
+    assert [type(ends[index]) for index in range(3)] == [CompletedEvent, ErrorEvent, CompletedEvent]
+    assert str(ends[1].error).startswith("prompt 1: this pipeline cannot output 'audios'")  # type: ignore[attr-defined]
+    assert {event.prompt_index for event in events} == {0, 1, 2}
     assert is_idle(llm)
 
 

@@ -87,10 +87,14 @@ class OmniBase:
             StageStartError: A stage failed to start, or took too long.
             PipelineClosedError: It was closed while it started.
         """
+        self._prepare()
         args = OmniArgs.from_kwargs(model=model, stage_configs_path=stage_configs_path, **kwargs)
         self._pipeline = launch_pipeline(args, fork_server, on_open)
         # Also runs when the interpreter exits, so that no process is left behind without close().
         self._finalizer = weakref.finalize(self, self._pipeline.orchestrator.close)
+
+    def _prepare(self) -> None:
+        """Called before a process is started, and vLLM is imported."""
 
     @property
     def config(self) -> PipelineConfig:

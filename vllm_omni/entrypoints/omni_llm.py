@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from vllm_omni.entrypoints.omni_base import OmniBase
 from vllm_omni.errors import InvalidRequestError
+from vllm_omni.metrics.logs import log_to_stderr
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm.lora.request import LoRARequest
@@ -43,7 +44,12 @@ class OmniLLM(OmniBase):
         with OmniLLM("path/to/diffusers-model") as llm:
             [output] = llm.generate("A red boat.", {"num_inference_steps": 20, "seed": 1})
             output.images[0].save("boat.png")
+
+    Log lines go to stderr, unless vLLM's variables (`VLLM_LOGGING_STREAM`) say otherwise.
     """
+
+    def _prepare(self) -> None:
+        log_to_stderr()
 
     @overload
     def generate(
@@ -203,7 +209,7 @@ class OmniLLM(OmniBase):
         )
         options = {"modalities": modalities, "additional_information": additional_information}
         prompts = [{"messages": each, "chat_params": params, **options} for each in _as_conversations(messages)]
-        return self.generate(  # type: ignore[call-overload]
+        return self.generate(  # type: ignore[call-overload, misc]
             prompts,
             sampling_params_list,
             use_tqdm,

@@ -9,6 +9,7 @@ import json
 import logging
 import logging.config
 import os
+import sys
 import warnings
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -19,6 +20,17 @@ _CONFIG_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 _VARIABLES = (_CONFIG_VARIABLE, "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM", "VLLM_CONFIGURE_LOGGING")
 _LIBRARIES = {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Read when they are imported."""
+
+
+def log_to_stderr() -> None:
+    """Has vLLM's log lines, and those of stages that are started later, go to stderr, unless vLLM's variables say where
+    they go: by default they are between the lines that a program prints."""
+    if {"VLLM_LOGGING_STREAM", _CONFIG_VARIABLE} & os.environ.keys():
+        return
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    for handler in logging.getLogger("vllm").handlers:  # where vLLM was imported before
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+            handler.setStream(sys.stderr)
 
 
 def get_logger(module: str) -> logging.Logger:

@@ -11,6 +11,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from tests.distributed.test_run_dir import memory  # noqa: F401 (a fixture)
+from tests.docs.pages import ROOT, snippets
 from tests.entrypoints.fake_pipelines import by_request, check_events, make_chat, quick_servers, wait_until_free
 from tests.forked_programs import imported
 from tests.orchestrator.pipelines import fresh_stats
@@ -19,7 +20,7 @@ from vllm_omni.errors import InvalidRequestError, PipelineClosedError, StageConf
 from vllm_omni.events import ARSegmentEvent, ErrorEvent
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import OmniRequestOutput
-from vllm_omni.testing.hf_oracle import HFOracle
+from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle
 from vllm_omni.testing.media import PROMPT_KINDS, example_prompts, make_prompt, mixed_prompts
 
 GROUP = "llm"
@@ -283,3 +284,22 @@ def test_arguments_reach_stages_and_an_exception_closes_the_pipeline(
         llm.generate("user hello", use_tqdm=False)
     assert children() <= before
     assert list(memory.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_hidden_states_of_a_stage(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """As `docs/offline.md` says."""
+    file = tmp_path / "stages.yaml"
+    (text,) = snippets("yaml", pages=[ROOT / "docs" / "offline.md"])
+    file.write_text(text.text)
+    prompt = list(range(20, 29))
+    model = HFTextOracle(tiny_qwen3).model
+    with OmniLLM(str(tiny_qwen3), stage_configs_path=str(file), dtype="float32", max_model_len=64) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt}] * 2, {"max_tokens": 4, "temperature": 0.0}, use_tqdm=False
+        )
+    for output in outputs:
+        written = [*prompt, *output.outputs[0].token_ids]
+        with torch.no_grad():
+            expected = model.model(torch.tensor([written[:-1]])).last_hidden_state[0]
+        torch.testing.assert_close(output.multimodal_output["hidden"], expected, rtol=0, atol=1e-4)

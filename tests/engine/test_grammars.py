@@ -26,6 +26,20 @@ def constrained(**constraint: Any) -> SamplingParams:
     return greedy(8, structured_outputs=StructuredOutputsParams(**constraint), ignore_eos=False)
 
 
+@pytest.fixture
+def engine(text_engine: OmniLLMEngine) -> Iterator[OmniLLMEngine]:
+    """Without requests, and without a step to report that they have ended."""
+    drain(text_engine)
+    yield text_engine
+    drain(text_engine)
+
+
+def drain(engine: OmniLLMEngine) -> None:
+    engine.abort_request(list(engine.output_processor.external_req_ids))
+    while engine.has_work():
+        engine.step()
+
+
 class Compiler:
     """Stands for a compiler of grammars whose work ends when the test says so."""
 
@@ -135,48 +149,58 @@ class TestForcedTokens:
         assert forced.validate_tokens([4]) == [4]
 
 
-def test_forced_tokens_do_not_wait_for_a_compiler(text_engine: OmniLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = text_engine.engine_core.engine_core.structured_output_manager  # type: ignore[attr-defined]
+def test_forced_tokens_do_not_wait_for_a_compiler(engine: OmniLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = engine.engine_core.engine_core.structured_output_manager  # type: ignore[attr-defined]
     create, may_begin = manager._create_grammar, threading.Event()
     monkeypatch.setattr(manager, "_create_grammar", lambda request: may_begin.wait() and create(request))
     try:
         for index, text in enumerate(("a", "b", "c")):
-            text_engine.add_request(str(index), {"prompt_token_ids": PROMPT}, constrained(choice=[text]))
-        assert not text_engine.has_work()
-        text_engine.add_request("3", {"prompt_token_ids": PROMPT, "forced_token_ids": [9, 300, 9, 8]}, greedy(5))
+            engine.add_request(str(index), {"prompt_token_ids": PROMPT}, constrained(choice=[text]))
+        assert not engine.has_work()
+        engine.add_request("3", {"prompt_token_ids": PROMPT, "forced_token_ids": [9, 300, 9, 8]}, greedy(5))
         ended: list[RequestOutput] = []
         while not ended:
-            ended = [output for output in text_engine.step() if output.finished]  # type: ignore[misc]
+            ended = [output for output in engine.step() if output.finished]  # type: ignore[misc]
         (forced,) = ended[0].outputs
         assert list(forced.token_ids)[:4] == [9, 300, 9, 8] and ended[0].request_id == "3"
-        text_engine.abort_request(["1"])
+        engine.abort_request(["1"])
     finally:
         may_begin.set()
-    assert [output.outputs[0].text for output in last_outputs(text_engine)] == ["a", "c"]
-    assert text_engine.kv_blocks()[0] == 0
+    assert [output.outputs[0].text for output in last_outputs(engine)] == ["a", "c"]
+    assert engine.kv_blocks()[0] == 0
 
 
-def test_a_grammar_without_a_text_is_the_requests_fault(text_engine: OmniLLMEngine) -> None:
+def test_each_grammar_has_the_backend_that_can_compile_it(engine: OmniLLMEngine) -> None:
+    """In a fresh manager the first one would choose for all."""
+    manager = engine.engine_core.engine_core.structured_output_manager  # type: ignore[attr-defined]
+    manager._backends.clear()
+    constraints = [{"json": {"const": 12, "multipleOf": 3, "type": "integer"}}, {"grammar": 'root ::= "x" | "yy"'}] * 2
+    for index, constraint in enumerate(constraints):
+        engine.add_request(str(index), {"prompt_token_ids": PROMPT}, constrained(**constraint))
+    texts = [output.outputs[0].text for output in last_outputs(engine)]
+    assert texts[0] == texts[2] == "12" and texts[1] == texts[3] in ("x", "yy")
+    assert manager._backends.keys() == {"guidance", "xgrammar"}
+
+
+def test_a_grammar_without_a_text_is_the_requests_fault(engine: OmniLLMEngine) -> None:
     for constraint, words in (
         ({"json": {"$ref": "#"}}, "cannot be compiled: it allows no token"),
         ({"grammar": 'root ::= "a" b\nb ::= b'}, "allows no token"),
     ):
-        (output,) = run(text_engine, PROMPTS, constrained(**constraint))
+        (output,) = run(engine, PROMPTS, constrained(**constraint))
         assert output.outputs[0].finish_reason == "error"
         assert words in str(output.outputs[0].stop_reason), constraint
-    (output,) = run(text_engine, PROMPTS, constrained(choice=["yes"]))
+    (output,) = run(engine, PROMPTS, constrained(choice=["yes"]))
     assert output.outputs[0].text == "yes"
 
 
-def test_a_grammar_whose_masks_take_too_long_is_refused(
-    text_engine: OmniLLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_whose_masks_take_too_long_is_refused(engine: OmniLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = constrained(regex="((a{1,100}){1,100}){1,100}b")
     with monkeypatch.context() as patch:
         patch.setattr(grammars, "TRIAL_TIME_S", 0.0)
-        (output,) = run(text_engine, PROMPTS, slow)
+        (output,) = run(engine, PROMPTS, slow)
     assert "takes more than 0 s for 24 tokens" in str(output.outputs[0].stop_reason)
-    (output,) = run(text_engine, PROMPTS, constrained(choice=["yes"]))
+    (output,) = run(engine, PROMPTS, constrained(choice=["yes"]))
     assert output.outputs[0].text == "yes"
 
 
@@ -209,17 +233,15 @@ class TestTheTrial:
             self.try_it(monkeypatch, [[5]], seconds=0.3)
 
 
-def test_an_error_of_the_compiler_is_the_requests_fault(
-    text_engine: OmniLLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = text_engine.engine_core.engine_core.structured_output_manager  # type: ignore[attr-defined]
+def test_an_error_of_the_compiler_is_the_requests_fault(engine: OmniLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = engine.engine_core.engine_core.structured_output_manager  # type: ignore[attr-defined]
 
     def fail(request: Any) -> None:
         raise RuntimeError("too many states")
 
     with monkeypatch.context() as patch:
         patch.setattr(manager, "_create_grammar", fail)
-        (output,) = run(text_engine, PROMPTS, constrained(choice=["yes"]))
+        (output,) = run(engine, PROMPTS, constrained(choice=["yes"]))
     assert "cannot be compiled: too many states" in str(output.outputs[0].stop_reason)
-    (output,) = run(text_engine, PROMPTS, constrained(choice=["yes"]))
+    (output,) = run(engine, PROMPTS, constrained(choice=["yes"]))
     assert output.outputs[0].text == "yes"

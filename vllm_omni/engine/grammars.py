@@ -2,6 +2,7 @@
 """The grammars of a stage's requests: compiled beside the engine, and those of forced texts, which need no compiler."""
 
 import contextlib
+import copy
 import os
 import sys
 import threading
@@ -16,7 +17,11 @@ import torch
 import xgrammar
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputKey
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+    StructuredOutputKey,
+)
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_omni.core.sched.output import OmniRequest
@@ -45,6 +50,7 @@ class OmniStructuredOutputManager(StructuredOutputManager):
     """
 
     on_compiled: Callable[[], None]
+    _backends: dict[str | None, StructuredOutputBackend | None]
     _tried: dict[StructuredOutputKey, None]
 
     @classmethod
@@ -52,14 +58,22 @@ class OmniStructuredOutputManager(StructuredOutputManager):
         manager.__class__ = cls
         assert isinstance(manager, cls)
         manager.on_compiled = _ignore
-        manager._tried = {}
+        manager._backends, manager._tried = {}, {}
         num_threads = max(1, (os.cpu_count() or 1) // 2)  # as vLLM's
         manager.executor = cast(Any, CompilePool(num_threads, COMPILE_TIMEOUT_S, lambda: manager.on_compiled()))
 
     def grammar_init(self, request: Request) -> None:
-        """Starts to compile the grammar of a request; vLLM calls it before the request is one of ours, too early."""
-        if isinstance(request, OmniRequest):
-            super().grammar_init(request)
+        """Starts to compile the grammar of a request, by the backend that can: vLLM has that of its first one only.
+
+        vLLM calls it before the request is one of ours, too early.
+        """
+        if not isinstance(request, OmniRequest) or request.structured_output_request is None:
+            return
+        name = request.structured_output_request.params._backend
+        with_backend = copy.copy(self)  # Its thread reads the backend later.
+        with_backend.backend = self._backends.get(name)
+        super(OmniStructuredOutputManager, with_backend).grammar_init(request)
+        self.backend = self._backends[name] = with_backend.backend
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
         """Compiles a grammar, and tries it: masks of some take longer with each token, without an end. The engine would

@@ -325,6 +325,28 @@ def test_a_cache_that_is_written_to_is_not_shared():
         assert call.kwargs["cache"].layers[0].keys == [call.kwargs["hidden_states"]]
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("num_calls", [2, 3])
+def test_batches_in_a_list_are_split_also_if_there_is_one_for_each_row(kind: type, num_calls: int):
+    """As those of a ControlNet, whose number depends on its layers."""
+
+    def control(x):
+        return kind([x + index for index in range(4)]), x
+
+    arguments = [{"x": torch.randn(2, 3)} for _ in range(num_calls)]
+    check_joined(control, *arguments)
+    check_shares(control, 2, [num_calls, num_calls], *arguments)
+
+
+def test_a_list_of_images_is_split_by_its_items_whatever_size_they_have():
+    def double(x: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [2 * image for image in x]
+
+    arguments = [{"x": [torch.randn(4, 2), torch.randn(4, 2)]} for _ in range(2)]  # four rows in all
+    check_joined(double, *arguments)
+    check_shares(double, 2, [2, 2], *arguments)
+
+
 def test_the_output_of_an_encoder_is_split_and_its_cache_is_left_out():
     def encode(input_ids):
         states = input_ids[..., None].float()

@@ -239,7 +239,7 @@ def compute(calls: Sequence[ModuleCall]) -> list[Any]:
     output = _call(first, args, kwargs, num_calls)
     if any(_state(value) != _state(copies[id(value)]) for value in first.objects):
         raise ObjectChangedError
-    return _split(output, batch.num_rows, num_calls)
+    return _split(output, batch, num_calls)
 
 
 def _call(first: ModuleCall, args: tuple, kwargs: dict[str, Any], num_calls: int) -> Any:
@@ -256,7 +256,7 @@ def _call(first: ModuleCall, args: tuple, kwargs: dict[str, Any], num_calls: int
         sizes.append(rows.stop - start)
         start = rows.stop
     assert isinstance(function, RowParallelFunction)
-    return _concatenate(function.compute_shares(shares), sizes)
+    return _concatenate(function.compute_shares(shares), sizes, first.batch.in_lists)
 
 
 def _rows_of(joined: Any, first: Any, batch: CallBatch, rows: slice) -> Any:
@@ -278,18 +278,20 @@ def _rows_of(joined: Any, first: Any, batch: CallBatch, rows: slice) -> Any:
             return joined
 
 
-def _concatenate(outputs: list[Any], sizes: list[int]) -> Any:
+def _concatenate(outputs: list[Any], sizes: list[int], in_lists: bool) -> Any:
     """The output of a batch, from those of shares with so many rows."""
     first = outputs[0]
     match first:
         case torch.Tensor() if first.ndim > 0 and [len(output) for output in outputs] == sizes:
             return torch.cat(outputs)
-        case list() if [len(output) for output in outputs] == sizes:
+        case list() if CallBatch(sizes[0], in_lists).are_items_of(first):
             return [item for output in outputs for item in output]
-        case tuple():
-            return tuple(_concatenate([output[i] for output in outputs], sizes) for i in range(len(first)))
+        case list() | tuple():
+            joined = [_concatenate(list(column), sizes, in_lists) for column in zip(*outputs, strict=True)]
+            return joined if isinstance(first, list) else tuple(joined)
         case dict():
-            return type(first)(**{key: _concatenate([output[key] for output in outputs], sizes) for key in first})
+            fields = {key: _concatenate([output[key] for output in outputs], sizes, in_lists) for key in first}
+            return type(first)(**fields)
         case None:
             return None
         case _:
@@ -396,19 +398,21 @@ def _join(values: list[Any], batch: CallBatch, copies: dict[int, Any]) -> Any:
             return copies.get(id(first), first)
 
 
-def _split(output: Any, count: int, num_calls: int) -> list[Any]:
-    """The parts of an output, `count` rows for each call."""
+def _split(output: Any, batch: CallBatch, num_calls: int) -> list[Any]:
+    """The parts of an output that belong to each call."""
+    count = batch.num_rows
     match output:
         case torch.Tensor() if output.ndim > 0 and output.shape[0] == count * num_calls:
             return list(output.split(count))
-        case list() if len(output) == count * num_calls:
+        case list() if CallBatch(count * num_calls, batch.in_lists).are_items_of(output):
             return [output[i * count : (i + 1) * count] for i in range(num_calls)]
-        case tuple():
-            columns = [_split(item, count, num_calls) for item in output]
-            return [tuple(column[i] for column in columns) for i in range(num_calls)]
+        case list() | tuple():
+            columns = [_split(item, batch, num_calls) for item in output]
+            parts = ((column[i] for column in columns) for i in range(num_calls))
+            return [list(part) if isinstance(output, list) else tuple(part) for part in parts]
         case dict():  # the output classes of transformers and diffusers are dicts, too
             # Pipelines read an encoder's states; its cache, which cannot be split, is for generating text.
-            fields = {key: _split(item, count, num_calls) for key, item in output.items() if key != "past_key_values"}
+            fields = {key: _split(item, batch, num_calls) for key, item in output.items() if key != "past_key_values"}
             return [type(output)(**{key: field[i] for key, field in fields.items()}) for i in range(num_calls)]
         case None:
             return [None] * num_calls

@@ -124,17 +124,37 @@ def _set_on_class(instance: Any, name: str, value: Any) -> None:
     instance.__class__ = type(type(instance).__name__, (type(instance),), {name: value})
 
 
-def gate_modules(pipe: DiffusionPipeline) -> None:
+def modules_of(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
+    """The networks of a pipeline object, by name."""
+    return {name: module for name, module in vars(pipe).items() if isinstance(module, torch.nn.Module)}
+
+
+def gate_modules(pipe: DiffusionPipeline) -> bool:
     """Puts a gate before every module of a pipeline: `forward`, or `decode` of an autoencoder.
 
     Call it again when these functions may have been replaced, as by offloading and adapters.
+
+    Returns:
+        Whether one was missing.
     """
-    for module in vars(pipe).values():
-        if isinstance(module, torch.nn.Module):
-            name = "decode" if hasattr(module, "decode") else "forward"
-            function = getattr(module, name)
-            if not isinstance(function, _Gate):
-                setattr(module, name, _Gate(function))
+    missing = [module for module in modules_of(pipe).values() if not isinstance(_function_of(module), _Gate)]
+    for module in missing:
+        setattr(module, _gated_name(module), _Gate(_function_of(module)))
+    return bool(missing)
+
+
+def is_gated(module: torch.nn.Module, function: Callable[..., Any]) -> bool:
+    """Whether a call of this function is one of the module."""
+    gate = _function_of(module)
+    return isinstance(gate, _Gate) and gate._function == function
+
+
+def _gated_name(module: torch.nn.Module) -> str:
+    return "decode" if hasattr(module, "decode") else "forward"
+
+
+def _function_of(module: torch.nn.Module) -> Callable[..., Any]:
+    return getattr(module, _gated_name(module))
 
 
 def on_method(owner: Any, name: str, hook: Callable[[Callable[..., Any], dict[str, Any]], Any]) -> None:

@@ -105,7 +105,8 @@ class RequestHandler:
     def send_stats(self) -> None:
         """Sends a snapshot to the orchestrator."""
         engine = self._engine
-        stats = self._recorder.snapshot(len(self._waiting), self.num_running, engine.kv_blocks(), engine.cache_counts())
+        kv_blocks, caches, unbatched = engine.kv_blocks(), engine.cache_counts(), engine.unbatched()
+        stats = self._recorder.snapshot(len(self._waiting), self.num_running, kv_blocks, caches, unbatched)
         self._outlet.send(StatsMessage(instance_id=self._instance_id, stats=stats))
         if stats.num_running or stats.kv_blocks_used:
             self._recorder.changed()  # by the engine, which sends no message for it

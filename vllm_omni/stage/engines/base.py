@@ -298,6 +298,10 @@ class StageEngine(ABC):
         """The counts of `StageStats.caches`. Called from any thread."""
         return {}
 
+    def unbatched(self) -> list[str]:
+        """`StageStats.unbatched`. Called from any thread."""
+        return []
+
     def metrics(self) -> list[MetricFamily]:
         """The engine's own metrics, if it has any. Called from any thread."""
         return []
